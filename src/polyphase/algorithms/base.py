@@ -1,0 +1,121 @@
+"""What an algorithm tells the planner, and what a plan tells the launcher."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from polyphase.device import DeviceInfo
+    from polyphase.jit.source import KernelSource
+    from polyphase.problem import ConvTransposeProblem, Pass
+
+#: Strides in elements in the order batch, channel, depth, height, width; 0 for a dimension the layer does not have.
+Strides = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """How the tensors of a call lie: the input's side and the output's side of the layer, and the weight.
+
+    ``input`` are the strides of the input or its gradient, ``output`` those of the output or its gradient.
+    ``weight_channels_last``: the weight's memory order is ``(C_in, *kernel_size, C_out / groups)``, else as its shape.
+    """
+
+    input: Strides
+    output: Strides
+    weight_channels_last: bool = False
+
+    @classmethod
+    def dense(cls, problem: ConvTransposeProblem) -> Layouts:
+        """Tensors without gaps, in the problem's memory format."""
+        return cls(
+            dense_strides(problem.input_shape, problem.channels_last),
+            dense_strides(problem.output_shape, problem.channels_last),
+            problem.channels_last,
+        )
+
+
+def dense_strides(shape: tuple[int, ...], channels_last: bool) -> Strides:
+    """The strides of a tensor ``(N, C, *spatial)`` without gaps."""
+    _, channels, *spatial = shape
+    depth, height, width = [1] * (3 - len(spatial)) + spatial
+    volume = depth * height * width
+    if channels_last:
+        return volume * channels, 1, height * width * channels, width * channels, channels
+    return channels * volume, volume, height * width, width, 1
+
+
+def extent(shape: tuple[int, ...], strides: Strides) -> int:
+    """The largest element offset in a tensor ``(N, C, *spatial)``, plus one."""
+    sizes = (shape[0], shape[1], *(1,) * (5 - len(shape)), *shape[2:])
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides)) if all(sizes) else 0
+
+
+def channels_innermost(channels: int, strides: Strides) -> bool:
+    """Whether neighbouring channels are neighbours in memory, and neighbouring columns are not."""
+    return channels > 1 and strides[1] == 1 and strides[4] != 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One variant of an algorithm for a problem, with its predicted time and what bounds it."""
+
+    algorithm: str
+    variant: Any
+    seconds: float
+    bound: str
+
+    def describe(self) -> str:
+        """The variant in one line."""
+        settings = (f"{field.name}={getattr(self.variant, field.name)}" for field in fields(self.variant))
+        return f"{self.algorithm}({', '.join(settings)})"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up."""
+
+    source: KernelSource
+    grid: int
+    block: int
+    shared_bytes: int
+    geometry: bytes
+    planes: int = 1
+
+
+class Algorithm(Protocol):
+    """One way to compute a pass."""
+
+    name: str
+
+    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        """Why the algorithm cannot compute the pass, or None where it can."""
+
+    def candidates(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    ) -> list[Candidate]:
+        """Variants in rising order of predicted time.
+
+        The first does not depend on batch and image size, so that a new size never compiles again.
+        """
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: Any
+    ) -> Launch:
+        """The launch of one variant."""
+
+
+def cost_seconds(
+    problem: ConvTransposeProblem, device: DeviceInfo, multiprocessor_cycles: float
+) -> tuple[float, str]:
+    """Predicted time from the cycles summed over all multiprocessors, and whether bytes or instructions bound it."""
+    bytes_time = problem.bytes / device.copy_bytes_per_second
+    work_time = multiprocessor_cycles / (device.multiprocessors * device.clock_hz)
+    return max(bytes_time, work_time), "bytes" if bytes_time > work_time else "instructions"
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is not below ``value``."""
+    return 1 << max(0, math.ceil(math.log2(max(1, value))))

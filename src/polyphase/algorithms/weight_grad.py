@@ -1,0 +1,159 @@
+"""Direct kernel of the weight gradient: ``kernels/weight_grad.cu``, a matrix product along batch × input positions."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, next_power_of_two
+from polyphase.algorithms.gather import Side, five
+from polyphase.device import DeviceInfo
+from polyphase.jit.source import KernelSource
+from polyphase.problem import ConvTransposeProblem, Pass
+
+_THREADS = 256
+# Planes of partial sums take at most this many bytes, or as much as the weight itself.
+_MAX_WORKSPACE = 64 << 20
+
+
+@dataclass(frozen=True)
+class WeightGradVariant:
+    """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
+
+    rows: int
+    columns: int
+    thread_rows: int
+    thread_columns: int
+    k_slices: int
+    depth: int
+    min_blocks: int
+
+
+class WeightGrad:
+    """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
+
+    name = "weight_grad"
+
+    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        return None if pass_ is Pass.WEIGHT_GRAD else "computes the weight gradient only"
+
+    def candidates(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    ) -> list[Candidate]:
+        positions = problem.batch * math.prod(problem.input_size)
+        columns = problem.out_channels_per_group * problem.taps
+        result = []
+        for variant, cycles in _variants(problem.in_channels_per_group, columns, problem.dtype):
+            tiles = math.ceil(problem.in_channels_per_group / variant.rows) * math.ceil(columns / variant.columns)
+            seconds, bound = cost_seconds(problem, device, problem.groups * tiles * positions * cycles)
+            result.append(Candidate(self.name, variant, seconds, bound))
+        return result
+
+    def launch(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        variant: WeightGradVariant,
+    ) -> Launch:
+        columns = problem.out_channels_per_group * problem.taps
+        tiles = (
+            math.ceil(problem.in_channels_per_group / variant.rows)
+            * math.ceil(columns / variant.columns)
+            * problem.groups
+        )
+        positions = problem.batch * math.prod(problem.input_size)
+        weights = math.prod(problem.weight_shape)
+        accumulator = 8 if problem.dtype == "float64" else 4
+        # Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue.
+        waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / tiles)
+        affordable = max(1, _MAX_WORKSPACE // (weights * accumulator))
+        parts = max(1, min(waves, affordable, positions // (16 * variant.depth)))
+        part_length = max(1, math.ceil(positions / parts / variant.depth)) * variant.depth
+        parts = max(1, math.ceil(positions / part_length))
+        source = KernelSource(
+            kernel=self.name,
+            dtype=problem.dtype,
+            wide_index=True,
+            constants=(
+                ("AXIS_D", problem.axes3[0]),
+                ("AXIS_H", problem.axes3[1]),
+                ("AXIS_W", problem.axes3[2]),
+                ("INPUT_GRAD", False),
+                ("IN_CHANNELS", problem.in_channels_per_group),
+                ("OUT_CHANNELS", problem.out_channels_per_group),
+                ("WEIGHT_STRIDE_IN", columns),
+                ("WEIGHT_STRIDE_OUT", problem.taps),
+                ("WEIGHT_STRIDE_TAP", 1),
+                ("ROWS", variant.rows),
+                ("COLUMNS", variant.columns),
+                ("THREAD_ROWS", variant.thread_rows),
+                ("THREAD_COLUMNS", variant.thread_columns),
+                ("K_SLICES", variant.k_slices),
+                ("DEPTH", variant.depth),
+                ("MIN_BLOCKS", variant.min_blocks),
+            ),
+        )
+        x = Side(five(problem.input_shape), layouts.input)
+        grad = Side(five(problem.output_shape), layouts.output)
+        geometry = x.packed() + grad.packed()
+        geometry += struct.pack("<3i4x3q", problem.batch, problem.groups, parts, part_length, positions, weights)
+        return Launch(
+            source=source,
+            grid=tiles * parts,
+            block=_THREADS,
+            shared_bytes=_shared_floats(variant) * accumulator,
+            geometry=geometry,
+            planes=parts,
+        )
+
+
+def _shared_floats(variant: WeightGradVariant) -> int:
+    row_pitch, column_pitch = (-(-size // 4) * 4 + 4 for size in (variant.rows, variant.columns))
+    main = variant.depth * (row_pitch + column_pitch)
+    reduction = _THREADS * variant.thread_rows * variant.thread_columns if variant.k_slices > 1 else 0
+    return max(main, reduction)
+
+
+@lru_cache(maxsize=512)
+def _variants(rows: int, columns: int, dtype: str) -> tuple[tuple[WeightGradVariant, float], ...]:
+    """The best variants with their multiprocessor cycles per position and tile, in rising order of a layer's cost."""
+    scored = []
+    words = 2 if dtype == "float64" else 1
+    for thread_rows in (1, 2, 4, 8):
+        for thread_columns in (1, 2, 4, 8):
+            for block_rows in (1, 2, 4, 8, 16, 32, 64, 128):
+                for block_columns in (4, 8, 16, 32, 64, 128):
+                    slice_threads = (block_rows // thread_rows) * (block_columns // thread_columns)
+                    if block_rows < thread_rows or block_columns < thread_columns or slice_threads > _THREADS:
+                        continue
+                    if block_rows > next_power_of_two(rows) or block_columns > max(4, next_power_of_two(columns)):
+                        continue
+                    k_slices = _THREADS // slice_threads
+                    for depth in (8, 16, 32, 64, 128):
+                        x_items = math.ceil(block_rows * depth / _THREADS)
+                        g_items = math.ceil(block_columns * depth / _THREADS)
+                        if depth % k_slices or x_items + g_items > 24:
+                            continue
+                        registers = words * (
+                            thread_rows * thread_columns + 2 * (thread_rows + thread_columns) + x_items + g_items
+                        )
+                        registers += 56
+                        blocks = max(1, min(6, int(65536 / (registers * 1.25 * _THREADS))))
+                        steps = depth // k_slices
+                        product = thread_rows * thread_columns * words
+                        reads = words * (max(1, thread_rows // 4) + max(1, thread_columns // 4))
+                        instructions = 110 + x_items * 8 + g_items * 24 + steps * (product + reads + 2)
+                        wavefronts = steps * 2 * reads + 3 * (x_items + g_items) + 4
+                        warps = _THREADS / 32
+                        cycles = max(instructions * warps / 4, wavefronts * warps) * (1.15 + 0.3 / blocks)
+                        variant = WeightGradVariant(
+                            block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks
+                        )
+                        tiles = math.ceil(rows / block_rows) * math.ceil(columns / block_columns)
+                        scored.append((tiles * cycles / depth, cycles / depth, variant))
+    scored.sort(key=lambda item: item[0])
+    return tuple((variant, cycles) for _, cycles, variant in scored[:8])

@@ -1,0 +1,93 @@
+"""What a GPU offers: the figures the planner and the compiler need, known without a GPU present.
+
+The rates serve the cost model alone: they rank candidates, and no result depends on them. The H200's are measured
+(`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from polyphase.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One kind of device. ``arch`` is the compiler's name for it, or ``"portable"`` for devices without own kernels."""
+
+    arch: str
+    multiprocessors: int = 1
+    clock_hz: float = 1e9
+    copy_bytes_per_second: float = 1e11
+    shared_bytes_per_block: int = 0
+    shared_bytes_per_multiprocessor: int = 0
+    registers_per_multiprocessor: int = 65536
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.arch.startswith("sm_")
+
+    @staticmethod
+    def for_arch(arch: str) -> DeviceInfo:
+        """A typical device of an architecture, e.g. ``"sm_90a"`` (the letter may be left out)."""
+        if arch == PORTABLE.arch or arch == "cpu":
+            return PORTABLE
+        known = {info.arch.rstrip("af"): info for info in _TYPICAL}
+        info = known.get(arch.rstrip("af"))
+        if info is None:
+            raise UnsupportedError(f"unknown architecture {arch!r}; known are {', '.join(i.arch for i in _TYPICAL)}")
+        return info
+
+    @staticmethod
+    def of(device: torch.device) -> DeviceInfo:
+        """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
+        import torch
+
+        if device.type != "cuda" or torch.version.cuda is None:
+            return PORTABLE
+        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+PORTABLE = DeviceInfo("portable")
+
+_TYPICAL = (
+    DeviceInfo("sm_75", 40, 1.6e9, 2.7e11, 64 << 10, 64 << 10),
+    DeviceInfo("sm_80", 108, 1.4e9, 1.7e12, 163 << 10, 164 << 10),
+    DeviceInfo("sm_86", 82, 1.7e9, 8.0e11, 99 << 10, 100 << 10),
+    DeviceInfo("sm_89", 128, 2.4e9, 8.7e11, 99 << 10, 100 << 10),
+    DeviceInfo("sm_90a", 132, 1.75e9, 4.28e12, 227 << 10, 228 << 10),
+    DeviceInfo("sm_100a", 148, 1.9e9, 7.0e12, 227 << 10, 228 << 10),
+    DeviceInfo("sm_120", 170, 2.4e9, 1.6e12, 99 << 10, 100 << 10),
+)
+
+
+@lru_cache(maxsize=None)
+def _of_cuda(index: int) -> DeviceInfo:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    major, minor = properties.major, properties.minor
+    if (major, minor) < (7, 5):
+        raise UnsupportedError(
+            f"{properties.name} has compute capability {major}.{minor}; polyphase's CUDA kernels need 7.5 or newer"
+        )
+    arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
+    typical = {info.arch: info for info in _TYPICAL}.get(arch) or max(
+        (info for info in _TYPICAL if info.arch.rstrip("a")[3:].zfill(3) <= arch.rstrip("a")[3:].zfill(3)),
+        key=lambda info: info.arch.rstrip("a")[3:].zfill(3),
+    )
+    return DeviceInfo(
+        arch=arch,
+        multiprocessors=properties.multi_processor_count,
+        clock_hz=typical.clock_hz,
+        copy_bytes_per_second=typical.copy_bytes_per_second,
+        shared_bytes_per_block=getattr(properties, "shared_memory_per_block_optin", typical.shared_bytes_per_block),
+        shared_bytes_per_multiprocessor=getattr(
+            properties, "shared_memory_per_multiprocessor", typical.shared_bytes_per_multiprocessor
+        ),
+    )

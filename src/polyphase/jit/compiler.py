@@ -1,0 +1,160 @@
+"""NVRTC through cuda.core: kernel text to binary, and what the binary needs of the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyphase.errors import CompilationError, UnsupportedError
+from polyphase.jit.cache import KernelCache, cache_directory
+from polyphase.jit.source import KernelSource
+
+if TYPE_CHECKING:
+    from polyphase.problem import ConvTransposeProblem, Pass
+
+_locks: dict[tuple[KernelSource, str], threading.Lock] = {}
+_locks_guard = threading.Lock()
+_caches: dict[Path, KernelCache] = {}
+
+#: Compilations this process has made, cache hits left out: tests and `env` read it.
+compilations = 0
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel needs, as the assembler reports it. Bytes where not said otherwise."""
+
+    kernel: str
+    arch: str
+    registers: int
+    shared: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    warnings: tuple[str, ...]
+    seconds: float
+    source: KernelSource = field(repr=False)
+
+    @property
+    def clean(self) -> bool:
+        """No spill, no stack frame, no warning."""
+        return not (self.stack or self.spill_stores or self.spill_loads or self.warnings)
+
+
+def cache() -> KernelCache:
+    """The cache in the folder that the environment names now."""
+    directory = cache_directory()
+    with _locks_guard:
+        if directory not in _caches:
+            _caches[directory] = KernelCache(directory)
+        return _caches[directory]
+
+
+def compile_kernel(source: KernelSource, arch: str) -> bytes:
+    """The binary of a kernel for ``arch``, from the cache where it is there.
+
+    Raises `CompilationError` with the compiler's log, and `UnsupportedError` where cuda.core or NVRTC is missing.
+    """
+    with _locks_guard:
+        lock = _locks.setdefault((source, arch), threading.Lock())
+    with lock:
+        store, key = cache(), _key(source, arch)
+        binary = store.get(key)
+        if binary is None:
+            binary, _ = _compile(source, arch)
+            store.put(key, binary)
+        return binary
+
+
+def discard_kernel(source: KernelSource, arch: str) -> None:
+    """Forgets a binary that does not load, so that the next call compiles it."""
+    cache().discard(_key(source, arch))
+
+
+def _key(source: KernelSource, arch: str) -> bytes:
+    return hashlib.sha256("\0".join((source.text, arch, _compiler_version())).encode()).digest()
+
+
+def compile_report(problem: ConvTransposeProblem, pass_: Pass, arch: str) -> list[Resources]:
+    """Compiles every kernel variant that the planner can choose for a layer, without a GPU, and reports each."""
+    from polyphase.device import DeviceInfo
+    from polyphase.plan import kernel_sources
+
+    return [resources_of(source, arch) for source in kernel_sources(problem, pass_, DeviceInfo.for_arch(arch))]
+
+
+def resources_of(source: KernelSource, arch: str) -> Resources:
+    """Compiles one kernel, past the cache, and reads the assembler's report."""
+    started = time.perf_counter()
+    _, log = _compile(source, arch, "-v")
+    seconds = time.perf_counter() - started
+
+    def number(pattern: str) -> int:
+        return sum(int(match) for match in re.findall(pattern, log))
+
+    warnings = [line.strip() for line in log.splitlines() if re.search(r"warning|\bC75\d\d\b", line, re.IGNORECASE)]
+    return Resources(
+        kernel=source.kernel,
+        arch=arch,
+        registers=number(r"Used (\d+) registers"),
+        shared=number(r"(\d+) bytes smem"),
+        stack=number(r"(\d+) bytes stack frame"),
+        spill_stores=number(r"(\d+) bytes spill stores"),
+        spill_loads=number(r"(\d+) bytes spill loads"),
+        warnings=tuple(warnings),
+        seconds=seconds,
+        source=source,
+    )
+
+
+def _compile(source: KernelSource, arch: str, assembler_options: str | None = None) -> tuple[bytes, str]:
+    global compilations
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise UnsupportedError(
+            "polyphase's CUDA kernels are compiled at run time by cuda-core, which cannot be imported "
+            f"({error}); install it with: pip install 'polyphase[cuda]'"
+        ) from error
+    log = io.StringIO()
+    try:
+        options = ProgramOptions(arch=arch, std="c++17", ptxas_options=assembler_options)
+        binary = Program(source.text, "c++", options).compile("cubin", logs=log)
+    except Exception as error:
+        path = _keep(source)
+        raise CompilationError(
+            f"{source.kernel} could not be compiled for {arch}; the source lies in {path}\n{error}\n{log.getvalue()}",
+            log=f"{error}\n{log.getvalue()}",
+            source_path=str(path),
+        ) from error
+    compilations += 1
+    return bytes(binary.code), log.getvalue().replace("\0", "")
+
+
+def _keep(source: KernelSource) -> Path:
+    """Writes a source that does not compile where its reader finds it."""
+    name = f"{source.kernel}-{hashlib.sha256(source.text.encode()).hexdigest()[:12]}.cu"
+    for folder in (cache_directory() / "failed", Path(tempfile.mkdtemp(prefix="polyphase-"))):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(source.text, encoding="utf-8")
+            return folder / name
+        except OSError:
+            continue
+    return Path(os.devnull)
+
+
+@lru_cache(maxsize=1)
+def _compiler_version() -> str:
+    from cuda.bindings import nvrtc
+
+    return "nvrtc {1}.{2}".format(*nvrtc.nvrtcVersion())

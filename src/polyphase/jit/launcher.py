@@ -1,0 +1,112 @@
+"""A compiled kernel on one device, launched with the least host time: one driver call on a parameter block that only
+needs its pointers filled in."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import lru_cache
+from typing import Any
+
+from polyphase.algorithms.base import Launch
+from polyphase.errors import CompilationError, PolyphaseError
+from polyphase.jit.compiler import compile_kernel, discard_kernel
+from polyphase.jit.source import KernelSource
+
+_DEFAULT_SHARED_BYTES = 48 << 10
+
+
+class Executable:
+    """``launch`` on the CUDA device ``index``: call it with a raw stream and the pointers of the kernel's tensors.
+
+    The parameter block belongs to a thread, since the driver reads it while other Python threads run.
+    """
+
+    def __init__(self, launch: Launch, arch: str, index: int, pointers: int) -> None:
+        self.name = launch.source.kernel
+        self.device_index = index
+        self.planes = launch.planes
+        self._kernel = _load(launch.source, arch, index)
+        self._dimensions = (launch.grid, 1, 1, launch.block, 1, 1, launch.shared_bytes)
+        self._empty = launch.grid == 0
+        self._geometry = launch.geometry
+        self._pointers = pointers
+        self._local = threading.local()
+        if launch.shared_bytes > _DEFAULT_SHARED_BYTES:
+            _allow_shared(launch.source, arch, index, launch.shared_bytes)
+        self._function = _driver().CUfunction(int(self._kernel.handle))
+        self._cu_launch = _driver().cuLaunchKernel
+
+    def __call__(self, stream: int, *pointers: int) -> None:
+        if self._empty:
+            return
+        try:
+            block, address = self._local.block
+        except AttributeError:
+            block, address = self._parameters()
+        for i, pointer in enumerate(pointers):
+            block[i] = pointer
+        (status,) = self._cu_launch(self._function, *self._dimensions, stream, address, 0)
+        if status:
+            raise PolyphaseError(
+                f"launching {self.name} on CUDA device {self.device_index} failed: {status!r} "
+                f"(grid {self._dimensions[0]}, {self._dimensions[3]} threads, {self._dimensions[6]} bytes of shared memory)"
+            )
+
+    def _parameters(self) -> tuple[Any, int]:
+        """This thread's block: the pointers, then the geometry, and the table of where each parameter lies."""
+        from cuda.core import Device
+
+        Device(self.device_index).set_current()  # a thread of the user's may not have a context yet
+        count = self._pointers
+        block = (ctypes.c_uint64 * count)()
+        geometry = ctypes.create_string_buffer(self._geometry, len(self._geometry))
+        start = ctypes.addressof(block)
+        table = (ctypes.c_uint64 * (count + 1))(*(start + 8 * i for i in range(count)), ctypes.addressof(geometry))
+        self._local.keep = (geometry, table)
+        self._local.block = (block, ctypes.addressof(table))
+        return self._local.block  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+@lru_cache(maxsize=None)
+def _load(source: KernelSource, arch: str, index: int) -> Any:
+    """The loaded kernel. A binary from the cache that does not load is thrown away and compiled again, once."""
+    from cuda.core import Device, ObjectCode
+
+    Device(index).set_current()
+    for fresh in (False, True):
+        if fresh:
+            discard_kernel(source, arch)
+        binary = compile_kernel(source, arch)
+        try:
+            return ObjectCode.from_cubin(binary).get_kernel(source.kernel)
+        except Exception as error:
+            if fresh:
+                raise CompilationError(
+                    f"{source.kernel} was compiled for {arch} but does not load on CUDA device {index}: {error}"
+                ) from error
+    raise AssertionError("unreachable")
+
+
+_allowed: dict[tuple[KernelSource, str, int], int] = {}
+
+
+def _allow_shared(source: KernelSource, arch: str, index: int, shared_bytes: int) -> None:
+    """Lets a kernel use more than the 48 KiB of shared memory that every kernel may use."""
+    key = (source, arch, index)
+    if _allowed.get(key, 0) >= shared_bytes:
+        return
+    driver = _driver()
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    kernel = driver.CUkernel(int(_load(source, arch, index).handle))
+    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(index))
+    if status:
+        raise PolyphaseError(f"{source.kernel} cannot have {shared_bytes} bytes of shared memory: {status!r}")
+    _allowed[key] = shared_bytes

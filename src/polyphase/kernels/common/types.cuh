@@ -1,0 +1,88 @@
+// Storage types of 16 bits without any header, and their conversion to and from the type of the accumulator.
+// Every kernel computes in accum_t (float, or double for double) whatever the tensors hold.
+
+struct bfloat16 {
+  unsigned short bits;
+};
+struct float16 {
+  unsigned short bits;
+};
+
+__device__ __forceinline__ double widen(double value) { return value; }
+__device__ __forceinline__ float widen(float value) { return value; }
+
+__device__ __forceinline__ float widen(bfloat16 value) {
+  union {
+    unsigned int bits;
+    float number;
+  } wide = {(unsigned int)value.bits << 16};
+  return wide.number;
+}
+
+__device__ __forceinline__ float widen(float16 value) {
+#ifdef __CUDA_ARCH__
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+  return wide;
+#else
+  union {
+    unsigned short bits;
+    _Float16 number;
+  } half = {value.bits};
+  return (float)half.number;
+#endif
+}
+
+// narrow: round to nearest, ties to even.
+__device__ __forceinline__ void narrow(double value, double& out) { out = value; }
+__device__ __forceinline__ void narrow(float value, float& out) { out = value; }
+
+__device__ __forceinline__ void narrow(float value, bfloat16& out) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+#else
+  union {
+    float number;
+    unsigned int bits;
+  } wide = {value};
+  const bool nan = (wide.bits & 0x7fffffffu) > 0x7f800000u;
+  out.bits = nan ? 0x7fff : (unsigned short)((wide.bits + 0x7fffu + ((wide.bits >> 16) & 1u)) >> 16);
+#endif
+}
+
+__device__ __forceinline__ void narrow(float value, float16& out) {
+#ifdef __CUDA_ARCH__
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+#else
+  union {
+    _Float16 number;
+    unsigned short bits;
+  } half = {(_Float16)value};
+  out.bits = half.bits;
+#endif
+}
+
+// A zero of any storage type is all bits zero.
+template <class T>
+__device__ __forceinline__ T zero() {
+  return T{};
+}
+
+// Reads that no thread writes go through the read-only path.
+template <class T>
+__device__ __forceinline__ T read(const T* address) {
+#if defined(__CUDA_ARCH__)
+  return __ldg(address);
+#else
+  return *address;
+#endif
+}
+
+#if defined(__CUDA_ARCH__)
+__device__ __forceinline__ bfloat16 read(const bfloat16* address) {
+  return bfloat16{__ldg((const unsigned short*)address)};
+}
+__device__ __forceinline__ float16 read(const float16* address) {
+  return float16{__ldg((const unsigned short*)address)};
+}
+#endif

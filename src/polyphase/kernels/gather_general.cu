@@ -1,0 +1,123 @@
+// Direct kernel of the forward pass and the input gradient for every layer that gather_tiled does not unroll: kernels of
+// thousands of taps, large strides, channels-last depthwise layers. No limits, no shared memory, no barrier.
+//
+//   destination[n, cd, o] = bias[cd] + Σ source[n, cs, (position of o) + …] · w[cs, cd, tap]
+//
+// Index mapping. A thread owns DST_PER_THREAD destination channels of one group at one destination element. Neighbouring
+// threads own neighbouring elements along w (channels first) or neighbouring channels (channels last).
+//
+// Along each dimension the taps that meet a destination element form an arithmetic progression, and so do the source
+// elements they meet: in the forward pass taps tap0, tap0 + stride/gcd, … while the source falls by dilation/gcd (gcd of
+// stride and dilation); in the input gradient all taps, while the source rises by the dilation. Nothing is tabulated.
+
+struct Geometry {
+  Tensor5 src, dst;
+  int batch, groups;
+};
+
+constexpr int THREADS = 256;
+constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, DST_PER_THREAD);
+
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+
+// The x in [0, modulus) with a·x ≡ 1.
+__host__ __device__ constexpr int inverse(int a, int modulus) {
+  for (int x = 0; x < modulus; ++x)
+    if ((long long)a * x % modulus == 1 % modulus) return x;
+  return 0;
+}
+
+// The taps of one dimension that meet one destination element, and the source element that the first one meets.
+struct Progression {
+  int tap, src;
+};
+
+template <int KERNEL, int STRIDE, int PADDING, int DILATION>
+struct Taps {
+  static constexpr int GCD = gcd(STRIDE, DILATION);
+  static constexpr int PERIOD = STRIDE / GCD;
+  static constexpr int INVERSE = inverse(DILATION / GCD % PERIOD, PERIOD);
+  static constexpr int TAP_STEP = INPUT_GRAD ? 1 : PERIOD;
+  static constexpr int SRC_STEP = INPUT_GRAD ? DILATION : -(DILATION / GCD);
+
+  static __device__ __forceinline__ Progression at(int dst) {
+    if (INPUT_GRAD) return {0, dst * STRIDE - PADDING};
+    // tap·DILATION ≡ dst + PADDING modulo STRIDE
+    const int reach = dst + PADDING;
+    if (reach % GCD != 0) return {KERNEL, 0};
+    const int tap = (int)((long long)(reach / GCD % PERIOD) * INVERSE % PERIOD);
+    const int distance = reach - tap * DILATION;  // a multiple of STRIDE, perhaps negative
+    return {tap, distance / STRIDE};
+  }
+};
+
+typedef Taps<AXIS_D.kernel, AXIS_D.stride, AXIS_D.padding, AXIS_D.dilation> TapsD;
+typedef Taps<AXIS_H.kernel, AXIS_H.stride, AXIS_H.padding, AXIS_H.dilation> TapsH;
+typedef Taps<AXIS_W.kernel, AXIS_W.stride, AXIS_W.padding, AXIS_W.dilation> TapsW;
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    gather_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
+                   const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Geometry g) {
+  long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
+  int block = 0, group = 0;
+  const int blocks = DST_BLOCKS * g.groups;
+  if (DST_CHANNELS_LAST) {
+    block = (int)(index % blocks);
+    index /= blocks;
+  }
+  const int w = (int)(index % g.dst.size[2]);
+  index /= g.dst.size[2];
+  const int h = (int)(index % g.dst.size[1]);
+  index /= g.dst.size[1];
+  const int d = (int)(index % g.dst.size[0]);
+  index /= g.dst.size[0];
+  if (!DST_CHANNELS_LAST) {
+    block = (int)(index % blocks);
+    index /= blocks;
+  }
+  const long long n = index;
+  if (n >= g.batch) return;
+  group = block / DST_BLOCKS;
+  const int first_dst = block % DST_BLOCKS * DST_PER_THREAD;
+
+  const Progression at_d = TapsD::at(d), at_h = TapsH::at(h), at_w = TapsW::at(w);
+  src += n * g.src.stride[0] + (long long)group * SRC_CHANNELS * g.src.stride[1];
+  weight += (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS;
+  accum_t sum[DST_PER_THREAD] = {};
+#pragma unroll 1
+  for (int channel = 0; channel < SRC_CHANNELS; ++channel, src += g.src.stride[1]) {
+    int src_d = at_d.src;
+#pragma unroll 1
+    for (int kd = at_d.tap; kd < AXIS_D.kernel; kd += TapsD::TAP_STEP, src_d += TapsD::SRC_STEP) {
+      if ((unsigned)src_d >= (unsigned)g.src.size[0]) continue;
+      int src_h = at_h.src;
+#pragma unroll 1
+      for (int kh = at_h.tap; kh < AXIS_H.kernel; kh += TapsH::TAP_STEP, src_h += TapsH::SRC_STEP) {
+        if ((unsigned)src_h >= (unsigned)g.src.size[1]) continue;
+        const scalar_t* const row = src + src_d * g.src.stride[2] + src_h * g.src.stride[3];
+        int src_w = at_w.src;
+#pragma unroll 4
+        for (int kw = at_w.tap; kw < AXIS_W.kernel; kw += TapsW::TAP_STEP, src_w += TapsW::SRC_STEP) {
+          if ((unsigned)src_w >= (unsigned)g.src.size[2]) continue;
+          const accum_t value = widen(read(row + src_w * g.src.stride[4]));
+          const int tap = (kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw;
+#pragma unroll
+          for (int i = 0; i < DST_PER_THREAD; ++i) {
+            const int dst_channel = DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + i
+                                                                       : min(first_dst + i, DST_CHANNELS - 1);
+            sum[i] += value * widen(read(weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
+                                                              : weight_offset(channel, dst_channel, tap))));
+          }
+        }
+      }
+    }
+  }
+
+  const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
+  dst += n * g.dst.stride[0] + first_channel * g.dst.stride[1] + d * g.dst.stride[2] + h * g.dst.stride[3] +
+         w * g.dst.stride[4];
+#pragma unroll
+  for (int i = 0; i < DST_PER_THREAD; ++i)
+    if (first_dst + i < DST_CHANNELS)
+      narrow(sum[i] + (HAS_BIAS ? widen(read(bias + first_channel + i)) : (accum_t)0), dst[i * g.dst.stride[1]]);
+}

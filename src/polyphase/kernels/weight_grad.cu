@@ -1,0 +1,175 @@
+// Direct kernel of the weight gradient, in exact arithmetic.
+//
+//   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
+//
+// A matrix product of each group: rows are the input channels, columns the pairs (co, tap), and the sum runs over the
+// K = batch × input positions. The second operand is gathered from the output gradient on its way to shared memory, one
+// element a (column, position), zero where it falls into the padding.
+//
+// Index mapping. A block owns ROWS × COLUMNS of one group and one contiguous part of K. Its threads are K_SLICES ×
+// (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage, summed at the
+// end in slice order. Blocks on different parts of K write to different planes of `partial`, which the caller sums in
+// order: the result does not depend on timing.
+//
+// Shared memory: DEPTH × ROW_PITCH of x, then DEPTH × COLUMN_PITCH of g, both [position][row or column], padded so that
+// stores along K do not meet in one bank. After the last stage it sums the K slices.
+
+struct Geometry {
+  Tensor5 x, g;
+  int batch, groups;
+  int parts;               // blocks along K
+  long long part_length;   // positions of a part
+  long long positions;     // K
+  long long plane;         // elements of one plane of `partial`: all weights
+};
+
+constexpr int COLUMNS_TOTAL = OUT_CHANNELS * TAPS;
+constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS);
+constexpr int COLUMN_BLOCKS = ceil_div(COLUMNS_TOTAL, COLUMNS);
+constexpr int ROW_THREADS = ROWS / THREAD_ROWS, COLUMN_THREADS = COLUMNS / THREAD_COLUMNS;
+constexpr int SLICE_THREADS = ROW_THREADS * COLUMN_THREADS;
+constexpr int THREADS = SLICE_THREADS * K_SLICES;
+constexpr int ROW_PITCH = round_up(ROWS, 4) + 4, COLUMN_PITCH = round_up(COLUMNS, 4) + 4;
+constexpr int X_ITEMS = ceil_div(ROWS * DEPTH, THREADS), G_ITEMS = ceil_div(COLUMNS * DEPTH, THREADS);
+constexpr int ROW_STEP = THREADS / DEPTH;  // rows or columns that the block loads at once
+
+static_assert(THREADS % DEPTH == 0, "a thread loads the same position of every stage");
+static_assert(DEPTH % K_SLICES == 0, "every K slice takes the same share of a stage");
+
+// THREAD_ROWS or THREAD_COLUMNS neighbouring values from shared memory, 16 bytes at a time where they are that many.
+template <int COUNT>
+struct Values {
+  accum_t value[COUNT];
+
+  __device__ __forceinline__ void load(const accum_t* from) {
+    struct alignas((COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1) * sizeof(accum_t)) Chunk {
+      accum_t value[COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1];
+    };
+    constexpr int CHUNK = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += CHUNK) {
+      const Chunk chunk = *(const Chunk*)(from + i);
+#pragma unroll
+      for (int j = 0; j < CHUNK; ++j) value[i + j] = chunk.value[j];
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    weight_grad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* __restrict__ partial,
+                const Geometry g) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  accum_t* const x_tile = (accum_t*)shared_memory;
+  accum_t* const g_tile = x_tile + DEPTH * ROW_PITCH;
+
+  int block = blockIdx.x;
+  const int row_block = block % ROW_BLOCKS;
+  block /= ROW_BLOCKS;
+  const int column_block = block % COLUMN_BLOCKS;
+  block /= COLUMN_BLOCKS;
+  const int group = block % g.groups;
+  const int part = block / g.groups;
+  const long long first = part * g.part_length;
+  const long long end = first + g.part_length < g.positions ? first + g.part_length : g.positions;
+
+  const int thread = threadIdx.x;
+  const int k_slice = thread / SLICE_THREADS;
+  const int row = thread % SLICE_THREADS / COLUMN_THREADS * THREAD_ROWS;
+  const int column = thread % COLUMN_THREADS * THREAD_COLUMNS;
+  const int load_k = thread % DEPTH, load_row = thread / DEPTH;
+
+  x += (long long)(group * IN_CHANNELS + row_block * ROWS) * g.x.stride[1];
+  grad += (long long)group * OUT_CHANNELS * g.g.stride[1];
+
+  scalar_t x_values[X_ITEMS], g_values[G_ITEMS];
+  auto load = [&](long long k) {
+    k += load_k;
+    const bool exists = k < end;
+    const int w = (int)(k % g.x.size[2]);
+    k /= g.x.size[2];
+    const int h = (int)(k % g.x.size[1]);
+    k /= g.x.size[1];
+    const int d = (int)(k % g.x.size[0]);
+    const long long n = k / g.x.size[0];
+    const scalar_t* const x_at =
+        x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4];
+#pragma unroll
+    for (int i = 0; i < X_ITEMS; ++i) {
+      const int r = load_row + i * ROW_STEP;
+      const bool inside = exists && r < ROWS && row_block * ROWS + r < IN_CHANNELS;
+      x_values[i] = inside ? read(x_at + r * g.x.stride[1]) : zero<scalar_t>();
+    }
+    const int base_d = d * AXIS_D.stride - AXIS_D.padding;
+    const int base_h = h * AXIS_H.stride - AXIS_H.padding;
+    const int base_w = w * AXIS_W.stride - AXIS_W.padding;
+    const scalar_t* const g_at = grad + n * g.g.stride[0];
+#pragma unroll
+    for (int i = 0; i < G_ITEMS; ++i) {
+      const int c = load_row + i * ROW_STEP;
+      const int global = column_block * COLUMNS + c;
+      const int tap = global % TAPS, channel = global / TAPS;
+      const int o_d = base_d + tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation;
+      const int o_h = base_h + tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation;
+      const int o_w = base_w + tap % AXIS_W.kernel * AXIS_W.dilation;
+      const bool inside = exists && c < COLUMNS && global < COLUMNS_TOTAL && (unsigned)o_d < (unsigned)g.g.size[0] &&
+                          (unsigned)o_h < (unsigned)g.g.size[1] && (unsigned)o_w < (unsigned)g.g.size[2];
+      g_values[i] = inside ? read(g_at + channel * g.g.stride[1] + o_d * g.g.stride[2] + o_h * g.g.stride[3] +
+                                  o_w * g.g.stride[4])
+                           : zero<scalar_t>();
+    }
+  };
+
+  accum_t sum[THREAD_ROWS][THREAD_COLUMNS] = {};
+  load(first);
+#pragma unroll 1
+  for (long long k = first; k < end; k += DEPTH) {
+#pragma unroll
+    for (int i = 0; i < X_ITEMS; ++i)
+      if (load_row + i * ROW_STEP < ROWS) x_tile[load_k * ROW_PITCH + load_row + i * ROW_STEP] = widen(x_values[i]);
+#pragma unroll
+    for (int i = 0; i < G_ITEMS; ++i)
+      if (load_row + i * ROW_STEP < COLUMNS)
+        g_tile[load_k * COLUMN_PITCH + load_row + i * ROW_STEP] = widen(g_values[i]);
+    __syncthreads();
+    if (k + DEPTH < end) load(k + DEPTH);
+#pragma unroll 4
+    for (int step = k_slice; step < DEPTH; step += K_SLICES) {
+      Values<THREAD_ROWS> a;
+      Values<THREAD_COLUMNS> b;
+      a.load(x_tile + step * ROW_PITCH + row);
+      b.load(g_tile + step * COLUMN_PITCH + column);
+#pragma unroll
+      for (int r = 0; r < THREAD_ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
+    }
+    __syncthreads();
+  }
+
+  // Sum the K slices in order: every slice leaves its sums in shared memory, and the block's threads share the columns.
+  constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS;
+  accum_t* const slices = (accum_t*)shared_memory;
+  if (K_SLICES > 1) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i)
+      slices[(k_slice * SUMS + i) * SLICE_THREADS + thread % SLICE_THREADS] = (&sum[0][0])[i];
+    __syncthreads();
+    if (k_slice > 0) return;
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
+      accum_t total = (&sum[0][0])[i];
+#pragma unroll 1
+      for (int slice = 1; slice < K_SLICES; ++slice) total += slices[(slice * SUMS + i) * SLICE_THREADS + thread];
+      (&sum[0][0])[i] = total;
+    }
+  }
+
+  partial += part * g.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
+#pragma unroll
+  for (int r = 0; r < THREAD_ROWS; ++r)
+#pragma unroll
+    for (int c = 0; c < THREAD_COLUMNS; ++c) {
+      const int in = row_block * ROWS + row + r, global = column_block * COLUMNS + column + c;
+      if (in < IN_CHANNELS && global < COLUMNS_TOTAL) partial[(long long)in * COLUMNS_TOTAL + global] = sum[r][c];
+    }
+}

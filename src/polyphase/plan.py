@@ -1,0 +1,109 @@
+"""The one place that decides how a pass is computed. Needs neither torch nor a GPU.
+
+Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. Variants
+depend on the layer alone, never on batch or image size, so a new size is a new launch of a kernel that is compiled
+already. Nothing is tried at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from polyphase.algorithms import ALGORITHMS
+from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts
+from polyphase.device import DeviceInfo
+from polyphase.errors import UnsupportedError
+from polyphase.jit.source import KernelSource
+from polyphase.problem import ConvTransposeProblem, Pass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one pass of one problem is computed on one device. ``launch`` is None on the portable path."""
+
+    problem: ConvTransposeProblem
+    pass_: Pass
+    algorithm: str
+    candidate: Candidate | None = None
+    launch: Launch | None = None
+
+    def describe(self) -> str:
+        """The plan in one line."""
+        return self.algorithm if self.candidate is None else self.candidate.describe()
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
+) -> Plan:
+    """The plan of a pass: ``layouts`` are the tensors' strides, dense in the problem's memory format by default.
+
+    Raises `UnsupportedError` where no algorithm can compute the pass.
+    """
+    if not device.is_cuda:
+        return Plan(problem, pass_, "portable")
+    layouts = layouts or Layouts.dense(problem)
+    offers = [
+        (candidates[0], algorithm)
+        for algorithm in ALGORITHMS
+        if algorithm.refusal(problem, pass_, device) is None
+        and (candidates := algorithm.candidates(problem, pass_, device, layouts))
+    ]
+    if not offers:
+        reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
+        raise UnsupportedError(f"no algorithm computes the {pass_.value} of {problem} on {device.arch}: {reasons}")
+    candidate, algorithm = min(offers, key=lambda offer: offer[0].seconds)
+    launch = algorithm.launch(problem, pass_, device, layouts, candidate.variant)
+    return Plan(problem, pass_, algorithm.name, candidate, launch)
+
+
+def launches(
+    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
+) -> list[tuple[Candidate, Launch]]:
+    """Every variant of every algorithm that can compute a pass, for tests and tuning."""
+    layouts = layouts or Layouts.dense(problem)
+    return [
+        (candidate, algorithm.launch(problem, pass_, device, layouts, candidate.variant))
+        for algorithm in _able(problem, pass_, device)
+        for candidate in algorithm.candidates(problem, pass_, device, layouts)
+    ]
+
+
+def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
+    """The kernels that the planner can choose for a layer at any batch and image size: each algorithm's first."""
+    layouts = Layouts.dense(problem)
+    return [
+        algorithm.launch(problem, pass_, device, layouts, candidates[0].variant).source
+        for algorithm in _able(problem, pass_, device)
+        if (candidates := algorithm.candidates(problem, pass_, device, layouts))
+    ]
+
+
+def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+    """Winner, losers and reasons for each pass, as text."""
+    lines = [f"{problem}", f"on {device.arch}, {problem.flops / 1e9:.1f} GFLOP, {problem.bytes / 1e6:.1f} MB"]
+    for pass_ in Pass:
+        chosen = plan(problem, pass_, device)
+        lines += ["", f"{pass_.value}: {chosen.describe()}"]
+        if chosen.candidate is None or chosen.launch is None:
+            lines.append("  tensor operations of PyTorch; own kernels need an NVIDIA GPU")
+            continue
+        launch = chosen.launch
+        lines.append(
+            f"  predicted {chosen.candidate.seconds * 1e3:.3f} ms, bound by {chosen.candidate.bound}; "
+            f"{launch.grid} blocks of {launch.block} threads, {launch.shared_bytes} bytes of shared memory"
+        )
+        for algorithm in ALGORITHMS:
+            refusal = algorithm.refusal(problem, pass_, device)
+            if refusal is not None:
+                lines.append(f"  not {algorithm.name}: {refusal}")
+                continue
+            for candidate in algorithm.candidates(problem, pass_, device, Layouts.dense(problem)):
+                if candidate != chosen.candidate:
+                    lines.append(f"  loses: {candidate.seconds * 1e3:9.3f} ms  {candidate.describe()}")
+    return "\n".join(lines)
+
+
+def _able(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[Algorithm]:
+    return [algorithm for algorithm in ALGORITHMS if algorithm.refusal(problem, pass_, device) is None]

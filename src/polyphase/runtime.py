@@ -1,0 +1,218 @@
+"""From tensors on a GPU to a launched kernel. A warm call is one look-up, one allocation, one launch.
+
+Arguments are valid already (`polyphase.validate`): batched tensors of one real floating dtype on one CUDA device, of any
+strides. Weights are ``(C_in, C_out / groups, *kernel_size)``. Outputs come in the memory format that PyTorch would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from polyphase.algorithms.base import Layouts, Strides
+from polyphase.device import DeviceInfo
+from polyphase.jit.launcher import Executable
+from polyphase.layout import is_channels_last, output_channels_last
+from polyphase.plan import plan
+from polyphase.problem import ConvTransposeProblem, Pass
+
+#: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
+POISON = False
+
+# Calls seen, by everything that decides how they run. Dropped as a whole when full: a plan is cheap to make again.
+_MAX_CALLS = 8192
+_calls: dict[tuple[object, ...], _Call] = {}
+
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+
+class _Call:
+    """One pass of one problem, ready to launch: the output to allocate and the kernel."""
+
+    __slots__ = ("channels_last_weight", "dtype", "executable", "shape", "strides")
+
+    def __init__(
+        self, executable: Executable, shape: tuple[int, ...], strides: tuple[int, ...], channels_last_weight: bool
+    ) -> None:
+        self.executable = executable
+        self.shape = shape
+        self.strides = strides
+        self.channels_last_weight = channels_last_weight
+
+
+def forward(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """The layer's output ``(N, C_out, *output_size)``."""
+    parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
+    key = (Pass.FORWARD, input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
+           input.device, parameters)  # fmt: skip
+    call = _calls.get(key)
+    if call is None:
+        problem = _problem(tuple(input.shape), weight, input, parameters, bias is not None)
+        problem = _with_format(problem, output_channels_last(input, weight))
+        call = _prepare(key, Pass.FORWARD, problem, input, None, weight)
+    if not call.channels_last_weight:
+        weight = weight.contiguous()
+    bias_pointer = 0
+    if bias is not None:
+        bias = bias.contiguous()
+        bias_pointer = bias.data_ptr()
+    output = torch.empty_strided(call.shape, call.strides, dtype=input.dtype, device=input.device)
+    if POISON:
+        output.fill_(float("nan"))
+    _launch(call.executable, input.data_ptr(), weight.data_ptr(), bias_pointer, output.data_ptr())
+    return output
+
+
+def input_grad(
+    grad_output: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """The gradient of the layer's input, ``(N, C_in, *input_size)``."""
+    parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
+    key = (Pass.INPUT_GRAD, grad_output.shape, grad_output.stride(), weight.shape, weight.stride(), grad_output.dtype,
+           grad_output.device, parameters)  # fmt: skip
+    call = _calls.get(key)
+    if call is None:
+        problem = _problem(_input_shape(grad_output, weight, parameters), weight, grad_output, parameters, False)
+        problem = _with_format(problem, output_channels_last(grad_output, weight))
+        call = _prepare(key, Pass.INPUT_GRAD, problem, None, grad_output, weight)
+    if not call.channels_last_weight:
+        weight = weight.contiguous()
+    output = torch.empty_strided(call.shape, call.strides, dtype=weight.dtype, device=weight.device)
+    if POISON:
+        output.fill_(float("nan"))
+    _launch(call.executable, grad_output.data_ptr(), weight.data_ptr(), 0, output.data_ptr())
+    return output
+
+
+def weight_grad(
+    input: torch.Tensor,
+    grad_output: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """The gradient of the layer's weight, ``(C_in, C_out / groups, *kernel_size)``.
+
+    Blocks on different parts of the batch and the image leave partial sums, which are added in a fixed order.
+    """
+    parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
+    key = (Pass.WEIGHT_GRAD, input.shape, input.stride(), grad_output.shape, grad_output.stride(), tuple(kernel_size),
+           input.dtype, input.device, parameters)  # fmt: skip
+    call = _calls.get(key)
+    if call is None:
+        problem = ConvTransposeProblem(
+            input.shape[0], input.shape[1], grad_output.shape[1], tuple(input.shape[2:]), tuple(kernel_size),
+            *parameters, dtype=_name(input.dtype),
+        )  # fmt: skip
+        call = _prepare(key, Pass.WEIGHT_GRAD, problem, input, grad_output, None)
+    accumulator = torch.float64 if input.dtype == torch.float64 else torch.float32
+    planes = call.executable.planes
+    partial = torch.empty((planes, *call.shape), dtype=accumulator, device=input.device)
+    if POISON:
+        partial.fill_(float("nan"))
+    _launch(call.executable, input.data_ptr(), grad_output.data_ptr(), partial.data_ptr())
+    return (partial.sum(0) if planes > 1 else partial[0]).to(input.dtype)
+
+
+def _launch(executable: Executable, *pointers: int) -> None:
+    index = executable.device_index
+    if _current_device() == index:
+        executable(_current_stream(index), *pointers)
+    else:
+        with torch.cuda.device(index):
+            executable(_current_stream(index), *pointers)
+
+
+def _prepare(
+    key: tuple[object, ...],
+    pass_: Pass,
+    problem: ConvTransposeProblem,
+    input: torch.Tensor | None,
+    output: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> _Call:
+    """Plans and compiles a call that was not seen before; a missing ``input`` or ``output`` is what it computes."""
+    tensor = input if input is not None else output
+    assert tensor is not None
+    device = DeviceInfo.of(tensor.device)
+    dense = Layouts.dense(problem)
+    weight_last = weight is not None and not weight.is_contiguous() and is_channels_last(weight)
+    layouts = Layouts(
+        _strides(input) if input is not None else dense.input,
+        _strides(output) if output is not None else dense.output,
+        weight_last,
+    )
+    chosen = plan(problem, pass_, device, layouts)
+    assert chosen.launch is not None
+    index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
+    executable = Executable(chosen.launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
+    if pass_ is Pass.WEIGHT_GRAD:
+        shape, strides5 = problem.weight_shape, None
+    elif pass_ is Pass.FORWARD:
+        shape, strides5 = problem.output_shape, layouts.output
+    else:
+        shape, strides5 = problem.input_shape, layouts.input
+    strides = () if strides5 is None else strides5[:2] + strides5[5 - problem.dims :]
+    call = _Call(executable, shape, strides, weight_last)
+    if len(_calls) >= _MAX_CALLS:
+        _calls.clear()
+    _calls[key] = call
+    return call
+
+
+def _strides(tensor: torch.Tensor) -> Strides:
+    batch, channel, *spatial = tensor.stride()
+    depth, height, width = [0] * (3 - len(spatial)) + spatial
+    return batch, channel, depth, height, width
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_Parameters = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+
+
+def _problem(
+    input_shape: tuple[int, ...], weight: torch.Tensor, tensor: torch.Tensor, parameters: _Parameters, bias: bool
+) -> ConvTransposeProblem:
+    groups = parameters[-1]
+    return ConvTransposeProblem(
+        input_shape[0], input_shape[1], weight.shape[1] * groups, input_shape[2:], tuple(weight.shape[2:]),
+        *parameters, bias=bias, dtype=_name(tensor.dtype),
+    )  # fmt: skip
+
+
+def _input_shape(grad_output: torch.Tensor, weight: torch.Tensor, parameters: _Parameters) -> tuple[int, ...]:
+    stride, padding, output_padding, dilation, _ = parameters
+    axes = ConvTransposeProblem(
+        1, 1, 1, (1,) * len(stride), tuple(weight.shape[2:]), stride, padding, output_padding, dilation
+    ).axes
+    sizes = (axis.input_size(n, extra) for axis, n, extra in zip(axes, grad_output.shape[2:], output_padding))
+    return (grad_output.shape[0], weight.shape[0], *sizes)
+
+
+def _with_format(problem: ConvTransposeProblem, channels_last: bool) -> ConvTransposeProblem:
+    from dataclasses import replace
+
+    return replace(problem, channels_last=channels_last) if channels_last else problem

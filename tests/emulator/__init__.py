@@ -1,0 +1,214 @@
+"""Executes CUDA C++ kernels on the CPU: the very source, its barriers included, where there is no GPU.
+
+A kernel's source (one string, no headers, no inline PTX outside ``__CUDA_ARCH__``) is compiled by g++ behind
+``cuda_shim.h`` and run by ``runtime.cpp``, which makes every thread of a block a fiber. Found, and reported as
+`EmulationError` with block, thread and line: accesses outside of a buffer or of shared memory, misaligned vectors,
+indices outside of an array, signed overflow, deadlocks, endless loops. A race shows as a result that depends on the
+order of threads. Shared memory and local variables are poisoned, so what is read before it is written shows too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import itertools
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ORDERS: tuple[str | int, ...] = ("forward", "reversed", 1, 2)
+MAX_THREADS, MAX_SHARED_BYTES, MAX_GRID = 1024, 227 * 1024, (2**31 - 1, 65535, 65535)
+
+_HERE = Path(__file__).parent
+_ALIGN = r"(?:(?:__align__|alignas)\s*\([^;]*\)\s*)?"
+_DYNAMIC_SHARED = re.compile(rf"extern\s+{_ALIGN}__shared__\s+{_ALIGN}([\w\s]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
+_COMMON = ("-std=c++20", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{_HERE}")  # fortified jumps refuse to change stacks
+_KERNEL = (
+    *("-O1", "-gdwarf-4", "-g1", "-w", "-march=native", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing"),
+    "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow",
+    "-fno-sanitize-recover=all",
+)
+_KINDS = {"p": "pointer", "f": "float", "i": "integer", "u": "unsigned", "s": "struct"}
+# What a Python number converts to, by the kind and size of the kernel's parameter.
+_SCALARS = dict(zip(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"), "bhiqBHIQfd"))
+
+
+class EmulationError(RuntimeError):
+    """The kernel does not compile, or did what a kernel must not do."""
+
+
+class _Parameter(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_char), ("size", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("run", ctypes.c_void_p), ("touch", ctypes.c_void_p), ("parameters", ctypes.POINTER(_Parameter)))
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = (("value", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
+def available() -> bool:
+    """Whether this machine can emulate: Linux with g++ (12 or later)."""
+    return platform.system() == "Linux" and shutil.which("g++") is not None
+
+
+def _gcc(*arguments: str | Path) -> None:
+    done = subprocess.run(["g++", *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode:
+        raise EmulationError(f"g++ refused the kernel:\n{done.stderr}")
+
+
+@functools.cache
+def _runtime() -> tuple[Path, Any, tempfile.TemporaryDirectory[str]]:
+    """A folder that lives as long as the process, and the compiled runtime, which every kernel's library refers to."""
+    folder = tempfile.TemporaryDirectory(prefix="emulator-")
+    path = Path(folder.name) / "runtime.so"
+    _gcc(*_COMMON, "-O2", "-shared", _HERE / "runtime.cpp", "-o", path)
+    launch = ctypes.PyDLL(str(path), ctypes.RTLD_GLOBAL).emulator_launch  # PyDLL keeps the GIL: one grid at a time
+    launch.restype = ctypes.c_char_p
+    return path.parent, launch, folder
+
+
+@functools.cache
+def _compile(source: str, name: str) -> Path:
+    folder = _runtime()[0] / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.cu").write_text(
+        _DYNAMIC_SHARED.sub(r"\1* const& \2 = reinterpret_cast<\1* const&>(emulator::dynamic_shared);", source)
+    )
+    (folder / "emulated.cpp").write_text(  # the namespace keeps the source's names from clashing with the headers'
+        f'#include "cuda_shim.h"\nnamespace {{\n#include "{name}.cu"\n}}\n'
+        f'extern "C" const emulator::Program emulated = emulator::Emulated<&{name}>::program;\n'
+    )
+    _gcc(*_COMMON, *_KERNEL, "-c", folder / "emulated.cpp", "-o", folder / "kernel.o")
+    # Linked without -fsanitize: the runtime answers for the sanitizer's library.
+    _gcc("-shared", "-Wl,-Bsymbolic", folder / "kernel.o", "-o", folder / "kernel.so")
+    return folder / "kernel.so"
+
+
+class EmulatedKernel:
+    """The kernel ``name`` of a CUDA C++ ``source``, compiled for the CPU (once per process and source)."""
+
+    def __init__(self, source: str, name: str) -> None:
+        self.name = name
+        self._path, self._run = _compile(source, name), _runtime()[1]
+        self._program = _Program.in_dll(ctypes.PyDLL(str(self._path)), "emulated")
+        parameters = itertools.takewhile(lambda parameter: parameter.kind != b"\0", self._program.parameters)
+        self._parameters = [(parameter.kind.decode(), parameter.size) for parameter in parameters]
+
+    def launch(
+        self,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        shared_bytes: int,
+        args: Sequence[Any],
+        order: str | int = "forward",
+        timeout: int = 60,
+    ) -> None:
+        """Runs the grid. Tensors are changed in place, and only if the launch succeeds.
+
+        ``args``: CPU tensors of any strides (passed as a pointer whose alignment, up to 16 bytes, is ``data_ptr()``'s;
+        the memory that the tensor spans is copied to guarded memory and back), None (a null pointer), Python, numpy and
+        ctypes scalars, and ctypes structures. Blocks, and threads between two barriers, run in ``order``: "forward",
+        "reversed", or shuffled by a seed. ``timeout`` is in seconds of processor time.
+
+        Raises `EmulationError` for what the kernel does wrong; TypeError and ValueError for arguments and launch sizes.
+        """
+        grid, block = _three("grid", grid, MAX_GRID), _three("block", block, (MAX_THREADS, MAX_THREADS, 64))
+        if np.prod(block) > MAX_THREADS:
+            raise ValueError(f"block={block} has {np.prod(block)} threads; at most {MAX_THREADS} are allowed")
+        if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
+            raise ValueError(f"shared_bytes={shared_bytes} is not within 0..{MAX_SHARED_BYTES}")
+        if len(args) != len(self._parameters):
+            raise TypeError(f"{self.name} takes {len(self._parameters)} arguments, given {len(args)}")
+        packed = (_Argument * len(args))()
+        alive: list[Any] = []  # what packed points to
+        spans: list[tuple[int, int]] = []
+        for i, (arg, (kind, size)) in enumerate(zip(args, self._parameters)):
+            try:
+                if isinstance(arg, torch.Tensor) and kind == "p":
+                    packed[i] = _Argument(arg.data_ptr(), _span_bytes(arg))
+                    spans.append((arg.data_ptr(), arg.data_ptr() + packed[i].bytes))
+                else:
+                    alive.append(ctypes.create_string_buffer(_value(arg, kind, size), size))
+                    packed[i] = _Argument(ctypes.addressof(alive[-1]), -1)
+            except (TypeError, struct.error) as error:
+                raise TypeError(f"argument {i} of {self.name} ({_KINDS[kind]}, {size} bytes): {error}") from None
+        spans.sort()
+        if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+            raise ValueError("two tensors share memory; each is copied on its own, so pass separate ones")
+        number = {"forward": -1, "reversed": -2}[order] if isinstance(order, str) else order
+        three = ctypes.c_uint * 3
+        message = self._run(
+            ctypes.byref(self._program),
+            *(three(*grid), three(*block), shared_bytes),
+            *(number, packed, len(args), ctypes.c_long(timeout)),
+        )
+        if message:
+            raise EmulationError(f"{self.name}, " + re.sub(r"@(0x[0-9a-f]+)", self._line, message.decode()))
+
+    def launch_in_every_order(
+        self, grid: int | Sequence[int], block: int | Sequence[int], shared_bytes: int, args: Sequence[Any]
+    ) -> None:
+        """Launches in each of `ORDERS`, from the same tensors; raises `EmulationError` if results differ in a bit."""
+        tensors = {i: arg for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        before = {i: tensor.clone() for i, tensor in tensors.items()}
+        results: dict[int, bytes] = {}
+        for order in ORDERS:
+            for i, tensor in tensors.items():
+                tensor.copy_(before[i])
+            self.launch(grid, block, shared_bytes, args, order)
+            for i, tensor in tensors.items():
+                result = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                if results.setdefault(i, result) != result:
+                    raise EmulationError(f"{self.name} races: argument {i} depends on the order of threads ({order!r})")
+
+    def _line(self, address: re.Match[str]) -> str:
+        """The kernel's line at an address in its library; of inlined calls, the innermost in the kernel's source."""
+        found = subprocess.run(["addr2line", "-i", "-e", self._path, address[1]], capture_output=True, text=True)
+        line = re.search(rf"\b{self.name}\.cu:\d+", found.stdout)
+        return line[0] if line else f"{self.name}.cu (line unknown)"
+
+
+def _three(what: str, size: int | Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:
+    sizes = (size,) if isinstance(size, int) else tuple(size)
+    sizes += (1,) * (3 - len(sizes))
+    if len(sizes) != 3 or not all(1 <= n <= limit for n, limit in zip(sizes, limits)):
+        raise ValueError(f"{what}={size} must be one to three sizes, each from 1 to {tuple(limits)}")
+    return sizes
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    if tensor.device.type != "cpu":
+        raise TypeError(f"given a tensor on {tensor.device}; the emulator takes CPU tensors")
+    if tensor.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))) * tensor.element_size()
+
+
+def _value(arg: Any, kind: str, size: int) -> bytes:
+    """The bytes of an argument that is passed by value; the kernel's parameter must have the same kind and size."""
+    if arg is None and kind == "p":
+        return bytes(size)
+    if isinstance(arg, np.generic):
+        value, given = arg.tobytes(), {"b": "u", "V": "s"}.get(arg.dtype.kind, arg.dtype.kind)
+        matches = given == kind or {given, kind} == {"i", "u"}
+    elif isinstance(arg, (int, float)):
+        value, matches = struct.pack(_SCALARS.get(f"{kind}{size}", ""), arg), f"{kind}{size}" in _SCALARS
+    else:
+        value, matches = bytes(arg), isinstance(arg, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array))
+    if not matches or len(value) != size:
+        raise TypeError(f"given {type(arg).__name__}, {len(value)} bytes")
+    return value

@@ -1,0 +1,154 @@
+// The vocabulary of CUDA C++ for a host compiler: included before a kernel's source, which then compiles unchanged.
+// `__CUDA_ARCH__` stays undefined, so sources take their host branches. runtime.cpp defines what is only declared here.
+#pragma once
+
+#include <math.h>
+
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __noinline__ __attribute__((noinline))
+#define __forceinline__ inline
+#define __align__(bytes) __attribute__((aligned(bytes)))
+// Static shared variables are all that is thread-local, so the runtime can find and poison them; fibers share them.
+// (Dynamic shared memory, `extern __shared__ T name[];`, is rewritten by __init__.py to `emulator::dynamic_shared`.)
+#define __shared__ static thread_local
+
+#define EMULATE_VECTOR(T, name)                                                 \
+  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                            \
+  struct name##3 { T x, y, z; };                                                \
+  struct alignas(sizeof(T) < 4 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; }; \
+  inline name##2 make_##name##2(T x, T y) { return {x, y}; }                    \
+  inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }            \
+  inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+EMULATE_VECTOR(signed char, char)
+EMULATE_VECTOR(unsigned char, uchar)
+EMULATE_VECTOR(short, short)
+EMULATE_VECTOR(unsigned short, ushort)
+EMULATE_VECTOR(int, int)
+EMULATE_VECTOR(unsigned, uint)
+EMULATE_VECTOR(long long, longlong)
+EMULATE_VECTOR(unsigned long long, ulonglong)
+EMULATE_VECTOR(float, float)
+EMULATE_VECTOR(double, double)
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+constexpr int warpSize = 32;
+
+void __syncthreads();
+void __syncwarp(unsigned mask = ~0u);
+[[noreturn]] void __trap();
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+namespace emulator {
+struct alignas(16) Slot { unsigned char bytes[32]; };
+extern Slot* warp_slots;      // one for each lane of the running thread's warp
+extern void* dynamic_shared;  // the first byte of dynamic shared memory
+
+inline unsigned lane() { return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % warpSize; }
+
+template <class T> struct Lanes { T of[warpSize]; };
+
+/// The `value` of every lane in `mask`, for each of them; all-ones bytes for other lanes and those that have exited.
+/// Warp-wide operations build on it: a shuffle picks one lane, the host branch of an `mma` needs all of them.
+template <class T> [[gnu::always_inline]] inline Lanes<T> all_lanes(unsigned mask, T value) {
+  static_assert(sizeof(T) <= sizeof(Slot) && std::is_trivially_copyable_v<T>);
+  Lanes<T> lanes;
+  std::memset(static_cast<void*>(&lanes), 0xFF, sizeof lanes);
+  std::memcpy(warp_slots[lane()].bytes, &value, sizeof(T));
+  __syncwarp(mask);
+  for (int i = 0; i < warpSize; ++i)
+    if (mask >> i & 1) std::memcpy(&lanes.of[i], warp_slots[i].bytes, sizeof(T));
+  __syncwarp(mask);
+  return lanes;
+}
+
+/// Lane `source` where it lies in this lane's segment of `width` lanes, otherwise this lane's own value.
+template <class T> [[gnu::always_inline]] inline T shuffle(unsigned mask, T value, int source, int width) {
+  const Lanes<T> lanes = all_lanes(mask, value);
+  return lanes.of[source >= 0 && source / width == int(lane()) / width ? source : int(lane())];
+}
+}  // namespace emulator
+
+#define EMULATE_SHUFFLE(name, source)                                                                              \
+  template <class T> [[gnu::always_inline]] inline T name(unsigned mask, T value, int by, int width = warpSize) {  \
+    const int lane = emulator::lane(), first = lane - lane % width;                                                \
+    return emulator::shuffle(mask, value, source, width);                                                          \
+  }
+EMULATE_SHUFFLE(__shfl_sync, first + by % width)
+EMULATE_SHUFFLE(__shfl_xor_sync, lane ^ by)
+EMULATE_SHUFFLE(__shfl_down_sync, lane + by)
+EMULATE_SHUFFLE(__shfl_up_sync, lane - by < first ? -1 : lane - by)
+
+// Mixed argument types are allowed, which CUDA allows for some pairs only; of a NaN and a number CUDA takes the number.
+template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  return T(a) != T(a) || T(b) < T(a) ? T(b) : T(a);
+}
+template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  return T(a) != T(a) || T(a) < T(b) ? T(b) : T(a);
+}
+
+template <class T> T __ldg(const T* address) { return *address; }
+template <class T> T __ldcg(const T* address) { return *address; }
+template <class T> T __ldcs(const T* address) { return *address; }
+template <class T> void __stcg(T* address, T value) { *address = value; }
+template <class T> void __stcs(T* address, T value) { *address = value; }
+
+template <class To, class From> inline To emulated_bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+inline int __float_as_int(float value) { return emulated_bit_cast<int>(value); }
+inline unsigned __float_as_uint(float value) { return emulated_bit_cast<unsigned>(value); }
+inline float __int_as_float(int bits) { return emulated_bit_cast<float>(bits); }
+inline float __uint_as_float(unsigned bits) { return emulated_bit_cast<float>(bits); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+
+// ---- what the runtime and Python know of a kernel; __init__.py appends `emulated = Emulated<&kernel>::program` ------
+
+namespace emulator {
+struct Parameter { char kind; unsigned size; };  // kind: p(ointer), f(loat), i(nteger), u(nsigned), s(truct), \0 (end)
+
+struct Program {
+  void (*run)(void** arguments);  // one thread; argument i lies at arguments[i]
+  void (*touch)();                // makes the static shared memory exist, which only then has an address
+  const Parameter* parameters;
+};
+
+namespace {  // each library has its own, though their kernels may share a name
+template <auto kernel> struct Emulated;
+template <class... P, void (*kernel)(P...)> struct Emulated<kernel> {
+  template <class T> static constexpr Parameter describe() {
+    return {std::is_pointer_v<T> ? 'p' : std::is_floating_point_v<T> ? 'f' : !std::is_integral_v<T> ? 's'
+            : std::is_signed_v<T> ? 'i' : 'u', sizeof(T)};
+  }
+  template <std::size_t... I> static void call(void** arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<P*>(arguments[I])...);
+  }
+  static void run(void** arguments) { call(arguments, std::index_sequence_for<P...>()); }
+  static void touch() { static thread_local volatile char first = 0; first = 1; }
+  static constexpr Parameter parameters[] = {describe<P>()..., {'\0', 0}};
+  static constexpr Program program = {run, touch, parameters};
+};
+}  // namespace
+}  // namespace emulator
