@@ -42,7 +42,7 @@ def run(
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         partial = torch.full((launch.planes, *problem.weight_shape), math.nan, dtype=accumulator)
         arguments = [x, grad, partial, geometry]
-        if launch.grid:
+        if 0 not in launch.grid:
             kernel.launch(launch.grid, launch.block, launch.shared_bytes, arguments, order=order)
         return partial.sum(0).to(dtype)
     forward = pass_ is Pass.FORWARD
@@ -56,7 +56,7 @@ def run(
         else strided(problem.input_shape, layouts.input, dtype)
     )
     bias = None if bias is None else bias.to(dtype)
-    if launch.grid:
+    if 0 not in launch.grid:
         kernel.launch(launch.grid, launch.block, launch.shared_bytes, [src, weight, bias, dst, geometry], order=order)
     return dst
 

@@ -7,6 +7,7 @@ already. Nothing is tried at run time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -92,7 +93,7 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         launch = chosen.launch
         lines.append(
             f"  predicted {chosen.candidate.seconds * 1e3:.3f} ms, bound by {chosen.candidate.bound}; "
-            f"{launch.grid} blocks of {launch.block} threads, {launch.shared_bytes} bytes of shared memory"
+            f"{math.prod(launch.grid)} blocks of {launch.block} threads, {launch.shared_bytes} bytes of shared memory"
         )
         for algorithm in ALGORITHMS:
             refusal = algorithm.refusal(problem, pass_, device)

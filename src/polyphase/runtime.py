@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from polyphase.algorithms.base import Layouts, Strides
+from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides
 from polyphase.device import DeviceInfo
 from polyphase.jit.launcher import Executable
 from polyphase.layout import is_channels_last, output_channels_last
@@ -55,7 +55,7 @@ def forward(
     """The layer's output ``(N, C_out, *output_size)``."""
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
     key = (Pass.FORWARD, input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
-           input.device, parameters)  # fmt: skip
+           input.device, input.data_ptr() % ALIGNMENT, parameters)  # fmt: skip
     call = _calls.get(key)
     if call is None:
         problem = _problem(tuple(input.shape), weight, input, parameters, bias is not None)
@@ -86,7 +86,7 @@ def input_grad(
     """The gradient of the layer's input, ``(N, C_in, *input_size)``."""
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
     key = (Pass.INPUT_GRAD, grad_output.shape, grad_output.stride(), weight.shape, weight.stride(), grad_output.dtype,
-           grad_output.device, parameters)  # fmt: skip
+           grad_output.device, grad_output.data_ptr() % ALIGNMENT, parameters)  # fmt: skip
     call = _calls.get(key)
     if call is None:
         problem = _problem(_input_shape(grad_output, weight, parameters), weight, grad_output, parameters, False)
@@ -161,6 +161,7 @@ def _prepare(
         _strides(input) if input is not None else dense.input,
         _strides(output) if output is not None else dense.output,
         weight_last,
+        tensor.data_ptr() % ALIGNMENT == 0,
     )
     chosen = plan(problem, pass_, device, layouts)
     assert chosen.launch is not None

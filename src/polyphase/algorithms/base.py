@@ -15,17 +15,23 @@ if TYPE_CHECKING:
 Strides = tuple[int, int, int, int, int]
 
 
+#: Bytes that the widest vector access needs a tensor to be aligned to: four doubles.
+ALIGNMENT = 32
+
+
 @dataclass(frozen=True)
 class Layouts:
     """How the tensors of a call lie: the input's side and the output's side of the layer, and the weight.
 
     ``input`` are the strides of the input or its gradient, ``output`` those of the output or its gradient.
     ``weight_channels_last``: the weight's memory order is ``(C_in, *kernel_size, C_out / groups)``, else as its shape.
+    ``aligned``: the tensors that are read start at a multiple of `ALIGNMENT` bytes.
     """
 
     input: Strides
     output: Strides
     weight_channels_last: bool = False
+    aligned: bool = True
 
     @classmethod
     def dense(cls, problem: ConvTransposeProblem) -> Layouts:
@@ -78,7 +84,7 @@ class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up."""
 
     source: KernelSource
-    grid: int
+    grid: tuple[int, int, int]
     block: int
     shared_bytes: int
     geometry: bytes
@@ -105,6 +111,12 @@ class Algorithm(Protocol):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: Any
     ) -> Launch:
         """The launch of one variant."""
+
+
+def two_dimensions(blocks: int) -> tuple[int, int]:
+    """``blocks`` as a grid's y and z, which take 65535 each; the last row may be longer than needed."""
+    rows = max(1, math.ceil(blocks / 65535))
+    return math.ceil(blocks / rows), rows if blocks else 0
 
 
 def cost_seconds(

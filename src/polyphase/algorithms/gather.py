@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from polyphase.algorithms.base import (
@@ -20,6 +20,7 @@ from polyphase.algorithms.base import (
     channels_innermost,
     cost_seconds,
     extent,
+    two_dimensions,
 )
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
@@ -28,7 +29,7 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 # Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
 _MAX_UNROLLED = 1600
 _MAX_ACCUMULATORS = 96
-_MAX_IN_FLIGHT = 24
+_MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 _REGISTERS = 65536
 
 
@@ -62,6 +63,7 @@ class Gather:
     src: Side
     dst: Side
     weight_channels_last: bool
+    aligned: bool
 
     @classmethod
     def of(cls, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Gather:
@@ -81,6 +83,7 @@ class Gather:
             src=input_side if forward else output_side,
             dst=output_side if forward else input_side,
             weight_channels_last=layouts.weight_channels_last,
+            aligned=layouts.aligned,
         )
 
     @property
@@ -147,9 +150,21 @@ class Gather:
         return tuple({**common, **variant}.items())
 
     @property
-    def wide_index(self) -> bool:
-        """Whether element offsets need 64 bits."""
-        return max(extent(side.shape, side.strides) for side in (self.src, self.dst)) > 2**31 - 1
+    def aligned_src(self) -> bool:
+        """Whether four neighbouring source elements (channels, where those come last) can be read at once everywhere."""
+        batch, channel, depth, height, width = self.src.strides
+        if self.src.channels_last:
+            whole, others = self.src_channels % 4 == 0, (batch, depth, height, width)
+        else:
+            whole, others = self.src.shape[4] % 4 == 0 and width == 1, (batch, channel, depth, height)
+        return self.aligned and whole and all(stride % 4 == 0 for stride in others)
+
+    def wide_offsets(self, images: int, stage_channels: int) -> bool:
+        """Whether byte offsets within a tile of ``images`` batch entries need more than 32 bits."""
+        return any(
+            extent((images, channels, *side.shape[2:]), side.strides) * DTYPE_BYTES[self.dtype] >= 2**32
+            for side, channels in ((self.src, stage_channels), (self.dst, 1))
+        )
 
 
 def five(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
@@ -170,7 +185,7 @@ class TiledVariant:
     dst_slices: int
     src_slices: int
     stage_channels: int
-    positions: int
+    loads: int
     min_blocks: int
     dst_vector: int
 
@@ -247,7 +262,7 @@ class GatherTiled:
         source = KernelSource(
             kernel=self.name,
             dtype=gather.dtype,
-            wide_index=gather.wide_index,
+            wide_offsets=gather.wide_offsets(lanes[0], variant.stage_channels),
             constants=gather.constants(
                 SRC_CHANNELS_LAST=gather.src.channels_last,
                 LANES=variant.lanes,
@@ -257,7 +272,7 @@ class GatherTiled:
                 DST_SLICES=variant.dst_slices,
                 SRC_SLICES=variant.src_slices,
                 STAGE_CHANNELS=variant.stage_channels,
-                POSITIONS=variant.positions,
+                LOADS=variant.loads,
                 DST_VECTOR=variant.dst_vector,
                 MIN_BLOCKS=variant.min_blocks,
             ),
@@ -267,53 +282,73 @@ class GatherTiled:
         full = 8 * device.multiprocessors * variant.min_blocks
         per_block = max(1, min(items, items * math.prod(tiles) // full))
         geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack("<11i4x", problem.batch, *lanes, *tiles, items, per_block)
+        geometry += struct.pack("<13i4x", problem.batch, *lanes, *tiles, items, per_block, gather.aligned_src, _aligned_rows(gather, variant))
         return Launch(
             source=source,
-            grid=math.prod(tiles) * math.ceil(items / per_block),
+            grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
             block=variant.threads,
             shared_bytes=_shared_bytes(gather, variant, lanes),
             geometry=geometry,
         )
 
 
-def _positions(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> int:
-    """Source elements of one channel of a tile."""
-    depth, height, width = gather.axes
-    return (
-        lanes[0]
-        * gather.window(depth, lanes[1])
-        * gather.window(height, lanes[2] * variant.cells_h)
-        * gather.window(width, lanes[3] * variant.cells_w)
-    )
+@dataclass(frozen=True)
+class _TileSize:
+    """The source of one channel of a tile, halo included: elements along each dimension as they lie in shared memory."""
+
+    images: int
+    depth: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> _TileSize:
+        depth, height, width = gather.axes
+        skew = min(gather.src_offsets(width)) % 4
+        return cls(
+            lanes[0],
+            gather.window(depth, lanes[1]),
+            gather.window(height, lanes[2] * variant.cells_h),
+            _round_up(skew + gather.window(width, lanes[3] * variant.cells_w), 4),
+        )
+
+    @property
+    def elements(self) -> int:
+        return self.images * self.depth * self.height * self.width
+
+    def loads(self, gather: Gather, variant: TiledVariant) -> int:
+        """Quads that a thread loads for a stage."""
+        return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
+
+    def row(self, gather: Gather) -> int:
+        """Elements of a row with the gaps between its residues."""
+        step = gather.src_cell(gather.axes[2])
+        split = step if step == 2 or step % 4 == 0 else 1
+        return _round_up(self.width, split)
 
 
 def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> int:
-    depth, height, width = gather.axes
     accumulator = 8 if gather.dtype == "float64" else 4
+    tile = _TileSize.of(gather, variant, lanes)
     weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
-    step = gather.src_cell(width)
-    row = math.ceil(gather.window(width, lanes[3] * variant.cells_w) / step) * step
-    plane = (
-        lanes[0] * gather.window(depth, lanes[1]) * gather.window(height, lanes[2] * variant.cells_h) * row
-    )
+    plane = tile.images * tile.depth * tile.height * tile.row(gather)
     main = 2 * (weights + variant.stage_channels * plane)
     slice_threads = variant.lanes * variant.dst_slices
-    run = variant.cells_w * gather.dst_cell(width)
-    staging = slice_threads * run
-    reduction = slice_threads * _accumulators(gather, variant) if variant.src_slices > 1 else 0
-    return (main + max(staging, reduction)) * accumulator
-
-
-def _accumulators(gather: Gather, variant: TiledVariant) -> int:
-    """Accumulators of a thread, phases without taps included."""
-    return variant.cells_h * variant.cells_w * math.prod(map(gather.dst_cell, gather.axes)) * variant.dst_per_thread
+    counts = _Counts.of(gather, variant)
+    staging = slice_threads * counts.run
+    reduction = slice_threads * counts.accumulators if variant.src_slices > 1 else 0
+    wide = gather.wide_offsets(lanes[0], variant.stage_channels)
+    elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
+    return (main + max(staging, reduction)) * accumulator + elements
 
 
 def _fits(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], device: DeviceInfo) -> bool:
+    """Whether the compiled variant can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
+    width = lanes[3] * variant.cells_w
     return (
-        _positions(gather, variant, lanes) <= variant.positions * variant.threads
+        _TileSize.of(gather, variant, lanes).loads(gather, variant) <= variant.loads
         and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
+        and (width >= gather.cells[2] or width * gather.src_cell(gather.axes[2]) % 4 == 0)
     )
 
 
@@ -321,7 +356,7 @@ def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple
     """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled variant."""
     extents = (gather.src.shape[0], gather.cells[0], math.ceil(gather.cells[1] / variant.cells_h),
                math.ceil(gather.cells[2] / variant.cells_w))  # fmt: skip
-    per_tile = _thread_cycles(gather, variant)[0] * variant.threads / 32
+    per_tile = _thread_cycles(_Counts.of(gather, variant), variant) * variant.threads / 32
     best, best_cost = (1, 1, 1, variant.lanes), math.inf
     for width in _extents(extents[3], variant.lanes):
         for height in _extents(extents[2], variant.lanes // width):
@@ -333,7 +368,7 @@ def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple
                 tiles = math.prod(math.ceil(size / lane) for size, lane in zip(extents, lanes))
                 resident = max(1, device.shared_bytes_per_multiprocessor // (_shared_bytes(gather, variant, lanes) + 1024))
                 crowding = max(1.0, min(variant.min_blocks, 4) / resident)
-                load = _positions(gather, variant, lanes) * gather.src_channels * 10 / 32
+                load = _TileSize.of(gather, variant, lanes).elements * gather.src_channels * 5 / 32
                 short_rows = 1 + 4 / (width * variant.cells_w)
                 cost = tiles * (per_tile * crowding + load * short_rows)
                 if cost < best_cost:
@@ -352,98 +387,147 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _thread_cycles(gather: Gather, variant: TiledVariant) -> tuple[float, float]:
-    """Instructions that a thread issues, and shared-memory wavefronts that its warp causes, over a whole tile."""
-    depth, height, width = gather.axes
-    stages = math.ceil(gather.src_channels / variant.stage_channels)
-    products = gather.taps * variant.dst_per_thread * variant.cells_h * variant.cells_w
-    weights = math.ceil(gather.taps * variant.dst_per_thread / 4)
-    patch = (
-        depth.kernel * gather.window_used(height, variant.cells_h) * gather.window_used(width, variant.cells_w)
-    )
-    words = 2 if gather.dtype == "float64" else 1
-    weight_items = math.ceil(
-        variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps / variant.threads
-    )
-    in_flight = variant.stage_channels * variant.positions
-    channels = variant.stage_channels / variant.src_slices
-    compute = channels * (products * words + weights * words + patch + 2 * depth.kernel * variant.cells_h + 6)
-    load = in_flight * (6 if gather.src.channels_last else 4) + weight_items * 22 + 20
-    accumulators = _accumulators(gather, variant)
-    run = variant.cells_w * gather.dst_cell(width)
-    epilogue = accumulators * (3 if run == 1 else 5) + run * 40 + 60
-    epilogue += accumulators * 3 * (variant.src_slices - 1) / variant.src_slices
-    instructions = variant.positions * 35 + 100 + stages * (compute + load) + epilogue
-    wavefronts = stages * (channels * (weights * words + patch * words) + 2 * in_flight + 2 * weight_items)
-    wavefronts += accumulators * (2 if run == 1 else 4)
-    return instructions, wavefronts
+@dataclass(frozen=True)
+class _Counts:
+    """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
+
+    stages: int
+    channels: float  # of a stage that a thread computes
+    products: int
+    weight_reads: int
+    patch_reads: int
+    weight_items: int
+    loads: int
+    accumulators: int  # phases without taps included
+    owned: int  # accumulators that have taps
+    patch: int  # source elements held at once
+    run: int
+    words: int  # registers of a value
+
+    @classmethod
+    def of(cls, gather: Gather, variant: TiledVariant) -> _Counts:
+        depth, height, width = gather.axes
+        cells = variant.cells_h * variant.cells_w
+        per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
+        patch = gather.window_used(height, variant.cells_h) * gather.window_used(width, variant.cells_w)
+        words = 2 if gather.dtype == "float64" else 1
+        return cls(
+            stages=math.ceil(gather.src_channels / variant.stage_channels),
+            channels=variant.stage_channels / variant.src_slices,
+            products=gather.taps * variant.dst_per_thread * cells * words,
+            weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
+            patch_reads=depth.kernel * patch * words,
+            weight_items=math.ceil(per_stage / variant.threads),
+            loads=variant.loads,
+            accumulators=cells * math.prod(map(gather.dst_cell, gather.axes)) * variant.dst_per_thread,
+            owned=cells * math.prod(map(gather.owned, gather.axes)) * variant.dst_per_thread,
+            patch=patch,
+            run=variant.cells_w * gather.dst_cell(width),
+            words=words,
+        )
 
 
-def _registers(gather: Gather, variant: TiledVariant) -> int:
-    """Registers a thread will need, an estimate on the safe side."""
-    words = 2 if gather.dtype == "float64" else 1
-    accumulators = (
-        variant.cells_h * variant.cells_w * math.prod(map(gather.owned, gather.axes)) * variant.dst_per_thread
-    )
-    patch = gather.window_used(gather.axes[1], variant.cells_h) * gather.window_used(gather.axes[2], variant.cells_w)
-    weights = min(gather.taps * variant.dst_per_thread, 24)
-    weight_items = math.ceil(
-        variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps / variant.threads
-    )
-    in_flight = variant.stage_channels * variant.positions + weight_items
-    places = variant.positions * (variant.stage_channels if gather.src.channels_last else 1)
-    return words * (accumulators + patch + weights + in_flight) + 2 * places + 36
+# Costs in issue slots, stalls included: fitted to 2,899 measured variants of 21 layers and passes on an H200
+# (docs/performance.md, "The cost model of gather_tiled").
+_COST_CHANNEL, _COST_WEIGHT_READ, _COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 8.5, 1.6, 67.0, 41.0, 14.0
+_COST_ROW, _COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT = 1.0, 42.0, 33.0, 50.0
+_COST_REDUCTION = 36.0
+_COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.6, 0.06
+
+
+def _thread_cycles(counts: _Counts, variant: TiledVariant) -> float:
+    """Issue slots of a thread for one item."""
+    reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads
+    compute = counts.channels * (counts.products + reads + _COST_CHANNEL)
+    load = counts.loads * _COST_LOAD + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
+    if counts.run == 1:
+        epilogue = counts.accumulators * _COST_LONE_ELEMENT
+    else:
+        element = _COST_VECTOR_ELEMENT if counts.run in (2, 4) else _COST_TURNED_ELEMENT
+        epilogue = counts.accumulators * (_COST_ROW / counts.run + element)
+    reduction = counts.accumulators * _COST_REDUCTION * (variant.src_slices - 1) / variant.src_slices
+    return counts.stages * (compute + load) + epilogue / variant.src_slices + reduction
+
+
+def _wavefronts(counts: _Counts, conflicts: int) -> float:
+    """Passes through shared memory that a warp causes for one item; weights are broadcast, and nearly free."""
+    loads = 8 * counts.loads + 2 * counts.weight_items
+    return counts.stages * (counts.channels * counts.patch_reads * conflicts + loads) + 3 * counts.accumulators
+
+
+def _registers(counts: _Counts) -> int:
+    """Registers that a thread needs without spilling: fitted to the same variants, on the safe side."""
+    always = counts.owned + 7 * counts.loads + 1.7 * counts.weight_items
+    stages = 0.2 * counts.patch + 1.1 * min(4 * counts.weight_reads // counts.words, 24)
+    epilogue = 10.5 * counts.run
+    return round(counts.words * (always + max(stages, epilogue))) + 25
 
 
 @lru_cache(maxsize=512)
 def _variants(layer: _Layer) -> tuple[tuple[TiledVariant, float], ...]:
     """The best variants of a layer with their cycles per cell and destination channel, in rising order."""
-    gather = layer.gather
-    scored = []
+    scored = sorted(
+        ((variant, score(layer.gather, variant)) for variant in enumerate_variants(layer.gather)),
+        key=lambda item: item[1],
+    )
+    return tuple(scored[:8])
+
+
+def enumerate_variants(gather: Gather) -> list[TiledVariant]:
+    """Every legal variant of a layer."""
+    variants = []
     height_exists = gather.axes[1] != Axis(1)
     most = min(16, gather.dst_channels)
     per_thread = sorted({1, 2, 3, 4, 6, 8, 16} & set(range(1, most + 1)) | ({most} if most <= 8 else set()))
-    for lanes, dst, cells, dst_slices, src_slices, stage_channels in itertools.product(
-        (64, 128, 256), per_thread, (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)
+    cells = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)) if height_exists else ((1, 1), (1, 2))
+    for lanes, dst, (cells_h, cells_w), dst_slices, src_slices, stage_channels in itertools.product(
+        (64, 128, 256), per_thread, cells, (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)
     ):
         threads = lanes * dst_slices * src_slices
         if not 64 <= threads <= 512 or stage_channels % src_slices or (dst_slices - 1) * dst >= gather.dst_channels:
             continue
-        if stage_channels > max(src_slices, gather.src_channels) or src_slices > gather.src_channels // 16 + 1:
+        least = 4 if gather.src.channels_last else 1
+        if stage_channels > max(src_slices, gather.src_channels, least) or src_slices > gather.src_channels // 16 + 1:
             continue
-        cells_h, cells_w = (cells, 1) if height_exists else (1, min(cells, 2))
         if gather.taps * dst * cells_h * cells_w > _MAX_UNROLLED:
             continue
         variant = TiledVariant(lanes, dst, cells_h, cells_w, dst_slices, src_slices, stage_channels, 0, 1, 1)
+        if gather.src.channels_last and stage_channels % 4:
+            continue
         spans = {(1, 1, 1, lanes), (1, 1, lanes // 32, 32)} if height_exists else {(1, 1, 1, lanes)}
-        positions = max(math.ceil(_positions(gather, variant, span) / threads) for span in spans)
-        if positions * stage_channels > _MAX_IN_FLIGHT:
+        loads = max(_TileSize.of(gather, variant, span).loads(gather, variant) for span in spans)
+        if loads > _MAX_LOADS:
             continue
         accumulators = cells_h * cells_w * math.prod(map(gather.owned, gather.axes)) * dst
         if accumulators > _MAX_ACCUMULATORS:
             continue
-        vector = _dst_vector(gather, dst)
-        variant = TiledVariant(
-            lanes, dst, cells_h, cells_w, dst_slices, src_slices, stage_channels, positions, 1, vector
-        )
-        registers = _round_up(_registers(gather, variant), 8)
-        if registers > 232 or registers * threads > _REGISTERS:
-            continue
-        # The compiler may use what the blocks that should be resident leave it, a fifth above the estimate.
-        blocks = max(1, min(int(_REGISTERS / (registers * 1.2 * threads)), 1536 // threads))
-        variant = TiledVariant(
-            lanes, dst, cells_h, cells_w, dst_slices, src_slices, stage_channels, positions, blocks, vector
-        )
-        instructions, wavefronts = _thread_cycles(gather, variant)
-        warps = threads / 32
-        cycles = max(instructions * warps / 4, wavefronts * warps)
-        resident = warps * blocks
-        cycles *= 1.15 + max(0.0, (16 - resident) / 16)
-        useful = lanes * cells_h * cells_w * gather.dst_channels
-        useful /= math.ceil(gather.dst_channels / (dst * dst_slices))
-        scored.append((cycles / useful, variant))
-    scored.sort(key=lambda item: item[0])
-    return tuple((variant, cycles) for cycles, variant in scored[:8])
+        variant = replace(variant, loads=loads, dst_vector=_dst_vector(gather, dst))
+        registers = _round_up(_registers(_Counts.of(gather, variant)), 8)
+        blocks = min(_REGISTERS // (registers * threads), 1536 // threads)
+        if registers <= 248 and blocks >= 1:
+            variants.append(replace(variant, min_blocks=blocks))
+    return variants
+
+
+def score(gather: Gather, variant: TiledVariant) -> float:
+    """Predicted cycles of a multiprocessor per cell and destination channel."""
+    counts = _Counts.of(gather, variant)
+    warps = variant.threads / 32
+    cycles = max(_thread_cycles(counts, variant) * warps / 4, _wavefronts(counts, variant.cells_w) * warps)
+    # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
+    cycles *= 1 + _COST_BARE_LATENCY / (warps * variant.min_blocks)
+    cycles += cycles * _COST_LONE_BLOCK / variant.min_blocks if counts.stages > 1 else 0
+    useful = variant.lanes * variant.cells_h * variant.cells_w * gather.dst_channels
+    useful /= math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+    return cycles / useful
+
+
+def _aligned_rows(gather: Gather, variant: TiledVariant) -> bool:
+    """Whether a lane's elements along w start at a multiple of their number, in every row of a new tensor."""
+    run = variant.cells_w * gather.dst_cell(gather.axes[2])
+    batch, channel, depth, height, width = gather.dst.strides
+    whole_rows = gather.dst.shape[4] % run == 0
+    return whole_rows and width == 1 and all(stride % run == 0 for stride in (batch, channel, depth, height))
 
 
 def _dst_vector(gather: Gather, dst_per_thread: int) -> int:
@@ -499,11 +583,11 @@ class GatherGeneral:
         source = KernelSource(
             kernel=self.name,
             dtype=gather.dtype,
-            wide_index=True,
+            wide_offsets=True,
             constants=gather.constants(DST_PER_THREAD=variant.dst_per_thread, MIN_BLOCKS=4),
         )
         blocks = math.ceil(gather.dst_channels / variant.dst_per_thread) * gather.groups
         threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])
         grid = math.ceil(threads / self._THREADS)
         geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<2i", problem.batch, gather.groups)
-        return Launch(source, grid, self._THREADS, 0, geometry)
+        return Launch(source, (grid, 1, 1), self._THREADS, 0, geometry)

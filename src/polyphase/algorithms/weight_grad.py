@@ -77,7 +77,7 @@ class WeightGrad:
         source = KernelSource(
             kernel=self.name,
             dtype=problem.dtype,
-            wide_index=True,
+            wide_offsets=True,
             constants=(
                 ("AXIS_D", problem.axes3[0]),
                 ("AXIS_H", problem.axes3[1]),
@@ -103,7 +103,7 @@ class WeightGrad:
         geometry += struct.pack("<3i4x3q", problem.batch, problem.groups, parts, part_length, positions, weights)
         return Launch(
             source=source,
-            grid=tiles * parts,
+            grid=(tiles * parts, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_floats(variant) * accumulator,
             geometry=geometry,

@@ -38,6 +38,9 @@ class KernelCache:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.problem = _insecure(directory)
             if self.problem is None:
+                from polyphase.jit.compiler import cuda_core
+
+                cuda_core()
                 from cuda.core.utils import FileStreamProgramCache
 
                 self._store = FileStreamProgramCache(directory, max_size_bytes=_MAX_BYTES)

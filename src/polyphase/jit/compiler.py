@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyphase.errors import CompilationError, UnsupportedError
 from polyphase.jit.cache import KernelCache, cache_directory
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _locks: dict[tuple[KernelSource, str], threading.Lock] = {}
 _locks_guard = threading.Lock()
+_import_guard = threading.Lock()
 _caches: dict[Path, KernelCache] = {}
 
 #: Compilations this process has made, cache hits left out: tests and `env` read it.
@@ -118,17 +119,11 @@ def resources_of(source: KernelSource, arch: str) -> Resources:
 
 def _compile(source: KernelSource, arch: str, assembler_options: str | None = None) -> tuple[bytes, str]:
     global compilations
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise UnsupportedError(
-            "polyphase's CUDA kernels are compiled at run time by cuda-core, which cannot be imported "
-            f"({error}); install it with: pip install 'polyphase[cuda]'"
-        ) from error
+    core = cuda_core()
     log = io.StringIO()
     try:
-        options = ProgramOptions(arch=arch, std="c++17", ptxas_options=assembler_options)
-        binary = Program(source.text, "c++", options).compile("cubin", logs=log)
+        options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options=assembler_options)
+        binary = core.Program(source.text, "c++", options).compile("cubin", logs=log)
     except Exception as error:
         path = _keep(source)
         raise CompilationError(
@@ -138,6 +133,19 @@ def _compile(source: KernelSource, arch: str, assembler_options: str | None = No
         ) from error
     compilations += 1
     return bytes(binary.code), log.getvalue().replace("\0", "")
+
+
+def cuda_core() -> Any:
+    """The package cuda.core. It must not be imported by two threads at once: one would see it half made."""
+    with _import_guard:
+        try:
+            import cuda.core
+        except ImportError as error:
+            raise UnsupportedError(
+                "polyphase's CUDA kernels are compiled at run time by cuda-core, which cannot be imported "
+                f"({error}); install it with: pip install 'polyphase[cuda]'"
+            ) from error
+        return cuda.core
 
 
 def _keep(source: KernelSource) -> Path:

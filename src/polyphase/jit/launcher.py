@@ -10,7 +10,7 @@ from typing import Any
 
 from polyphase.algorithms.base import Launch
 from polyphase.errors import CompilationError, PolyphaseError
-from polyphase.jit.compiler import compile_kernel, discard_kernel
+from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel
 from polyphase.jit.source import KernelSource
 
 _DEFAULT_SHARED_BYTES = 48 << 10
@@ -27,8 +27,8 @@ class Executable:
         self.device_index = index
         self.planes = launch.planes
         self._kernel = _load(launch.source, arch, index)
-        self._dimensions = (launch.grid, 1, 1, launch.block, 1, 1, launch.shared_bytes)
-        self._empty = launch.grid == 0
+        self._dimensions = (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
+        self._empty = 0 in launch.grid
         self._geometry = launch.geometry
         self._pointers = pointers
         self._local = threading.local()
@@ -50,14 +50,12 @@ class Executable:
         if status:
             raise PolyphaseError(
                 f"launching {self.name} on CUDA device {self.device_index} failed: {status!r} "
-                f"(grid {self._dimensions[0]}, {self._dimensions[3]} threads, {self._dimensions[6]} bytes of shared memory)"
+                f"(grid {self._dimensions[:3]}, {self._dimensions[3]} threads, {self._dimensions[6]} bytes of shared memory)"
             )
 
     def _parameters(self) -> tuple[Any, int]:
         """This thread's block: the pointers, then the geometry, and the table of where each parameter lies."""
-        from cuda.core import Device
-
-        Device(self.device_index).set_current()  # a thread of the user's may not have a context yet
+        cuda_core().Device(self.device_index).set_current()  # a thread of the user's may not have a context yet
         count = self._pointers
         block = (ctypes.c_uint64 * count)()
         geometry = ctypes.create_string_buffer(self._geometry, len(self._geometry))
@@ -78,15 +76,14 @@ def _driver() -> Any:
 @lru_cache(maxsize=None)
 def _load(source: KernelSource, arch: str, index: int) -> Any:
     """The loaded kernel. A binary from the cache that does not load is thrown away and compiled again, once."""
-    from cuda.core import Device, ObjectCode
-
-    Device(index).set_current()
+    core = cuda_core()
+    core.Device(index).set_current()
     for fresh in (False, True):
         if fresh:
             discard_kernel(source, arch)
         binary = compile_kernel(source, arch)
         try:
-            return ObjectCode.from_cubin(binary).get_kernel(source.kernel)
+            return core.ObjectCode.from_cubin(binary).get_kernel(source.kernel)
         except Exception as error:
             if fresh:
                 raise CompilationError(

@@ -30,7 +30,7 @@ class KernelSource:
 
     kernel: str
     dtype: str
-    wide_index: bool
+    wide_offsets: bool
     constants: tuple[tuple[str, Constant], ...]
 
     @cached_property
@@ -40,7 +40,7 @@ class KernelSource:
             f"// {self.kernel}, specialised by:",
             f"typedef {scalar} scalar_t;       // of the tensors",
             f"typedef {accumulator} accum_t;  // of every sum",
-            f"typedef {'long long' if self.wide_index else 'int'} index_t;  // of element offsets",
+            f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
             *(f"constexpr {_declare(name, value)};" for name, value in self.constants),
         ]
         blocks = [_read("common/types.cuh"), _read("common/axis.cuh"), "\n".join(lines) + "\n"]

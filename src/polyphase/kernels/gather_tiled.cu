@@ -13,9 +13,9 @@
 // which those without taps cost nothing.
 //
 // Shared memory: two buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; two buffers
-// of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SRC][w / SRC], so that lanes read neighbouring
-// words at any stride; then the epilogue's: the sums of one source slice, and for each warp the row that it turns into
-// a whole output line.
+// of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting at a multiple
+// of four source elements and split by residues so that lanes read neighbouring words at even strides too; then where each element of a lane's row goes; then the sums of one source slice, or for each
+// warp the row that it turns into a whole output line.
 //
 // Synchronisation: step i+1 (a stage of an item) is loaded to registers while step i is computed, and stored to the other
 // buffer; one barrier a step suffices, since a buffer is written again only after the barrier that follows its last
@@ -28,6 +28,8 @@ struct Geometry {
   int tiles[4];         // tiles along n, d, h, w
   int items;            // of the layer: groups × DST_BLOCKS
   int items_per_block;
+  int aligned_src;      // whether quads of the source start at a multiple of their size, and none is cut by an edge
+  int aligned_rows;     // whether every RUN elements of the destination start at a multiple of their size
 };
 
 constexpr int SLICE_THREADS = LANES * DST_SLICES;
@@ -40,23 +42,27 @@ constexpr int WEIGHT_CHANNEL = DST_SLICES * WEIGHT_SLICE;
 constexpr int WEIGHT_STAGE = STAGE_CHANNELS * WEIGHT_CHANNEL;
 constexpr int WEIGHT_ITEMS = ceil_div(STAGE_CHANNELS * BLOCK_DST * TAPS, THREADS);
 constexpr int SLICE_CHANNELS = STAGE_CHANNELS / SRC_SLICES;
+// Source channels in one piece of straight-line code: a whole stage, unless that would crowd the instruction cache.
+constexpr int PRODUCTS = TAPS * DST_PER_THREAD * CELLS_H * CELLS_W;
+constexpr int CHANNELS_AT_ONCE = PRODUCTS * SLICE_CHANNELS <= 1024 ? SLICE_CHANNELS : 1;
 
 constexpr int DST_D = dst_cell(AXIS_D), DST_H = dst_cell(AXIS_H), DST_W = dst_cell(AXIS_W);
 constexpr int SRC_D = src_cell(AXIS_D), SRC_H = src_cell(AXIS_H), SRC_W = src_cell(AXIS_W);
+constexpr int SPLIT = SRC_W == 2 || SRC_W % 4 == 0 ? SRC_W : 1;  // odd strides meet no bank twice as they are
+constexpr int SKEW = first_offset(AXIS_W) - floor_div(first_offset(AXIS_W), 4) * 4;  // of a tile's first column
 constexpr int WINDOW_H = window(AXIS_H, CELLS_H), WINDOW_W = window(AXIS_W, CELLS_W);
 constexpr int RUN = CELLS_W * DST_W;  // neighbouring destination elements along w that a thread owns
 constexpr int ACCUMULATORS = CELLS_H * DST_D * DST_H * RUN * DST_PER_THREAD;
 
 static_assert(STAGE_CHANNELS % SRC_SLICES == 0, "every source slice takes the same share of a stage");
 static_assert(LANES % 32 == 0, "a warp lies in one slice");
-static_assert(!SRC_CHANNELS_LAST || THREADS % STAGE_CHANNELS == 0, "a thread loads one channel of a stage");
+static_assert(!SRC_CHANNELS_LAST || STAGE_CHANNELS % 4 == 0, "a thread loads four channels at once");
 
 // The tile of the source, as every thread sees it.
 struct Tile {
   int n, d, h, w;          // first batch entry and first cells
-  int size_d, size_h, size_w;  // source elements along each dimension, halo included
-  int positions;           // source elements of one channel
-  int phase_pitch;         // elements of one residue of w in a row
+  int size_d, size_h, size_w;  // source elements along each dimension, halo included, whole quads along w
+  int pitch;               // elements of one residue of w in a row
   int row, slab, image, plane;  // pitches of h, d, n and channel
 };
 
@@ -70,82 +76,132 @@ __device__ __forceinline__ Tile make_tile(const Geometry& g, int tile) {
   t.n = tile / g.tiles[1] * g.lanes[0];
   t.size_d = window(AXIS_D, g.lanes[1]);
   t.size_h = window(AXIS_H, g.lanes[2] * CELLS_H);
-  t.size_w = window(AXIS_W, g.lanes[3] * CELLS_W);
-  t.positions = g.lanes[0] * t.size_d * t.size_h * t.size_w;
-  t.phase_pitch = ceil_div(t.size_w, SRC_W);
-  t.row = t.phase_pitch * SRC_W;
+  t.size_w = round_up(SKEW + window(AXIS_W, g.lanes[3] * CELLS_W), 4);
+  t.pitch = ceil_div(t.size_w, SPLIT);
+  t.row = t.pitch * SPLIT;
   t.slab = t.row * t.size_h;
   t.image = t.slab * t.size_d;
   t.plane = t.image * g.lanes[0];
   return t;
 }
 
-// Position p of the source tile: its offset from the tile's batch entry, or -1 in the padding, and its slot in a plane.
-__device__ __forceinline__ void locate(const Geometry& g, const Tile& t, int p, index_t& offset, int& slot) {
-  const int w = p % t.size_w;
-  p /= t.size_w;
-  const int h = p % t.size_h;
-  p /= t.size_h;
-  const int d = p % t.size_d;
-  const int n = p / t.size_d;
-  slot = n * t.image + d * t.slab + h * t.row + w % SRC_W * t.phase_pitch + w / SRC_W;
-  const int src_d = t.d * SRC_D + first_offset(AXIS_D) + d;
-  const int src_h = t.h * SRC_H + first_offset(AXIS_H) + h;
-  const int src_w = t.w * SRC_W + first_offset(AXIS_W) + w;
-  const bool inside = t.n + n < g.batch && (unsigned)src_d < (unsigned)g.src.size[0] &&
-                      (unsigned)src_h < (unsigned)g.src.size[1] && (unsigned)src_w < (unsigned)g.src.size[2];
-  offset = inside ? n * (index_t)g.src.stride[0] + src_d * (index_t)g.src.stride[2] +
-                        src_h * (index_t)g.src.stride[3] + src_w * (index_t)g.src.stride[4]
-                  : (index_t)-1;
-}
-
-// One stage of the source in flight: channels-first tensors give a thread POSITIONS places and all channels of each,
-// channels-last tensors one channel and as many places.
+// One stage of the source in flight, LOADS quads a thread: four neighbouring columns of a channel, or four neighbouring
+// channels of a position. Where a quad lies never changes, so the padding is zeroed once, and quads in the padding read
+// the first elements and store nothing.
 struct SourceLoader {
-  static constexpr int PLACES = SRC_CHANNELS_LAST ? POSITIONS * STAGE_CHANNELS : POSITIONS;
-  static constexpr int CHANNELS = SRC_CHANNELS_LAST ? 1 : STAGE_CHANNELS;
+  offset_t offsets[LOADS];  // bytes from the stage's first channel at the tile's first batch entry
+  int slots[LOADS];         // in a stage's planes; -1 for nothing to store
+  int channels[LOADS];      // of the stage
+  unsigned inside;          // four bits a quad: the elements that are not padding
+  int rounds;               // quads that any thread of the block has
+  Quad<scalar_t> values[LOADS];
 
-  index_t offsets[PLACES];
-  int slots[PLACES];
-  int first_channel;
-  scalar_t values[PLACES][CHANNELS];
-
-  __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int thread) {
-    first_channel = SRC_CHANNELS_LAST ? thread % STAGE_CHANNELS : 0;
-    const int first = SRC_CHANNELS_LAST ? thread / STAGE_CHANNELS : thread;
-    constexpr int STEP = SRC_CHANNELS_LAST ? THREADS / STAGE_CHANNELS : THREADS;
+  __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int thread, accum_t* planes) {
+    const int columns = SRC_CHANNELS_LAST ? t.size_w : t.size_w / 4;
+    constexpr int CHANNELS = SRC_CHANNELS_LAST ? STAGE_CHANNELS / 4 : STAGE_CHANNELS;
+    const int count = CHANNELS * g.lanes[0] * t.size_d * t.size_h * columns;
+    rounds = ceil_div(count, THREADS);
+    inside = 0;
 #pragma unroll
-    for (int i = 0; i < PLACES; ++i) {
-      const int p = first + i * STEP;
+    for (int i = 0; i < LOADS; ++i) {
+      offsets[i] = 0;
       slots[i] = -1;
-      offsets[i] = -1;
-      if (p < t.positions) locate(g, t, p, offsets[i], slots[i]);
-    }
-  }
+      channels[i] = 0;
+      int index = thread + i * THREADS;
+      if (index >= count) continue;
+      if (SRC_CHANNELS_LAST) channels[i] = index % CHANNELS * 4, index /= CHANNELS;
+      const int w = index % columns * (SRC_CHANNELS_LAST ? 1 : 4);
+      index /= columns;
+      const int h = index % t.size_h;
+      index /= t.size_h;
+      const int d = index % t.size_d;
+      index /= t.size_d;
+      const int n = index % g.lanes[0];
+      if (!SRC_CHANNELS_LAST) channels[i] = index / g.lanes[0];
 
-  __device__ __forceinline__ void load(const scalar_t* src, index_t channel_stride, int stage) {
+      const int src_d = t.d * SRC_D + first_offset(AXIS_D) + d;
+      const int src_h = t.h * SRC_H + first_offset(AXIS_H) + h;
+      const int src_w = t.w * SRC_W + first_offset(AXIS_W) - SKEW + w;
+      const bool row_inside = t.n + n < g.batch && (unsigned)src_d < (unsigned)g.src.size[0] &&
+                              (unsigned)src_h < (unsigned)g.src.size[1];
+      unsigned mask = 0;
 #pragma unroll
-    for (int c = 0; c < CHANNELS; ++c) {
-      const int channel = stage * STAGE_CHANNELS + first_channel + c;
-      const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < SRC_CHANNELS;
-#pragma unroll
-      for (int i = 0; i < PLACES; ++i)
-        values[i][c] = exists && offsets[i] >= 0 ? read(src + channel * channel_stride + offsets[i]) : zero<scalar_t>();
-    }
-  }
-
-  __device__ __forceinline__ void store(accum_t* planes, int plane) const {
-#pragma unroll
-    for (int i = 0; i < PLACES; ++i)
-      if (slots[i] >= 0) {
-#pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) planes[(first_channel + c) * plane + slots[i]] = widen(values[i][c]);
+      for (int j = 0; j < 4; ++j)
+        if (row_inside && (unsigned)(src_w + (SRC_CHANNELS_LAST ? 0 : j)) < (unsigned)g.src.size[2]) mask |= 1u << j;
+      inside |= mask << (4 * i);
+      const int slot = channels[i] * t.plane + n * t.image + d * t.slab + h * t.row + w % SPLIT * t.pitch + w / SPLIT;
+      if (mask) {
+        slots[i] = slot;
+        offsets[i] = byte_offset<scalar_t>(g.src, n, src_d, src_h, src_w) +
+                     (offset_t)channels[i] * (offset_t)(g.src.stride[1] * sizeof(scalar_t));
+      } else {
+        put(planes + slot, t, Vector<accum_t, 4>{});
+        put(planes + slot + STAGE_CHANNELS * t.plane, t, Vector<accum_t, 4>{});
       }
+    }
+  }
+
+  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int stage) {
+    src += stage * STAGE_CHANNELS * g.src.stride[1];
+    const int remaining = SRC_CHANNELS - stage * STAGE_CHANNELS;
+    if (g.aligned_src) {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        if (i >= rounds) break;
+        const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining;
+        if (exists)
+          values[i].load(at(src, offsets[i]));
+        else
+          values[i].clear();
+      }
+    } else {
+      const long long step = SRC_CHANNELS_LAST ? g.src.stride[1] : g.src.stride[4];
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        if (i >= rounds) break;
+        values[i].clear();
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int channel = channels[i] + (SRC_CHANNELS_LAST ? j : 0);
+          const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining;
+          if (exists && inside >> (4 * i + j) & 1u) values[i].load(j, at(src, offsets[i]) + j * step);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Geometry& g, const Tile& t, accum_t* planes) const {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+      if (slots[i] >= 0) {
+        Vector<accum_t, 4> wide;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wide.value[j] = widen(values[i].get(j, g.aligned_src));
+        put(planes + slots[i], t, wide);
+      }
+  }
+
+  static __device__ __forceinline__ void put(accum_t* slot, const Tile& t, const Vector<accum_t, 4>& quad) {
+    if (!SRC_CHANNELS_LAST && SPLIT == 1) {
+      *(Vector<accum_t, 4>*)slot = quad;
+    } else if (!SRC_CHANNELS_LAST && SPLIT == 2) {
+      *(Vector<accum_t, 2>*)slot = Vector<accum_t, 2>{quad.value[0], quad.value[2]};
+      *(Vector<accum_t, 2>*)(slot + t.pitch) = Vector<accum_t, 2>{quad.value[1], quad.value[3]};
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) slot[j * (SRC_CHANNELS_LAST ? t.plane : t.pitch)] = quad.value[j];
+    }
   }
 };
 
 // One stage of the weights in flight, read in the order in which they lie in memory.
 struct WeightLoader {
+  static constexpr int COUNT = STAGE_CHANNELS * BLOCK_DST * TAPS;
+  static constexpr int CHANNEL_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_OUT : WEIGHT_STRIDE_IN;
+  static constexpr int DST_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
+
+  int offsets[WEIGHT_ITEMS];  // elements from the stage's first weight
+  int slots[WEIGHT_ITEMS];    // in a stage's weights; -1 for nothing to store
   scalar_t values[WEIGHT_ITEMS];
 
   static __device__ __forceinline__ void locate(int item, int& channel, int& dst, int& tap) {
@@ -158,35 +214,38 @@ struct WeightLoader {
     }
   }
 
+  __device__ __forceinline__ void init(int thread) {
+#pragma unroll
+    for (int i = 0; i < WEIGHT_ITEMS; ++i) {
+      int channel, dst, tap;
+      locate(thread + i * THREADS, channel, dst, tap);
+      const bool exists = thread + i * THREADS < COUNT;
+      offsets[i] = exists ? channel * CHANNEL_STRIDE + dst * DST_STRIDE + tap * WEIGHT_STRIDE_TAP : 0;
+      slots[i] = exists ? channel * WEIGHT_CHANNEL + dst / DST_PER_THREAD * WEIGHT_SLICE + tap * DST_PER_THREAD +
+                              dst % DST_PER_THREAD
+                        : -1;
+    }
+  }
+
   __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int stage, int thread) {
+    weight += stage * STAGE_CHANNELS * CHANNEL_STRIDE + dst_block * BLOCK_DST * DST_STRIDE;
 #pragma unroll
     for (int i = 0; i < WEIGHT_ITEMS; ++i) {
-      int channel, dst, tap;
-      locate(thread + i * THREADS, channel, dst, tap);
-      channel += stage * STAGE_CHANNELS;
-      dst += dst_block * BLOCK_DST;
-      const bool exists = thread + i * THREADS < STAGE_CHANNELS * BLOCK_DST * TAPS && channel < SRC_CHANNELS &&
-                          dst < DST_CHANNELS;
-      values[i] = exists ? read(weight + (INPUT_GRAD ? weight_offset(dst, channel, tap)
-                                                     : weight_offset(channel, dst, tap)))
-                         : zero<scalar_t>();
+      bool exists = true;
+      if (SRC_CHANNELS % STAGE_CHANNELS != 0 || DST_CHANNELS % BLOCK_DST != 0) {
+        int channel, dst, tap;
+        locate(thread + i * THREADS, channel, dst, tap);
+        exists = channel + stage * STAGE_CHANNELS < SRC_CHANNELS && dst + dst_block * BLOCK_DST < DST_CHANNELS;
+      }
+      values[i] = exists ? read(weight + offsets[i]) : zero<scalar_t>();
     }
   }
 
-  __device__ __forceinline__ void store(accum_t* weights, int thread) const {
+  __device__ __forceinline__ void store(accum_t* weights) const {
 #pragma unroll
-    for (int i = 0; i < WEIGHT_ITEMS; ++i) {
-      int channel, dst, tap;
-      locate(thread + i * THREADS, channel, dst, tap);
-      if (thread + i * THREADS < STAGE_CHANNELS * BLOCK_DST * TAPS)
-        weights[channel * WEIGHT_CHANNEL + dst / DST_PER_THREAD * WEIGHT_SLICE + tap * DST_PER_THREAD +
-                dst % DST_PER_THREAD] = widen(values[i]);
-    }
+    for (int i = 0; i < WEIGHT_ITEMS; ++i)
+      if (slots[i] >= 0) weights[slots[i]] = widen(values[i]);
   }
-};
-
-struct alignas(4 * sizeof(accum_t)) Quad {
-  accum_t value[4];
 };
 
 // A thread's cells: accumulators as [cell h][phase d][phase h][run along w][destination channel].
@@ -200,12 +259,12 @@ struct Accumulators {
 
   // One source channel. `corner` is the thread's first source element, `weights` its slice's taps.
   __device__ __forceinline__ void accumulate(const accum_t* corner, const accum_t* weights, const Tile& t) {
-    accum_t quad[WEIGHT_SLICE];
+    accum_t tap_weights[WEIGHT_SLICE];
 #pragma unroll
     for (int i = 0; i < WEIGHT_SLICE; i += 4) {
-      const Quad q = *(const Quad*)(weights + i);
+      const Vector<accum_t, 4> four = *(const Vector<accum_t, 4>*)(weights + i);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) quad[i + j] = q.value[j];
+      for (int j = 0; j < 4; ++j) tap_weights[i + j] = four.value[j];
     }
 #pragma unroll
     for (int kd = 0; kd < AXIS_D.kernel; ++kd) {
@@ -214,7 +273,8 @@ struct Accumulators {
 #pragma unroll
       for (int h = 0; h < WINDOW_H; ++h)
 #pragma unroll
-        for (int w = 0; w < WINDOW_W; ++w) patch[h][w] = slab[h * t.row + w % SRC_W * t.phase_pitch + w / SRC_W];
+        for (int w = 0; w < WINDOW_W; ++w)
+          patch[h][w] = slab[h * t.row + (SKEW + w) % SPLIT * t.pitch + (SKEW + w) / SPLIT];
 #pragma unroll
       for (int kh = 0; kh < AXIS_H.kernel; ++kh)
 #pragma unroll
@@ -229,7 +289,7 @@ struct Accumulators {
                    [cell_w * DST_W + dst_offset(AXIS_W, kw)][dst] +=
                     patch[cell_h * SRC_H + src_offset(AXIS_H, kh) - first_offset(AXIS_H)]
                          [cell_w * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)] *
-                    quad[((kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw) * DST_PER_THREAD + dst];
+                    tap_weights[((kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw) * DST_PER_THREAD + dst];
     }
   }
 
@@ -252,92 +312,94 @@ struct Accumulators {
   }
 };
 
-// The place of a lane's first cell in the destination.
+// Where a lane's first cell lies in the destination.
 struct Place {
-  int d, h, w;     // first destination element
-  bool exists;     // false for lanes beyond the tile or the batch
-  index_t offset;  // from the tile's batch entry to (d, h, w)
-};
-
-__device__ __forceinline__ Place place_of(const Geometry& g, const Tile& t, int lane) {
-  Place p;
-  const int w = lane % g.lanes[3];
-  lane /= g.lanes[3];
-  const int h = lane % g.lanes[2];
-  lane /= g.lanes[2];
-  const int d = lane % g.lanes[1];
-  const int n = lane / g.lanes[1];
-  p.d = (t.d + d) * DST_D;
-  p.h = (t.h + h * CELLS_H) * DST_H;
-  p.w = (t.w + w * CELLS_W) * DST_W;
-  p.exists = n < g.lanes[0] && t.n + n < g.batch;
-  p.offset = n * (index_t)g.dst.stride[0] + p.d * (index_t)g.dst.stride[2] + p.h * (index_t)g.dst.stride[3] +
-             p.w * (index_t)g.dst.stride[4];
-  return p;
-}
-
-// Channels first: a warp writes the rows of its lanes through shared memory, so that neighbouring lanes write
-// neighbouring elements whatever the stride.
-struct RowWriter {
-  index_t offset[RUN];  // of the elements that this lane writes, from the tile's batch entry
-  int rows[RUN];        // rows of the destination from each element on; none where it does not exist
-  int slabs[RUN];       // likewise along d
+  offset_t offset;          // bytes from the tile's first batch entry
+  int slabs, rows, columns;  // of the destination from there on; none for lanes beyond the tile or the batch
 
   __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int lane) {
-    const int in_warp = lane % 32;
-#pragma unroll
-    for (int i = 0; i < RUN; ++i) {
-      const int element = i * 32 + in_warp;  // of the warp's row: RUN elements of each of its lanes
-      const Place p = place_of(g, t, lane - in_warp + element / RUN);
-      const int w = p.w + element % RUN;
-      offset[i] = p.offset + element % RUN * (index_t)g.dst.stride[4];
-      rows[i] = p.exists && p.d < g.dst.size[0] && w < g.dst.size[2] ? g.dst.size[1] - p.h : 0;
-      slabs[i] = DST_D > 1 ? g.dst.size[0] - p.d : 1;
-    }
+    const int w = (t.w + lane % g.lanes[3] * CELLS_W) * DST_W;
+    lane /= g.lanes[3];
+    const int h = (t.h + lane % g.lanes[2] * CELLS_H) * DST_H;
+    lane /= g.lanes[2];
+    const int d = (t.d + lane % g.lanes[1]) * DST_D;
+    const int n = lane / g.lanes[1];
+    offset = byte_offset<scalar_t>(g.dst, n, d, h, w);
+    slabs = n < g.lanes[0] && t.n + n < g.batch ? g.dst.size[0] - d : 0;
+    rows = g.dst.size[1] - h;
+    columns = g.dst.size[2] - w;
   }
+};
 
-  __device__ __forceinline__ void store(const Geometry& g, const Accumulators& acc, scalar_t* dst,
-                                        const accum_t (&bias)[DST_PER_THREAD], int channels, accum_t* staging,
-                                        int in_warp) const {
-    accum_t* const mine = staging + in_warp * RUN;
+// One element of a destination row: where it lies, and in how many of the lane's rows (low half) and slabs it exists.
+struct Element {
+  offset_t offset;
+  unsigned limits;
+};
+
+// Channels first. Every lane owns RUN neighbouring elements of a row. Where rows start aligned it stores them as one
+// vector; else a warp turns the rows of its lanes around in shared memory, so that neighbouring lanes store neighbouring
+// elements: either way whole lines are written. For the turned rows `elements` says where each element goes.
+constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * sizeof(scalar_t) <= 16;
+
+__device__ __forceinline__ void describe_row(const Geometry& g, const Place& place, Element* elements) {
 #pragma unroll
-    for (int channel = 0; channel < DST_PER_THREAD; ++channel) {
-      if (channel >= channels) break;
-      scalar_t* const plane = dst + channel * (index_t)g.dst.stride[1];
+  for (int i = 0; i < RUN; ++i) {
+    const unsigned rows = i < place.columns ? max(0, min(place.rows, CELLS_H * DST_H)) : 0;
+    const unsigned slabs = max(0, min(place.slabs, DST_D));
+    elements[i] = Element{place.offset + i * (offset_t)(g.dst.stride[4] * sizeof(scalar_t)), rows | slabs << 16};
+  }
+}
+
+__device__ __forceinline__ void store_rows(const Geometry& g, const Place& place, const Accumulators& acc, scalar_t* dst,
+                                           const accum_t (&bias)[DST_PER_THREAD], int channels, accum_t* staging,
+                                           const Element* elements, int in_warp) {
+  const bool vectors = VECTORS && g.aligned_rows;
 #pragma unroll
-      for (int d = 0; d < DST_D; ++d)
+  for (int channel = 0; channel < DST_PER_THREAD; ++channel) {
+    if (channel >= channels) break;
+    scalar_t* const plane = dst + channel * g.dst.stride[1];
 #pragma unroll
-        for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
+    for (int d = 0; d < DST_D; ++d)
 #pragma unroll
-          for (int h = 0; h < DST_H; ++h) {
-            const int row = cell_h * DST_H + h;
-            scalar_t* const line = plane + d * (index_t)g.dst.stride[2] + row * (index_t)g.dst.stride[3];
-            const bool through_shared = RUN > 1 && has_taps(AXIS_D, d) && has_taps(AXIS_H, h);
-            if (through_shared) {
-              __syncwarp();
+      for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
 #pragma unroll
-              for (int i = 0; i < RUN; ++i) mine[i] = acc.sum[cell_h][d][h][i][channel];
-              __syncwarp();
-            }
+        for (int h = 0; h < DST_H; ++h) {
+          const int row = cell_h * DST_H + h;
+          scalar_t* const line = plane + d * g.dst.stride[2] + row * g.dst.stride[3];
+          accum_t value[RUN];
 #pragma unroll
-            for (int i = 0; i < RUN; ++i) {
-              const accum_t value = through_shared ? staging[i * 32 + in_warp] : acc.sum[cell_h][d][h][i][channel];
-              if (row < rows[i] && d < slabs[i]) narrow(value + bias[channel], line[offset[i]]);
-            }
+          for (int i = 0; i < RUN; ++i)
+            value[i] = HAS_BIAS ? acc.sum[cell_h][d][h][i][channel] + bias[channel] : acc.sum[cell_h][d][h][i][channel];
+          if (RUN == 1 || vectors) {
+            typedef Vector<scalar_t, RUN == 1 || VECTORS ? RUN : 1> Run;
+            Run run;
+#pragma unroll
+            for (int i = 0; i < (int)(sizeof(Run) / sizeof(scalar_t)); ++i) narrow(value[i], run.value[i]);
+            if (d < place.slabs && row < place.rows && place.columns > 0) *(Run*)at(line, place.offset) = run;
+            continue;
           }
-    }
+          if (has_taps(AXIS_D, d) && has_taps(AXIS_H, h)) {  // else all elements of the row are alike
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) staging[in_warp * RUN + i] = value[i];
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) value[i] = staging[i * 32 + in_warp];
+          }
+#pragma unroll
+          for (int i = 0; i < RUN; ++i) {
+            const Element element = elements[i * 32 + in_warp];
+            if (row < (int)(element.limits & 0xffffu) && d < (int)(element.limits >> 16))
+              narrow(value[i], *at(line, element.offset));
+          }
+        }
   }
-};
-
-struct alignas(DST_VECTOR * sizeof(scalar_t)) Vector {
-  scalar_t value[DST_VECTOR];
-};
+}
 
 // Channels last: a thread's channels are neighbours already.
-__device__ __forceinline__ void store_channels(const Geometry& g, const Tile& t, const Accumulators& acc, scalar_t* dst,
-                                               const accum_t (&bias)[DST_PER_THREAD], int channels, int lane) {
-  const Place p = place_of(g, t, lane);
-  if (!p.exists) return;
+__device__ __forceinline__ void store_channels(const Geometry& g, const Place& place, const Accumulators& acc,
+                                               scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels) {
 #pragma unroll
   for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
 #pragma unroll
@@ -347,17 +409,17 @@ __device__ __forceinline__ void store_channels(const Geometry& g, const Tile& t,
 #pragma unroll
         for (int w = 0; w < RUN; ++w) {
           const int row = cell_h * DST_H + h;
-          if (p.d + d >= g.dst.size[0] || p.h + row >= g.dst.size[1] || p.w + w >= g.dst.size[2]) continue;
-          scalar_t* const pixel = dst + p.offset + d * (index_t)g.dst.stride[2] + row * (index_t)g.dst.stride[3] +
-                                  w * (index_t)g.dst.stride[4];
+          if (d >= place.slabs || row >= place.rows || w >= place.columns) continue;
+          scalar_t* const pixel =
+              at(dst + d * g.dst.stride[2] + row * g.dst.stride[3] + w * g.dst.stride[4], place.offset);
 #pragma unroll
           for (int first = 0; first < DST_PER_THREAD; first += DST_VECTOR) {
             if (first >= channels) break;
-            Vector vector;
+            Vector<scalar_t, DST_VECTOR> vector;
 #pragma unroll
             for (int i = 0; i < DST_VECTOR; ++i)
               narrow(acc.sum[cell_h][d][h][w][first + i] + bias[first + i], vector.value[i]);
-            *(Vector*)(pixel + first) = vector;
+            *(Vector<scalar_t, DST_VECTOR>*)(pixel + first) = vector;
           }
         }
 }
@@ -367,63 +429,74 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Geometry g) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int thread = threadIdx.x;
+  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // the compiler knows now that a warp shares it
   const int lane = thread % LANES;
-  const int dst_slice = thread / LANES % DST_SLICES;
-  const int src_slice = thread / SLICE_THREADS;
+  const int dst_slice = warp / (LANES / 32) % DST_SLICES;
+  const int src_slice = warp / (SLICE_THREADS / 32);
 
-  const int item_blocks = ceil_div(g.items, g.items_per_block);
-  const int first_item = blockIdx.x % item_blocks * g.items_per_block;
-  const int steps = (min(first_item + g.items_per_block, g.items) - first_item) * STAGES;
-  const Tile tile = make_tile(g, blockIdx.x / item_blocks);
+  const int tile_index = blockIdx.z * gridDim.y + blockIdx.y;
+  if (tile_index >= g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3]) return;
+  const int first_item = blockIdx.x * g.items_per_block;
+  const int items = min(g.items_per_block, g.items - first_item);
+  const Tile tile = make_tile(g, tile_index);
   src += tile.n * g.src.stride[0];
   dst += tile.n * g.dst.stride[0];
 
   accum_t* const weights = (accum_t*)shared_memory;
   accum_t* const planes = weights + 2 * WEIGHT_STAGE;
-  accum_t* const epilogue = planes + 2 * STAGE_CHANNELS * tile.plane;
+  Element* const elements = (Element*)(planes + 2 * STAGE_CHANNELS * tile.plane);
+  accum_t* const epilogue = (accum_t*)(elements + (RUN > 1 ? LANES * RUN : 0));
 
   // The lane's first source element in a plane.
   const int lane_w = lane % g.lanes[3], lane_h = lane / g.lanes[3] % g.lanes[2];
   const int lane_d = lane / (g.lanes[3] * g.lanes[2]) % g.lanes[1];
   const int lane_n = min(lane / (g.lanes[3] * g.lanes[2] * g.lanes[1]), g.lanes[0] - 1);  // lanes beyond the tile idle
   const int corner =
-      lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.row + lane_w * CELLS_W;
+      lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.row + lane_w * CELLS_W * (SRC_W / SPLIT);
 
   SourceLoader source;
   WeightLoader taps;
-  RowWriter rows;
+  Place place;
   Accumulators acc;
-  source.init(g, tile, thread);
-  if (!DST_CHANNELS_LAST && STAGES <= 4) rows.init(g, tile, lane);  // else its registers serve the stages better
-  acc.clear();
+  source.init(g, tile, thread, planes);
+  taps.init(thread);
+  place.init(g, tile, lane);
+  if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(g, place, elements + lane * RUN);
 
-  auto load = [&](int step) {
-    const int item = first_item + step / STAGES, stage = step % STAGES, group = item / DST_BLOCKS;
-    source.load(src + (long long)group * SRC_CHANNELS * g.src.stride[1], (index_t)g.src.stride[1], stage);
-    taps.load(weight + (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS, item % DST_BLOCKS, stage, thread);
+  int group = first_item / DST_BLOCKS, dst_block = first_item % DST_BLOCKS;
+  auto load = [&](int load_group, int load_block, int stage) {
+    source.load(g, src + (long long)load_group * SRC_CHANNELS * g.src.stride[1], stage);
+    taps.load(weight + (long long)load_group * SRC_CHANNELS * DST_CHANNELS * TAPS, load_block, stage, thread);
   };
 
-  load(0);
+  load(group, dst_block, 0);
+  int buffer = 0;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    accum_t* const stage_planes = planes + step % 2 * STAGE_CHANNELS * tile.plane;
-    accum_t* const stage_weights = weights + step % 2 * WEIGHT_STAGE;
-    source.store(stage_planes, tile.plane);
-    taps.store(stage_weights, thread);
-    __syncthreads();
-    if (step + 1 < steps) load(step + 1);
+  for (int item = 0; item < items; ++item) {
+    const bool same_group = dst_block + 1 < DST_BLOCKS;
+    const int next_group = same_group ? group : group + 1, next_block = same_group ? dst_block + 1 : 0;
+    acc.clear();
 #pragma unroll 1
-    for (int i = 0; i < SLICE_CHANNELS; ++i) {
-      const int channel = src_slice * SLICE_CHANNELS + i;
-      acc.accumulate(stage_planes + channel * tile.plane + corner,
-                     stage_weights + channel * WEIGHT_CHANNEL + dst_slice * WEIGHT_SLICE, tile);
+    for (int stage = 0; stage < STAGES; ++stage, buffer ^= 1) {
+      accum_t* const stage_planes = planes + buffer * STAGE_CHANNELS * tile.plane;
+      accum_t* const stage_weights = weights + buffer * WEIGHT_STAGE;
+      source.store(g, tile, stage_planes);
+      taps.store(stage_weights);
+      __syncthreads();
+      const bool last = stage + 1 == STAGES;
+      if (!last || item + 1 < items)
+        load(last ? next_group : group, last ? next_block : dst_block, last ? 0 : stage + 1);
+#pragma unroll(CHANNELS_AT_ONCE)
+      for (int i = 0; i < SLICE_CHANNELS; ++i) {
+        const int channel = src_slice * SLICE_CHANNELS + i;
+        acc.accumulate(stage_planes + channel * tile.plane + corner,
+                       stage_weights + channel * WEIGHT_CHANNEL + dst_slice * WEIGHT_SLICE, tile);
+      }
     }
-    if (step % STAGES < STAGES - 1) continue;
 
-    const int item = first_item + step / STAGES;
-    const int first_dst = item % DST_BLOCKS * BLOCK_DST + dst_slice * DST_PER_THREAD;
+    const int first_dst = dst_block * BLOCK_DST + dst_slice * DST_PER_THREAD;
     const int channels = DST_CHANNELS - first_dst;  // that exist, from this slice's first on
-    const long long first_channel = (long long)(item / DST_BLOCKS) * DST_CHANNELS + first_dst;
+    const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
     if (SRC_SLICES > 1) acc.reduce(epilogue, src_slice, thread % SLICE_THREADS);
     if (src_slice == 0 && channels > 0) {
       accum_t biases[DST_PER_THREAD];
@@ -431,13 +504,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int i = 0; i < DST_PER_THREAD; ++i)
         biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
       scalar_t* const item_dst = dst + first_channel * g.dst.stride[1];
-      if (DST_CHANNELS_LAST) {
-        store_channels(g, tile, acc, item_dst, biases, channels, lane);
-      } else {
-        if (STAGES > 4) rows.init(g, tile, lane);
-        rows.store(g, acc, item_dst, biases, channels, epilogue + thread / 32 * (32 * RUN), lane % 32);
-      }
+      if (DST_CHANNELS_LAST)
+        store_channels(g, place, acc, item_dst, biases, channels);
+      else
+        store_rows(g, place, acc, item_dst, biases, channels, epilogue + warp * (32 * RUN),
+                   elements + lane / 32 * (32 * RUN), lane % 32);
     }
-    acc.clear();
+    group = next_group;
+    dst_block = next_block;
   }
 }

@@ -51,6 +51,18 @@ struct Tensor5 {
   int channels;
 };
 
+// Bytes from a tensor's first element of a channel to one of its positions; offset_t has 32 bits where those suffice.
+template <class T>
+__device__ __forceinline__ offset_t byte_offset(const Tensor5& t, int n, int d, int h, int w) {
+  return (offset_t)sizeof(T) * ((offset_t)n * (offset_t)t.stride[0] + (offset_t)d * (offset_t)t.stride[2] +
+                                (offset_t)h * (offset_t)t.stride[3] + (offset_t)w * (offset_t)t.stride[4]);
+}
+
+template <class T>
+__device__ __forceinline__ T* at(T* base, offset_t bytes) {
+  return (T*)((char*)base + bytes);
+}
+
 // Element offset of one weight of a group; IN and OUT are the layer's input and output channel. The specialisation
 // defines the strides: weights come as (C_in, C_out / groups, D, H, W) contiguous, or with channels last.
 __device__ __forceinline__ int weight_offset(int in, int out, int tap) {

@@ -86,3 +86,42 @@ __device__ __forceinline__ float16 read(const float16* address) {
   return float16{__ldg((const unsigned short*)address)};
 }
 #endif
+
+// COUNT neighbouring elements, moved at once.
+template <class T, int COUNT>
+struct alignas(COUNT * sizeof(T)) Vector {
+  T value[COUNT];
+};
+
+// Four elements on their way from global memory, either one vector or four loads. They stay as they were loaded until they
+// are used: to take a vector of 16-bit elements apart would wait for the load.
+template <class T>
+struct Quad {
+  Vector<T, 4> elements;
+
+  __device__ __forceinline__ void clear() { elements = Vector<T, 4>{}; }
+  __device__ __forceinline__ void load(const T* from) { elements = *(const Vector<T, 4>*)from; }
+  __device__ __forceinline__ void load(int i, const T* from) { elements.value[i] = read(from); }
+  __device__ __forceinline__ T get(int i, bool /* whole */) const { return elements.value[i]; }
+};
+
+template <class T>
+struct Quad16 {
+  unsigned int words[4];  // two packed words, or one element each
+
+  __device__ __forceinline__ void clear() { words[0] = words[1] = words[2] = words[3] = 0; }
+  __device__ __forceinline__ void load(const T* from) {
+    const Vector<unsigned int, 2> packed = *(const Vector<unsigned int, 2>*)from;
+    words[0] = packed.value[0];
+    words[1] = packed.value[1];
+  }
+  __device__ __forceinline__ void load(int i, const T* from) { words[i] = read(from).bits; }
+  __device__ __forceinline__ T get(int i, bool whole) const {
+    return T{(unsigned short)(whole ? words[i / 2] >> (16 * (i % 2)) : words[i])};
+  }
+};
+
+template <>
+struct Quad<bfloat16> : Quad16<bfloat16> {};
+template <>
+struct Quad<float16> : Quad16<float16> {};

@@ -1,0 +1,33 @@
+"""The command line: ``python -m polyphase check | bench | explain | env | compile``."""
+
+from __future__ import annotations
+
+import typer
+
+from polyphase.commands.bench import bench
+from polyphase.commands.check import check
+from polyphase.commands.compile import compile_kernels
+from polyphase.commands.env import env
+from polyphase.commands.explain import explain
+
+app = typer.Typer(
+    name="polyphase",
+    help="Transposed convolutions for PyTorch with CUDA kernels of their own.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(check)
+app.command()(bench)
+app.command()(explain)
+app.command()(env)
+app.command("compile")(compile_kernels)
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="python -m polyphase")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What a check found out, as tables for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from polyphase.bench.check import CheckResult
+from polyphase.bench.report import error, milliseconds
+
+
+def show(console: Console, result: CheckResult) -> None:
+    """Print a check: what was swapped, the plans, every comparison, the times, and the verdict."""
+    console.print(result.swapped)
+    console.print(f"inputs: {result.cut}", markup=False)
+    for table, rows in ((_plans(result), result.plans), (_findings(result), result.findings)):
+        if rows:
+            console.print(table)
+    if result.races:
+        console.print(_races(result))
+    for remark in result.remarks:
+        console.print(f"· {remark}", style="dim", markup=False)
+    for problem in result.problems:
+        console.print(f"✗ {problem}", style="bold red", markup=False)
+    if result.ok:
+        console.print("✓ the same as PyTorch, to the accuracy of its dtype", style="bold green")
+
+
+def _plans(result: CheckResult) -> Table:
+    table = Table(title="Plans", title_justify="left")
+    for name in ("layer", "problem", "pass", "plan"):
+        table.add_column(name)
+    for name, problem, pass_name, chosen in result.plans:
+        table.add_row(name, problem, pass_name, chosen)
+    return table
+
+
+def _findings(result: CheckResult) -> Table:
+    title = "Against float64: error is ‖x − ref64‖ / ‖ref64‖; worst is the largest error of an element over its limit"
+    table = Table(title=title, title_justify="left")
+    for name in ("trial", "inputs", "what"):
+        table.add_column(name)
+    for name in ("polyphase error", "PyTorch error", "worst", "elements"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for found in result.findings:
+        values = found.comparison
+        table.add_row(
+            str(found.trial),
+            found.sizes,
+            found.what,
+            error(values.error),
+            error(values.torch_error),
+            f"{values.worst:.2f}",
+            f"{values.elements:,}",
+            Text("✓", style="green") if found.ok else Text("✗ wrong", style="bold red"),
+        )
+    return table
+
+
+def _races(result: CheckResult) -> Table:
+    table = Table(title="Milliseconds, median (10th–90th percentile), the inputs of trial 1", title_justify="left")
+    table.add_column("what")
+    for name in ("polyphase", "PyTorch", "speed-up"):
+        table.add_column(name, justify="right")
+    for race in result.races:
+        times = [f"{milliseconds(t.ms)} ({milliseconds(t.p10)}–{milliseconds(t.p90)})" for t in (race.ours, race.torch)]
+        speedup = race.torch.ms / race.ours.ms
+        table.add_row(race.what, *times, Text(f"{speedup:.2f}×", style="green" if speedup >= 1 else "red"))
+    return table

@@ -1,0 +1,139 @@
+"""How long the host works for a call, and how long the first call of a layer takes.
+
+Warm calls are timed on a layer so small that the GPU is done before the next call comes, so that what is measured is
+Python, dispatch and launch. First calls are timed in fresh processes (`polyphase.bench.first_call`), with an empty
+kernel cache and with a filled one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from polyphase.bench.contestants import torch_function
+from polyphase.bench.operands import make_operands
+from polyphase.problem import ConvTransposeProblem
+
+SMALL = ConvTransposeProblem.make((1, 16, 8, 8), 16, 3, stride=2, padding=1, bias=True)
+CALLS, ROUNDS = 200, 15
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Microseconds of host time for one warm call, polyphase's and PyTorch's."""
+
+    what: str
+    ours: float
+    torch: float
+
+
+def warm_calls(device: torch.device, problem: ConvTransposeProblem = SMALL) -> list[HostTime]:
+    """Time the functions and the modules, without and with gradients (of the forward call, then with its backward)."""
+    import polyphase
+
+    operands = make_operands(replace(problem, bias=True), device)
+    parameters = {
+        "stride": problem.stride,
+        "padding": problem.padding,
+        "output_padding": problem.output_padding,
+        "groups": problem.groups,
+        "dilation": problem.dilation,
+    }
+    functions = (getattr(polyphase, f"conv_transpose{problem.dims}d"), torch_function(problem))
+    modules = [
+        getattr(home, f"ConvTranspose{problem.dims}d")(
+            problem.in_channels, problem.out_channels, problem.kernel_size, **parameters, device=device
+        )
+        for home in (polyphase, nn)
+    ]
+    x, weight, bias = operands.input, operands.weight, operands.bias
+    found = []
+    for grad in (False, True):
+        leaves = [tensor.detach().requires_grad_(grad) for tensor in (x, weight, bias) if tensor is not None]
+        calls = [_bind(function, *leaves, **parameters) for function in functions]
+        module_calls = [_bind(module.requires_grad_(grad), leaves[0]) for module in modules]
+        suffix = "with gradients" if grad else "no gradients"
+        with torch.set_grad_enabled(grad):
+            found.append(_compare(f"function, {suffix}", calls, device))
+            found.append(_compare(f"module, {suffix}", module_calls, device))
+            if grad:
+                both = [_with_backward(call, leaves, operands.grad_output) for call in calls]
+                found.append(_compare("function, forward and backward", both, device))
+    return found
+
+
+def _bind(call: Callable[..., torch.Tensor], *arguments: object, **keywords: object) -> Callable[[], torch.Tensor]:
+    return lambda: call(*arguments, **keywords)
+
+
+def _with_backward(
+    call: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad_output: torch.Tensor
+) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(call(), leaves, grad_output)
+
+
+def _compare(what: str, calls: Sequence[Callable[[], object]], device: torch.device) -> HostTime:
+    samples: list[list[float]] = [[], []]
+    for _ in range(ROUNDS):  # in turns, so that a slow moment of the machine strikes both
+        for call, times in zip(calls, samples):
+            times.append(_microseconds(call, device))
+    ours, rival = map(statistics.median, samples)
+    return HostTime(what, ours, rival)
+
+
+def _microseconds(call: Callable[[], object], device: torch.device) -> float:
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(5):
+        call()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    elapsed = time.perf_counter() - start
+    synchronize()
+    return 1e6 * elapsed / CALLS
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """Seconds in a fresh process: starting the device, then the first calls of two layers, one after the other.
+
+    ``first`` holds what happens once in a process as well (loading the compiler, say); ``second`` is a layer's own.
+    ``torch`` is PyTorch's first call of the first layer, in the same process, after polyphase's.
+    """
+
+    cache: str
+    device: float
+    first: float
+    second: float
+    torch: float
+
+
+def first_calls(device: torch.device) -> list[FirstCall]:
+    """First calls with an empty kernel cache, then with the one that these have filled.
+
+    Raises RuntimeError with the output of a process that fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="polyphase-cache-") as folder:
+        environment = {**os.environ, "POLYPHASE_CACHE_DIR": folder}
+        command = [sys.executable, "-m", "polyphase.bench.first_call", str(device)]
+        found = []
+        for cache in ("cold", "warm"):
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+            found.append(FirstCall(cache, **json.loads(done.stdout.splitlines()[-1])))
+    return found

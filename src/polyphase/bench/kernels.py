@@ -1,0 +1,179 @@
+"""What the kernels of many layers need of the machine: registers, shared memory, and whether anything spills."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.table import Table
+
+from polyphase import plan
+from polyphase.bench.environment import first_line
+from polyphase.bench.layers import NamedLayer
+from polyphase.device import DeviceInfo
+from polyphase.errors import CompilationError
+from polyphase.jit.compiler import Resources, resources_of
+from polyphase.jit.source import KernelSource
+from polyphase.problem import ConvTransposeProblem, Pass
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A kernel to compile, and the first layer that asked for it."""
+
+    source: KernelSource
+    arch: str
+    layer: str
+    problem: ConvTransposeProblem
+    pass_: Pass
+    dynamic_shared: int
+
+    @property
+    def title(self) -> str:
+        """Kernel, architecture and the layer that asks for it."""
+        return f"{self.source.kernel}, {self.arch}, {self.pass_.value} of {self.problem}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A kernel and what it needs, or the message of the compiler that refused it."""
+
+    wanted: Wanted
+    resources: Resources | None
+    failure: str = ""
+
+    @property
+    def clean(self) -> bool:
+        """Compiled, without a spill, a stack frame or a warning."""
+        return self.resources is not None and self.resources.clean
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block, asked for in the source and at launch."""
+        return self.wanted.dynamic_shared + (self.resources.shared if self.resources else 0)
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """The compiler's complaints."""
+        return (self.failure,) if self.resources is None else self.resources.warnings
+
+
+def wanted(
+    layers: Iterable[NamedLayer],
+    passes: Sequence[Pass],
+    dtypes: Sequence[str],
+    channels_last: Sequence[bool],
+    devices: Iterable[DeviceInfo],
+) -> list[Wanted]:
+    """Every kernel that the planner can choose for these layers, identical ones once."""
+    found: dict[tuple[KernelSource, str], Wanted] = {}
+    cases = [
+        (layer.name, replace(layer.problem, dtype=dtype, channels_last=layout))
+        for layer in layers
+        for dtype in dtypes
+        for layout in channels_last
+        if not (layout and layer.problem.dims == 1)  # PyTorch has no channels_last for one dimension
+    ]
+    for device in devices:
+        for name, problem in cases:
+            for pass_ in passes:
+                winner = plan.plan(problem, pass_, device).launch
+                for source in plan.kernel_sources(problem, pass_, device):
+                    # What a kernel asks for at launch is known of the winner; a loser is launched by nobody.
+                    shared = winner.shared_bytes if winner and winner.source == source else 0
+                    kernel = Wanted(source, device.arch, name, problem, pass_, shared)
+                    found.setdefault((source, device.arch), kernel)
+    return list(found.values())
+
+
+def compile_all(kernels: Sequence[Wanted], jobs: int) -> Iterator[Report]:
+    """Compile kernels, ``jobs`` at a time, and yield the reports as they come."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in as_completed([pool.submit(_compile, kernel) for kernel in kernels]):
+            yield future.result()
+
+
+def _compile(kernel: Wanted) -> Report:
+    try:
+        return Report(kernel, resources_of(kernel.source, kernel.arch))
+    except CompilationError as failure:
+        return Report(kernel, None, f"{first_line(failure)}\n{failure.log}")
+
+
+def table(reports: Iterable[Report]) -> Table:
+    """One line for each kernel file and architecture, with the most that any of its kernels needs."""
+    groups: dict[tuple[str, str], list[Report]] = {}
+    for report in reports:
+        groups.setdefault((report.wanted.source.kernel, report.wanted.arch), []).append(report)
+    lines = Table(title="The most that any kernel of a file needs")
+    for name in ("kernel", "arch"):
+        lines.add_column(name)
+    for name in (
+        "kernels",
+        "registers",
+        "shared (B)",
+        "stack (B)",
+        "spills (B)",
+        "warnings",
+        "failures",
+        "seconds",
+    ):
+        lines.add_column(name, justify="right")
+    for (kernel, arch), group in sorted(groups.items()):
+        known = [report.resources for report in group if report.resources is not None]
+        low, high = (pick((found.registers for found in known), default=0) for pick in (min, max))
+        lines.add_row(
+            kernel,
+            arch,
+            str(len(group)),
+            f"{low}–{high}",
+            str(max(report.shared for report in group)),
+            str(max((found.stack for found in known), default=0)),
+            str(max((_spills(found) for found in known), default=0)),
+            str(sum(len(found.warnings) for found in known)),
+            str(len(group) - len(known)),
+            f"{sum(found.seconds for found in known) / max(len(known), 1):.2f}",
+            style=None if all(report.clean for report in group) else "bold red",
+        )
+    return lines
+
+
+def every_table(reports: Iterable[Report], title: str = "Every kernel") -> Table:
+    """One line for each kernel."""
+    lines = Table(title=title)
+    for name in ("kernel", "arch", "pass", "first asked for by"):
+        lines.add_column(name)
+    for name in ("registers", "shared (B)", "stack (B)", "spills (B)", "warnings", "seconds"):
+        lines.add_column(name, justify="right")
+    for report in sorted(reports, key=lambda report: report.wanted.title):
+        kernel, found = report.wanted, report.resources
+        names = (kernel.source.kernel, kernel.arch, kernel.pass_.value, f"{kernel.layer}: {kernel.problem}")
+        if found is None:
+            lines.add_row(*names, "did not compile", style="bold red")
+            continue
+        needs = (found.registers, report.shared, found.stack, _spills(found), len(found.warnings))
+        style = None if found.clean else "bold red"
+        lines.add_row(*names, *map(str, needs), f"{found.seconds:.2f}", style=style)
+    return lines
+
+
+def write_csv(path: Path, reports: Iterable[Report]) -> None:
+    """Write one line for each kernel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["kernel", "arch", "pass", "layer", "problem", "registers", "shared", "stack", "spills", "messages"]
+        )
+        for report in sorted(reports, key=lambda report: report.wanted.title):
+            kernel, found = report.wanted, report.resources
+            needs = [found.registers, report.shared, found.stack, _spills(found)] if found else [""] * 4
+            names = [kernel.source.kernel, kernel.arch, kernel.pass_.value, kernel.layer, str(kernel.problem)]
+            writer.writerow([*names, *needs, " | ".join(report.messages)])
+
+
+def _spills(found: Resources) -> int:
+    return found.spill_stores + found.spill_loads

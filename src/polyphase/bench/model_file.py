@@ -1,0 +1,226 @@
+"""A model file in KernelBench's form: ``Model``, ``get_inputs`` and ``get_init_inputs``; and what it would run.
+
+What a model does with an input is learnt on PyTorch's ``meta`` device: shapes are computed, numbers are not. So the
+transposed convolutions that a model runs, their sizes and their cost are known before anything expensive is done, and
+an input can be cut to what a CPU computes in seconds, in a way that the model accepts.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyphase.bench.layers import cut_side
+from polyphase.layout import is_channels_last
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
+
+
+class ModelFileError(ValueError):
+    """A model file that cannot be loaded or lacks one of its three names."""
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """The three names of a model file."""
+
+    path: Path
+    make_model: Callable[..., nn.Module]
+    get_inputs: Callable[[], Sequence[Any]]
+    get_init_inputs: Callable[[], Any]
+
+    @classmethod
+    def load(cls, path: Path) -> ModelFile:
+        """Run the file at ``path``. Raises `ModelFileError`; what the file itself raises comes as its cause."""
+        spec = importlib.util.spec_from_file_location(f"polyphase_model_{path.stem}", path)
+        if spec is None or spec.loader is None:
+            raise ModelFileError(f"{path} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+        try:
+            spec.loader.exec_module(module)
+        except Exception as failure:
+            raise ModelFileError(f"{path} does not run: {type(failure).__name__}: {failure}") from failure
+        missing = [name for name in ("Model", "get_inputs", "get_init_inputs") if not hasattr(module, name)]
+        if missing:
+            raise ModelFileError(
+                f"{path} lacks {', '.join(missing)}: a model file has a class Model, and functions "
+                "get_inputs() and get_init_inputs() that return what its forward and its constructor take"
+            )
+        return cls(path, module.Model, module.get_inputs, module.get_init_inputs)
+
+    def build(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
+        """The model with the random weights of ``seed``, on ``device`` and in ``dtype``."""
+        torch.manual_seed(seed)
+        arguments = self.get_init_inputs()
+        with torch.device(device):
+            # KernelBench writes the arguments as a list, or as a list of a list and a dictionary of keywords.
+            if isinstance(arguments, dict):
+                model = self.make_model(**arguments)
+            elif len(arguments) == 2 and isinstance(arguments[0], list) and isinstance(arguments[1], dict):
+                model = self.make_model(*arguments[0], **arguments[1])
+            else:
+                model = self.make_model(*arguments)
+        return model.to(device=device, dtype=dtype)
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Any]:
+        """One call of ``get_inputs``, floating-point tensors in ``dtype``. Tensors are made on ``device``."""
+        with torch.device(device):
+            inputs = self.get_inputs()
+        return [place(value, device, dtype) for value in inputs]
+
+
+def place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A tensor on ``device``, in ``dtype`` if it is floating-point; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a model does with one set of inputs.
+
+    Its transposed convolutions by name (None for a dtype without kernels), the flops of everything in it, and whether
+    one convolution is all it computes.
+    """
+
+    problems: list[tuple[str, ConvTransposeProblem | None]]
+    flops: int
+    single: bool
+
+
+def trace(model: nn.Module, inputs: Sequence[Any]) -> Run:
+    """Run ``model`` on shapes alone. Raises what the model raises for them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    meta = torch.device("meta")
+    shadow = copy.deepcopy(model).to(meta)
+    problems: list[tuple[str, ConvTransposeProblem | None]] = []
+    for name, module in shadow.named_modules(remove_duplicate=True):
+        if isinstance(module, _ConvTransposeNd):
+            module.register_forward_hook(_recorder(name, problems))
+    shadows = [_like(value) for value in inputs]
+    counter, operators = FlopCounterMode(display=False), _Operators()
+    with torch.no_grad(), counter, operators, meta:
+        shadow(*shadows)
+    computing = [name for name in operators.names if name not in ("unsqueeze", "squeeze", "view", "detach", "alias")]
+    return Run(problems, int(counter.get_total_flops()), single=computing == ["convolution"])
+
+
+class _Operators(TorchDispatchMode):
+    """Notes the names of the operators that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _recorder(name: str, problems: list[tuple[str, ConvTransposeProblem | None]]) -> Callable[..., None]:
+    def record(module: _ConvTransposeNd, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
+        problems.append((name, problem_of(module, arguments[0], output)))
+
+    return record
+
+
+def problem_of(module: _ConvTransposeNd, x: torch.Tensor, output: torch.Tensor) -> ConvTransposeProblem | None:
+    """The problem that a layer solved; None for a dtype without kernels (complex, integers)."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        return None
+    dims = len(module.kernel_size)
+    shape, out_shape = ((1, *t.shape) if t.dim() == dims + 1 else tuple(t.shape) for t in (x, output))
+    problem = ConvTransposeProblem.make(
+        shape,
+        module.out_channels,
+        module.kernel_size,
+        stride=module.stride,
+        padding=module.padding,  # type: ignore[arg-type]  # a transposed convolution's is never a string
+        groups=module.groups,
+        bias=module.bias is not None,
+        dilation=module.dilation,
+        dtype=dtype,
+        channels_last=is_channels_last(x) or is_channels_last(module.weight),
+    )
+    # The argument `output_size` acts as output padding; the sizes tell.
+    return replace(problem, output_padding=tuple(a - b for a, b in zip(out_shape[2:], problem.output_size)))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How inputs are cut: by ``factor`` along the batch, and along image sides too if ``sides``."""
+
+    factor: int = 1
+    sides: bool = True
+
+    def apply(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, cut. Tensors of three and more dimensions are taken for batches of images."""
+        return [self._tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if self.factor == 1 or value.dim() == 0:
+            return value
+        cut = value[: math.ceil(value.shape[0] / self.factor)]
+        if self.sides:
+            for dim in range(2, value.dim()):
+                cut = cut.narrow(dim, 0, cut_side(value.shape[dim], self.factor))
+        return cut.clone()  # a copy of its own, so that the whole can go
+
+    def __str__(self) -> str:
+        if self.factor == 1:
+            return "whole"
+        return f"batch {'and image sides ' if self.sides else ''}cut to 1/{self.factor}"
+
+
+def find_cut(model: nn.Module, inputs: Sequence[Any], flops: float) -> Cut:
+    """The mildest cut with which ``model`` accepts ``inputs`` and costs at most ``flops``, or comes nearest to it.
+
+    Image sides are left alone where the model insists on them (a linear layer behind a flatten, say).
+    """
+    if _cost(model, inputs) <= flops:
+        return Cut()
+    for sides in (True, False):
+        best, cost = Cut(), math.inf
+        for factor in (2**power for power in range(1, 11)):
+            cut = Cut(factor, sides)
+            now = _cost(model, cut.apply([_like(value) for value in inputs]))
+            if now >= cost:
+                break
+            best, cost = cut, now
+            if cost <= flops:
+                break
+        if best.factor > 1:
+            return best
+    return Cut()
+
+
+def _cost(model: nn.Module, inputs: Sequence[Any]) -> float:
+    try:
+        return trace(model, inputs).flops
+    except Exception:  # the model does not take these shapes (or not without numbers): no cut to be had here
+        return math.inf
+
+
+def _like(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    """The floating-point and complex tensors in a model's output, in order."""
+    flat = pytree.tree_leaves(tree)
+    return [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())]

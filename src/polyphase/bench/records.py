@@ -1,0 +1,169 @@
+"""One measured case as one row of a CSV, complete enough to be read, plotted and repeated on its own."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+OK, WRONG, FAILED, SKIPPED = "ok", "wrong", "failed", "not applicable"
+
+
+@dataclass
+class Record:
+    """A pass of a layer in one dtype and layout. Times in milliseconds, None where nothing was measured.
+
+    ``status`` is ``ok``; ``wrong`` (checked, found wrong, not timed); ``failed``, or ``not applicable``, each with its
+    ``reason``. ``ms`` is polyphase's median, ``p10`` and ``p90`` its spread. ``speedup`` is PyTorch's default time
+    over ``ms``, ``times_floor`` is ``ms`` over ``floor_ms``. The errors are ``‖x - ref64‖ / ‖ref64‖`` over what
+    ``compared`` says.
+    """
+
+    layer: str
+    problem: str
+    pass_name: str
+    dtype: str
+    layout: str
+    status: str = OK
+    reason: str = ""
+    algorithm: str = ""
+    variant: str = ""
+    ms: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    repetitions: int | None = None
+    torch_default_ms: float | None = None
+    torch_benchmark_ms: float | None = None
+    torch_channels_last_ms: float | None = None
+    torch_compile_ms: float | None = None
+    floor_ms: float | None = None
+    times_floor: float | None = None
+    speedup: float | None = None
+    error: float | None = None
+    torch_error: float | None = None
+    compared: str = ""
+    gflop: float | None = None
+    megabytes: float | None = None
+    strict_fp32: bool = False
+    ceilings: str = ""
+    gpu: str = ""
+    driver: str = ""
+    torch: str = ""
+    cudnn: str = ""
+    cuda: str = ""
+    polyphase: str = ""
+    commit: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing went wrong (a case that does not exist is not wrong)."""
+        return self.status in (OK, SKIPPED)
+
+
+# The CSV's column is called `pass`, a word that Python keeps for itself.
+_COLUMNS = {field.name: "pass" if field.name == "pass_name" else field.name for field in fields(Record)}
+
+
+def write_csv(path: Path, records: Iterable[Record]) -> None:
+    """Write ``records`` to ``path``, making its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(_COLUMNS.values()))
+        writer.writeheader()
+        for record in records:
+            writer.writerow({column: _text(getattr(record, name)) for name, column in _COLUMNS.items()})
+
+
+def read_csv(path: Path) -> list[Record]:
+    """Read what `write_csv` wrote. Raises ValueError for a file with other columns."""
+    types = get_type_hints(Record)
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = set(_COLUMNS.values()) - set(reader.fieldnames or ())
+        if missing:
+            raise ValueError(f"{path} is not a CSV written by `bench`: it has no column {', '.join(sorted(missing))}")
+        return [
+            Record(**{name: _value(row[column], types[name]) for name, column in _COLUMNS.items()}) for row in reader
+        ]
+
+
+def _text(value: Any) -> Any:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _value(text: str, kind: Any) -> Any:
+    if kind is str:
+        return text
+    if kind is bool:
+        return text == "True"
+    if not text:
+        return None
+    return int(text) if kind == int | None else float(text)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Geometric means over the layers of one pass, dtype and layout that were measured."""
+
+    pass_name: str
+    dtype: str
+    layout: str
+    layers: int
+    unmeasured: int
+    times_floor: float
+    torch_times_floor: float | None
+    speedup: float | None
+    slowest: Record
+
+    def __str__(self) -> str:
+        text = f"{self.times_floor:.2f} × the floor"
+        if self.speedup is not None and self.torch_times_floor is not None:
+            text += f", PyTorch {self.torch_times_floor:.2f}: {self.speedup:.2f} times as fast"
+        return text + (f" ({self.unmeasured} not measured)" if self.unmeasured else "")
+
+
+def grouped(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
+    """The records by pass, dtype and layout, in the order in which these first appear."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.pass_name, record.dtype, record.layout), []).append(record)
+    return groups
+
+
+def summaries(records: Iterable[Record]) -> list[Summary]:
+    """One `Summary` for each group in which at least one layer was measured."""
+    found = []
+    for key, group in grouped(records).items():
+        measured = [record for record in group if record.times_floor is not None]
+        if not measured:
+            continue
+        rivals = [record for record in measured if record.speedup is not None]
+        found.append(
+            Summary(
+                *key,
+                layers=len(measured),
+                unmeasured=sum(not record.good for record in group),
+                times_floor=_geometric_mean(record.times_floor for record in measured),
+                torch_times_floor=_geometric_mean(_torch_times_floor(record) for record in rivals) if rivals else None,
+                speedup=_geometric_mean(record.speedup for record in rivals) if rivals else None,
+                slowest=max(measured, key=lambda record: record.times_floor or 0.0),
+            )
+        )
+    return found
+
+
+def _torch_times_floor(record: Record) -> float | None:
+    if record.torch_default_ms is None or record.floor_ms is None:
+        return None
+    return record.torch_default_ms / record.floor_ms
+
+
+def _geometric_mean(values: Iterable[float | None]) -> float:
+    return statistics.geometric_mean(value for value in values if value)

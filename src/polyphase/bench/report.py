@@ -1,0 +1,102 @@
+"""Results as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from polyphase.bench.contestants import TorchVariant
+from polyphase.bench.records import OK, SKIPPED, Record, summaries
+
+PLAIN_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe, where nobody's window says how wide it may be."""
+
+
+def make_console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal, and wide enough for the tables where there is none."""
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+
+
+def milliseconds(value: float | None) -> str:
+    """Milliseconds with three significant digits, ``–`` where there is none."""
+    if value is None:
+        return "–"
+    if value < 0.01:
+        return f"{value:.2g}"
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def error(value: float | None) -> str:
+    """A relative error, ``–`` where there is none."""
+    return "–" if value is None else f"{value:.1e}"
+
+
+def factor(value: float | None) -> str:
+    """A ratio, ``–`` where there is none."""
+    return "–" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def results_table(records: Sequence[Record], against: Iterable[TorchVariant]) -> Table:
+    """One line per case: its floor, polyphase's time, PyTorch's, and both errors.
+
+    What all cases have in common stands above the table.
+    """
+    variants = list(against)
+    names = {"pass": "pass_name", "dtype": "dtype", "layout": "layout", "algorithm": "algorithm"}
+    values = {name: {getattr(record, field) for record in records} for name, field in names.items()}
+    common = ", ".join(str(*values[name]) for name in values if len(values[name]) == 1)
+    table = Table(
+        title=f"{common}: milliseconds, median (10th–90th percentile), L2 flushed; err is ‖out−ref64‖ / ‖ref64‖",
+        title_justify="left",
+    )
+    table.add_column("layer", ratio=3, min_width=16)
+    varying = [name for name in names if len(values[name]) > 1]
+    for name in varying:
+        table.add_column(name)
+    rivals = ["torch" if name is TorchVariant.DEFAULT else name.value.replace("_", " ") for name in variants]
+    for name in ["floor", "polyphase", "× floor", *rivals, "speed-up", "err", "torch err"]:
+        table.add_column(name, justify="right", no_wrap=name not in rivals)
+    for record in records:
+        torch_times = [milliseconds(getattr(record, f"torch_{variant.value}_ms")) for variant in variants]
+        line = [milliseconds(record.floor_ms), _our_time(record), factor(record.times_floor), *torch_times]
+        line += [_speedup(record.speedup), error(record.error), error(record.torch_error)]
+        table.add_row(record.layer, *(getattr(record, names[name]) for name in varying), *line)
+    return table
+
+
+def notes(records: Iterable[Record]) -> list[Text]:
+    """One line for every case that failed, is wrong, does not exist, or has a remark."""
+    styles = {OK: "dim", SKIPPED: "dim"}
+    return [
+        Text(
+            f"{record.status}: {record.layer}, {record.pass_name}, {record.dtype}, {record.layout}: {record.reason}",
+            style=styles.get(record.status, "bold red"),
+        )
+        for record in records
+        if record.status != OK or record.reason
+    ]
+
+
+def summary_lines(records: Iterable[Record]) -> list[str]:
+    """The geometric means of each pass, dtype and layout, and where it is furthest from its floor."""
+    return [
+        f"{found.pass_name}, {found.dtype}, {found.layout}, {found.layers} layers: {found}; "
+        f"furthest from its floor: {found.slowest.layer} ({factor(found.slowest.times_floor)})"
+        for found in summaries(records)
+    ]
+
+
+def _our_time(record: Record) -> str | Text:
+    if record.ms is None:
+        return Text(record.status, style="dim" if record.status == SKIPPED else "bold red")
+    return f"{milliseconds(record.ms)} ({milliseconds(record.p10)}–{milliseconds(record.p90)})"
+
+
+def _speedup(value: float | None) -> str | Text:
+    if value is None:
+        return "–"
+    return Text(f"{value:.2f}", style="green" if value >= 1 else "red")

@@ -1,0 +1,139 @@
+"""``bench``: how fast, against what the machine allows and against PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from polyphase.bench.records import Record
+    from polyphase.bench.runner import Case, Runner
+
+
+def bench(
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="Suites: reference (five models), kernelbench, all (the 22 layers of the record). Default: reference.",
+            show_default=False,
+        ),
+    ] = None,
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
+    ] = None,
+    passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",
+    dtypes: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
+    layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",
+    against: Annotated[str, typer.Option(help="PyTorch as: default, benchmark, channels_last, compile.")] = "default",
+    device: Annotated[str | None, typer.Option(help="Without, the GPU where there is one.", show_default=False)] = None,
+    strict_fp32: Annotated[bool, typer.Option("--strict-fp32", help="No TF32, in PyTorch and in the floor.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Five repetitions at most.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write the results here.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the results here.", show_default=False)] = None,
+    plot_from: Annotated[
+        Path | None, typer.Option(help="Measure nothing: draw this CSV into --png.", show_default=False)
+    ] = None,
+    host: Annotated[bool, typer.Option("--host", help="Measure the host's time per call, and first calls.")] = False,
+) -> None:
+    """Check and time layers, against their floor and against PyTorch.
+
+    The exit status is 1 if a case is wrong or fails.
+    """
+    from polyphase.bench.records import read_csv
+    from polyphase.bench.report import make_console
+
+    console = make_console()
+    if plot_from is not None:
+        if png is None:
+            raise typer.BadParameter("say with --png where the picture goes", param_hint="--plot-from")
+        try:
+            records = read_csv(plot_from)
+        except (OSError, ValueError) as failure:
+            raise typer.BadParameter(str(failure), param_hint="--plot-from") from None
+        _draw(console, records, png)
+        return
+    from polyphase.commands.options import device_of
+
+    place = device_of(device)
+    if host:
+        from polyphase.bench.host_report import show_host_times
+
+        show_host_times(console, place)
+        return
+
+    from polyphase.bench.contestants import TorchVariant
+    from polyphase.bench.layers import Suite
+    from polyphase.bench.layers import suite as suite_layers
+    from polyphase.bench.report import notes, results_table, summary_lines
+    from polyphase.bench.runner import Runner, cut_for_cpu, make_cases
+    from polyphase.commands.options import Dtype, Layout, choices, layers_of
+    from polyphase.problem import Pass
+
+    layers = layers_of(layer or [])
+    for name in choices(suite, Suite, "--suite") if suite else [] if layers else [Suite.REFERENCE]:
+        layers += suite_layers(name)
+    if place.type != "cuda":
+        whole, layers = layers, [cut_for_cpu(layer) for layer in layers]
+        if layers != whole:
+            console.print(f"on {place}, large layers are cut: ÷4 means a quarter of the batch and of each image side")
+    names = [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")]
+    rivals = choices(against, TorchVariant, "--against")
+    cases = make_cases(
+        layers,
+        choices(passes, Pass, "--passes"),
+        names,
+        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+    )
+    records = _measure(cases, lambda: Runner(place, names, rivals, strict_fp32, quick), csv)
+    console.print(f"{records[0].gpu}; {records[0].ceilings}", markup=False)
+    console.print(results_table(records, rivals))
+    for note in notes(records):
+        console.print(note)
+    for line in summary_lines(records):
+        console.print(line, markup=False)
+    if csv is not None:
+        console.print(f"written to {csv}", markup=False)
+    if png is not None:
+        _draw(console, records, png)
+    if not all(record.good for record in records):
+        raise typer.Exit(1)
+
+
+def _measure(cases: list[Case], make_runner: Callable[[], Runner], csv: Path | None) -> list[Record]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from polyphase.bench.records import write_csv
+    from polyphase.bench.report import make_console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    records: list[Record] = []
+    with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task("ceilings", total=len(cases))
+        runner = make_runner()
+        for case in cases:
+            progress.update(task, description=f"{case.name}, {case.pass_.value}, {case.problem.dtype}")
+            records.append(runner.run(case))
+            progress.advance(task)
+            if csv is not None:
+                write_csv(csv, records)  # after every case: a run that is cut short leaves what it has
+    return records
+
+
+def _draw(console: Console, records: list[Record], png: Path) -> None:
+    from polyphase.bench.plot import NothingToDrawError, draw
+
+    try:
+        draw(records, png)
+    except NothingToDrawError as failure:
+        raise typer.BadParameter(str(failure), param_hint="--png") from None
+    except ImportError:
+        raise typer.BadParameter(
+            "drawing needs matplotlib: pip install 'polyphase[bench]'", param_hint="--png"
+        ) from None
+    console.print(f"drawn to {png}", markup=False)

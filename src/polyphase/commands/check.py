@@ -1,0 +1,68 @@
+"""``check``: does a model give the same with polyphase as without, and how much sooner?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyphase.commands.options import Dtype, device_of, model_files
+
+
+def check(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Model files in KernelBench's form.", metavar="FILE"),
+    ],
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1, cpu. Without, the GPU where there is one.", show_default=False)
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and inputs.")] = Dtype.FLOAT32,
+    scale: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Cut the batch and the image sides to 1/SCALE. Without, whole on a GPU, and on a CPU cut to seconds.",
+            show_default=False,
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Sets of inputs; two are enough where their size is fixed.")] = 5,
+    grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Compare and time gradients too.")] = True,
+    time: Annotated[bool, typer.Option("--time/--no-time", help="Time both.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of weights, inputs and projections.")] = 42,
+) -> None:
+    """Accelerate a copy of a model, compare it with float64 and with PyTorch, and time both.
+
+    The exit status is 1 if an output or a gradient is wrong, or if there was nothing to accelerate.
+    """
+    from polyphase.bench import report
+    from polyphase.bench.check import Options, check_model
+    from polyphase.bench.check_report import show
+    from polyphase.bench.environment import device_name
+    from polyphase.bench.model_file import ModelFile, ModelFileError
+
+    paths = model_files(files)
+    import torch
+
+    place = device_of(device)
+    options = Options(place, getattr(torch, dtype.value), scale, trials, grad, time, seed)
+    console = report.make_console()
+    wrong = []
+    for path in paths:
+        console.rule(f"[bold]{path}[/bold]")
+        console.print(f"{dtype.value} on {place} ({device_name(place.type)}), seed {seed}", markup=False)
+        try:
+            with report.make_console(stderr=True).status("starting") as status:
+                file = ModelFile.load(path)
+                result = check_model(file, options, status.update)
+        except ModelFileError as failure:
+            raise typer.BadParameter(str(failure), param_hint="FILE") from None
+        show(console, result)
+        if not result.ok:
+            wrong.append(path)
+    console.rule()
+    if wrong:
+        console.print(f"{len(wrong)} of {len(paths)} models are wrong: {', '.join(map(str, wrong))}", style="bold red")
+        raise typer.Exit(1)
+    console.print(f"{len(paths)} of {len(paths)} models agree with float64 and PyTorch", style="bold green")

@@ -1,0 +1,87 @@
+"""``compile``: every kernel the planner can choose, compiled without a GPU and held to what a kernel may need."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from polyphase.bench.kernels import Report
+
+
+def compile_kernels(
+    arch: Annotated[
+        str, typer.Option(help="Architectures, comma-separated, as the compiler calls them.")
+    ] = "sm_80,sm_90a,sm_100a,sm_120",
+    suite: Annotated[
+        str | None,
+        typer.Option(help="Suites: reference, kernelbench, all. Without, every layer of each.", show_default=False),
+    ] = None,
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
+    ] = None,
+    dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",
+    layouts: Annotated[str, typer.Option(help="nchw, channels_last, or both.")] = "nchw,channels_last",
+    passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
+    jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = os.cpu_count() or 1,
+    every: Annotated[bool, typer.Option("--every", help="Print a line for every kernel.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write a line for every kernel here.", show_default=False)] = None,
+) -> None:
+    """Compile every kernel the planner can choose for the suites, without a GPU, and print what each one needs.
+
+    The exit status is 1 if a kernel spills, has a stack frame, makes the assembler warn, or does not compile.
+    """
+    from rich.progress import Progress
+
+    from polyphase.bench import kernels
+    from polyphase.bench.layers import Suite, every_layer
+    from polyphase.bench.layers import suite as suite_layers
+    from polyphase.bench.report import make_console
+    from polyphase.commands.options import Dtype, Layout, choices, layers_of
+    from polyphase.device import DeviceInfo
+    from polyphase.errors import UnsupportedError
+    from polyphase.problem import Pass
+
+    try:
+        infos = [DeviceInfo.for_arch(word.strip()) for word in arch.split(",")]
+    except UnsupportedError as failure:
+        raise typer.BadParameter(str(failure), param_hint="--arch") from None
+    layers = layers_of(layer or [])
+    for name in choices(suite, Suite, "--suite") if suite else []:
+        layers += suite_layers(name)
+    wanted = kernels.wanted(
+        layers or every_layer(),
+        choices(passes, Pass, "--passes"),
+        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
+        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+        infos,
+    )
+    console = make_console()
+    reports: list[Report] = []
+    with Progress(console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"{len(wanted)} kernels", total=len(wanted))
+        try:
+            for report in kernels.compile_all(wanted, jobs):
+                reports.append(report)
+                progress.advance(task)
+        except UnsupportedError as failure:  # there is no compiler
+            console.print(str(failure), style="bold red", markup=False)
+            raise typer.Exit(1) from None
+
+    console.print(kernels.every_table(reports) if every else kernels.table(reports))
+    faulty = [report for report in reports if not report.clean]
+    if faulty and not every:
+        console.print(kernels.every_table(faulty, title="Not clean"))
+    for report in faulty:
+        for line in report.messages:
+            console.print(f"{report.wanted.title}: {line}", style="bold red", markup=False)
+    if csv is not None:
+        kernels.write_csv(csv, reports)
+        console.print(f"written to {csv}", markup=False)
+    console.print(f"{len(reports) - len(faulty)} of {len(reports)} kernels are clean")
+    if faulty:
+        raise typer.Exit(1)

@@ -1,0 +1,77 @@
+"""``explain``: which kernel computes a layer, which ones lost, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from polyphase.bench.layers import NamedLayer
+    from polyphase.device import DeviceInfo
+
+
+def explain(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Model files in KernelBench's form.", metavar="FILE", show_default=False)
+    ] = None,
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="reference, kernelbench or all.", show_default=False)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="An architecture such as sm_90a; without one, this machine's GPU or sm_90a.")
+    ] = None,
+) -> None:
+    """Print the plan of a layer for all three passes: winner, losers, reasons. Needs no GPU."""
+    from polyphase import plan
+    from polyphase.bench.layers import Suite
+    from polyphase.bench.layers import suite as suite_layers
+    from polyphase.bench.report import make_console
+    from polyphase.commands.options import choices, layers_of, model_files
+
+    layers = layers_of(layer or [])
+    for name in choices(suite, Suite, "--suite") if suite else []:
+        layers += suite_layers(name)
+    for path in model_files(files or []):
+        layers += _layers_of_model(path)
+    if not layers:
+        raise typer.BadParameter("give a model file, a --layer or a --suite", param_hint="FILE")
+    info = _device_info(device)
+    console = make_console()
+    for index, named in enumerate(layers):
+        if index:
+            console.rule()
+        console.print(named.name, style="bold", markup=False)
+        console.print(plan.explain(named.problem, info), markup=False, soft_wrap=True)
+
+
+def _device_info(arch: str | None) -> DeviceInfo:
+    from polyphase.device import DeviceInfo
+    from polyphase.errors import UnsupportedError
+
+    if arch is None:
+        import torch
+
+        return DeviceInfo.of(torch.device("cuda")) if torch.cuda.is_available() else DeviceInfo.for_arch("sm_90a")
+    try:
+        return DeviceInfo.for_arch(arch)
+    except UnsupportedError as failure:
+        raise typer.BadParameter(str(failure), param_hint="--device") from None
+
+
+def _layers_of_model(path: Path) -> list[NamedLayer]:
+    import torch
+
+    from polyphase.bench.layers import NamedLayer
+    from polyphase.bench.model_file import ModelFile, ModelFileError, trace
+
+    try:
+        file = ModelFile.load(path)
+    except ModelFileError as failure:
+        raise typer.BadParameter(str(failure), param_hint="FILE") from None
+    meta = torch.device("meta")
+    run = trace(file.build(meta, torch.float32, seed=0), file.inputs(meta, torch.float32))
+    return [NamedLayer(f"{path}: {name or 'the model itself'}", problem) for name, problem in run.problems if problem]

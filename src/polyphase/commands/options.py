@@ -1,0 +1,79 @@
+"""Options that several commands have, and how their text becomes values."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from polyphase.bench.layers import NamedLayer
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+class Dtype(str, Enum):
+    """A real floating-point dtype."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT64 = "float64"
+
+
+class Layout(str, Enum):
+    """A memory format: channels before the image, in any number of dimensions, or after it."""
+
+    NCHW = "nchw"
+    CHANNELS_LAST = "channels_last"
+
+
+def choices(text: str, kind: type[Choice], option: str) -> list[Choice]:
+    """The members of ``kind`` that a comma-separated text names, in its order. Raises `typer.BadParameter`."""
+    found = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        try:
+            found.append(kind(word))
+        except ValueError:
+            known = ", ".join(str(member.value) for member in kind)
+            raise typer.BadParameter(f"{word!r} is not one of {known}", param_hint=option) from None
+    if not found:
+        raise typer.BadParameter("nothing is named", param_hint=option)
+    return list(dict.fromkeys(found))
+
+
+def device_of(text: str | None) -> torch.device:
+    """The device that is named; without a name the GPU where there is one. Raises `typer.BadParameter`."""
+    import torch
+
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError as failure:
+        raise typer.BadParameter(str(failure).splitlines()[0], param_hint="--device") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("PyTorch finds no CUDA device here", param_hint="--device")
+    return device
+
+
+def layers_of(texts: list[str]) -> list[NamedLayer]:
+    """Layers in the notation of `polyphase.bench.layers`. Raises `typer.BadParameter`."""
+    from polyphase.bench.layers import LayerSyntaxError, NamedLayer, parse_layer
+
+    try:
+        return [NamedLayer(text, parse_layer(text)) for text in texts]
+    except LayerSyntaxError as failure:
+        raise typer.BadParameter(str(failure), param_hint="--layer") from None
+
+
+def model_files(paths: list[Path]) -> list[Path]:
+    """The paths, if each is a file. Raises `typer.BadParameter`."""
+    for path in paths:
+        if not path.is_file():
+            raise typer.BadParameter(f"{path} is not a file", param_hint="FILE")
+    return paths

@@ -1,0 +1,195 @@
+"""`accelerate` a model that is built, and `restore` it.
+
+A module is swapped by changing the class of the very instance. Parameters, buffers, hooks, training mode, and every
+reference to it (shared submodules, the root, an optimizer's parameters) stay what they are, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import Module
+from torch.nn.utils import parametrize
+
+from polyphase import modules
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_NAMES = [f"{lazy}ConvTranspose{dims}d" for lazy in ("", "Lazy") for dims in (1, 2, 3)]
+_TO_POLYPHASE: dict[type, type] = {getattr(torch.nn, name): getattr(modules, name) for name in _NAMES}
+_TO_TORCH: dict[type, type] = {ours: theirs for theirs, ours in _TO_POLYPHASE.items()}
+
+
+class Outcome(Enum):
+    """What became of a module."""
+
+    SWAPPED = "swapped"
+    ALREADY = "already done"
+    LEFT = "left alone"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A transposed convolution of the model.
+
+    Attributes:
+        names: its qualified names, more than one where it is shared; "" is the model itself.
+        module: the module's class and arguments.
+        outcome: what became of it.
+        reason: why, unless it was swapped.
+    """
+
+    names: tuple[str, ...]
+    module: str
+    outcome: Outcome
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `accelerate` or `restore` found and did. Printing it gives a table."""
+
+    title: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def swapped(self) -> tuple[Entry, ...]:
+        """The modules that were swapped."""
+        return self._of(Outcome.SWAPPED)
+
+    @property
+    def already(self) -> tuple[Entry, ...]:
+        """The modules that were what they should be before."""
+        return self._of(Outcome.ALREADY)
+
+    @property
+    def left(self) -> tuple[Entry, ...]:
+        """The modules that were left alone, each with a reason."""
+        return self._of(Outcome.LEFT)
+
+    def _of(self, outcome: Outcome) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.outcome is outcome)
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        counts = f"{len(self.swapped)} swapped, {len(self.already)} already done, {len(self.left)} left alone"
+        table = Table(title=f"{self.title}: {counts}", title_justify="left")
+        for column in ("name", "module", "outcome"):
+            table.add_column(column, overflow="fold")
+        for entry in self.entries:
+            names = ", ".join(name or "(the model itself)" for name in entry.names)
+            outcome = entry.outcome.value + (f": {entry.reason}" if entry.reason else "")
+            table.add_row(Text(names), Text(entry.module), Text(outcome))
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=160, color_system=None).print(self)
+        return text.getvalue().rstrip()
+
+
+def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = None) -> Report:
+    """Swap the transposed convolutions of ``model`` for polyphase's, in place.
+
+    Args:
+        model: any module; it may itself be a transposed convolution.
+        filter: asked for each transposed convolution, with its qualified name ("" for the model itself) and the module;
+            where it answers False the module is left alone.
+
+    Returns:
+        A `Report` of every transposed convolution: swapped, or why not. Subclasses of PyTorch's modules are left alone,
+        as they may compute something else; so are quantized and scripted modules, and those whose ``forward`` was
+        replaced on the instance.
+
+    Warns:
+        UserWarning: if the model has no transposed convolution that polyphase can take.
+    """
+    report = _convert("polyphase.accelerate", model, filter, _TO_POLYPHASE)
+    if not report.swapped and not report.already:
+        found = f"\n{report}" if report.entries else ""
+        warnings.warn(f"polyphase.accelerate: nothing was swapped in {model._get_name()}{found}", stacklevel=2)
+    return report
+
+
+def restore(model: Module) -> Report:
+    """Make every polyphase module of ``model`` PyTorch's again, in place: undo `accelerate`.
+
+    Returns:
+        A `Report` of every transposed convolution. Modules that were built as polyphase's become PyTorch's as well.
+    """
+    return _convert("polyphase.restore", model, None, _TO_TORCH)
+
+
+def _convert(
+    title: str, model: Module, filter: Callable[[str, Module], bool] | None, classes: dict[type, type]
+) -> Report:
+    names: dict[Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if _is_transposed_convolution(module):
+            names.setdefault(module, []).append(name)
+    entries = []
+    for module, paths in names.items():
+        described = f"{module._get_name()}({module.extra_repr()})"
+        outcome, reason = _swap(module, paths[0], filter, classes)
+        entries.append(Entry(tuple(paths), described, outcome, reason))
+    return Report(title, tuple(entries))
+
+
+def _is_transposed_convolution(module: Module) -> bool:
+    """By name, so that the report also tells of those of other libraries, which stay as they are."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return bool(names.intersection(_NAMES)) or getattr(module, "original_name", None) in _NAMES
+
+
+def _swap(
+    module: Module, name: str, filter: Callable[[str, Module], bool] | None, classes: dict[type, type]
+) -> tuple[Outcome, str]:
+    parametrized = _is_parametrized(module)
+    cls = type(module).__bases__[0] if parametrized else type(module)
+    if cls in classes.values():
+        return Outcome.ALREADY, ""
+    if cls not in classes:
+        return Outcome.LEFT, _why_not(module, cls, classes)
+    if "forward" in vars(module):
+        return Outcome.LEFT, "its forward was replaced on the instance, so its class does not decide what it computes"
+    if filter is not None and not filter(name, module):
+        return Outcome.LEFT, "the filter answered False"
+    module.__class__ = _rebased(type(module), classes[cls]) if parametrized else classes[cls]
+    return Outcome.SWAPPED, ""
+
+
+def _is_parametrized(module: Module) -> bool:
+    """Whether `torch.nn.utils.parametrize` has put a class of its own between the module and its class."""
+    cls = type(module)
+    return parametrize.is_parametrized(module) and cls.__name__ == f"Parametrized{cls.__bases__[0].__name__}"
+
+
+def _rebased(parametrized: type, base: type) -> type:
+    """The same parametrized class over another base.
+
+    A new class, as copies of a module share theirs. ``remove_parametrizations`` finds the base in ``__bases__``.
+    """
+    namespace = {name: value for name, value in vars(parametrized).items() if name not in ("__dict__", "__weakref__")}
+    return type(parametrized.__name__, (base,), namespace)
+
+
+def _why_not(module: Module, cls: type, classes: dict[type, type]) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "compiled by TorchScript; accelerate the model before torch.jit.script"
+    if "quantized" in cls.__module__:
+        return f"quantized ({cls.__module__})"
+    for ancestor in cls.__mro__:
+        if ancestor in classes:
+            return f"{cls.__qualname__} is a subclass of {ancestor.__name__} and may compute something else"
+    return f"{cls.__module__}.{cls.__qualname__} is no subclass of PyTorch's module"

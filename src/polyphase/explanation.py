@@ -1,0 +1,73 @@
+"""`polyphase.explain`: how a layer would be computed, on this machine or another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from polyphase import plan
+from polyphase.device import DeviceInfo
+from polyphase.layout import is_channels_last
+from polyphase.problem import ConvTransposeProblem
+from polyphase.validate import FLOATING
+
+
+def explain(
+    layer: ConvTransposeProblem | torch.nn.Module,
+    input_shape: Sequence[int] | None = None,
+    device: str | torch.device | DeviceInfo | None = None,
+) -> str:
+    """Which kernel computes each pass of a layer, which ones lost, and why. Needs no GPU and runs nothing.
+
+    Args:
+        layer: a ``ConvTransposeProblem``, or a ``ConvTranspose1d/2d/3d`` module of polyphase or PyTorch.
+        input_shape: with a module, the shape ``(N, C_in, *spatial)`` of its input.
+        device: an architecture such as ``"sm_90a"``, a device such as ``"cuda:1"``, or None for this machine's GPU or,
+            where it has none, ``"sm_90a"``.
+
+    Raises:
+        TypeError: ``layer`` is neither of these, or is a module without an ``input_shape``.
+        UnsupportedError: no such architecture, or a module in a dtype without kernels.
+    """
+    problem = layer if isinstance(layer, ConvTransposeProblem) else _problem(layer, input_shape)
+    return plan.explain(problem, _device_info(device))
+
+
+def _device_info(device: str | torch.device | DeviceInfo | None) -> DeviceInfo:
+    if isinstance(device, DeviceInfo):
+        return device
+    if device is None:
+        return DeviceInfo.of(torch.device("cuda")) if torch.cuda.is_available() else DeviceInfo.for_arch("sm_90a")
+    if isinstance(device, str) and device.startswith("sm_"):
+        return DeviceInfo.for_arch(device)
+    return DeviceInfo.of(torch.device(device))
+
+
+def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvTransposeProblem:
+    kinds = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
+    if not isinstance(layer, kinds):
+        raise TypeError(f"explain takes a ConvTransposeProblem or a ConvTranspose module, not {type(layer).__name__}")
+    dims = len(layer.kernel_size)
+    if input_shape is None or len(input_shape) != dims + 2:
+        raise TypeError(
+            f"explain needs the input's shape with a module: {dims + 2} sizes (N, C_in, *spatial), got {input_shape}"
+        )
+    if layer.weight.dtype not in FLOATING:
+        raise TypeError(f"explain takes modules of a real floating-point dtype, got {layer.weight.dtype}")
+    return ConvTransposeProblem(
+        batch=input_shape[0],
+        in_channels=layer.in_channels,
+        out_channels=layer.out_channels,
+        input_size=tuple(input_shape[2:]),
+        kernel_size=layer.kernel_size,
+        stride=layer.stride,
+        padding=cast("tuple[int, ...]", layer.padding),
+        output_padding=layer.output_padding,
+        dilation=layer.dilation,
+        groups=layer.groups,
+        bias=layer.bias is not None,
+        dtype=str(layer.weight.dtype).removeprefix("torch."),
+        channels_last=is_channels_last(layer.weight),
+    )

@@ -1,0 +1,176 @@
+"""``conv_transpose1d/2d/3d`` with the signatures of `torch.nn.functional`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from polyphase import operators
+from polyphase.derivatives import run as run_differentiable
+from polyphase.derivatives import run_operator
+from polyphase.validate import Layer, check
+
+# Calls that have been checked: what `check` looks at, to the layer that it returned. A warm call is one look-up here.
+_checked: dict[Any, Layer] = {}
+_MOST_CHECKED = 4096
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """The 1-D transposed convolution, `torch.nn.functional.conv_transpose1d`.
+
+    Args:
+        input: ``(N, C_in, L)``, or ``(C_in, L)`` unbatched.
+        weight: ``(C_in, C_out/groups, kL)``.
+        bias: ``(C_out,)``.
+        stride: distance between the outputs of neighbouring inputs.
+        padding: how many outputs are cropped on either side.
+        output_padding: how many outputs are added at the end; smaller than stride or dilation.
+        groups: the channels are so many independent layers side by side.
+        dilation: distance between the outputs of neighbouring taps.
+
+    Returns:
+        ``(N, C_out, L_out)`` with ``L_out = (L - 1)·stride - 2·padding + dilation·(kL - 1) + output_padding + 1``.
+
+    Raises:
+        TypeError, RuntimeError: as PyTorch's function does for such arguments.
+        UnsupportedError: the dtype, the device or the GPU cannot be served.
+    """
+    return _conv_transpose(conv_transpose1d, 1, input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """The 2-D transposed convolution, `torch.nn.functional.conv_transpose2d`.
+
+    ``(N, C_in, H, W)`` or ``(C_in, H, W)``, weight ``(C_in, C_out/groups, kH, kW)``, to ``(N, C_out, H_out, W_out)``.
+    Constants are one integer or one per dimension; see `conv_transpose1d` for their meaning, and for what is raised.
+    """
+    return _conv_transpose(conv_transpose2d, 2, input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """The 3-D transposed convolution, `torch.nn.functional.conv_transpose3d`.
+
+    ``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)``, weight ``(C_in, C_out/groups, kD, kH, kW)``, to
+    ``(N, C_out, D_out, H_out, W_out)``. Constants are one integer or one per dimension; see `conv_transpose1d` for
+    their meaning, and for what is raised.
+    """
+    return _conv_transpose(conv_transpose3d, 3, input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def _conv_transpose(
+    function: Callable[..., Tensor],
+    dims: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    groups: Any,
+    dilation: Any,
+) -> Tensor:
+    """Cast for autocast, check, and run: as an `autograd.Function` where derivatives are wanted, else the operator.
+
+    Every line here is host time of every call (5 µs in all for a warm one, of which the operator takes 3.5).
+    """
+    tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
+    if not tracing and has_torch_function_variadic(input, weight, bias):
+        tensors = (input, weight, bias)
+        constants = (stride, padding, output_padding, groups, dilation)
+        overridden: Tensor = handle_torch_function(function, tensors, *tensors, *constants)
+        return overridden
+    if torch._C._is_any_autocast_enabled():
+        input, weight, bias = _autocast(input), _autocast(weight), None if bias is None else _autocast(bias)
+
+    arguments = (function.__name__, dims, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    if tracing:
+        layer = _check_traced(arguments)
+    else:
+        try:
+            key = (
+                dims,
+                *(input.shape, input.dtype, input.device, input.layout),
+                *(weight.shape, weight.dtype, weight.device, weight.layout),
+                None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
+                *(stride, padding, output_padding, groups, dilation),
+                # 2, 2.0 and True are one key without
+                *(type(stride), type(padding), type(output_padding), type(groups), type(dilation)),
+            )
+            layer = _checked[key]
+        except KeyError:
+            layer = check(*arguments)
+            if len(_checked) >= _MOST_CHECKED:
+                _checked.clear()
+            _checked[key] = layer
+        except (TypeError, AttributeError):  # lists, symbolic sizes; or something that is no tensor
+            layer = check(*arguments)
+
+    batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    if tracing:  # Dynamo takes no Function with a jvp; the operators have derivatives and vmap rules of their own
+        output = run_operator((batch, weight, None), bias, layer)
+    elif (
+        (
+            torch.is_grad_enabled()
+            and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+        )
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        output = run_differentiable((batch, weight, None), bias, layer)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():  # spares the operator's derivatives a look, 4 µs
+            output = operators.conv_transpose(batch, weight, bias, *layer[1:])
+    return output if batch is input else output.squeeze(0)
+
+
+def _check_traced(arguments: tuple[Any, ...]) -> Layer:
+    if torch.compiler.is_compiling():
+        return check(*arguments)
+    with warnings.catch_warnings():  # torch.jit.trace makes tensors of sizes, and warns that checks are not traced
+        warnings.filterwarnings("ignore", "Converting a tensor|Iterating over a tensor")
+        return check(*arguments)
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """The tensor in autocast's dtype for its device, as PyTorch casts for convolutions: all floats but float64."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    device = tensor.device.type
+    if not torch.compiler.is_compiling() and not torch.amp.autocast_mode.is_autocast_available(device):
+        return tensor  # the device "meta", for one, of which is_autocast_enabled would not hear
+    if not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))

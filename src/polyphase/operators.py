@@ -1,0 +1,130 @@
+"""The three passes as operators of PyTorch's dispatcher: schemas, implementations per device, and fakes.
+
+``polyphase::conv_transpose``, ``polyphase::conv_transpose_input_grad`` and ``polyphase::conv_transpose_weight_grad``
+take batched tensors of one dtype and one device and one integer per spatial dimension, and take them to be valid: users
+call `polyphase.conv_transpose2d` and its kin, which check first. Derivatives and vmap rules are in
+`polyphase.derivatives`.
+
+Sizes that may be symbolic under ``torch.compile`` (those that follow from the shapes of tensors) are SymInts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyphase.algorithms import as_real, portable
+from polyphase.errors import UnsupportedError
+from polyphase.layout import as_output, empty_output
+from polyphase.problem import Axis
+from polyphase.validate import FLOATING
+
+_CONSTANTS = "int[] stride, int[] padding, SymInt[] output_padding, int[] dilation, int groups"
+_SCHEMAS = {
+    "conv_transpose": f"(Tensor input, Tensor weight, Tensor? bias, {_CONSTANTS}) -> Tensor",
+    "conv_transpose_input_grad": f"(Tensor grad_output, Tensor weight, {_CONSTANTS}) -> Tensor",
+    "conv_transpose_weight_grad": f"(Tensor input, Tensor grad_output, SymInt[] kernel_size, {_CONSTANTS}) -> Tensor",
+}
+
+
+@functools.cache
+def _runtime() -> ModuleType:
+    """The CUDA path, imported by the first tensor that needs it: importing polyphase touches no CUDA."""
+    from polyphase import runtime
+
+    return runtime
+
+
+def _on_cuda(name: str) -> Callable[..., Tensor]:
+    """The implementation of a pass for CUDA tensors."""
+
+    def implementation(first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
+        real: Callable[..., Tensor] = getattr(_runtime(), name)
+        if first.dtype in FLOATING:
+            result = real(first, second, *arguments)
+            # The weight gradient comes contiguous, whatever its operands are; PyTorch's does not.
+            return as_output(result, first, second) if name == "weight_grad" else result
+        if first.dtype.is_complex:
+            complex_pass: Callable[..., Tensor] = getattr(as_real, name)
+            return complex_pass(real, first, second, *arguments)
+        raise UnsupportedError(f"polyphase has no CUDA kernels for {first.dtype}")
+
+    return implementation
+
+
+def _portably(name: str) -> Callable[..., Tensor]:
+    """The implementation of a pass for tensors of any other device."""
+    portable_pass: Callable[..., Tensor] = getattr(portable, name)
+
+    def implementation(first: Tensor, *arguments: Any) -> Tensor:
+        if not torch._C._is_any_autocast_enabled():
+            return portable_pass(first, *arguments)
+        with torch.autocast(first.device.type, enabled=False):  # it would take the float32 products in half precision
+            return portable_pass(first, *arguments)
+
+    return implementation
+
+
+def _forward_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    axes = map(Axis, weight.shape[2:], stride, padding, dilation)
+    size = [axis.output_size(n, extra) for axis, n, extra in zip(axes, input.shape[2:], output_padding)]
+    return empty_output((input.shape[0], weight.shape[1] * groups, *size), input, weight)
+
+
+def _input_grad_fake(
+    grad_output: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    axes = map(Axis, weight.shape[2:], stride, padding, dilation)
+    size = [axis.input_size(n, extra) for axis, n, extra in zip(axes, grad_output.shape[2:], output_padding)]
+    return empty_output((grad_output.shape[0], weight.shape[0], *size), grad_output, weight)
+
+
+def _weight_grad_fake(
+    input: Tensor,
+    grad_output: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    return empty_output((input.shape[1], grad_output.shape[1] // groups, *kernel_size), input, grad_output)
+
+
+LIBRARY = torch.library.Library("polyphase", "DEF")
+
+for _name, _pass, _fake in (
+    ("conv_transpose", "forward", _forward_fake),
+    ("conv_transpose_input_grad", "input_grad", _input_grad_fake),
+    ("conv_transpose_weight_grad", "weight_grad", _weight_grad_fake),
+):
+    LIBRARY.define(_name + _SCHEMAS[_name])
+    LIBRARY.impl(_name, _portably(_pass), "CompositeExplicitAutograd")
+    if torch.version.cuda is not None:  # ROCm's tensors are of the key CUDA too, and take the portable path
+        LIBRARY.impl(_name, _on_cuda(_pass), "CUDA")
+    torch.library.register_fake(f"polyphase::{_name}", _fake, lib=LIBRARY)
+
+conv_transpose: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose.default
+conv_transpose_input_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_input_grad.default
+conv_transpose_weight_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_weight_grad.default

@@ -1,0 +1,276 @@
+"""`check` on models of every kind: right ones pass, a wrong copy does not, and what was compared is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from polyphase import modules
+from polyphase.bench import check as check_module
+from polyphase.bench.check import CheckResult, Options, check_model
+from polyphase.bench.model_file import Cut, ModelFile, ModelFileError, find_cut, trace
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+CPU = torch.device("cpu")
+
+
+def model_file(
+    make_model: Callable[..., nn.Module], *shapes: tuple[int, ...], arguments: Any = (), path: Path = Path("model.py")
+) -> ModelFile:
+    return ModelFile(path, make_model, lambda: [torch.rand(shape) for shape in shapes], lambda: list(arguments))
+
+
+def run(file: ModelFile, **options: Any) -> CheckResult:
+    return check_model(file, Options(CPU, **{"time": False, **options}))
+
+
+def layer() -> nn.Module:
+    return nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1)
+
+
+class Generator(nn.Module):
+    """Several layers, two inputs, an argument that is no tensor, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.ConvTranspose2d(4, 8, 4, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5))
+        self.second = nn.ConvTranspose2d(8, 3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, factor: float) -> dict[str, torch.Tensor]:
+        hidden = self.first(x + y)
+        return {"hidden": hidden, "image": self.second(hidden) * factor}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_agree_on_the_cpu(path: Path) -> None:
+    result = run(ModelFile.load(path))
+    assert result.ok, result.problems
+    assert result.cut.factor >= 4  # and printed
+    assert len(result.swapped.swapped) == 1
+    trials = {finding.trial for finding in result.findings}
+    assert trials == ({1, 2, 3, 4, 5} if path.stem == "changing_sizes" else {1, 2})
+    sizes = {finding.sizes for finding in result.findings}
+    assert len(sizes) == (5 if path.stem == "changing_sizes" else 1)
+    assert {"output", "∂ input 0", "∂ conv_transpose2d.weight"} <= {finding.what for finding in result.findings}
+    assert [plan[2] for plan in result.plans] == ["forward", "input_grad", "weight_grad"]
+
+
+def test_there_are_five_examples() -> None:
+    assert [path.stem for path in EXAMPLES] == [
+        "changing_sizes", "every_parameter", "grouped_strided", "square_stride1", "tuple_parameters"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_every_dtype(dtype: torch.dtype) -> None:
+    result = run(model_file(layer, (2, 4, 5, 6)), dtype=dtype)
+    assert result.ok, result.problems
+    assert {finding.what for finding in result.findings} == {"output", "∂ input 0", "∂ weight", "∂ bias"}
+
+
+def test_without_gradients_only_outputs_are_compared() -> None:
+    result = run(model_file(layer, (2, 4, 5, 6)), grad=False)
+    assert result.ok
+    assert {finding.what for finding in result.findings} == {"output"}
+    assert [plan[2] for plan in result.plans] == ["forward"]
+
+
+def test_unbatched_input() -> None:
+    result = run(model_file(layer, (4, 5, 6)), scale=1)
+    assert result.ok, result.problems
+    assert result.plans[0][1].startswith("1×4×5×6")
+
+
+def test_a_model_with_other_layers_inputs_and_outputs() -> None:
+    file = ModelFile(Path("model.py"), Generator, lambda: [torch.rand(3, 4, 8, 8), torch.rand(3, 4, 8, 8), 0.5], list)
+    result = run(file)
+    assert result.ok, result.problems
+    assert {"output 0", "output 1", "∂ input 0", "∂ input 1", "∂ first.0.weight"} <= {f.what for f in result.findings}
+    assert [plan[0] for plan in result.plans[::3]] == ["first.0", "second"]
+
+
+def test_both_are_timed() -> None:
+    result = run(model_file(layer, (2, 4, 5, 6)), time=True)
+    assert [race.what for race in result.races] == ["forward", "forward and backward"]
+    assert all(race.ours.ms > 0 and race.torch.ms > 0 for race in result.races)
+
+
+def test_a_model_written_with_polyphase_is_compared_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = model_file(lambda: modules.ConvTranspose2d(4, 6, 3), (2, 4, 5, 6))
+    assert run(file).ok
+    monkeypatch.setattr(modules, "conv_transpose2d", _wrong_by(1e-3))
+    assert not run(file).ok
+
+
+def _wrong_by(error: float) -> Callable[..., torch.Tensor]:
+    right = modules.conv_transpose2d
+
+    def wrong(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        output = right(*arguments, **keywords)
+        nudge = torch.zeros_like(output)
+        nudge.view(-1)[-1] = error
+        return output + nudge
+
+    return wrong
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_one_wrong_element_of_the_output_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
+    monkeypatch.setattr(modules, "conv_transpose2d", _wrong_by(1e-3))
+    result = run(model_file(layer, (2, 4, 5, 6)), grad=grad, trials=1)
+    assert not result.ok
+    assert result.problems == ["output on 2×4×5×6: 1 of 1440 elements are further from float64 than allowed"]
+    assert [finding.what for finding in result.findings if not finding.ok] == ["output"]
+
+
+def test_a_single_layer_is_judged_element_by_element_and_a_deep_model_in_the_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(modules, "conv_transpose2d", _wrong_by(2e-5))  # too little for the norm of all elements
+    assert not run(model_file(layer, (8, 4, 40, 40)), grad=False).ok
+    assert run(model_file(lambda: nn.Sequential(layer(), nn.Tanh()), (8, 4, 40, 40)), grad=False).ok
+
+
+def test_a_wrong_gradient_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = modules.conv_transpose2d
+
+    def wrong(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return right(x, weight + 1e-3 * (weight - weight.detach()), *rest)
+
+    monkeypatch.setattr(modules, "conv_transpose2d", wrong)
+    result = run(model_file(layer, (2, 4, 5, 6)), trials=1)
+    assert [finding.what for finding in result.findings if not finding.ok] == ["∂ weight"]
+
+
+def test_a_wrong_result_in_a_deep_model_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "conv_transpose2d", _wrong_by(1.0))
+    file = ModelFile(Path("model.py"), Generator, lambda: [torch.rand(3, 4, 8, 8), torch.rand(3, 4, 8, 8), 0.5], list)
+    assert not run(file).ok
+
+
+def test_another_shape_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = modules.conv_transpose2d
+    monkeypatch.setattr(modules, "conv_transpose2d", lambda *arguments: right(*arguments)[..., :-1])
+    result = run(model_file(layer, (2, 4, 5, 6)), trials=1, time=True)
+    assert result.problems[0].startswith("2×4×5×6: polyphase does not run it: RuntimeError: Mismatch in shape")
+    assert not result.races
+    result = run(model_file(layer, (2, 4, 5, 6)), grad=False, trials=1)
+    assert result.problems == [
+        "output on 2×4×5×6: the result is (2, 6, 10, 11) torch.float32, PyTorch's is (2, 6, 10, 12) torch.float32"
+    ]
+
+
+def test_nothing_to_accelerate_is_no_success() -> None:
+    result = run(model_file(lambda: nn.Conv2d(4, 4, 3), (1, 4, 8, 8)))
+    assert not result.ok
+    assert "nothing to check" in result.problems[0]
+
+
+def test_a_large_batch_is_compared_on_some_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_module, "FLOAT64_FLOPS", 1.0)
+    result = run(model_file(layer, (6, 4, 5, 6)), trials=1)
+    assert result.ok, result.problems
+    assert any("float64 is compared on images 0, 5;" in remark for remark in result.remarks)
+    elements = {finding.what: finding.comparison.elements for finding in result.findings}
+    assert elements == {"output": 2 * 6 * 10 * 12, "∂ input 0": 2 * 4 * 5 * 6, "∂ weight": 4 * 6 * 9, "∂ bias": 6}
+    # Where images see each other, or nobody knows which dimension counts them, everything is compared.
+    normalised = nn.Sequential(layer(), nn.BatchNorm2d(6))
+    for make_model, shape in ((lambda: normalised, (6, 4, 5, 6)), (layer, (4, 5, 6))):
+        result = run(model_file(make_model, shape), scale=1, trials=1)
+        assert result.ok, result.problems
+        assert not any("float64 is compared" in remark for remark in result.remarks)
+
+
+def test_a_gradient_that_leaks_between_images_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_module, "FLOAT64_FLOPS", 1.0)
+    right = modules.conv_transpose2d
+
+    def leaking(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return right(x + 1e-3 * (x.roll(1, 0) - x.roll(1, 0).detach()), *rest)
+
+    monkeypatch.setattr(modules, "conv_transpose2d", leaking)
+    result = run(model_file(layer, (6, 4, 5, 6)), trials=1)
+    assert any("not zero for images" in problem for problem in result.problems)
+
+
+# Cutting
+
+
+def test_inputs_are_cut_until_they_are_cheap() -> None:
+    model, inputs = layer(), [torch.rand(16, 4, 64, 48), torch.rand(16), 3]
+    cheap = trace(model, [torch.rand(4, 4, 16, 12)]).flops
+    cut = find_cut(model, inputs[:1], cheap)
+    assert cut == Cut(4)
+    assert str(cut) == "batch and image sides cut to 1/4"
+    assert [tuple(value.shape) for value in cut.apply(inputs)[:2]] == [(4, 4, 16, 12), (4,)]
+    assert find_cut(model, inputs[:1], 1e18) == Cut()
+
+
+def test_image_sides_are_left_alone_where_the_model_insists_on_them() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(2, 2, 2, 2), nn.Flatten(), nn.Linear(2 * 16 * 16, 4))
+    inputs = [torch.rand(8, 2, 8, 8)]
+    cut = find_cut(model, inputs, trace(model, [inputs[0][:2]]).flops)
+    assert cut == Cut(4, sides=False)
+    assert tuple(cut.apply(inputs)[0].shape) == (2, 2, 8, 8)
+
+
+def test_a_model_that_needs_numbers_is_not_cut_and_still_checked() -> None:
+    class Doubtful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.sum().item() > -1e9 else x
+
+    assert find_cut(Doubtful(), [torch.rand(2, 4, 5, 6)], 1.0) == Cut()
+    result = run(model_file(Doubtful, (2, 4, 5, 6)))
+    assert result.ok, result.problems
+    assert any(remark.startswith("plans are not shown") for remark in result.remarks)
+
+
+def test_output_size_counts_as_output_padding() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ConvTranspose2d(4, 6, 3, stride=3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x, output_size=(17, 16))
+
+    found = trace(Sized(), [torch.rand(2, 4, 5, 5)])
+    assert found.single
+    name, problem = found.problems[0]
+    assert (name, problem.output_padding, problem.output_size) == ("layer", (2, 1), (17, 16))
+
+
+# Model files
+
+
+def test_the_three_forms_of_constructor_arguments() -> None:
+    for arguments in ([4, 6, 3], [[4, 6], {"kernel_size": 3}], {"in_channels": 4, "out_channels": 6, "kernel_size": 3}):
+        file = ModelFile(Path("model.py"), nn.ConvTranspose2d, list, lambda arguments=arguments: arguments)
+        assert file.build(CPU, torch.float64, seed=0).weight.shape == (4, 6, 3, 3)
+    first, second = (file.build(CPU, torch.float32, seed=3).weight for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Model = 1\n", "lacks get_inputs, get_init_inputs: a model file has a class Model"),
+        ("import nowhere_to_be_found\n", "does not run: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("def f(:\n", "does not run: SyntaxError"),
+    ],
+)
+def test_a_file_that_is_no_model_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    with pytest.raises(ModelFileError, match=message):
+        ModelFile.load(path)

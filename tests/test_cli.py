@@ -1,0 +1,326 @@
+"""The command line: every command runs without a GPU, says what it found, and ends with the status it should."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from polyphase import modules
+from polyphase.__main__ import app
+from polyphase.bench import host, kernels
+from polyphase.bench.records import read_csv
+from polyphase.errors import CompilationError
+from polyphase.jit.compiler import Resources
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LAYER = "2x4x9x8 -> 6, k=3x2, s=2, bias"
+
+SMALL_MODEL = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.layer = torch.nn.{layer}(channels, 6, 3)
+    def forward(self, x):
+        return self.layer(x)
+def get_inputs():
+    return [torch.rand(2, 4, 9, 8)]
+def get_init_inputs():
+    return [4]
+"""
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def told(result: Result) -> str:
+    """Everything printed, with the borders and line breaks of boxes taken out."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(SMALL_MODEL.format(layer="ConvTranspose2d"))
+    return path
+
+
+@pytest.mark.parametrize("command", ["check", "bench", "explain", "env", "compile"])
+def test_every_command_explains_itself(command: str) -> None:
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_it_runs_as_a_module_and_reading_arguments_imports_no_torch() -> None:
+    code = (
+        "import sys, types; package = types.ModuleType('polyphase'); package.__path__ = sys.argv[1:]; "
+        "sys.modules['polyphase'] = package; import polyphase.__main__; print('torch' in sys.modules)"
+    )
+    folder = Path(modules.__file__).parent
+    # The package itself is replaced by an empty one: what it imports is its own affair.
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    done = subprocess.run([sys.executable, "-m", "polyphase", "--help"], capture_output=True, text=True, check=True)
+    assert "python -m polyphase" in done.stdout
+
+
+# check
+
+
+def test_check_passes_what_is_right(model: Path) -> None:
+    result = invoke("check", model, EXAMPLES / "tuple_parameters.py", "--scale", 32, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 models agree with float64 and PyTorch" in told(result)
+    assert "batch and image sides cut to 1/32" in told(result)
+    for word in ("swapped", "portable", "weight_grad", "∂ layer.weight", "speed-up", "KernelBench's rule"):
+        assert word in result.output
+
+
+def test_check_ends_with_1_where_a_result_is_wrong(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = modules.conv_transpose2d
+    monkeypatch.setattr(modules, "conv_transpose2d", lambda *arguments: right(*arguments) * 1.001)
+    result = invoke("check", model, "--no-time", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "1 of 1 models are wrong" in told(result)
+    assert "✗" in result.output
+
+
+def test_check_ends_with_1_where_nothing_is_accelerated(tmp_path: Path) -> None:
+    path = tmp_path / "other.py"
+    path.write_text(SMALL_MODEL.format(layer="Conv2d"))
+    result = invoke("check", path, "--no-grad", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "nothing to check" in told(result)
+
+
+def test_check_refuses_what_is_no_model_file(tmp_path: Path) -> None:
+    assert invoke("check").exit_code == 2
+    result = invoke("check", tmp_path / "missing.py")
+    assert result.exit_code == 2
+    assert "is not a file" in told(result)
+    path = tmp_path / "empty.py"
+    path.write_text("")
+    result = invoke("check", path)
+    assert result.exit_code == 2
+    assert "lacks Model, get_inputs, get_init_inputs" in told(result)
+
+
+# bench
+
+
+def test_bench_prints_writes_and_draws(tmp_path: Path) -> None:
+    table, png = tmp_path / "out" / "results.csv", tmp_path / "out" / "results.png"
+    result = invoke(
+        "bench", "--layer", LAYER, "--layer", "2x4x9 -> 6, k=3", "--passes", "forward,weight_grad", "--dtypes",
+        "float32,bfloat16", "--layouts", "nchw,channels_last", "--against", "default,benchmark,channels_last",
+        "--quick", "--device", "cpu", "--csv", table, "--png", png,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    records = read_csv(table)
+    assert len(records) == 2 * 2 * 2 * 2
+    assert {record.status for record in records} == {"ok", "not applicable"}
+    measured = [record for record in records if record.status == "ok"]
+    assert all(record.ms and record.torch_default_ms and record.torch_benchmark_ms for record in measured)
+    assert all((record.torch_channels_last_ms is None) == (record.layer != LAYER or record.layout != "nchw")
+               for record in measured)  # fmt: skip
+    assert measured[0].algorithm == "portable"
+    assert measured[0].torch == torch.__version__
+    assert "PyTorch has no channels_last for one spatial dimension" in told(result)
+    assert png.stat().st_size > 5000
+
+    again = tmp_path / "again.svg"
+    result = invoke("bench", "--plot-from", table, "--png", again)
+    assert result.exit_code == 0
+    assert again.stat().st_size > 5000
+
+
+def test_bench_ends_with_1_where_a_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import polyphase
+
+    right = polyphase.conv_transpose2d
+    monkeypatch.setattr(polyphase, "conv_transpose2d", lambda *a, **k: right(*a, **k) * 1.001)
+    result = invoke("bench", "--layer", LAYER, "--quick", "--device", "cpu", "--csv", tmp_path / "results.csv")
+    assert result.exit_code == 1
+    assert "wrong:" in told(result)
+    assert [record.status for record in read_csv(tmp_path / "results.csv")] == ["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layer", "2x4x9x8 -> 6"], "has no kernel size k"),
+        (["--suite", "everything"], "'everything' is not one of reference, kernelbench, all"),
+        (["--passes", "backward"], "'backward' is not one of forward, input_grad, weight_grad"),
+        (["--dtypes", "int8"], "'int8' is not one of float32"),
+        (["--dtypes", ","], "nothing is named"),
+        (["--against", "tensorrt"], "'tensorrt' is not one of default, benchmark, channels_last, compile"),
+        (["--device", "quantum"], "--device"),
+        (["--plot-from", "x.csv"], "say with --png"),
+        (["--plot-from", "missing.csv", "--png", "x.png"], "missing.csv"),
+    ],
+)
+def test_bench_refuses(arguments: list[str], message: str) -> None:
+    result = invoke("bench", *arguments)
+    assert result.exit_code == 2
+    assert message in told(result)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_an_error() -> None:
+    result = invoke("bench", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "PyTorch finds no CUDA device here" in told(result)
+
+
+@pytest.mark.slow
+def test_bench_measures_the_host_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "CALLS", 10)
+    monkeypatch.setattr(host, "ROUNDS", 3)
+    result = invoke("bench", "--host", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    for words in ("function, no gradients", "module, with gradients", "forward and backward", "cold", "warm"):
+        assert words in told(result)
+
+
+# explain and env
+
+
+def test_explain_prints_the_plan_of_every_pass_without_a_gpu() -> None:
+    result = invoke("explain", "--layer", LAYER, "--device", "sm_90a")
+    assert result.exit_code == 0, result.output
+    for word in ("sm_90a", "forward:", "input_grad:", "weight_grad:"):
+        assert word in result.output
+
+
+def test_explain_takes_model_files_and_suites() -> None:
+    result = invoke("explain", EXAMPLES / "grouped_strided.py", "--suite", "reference", "--device", "sm_80")
+    assert result.exit_code == 0, result.output
+    assert "grouped_strided.py: conv_transpose2d" in result.output
+    assert "16×32×128×256 → 64, k=(3, 5), s=(2, 3), p=(1, 2), d=(2, 1), g=4" in result.output
+    assert "KernelBench 57" in result.output
+
+
+def test_explain_refuses_nothing_and_unknown_devices() -> None:
+    assert "give a model file, a --layer or a --suite" in told(invoke("explain"))
+    result = invoke("explain", "--layer", LAYER, "--device", "sm_1")
+    assert result.exit_code == 2
+    assert "sm_90a" in told(result)
+
+
+def test_env_is_a_bug_report() -> None:
+    result = invoke("env")
+    assert result.exit_code == 0
+    for word in ("polyphase", "PyTorch", torch.__version__, "driver", "NVRTC", "kernel cache", "GPU"):
+        assert word in result.output
+
+
+# compile
+
+CLEAN: dict[str, Any] = {
+    "kernel": "gather", "arch": "sm_90a", "registers": 64, "shared": 0, "stack": 0, "spill_stores": 0, "spill_loads": 0,
+    "warnings": (), "seconds": 0.1,
+}  # fmt: skip
+
+
+def _compiler(**changes: object) -> Any:
+    def resources_of(source: Any, arch: str) -> Resources:
+        return Resources(**{**CLEAN, "kernel": source.kernel, "arch": arch, **changes}, source=source)
+
+    return resources_of
+
+
+def test_compile_compiles_every_kernel_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+
+    def resources_of(source: Any, arch: str) -> Resources:
+        seen.append((source, arch))
+        return Resources(**{**CLEAN, "kernel": source.kernel, "arch": arch}, source=source)
+
+    monkeypatch.setattr(kernels, "resources_of", resources_of)
+    larger = LAYER.replace("2x4", "7x4")
+    table = tmp_path / "kernels.csv"
+    result = invoke(
+        "compile", "--arch", "sm_80,sm_90a", "--layer", LAYER, "--layer", larger, "--dtypes", "float32", "--csv", table
+    )
+    assert result.exit_code == 0, result.output
+    assert len(seen) == len(set(seen)) > 0
+    assert {arch for _, arch in seen} == {"sm_80", "sm_90a"}
+    assert f"{len(seen)} of {len(seen)} kernels are clean" in told(result)
+    assert len(table.read_text().splitlines()) == len(seen) + 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"stack": 8},
+        {"spill_stores": 4},
+        {"spill_loads": 4},
+        {"warnings": ("ptxas info : (C7512) wgmma serialised",)},
+    ],
+)
+@pytest.mark.parametrize("every", [[], ["--every"]])
+def test_compile_ends_with_1_for_a_kernel_that_is_not_clean(
+    monkeypatch: pytest.MonkeyPatch, fault: dict[str, object], every: list[str]
+) -> None:
+    monkeypatch.setattr(kernels, "resources_of", _compiler(**fault))
+    result = invoke("compile", "--arch", "sm_90a", "--layer", LAYER, "--dtypes", "float32", *every)
+    assert result.exit_code == 1
+    assert "0 of" in told(result)
+    assert ("C7512" in result.output) == ("warnings" in fault)
+
+
+def test_compile_ends_with_1_for_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resources_of(source: Any, arch: str) -> Resources:
+        raise CompilationError("no such instruction", log="error: line 7 is wrong", source_path="/tmp/kernel.cu")
+
+    monkeypatch.setattr(kernels, "resources_of", resources_of)
+    result = invoke("compile", "--arch", "sm_90a", "--layer", LAYER, "--dtypes", "float32")
+    assert result.exit_code == 1
+    assert "line 7 is wrong" in result.output
+
+
+@pytest.mark.slow
+def test_compile_with_the_real_compiler(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.core")
+    result = invoke(
+        "compile", "--arch", "sm_80", "--layer", LAYER, "--dtypes", "float32", "--layouts", "nchw", "--passes",
+        "weight_grad", "--every", "--csv", tmp_path / "kernels.csv",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (line,) = csv.DictReader((tmp_path / "kernels.csv").open())
+    assert int(line["registers"]) > 16
+    assert int(line["shared"]) > 0
+
+
+def test_compile_without_a_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    result = invoke("compile", "--arch", "sm_80", "--layer", LAYER)
+    assert result.exit_code == 1
+    assert "pip install 'polyphase[cuda]'" in told(result)
+
+
+def test_compile_refuses_an_unknown_architecture() -> None:
+    result = invoke("compile", "--arch", "sm_90a,sm_42")
+    assert result.exit_code == 2
+    assert "sm_42" in told(result)
+
+
+def test_a_report_of_a_kernel_counts_shared_memory_of_source_and_launch() -> None:
+    from polyphase.bench.layers import NamedLayer, parse_layer
+    from polyphase.device import DeviceInfo
+    from polyphase.problem import Pass
+
+    device = DeviceInfo.for_arch("sm_90a")
+    (kernel, *_) = kernels.wanted([NamedLayer("a", parse_layer(LAYER))], [Pass.FORWARD], ["float32"], [False], [device])
+    kernel = replace(kernel, dynamic_shared=1000)
+    assert kernels.Report(kernel, _compiler(shared=24)(kernel.source, kernel.arch)).shared == 1024
