@@ -429,24 +429,27 @@ class _Counts:
 
 # Costs in issue slots, stalls included: fitted to 2,899 measured variants of 21 layers and passes on an H200
 # (docs/performance.md, "The cost model of gather_tiled").
-_COST_CHANNEL, _COST_WEIGHT_READ, _COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 8.5, 1.6, 67.0, 41.0, 14.0
-_COST_ROW, _COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT = 1.0, 42.0, 33.0, 50.0
-_COST_REDUCTION = 36.0
-_COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.6, 0.06
+_COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
+_COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
+_COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
+_COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
+_COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.25, 0.08
 
 
 def _thread_cycles(counts: _Counts, variant: TiledVariant) -> float:
     """Issue slots of a thread for one item."""
-    reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads
-    compute = counts.channels * (counts.products + reads + _COST_CHANNEL)
+    straight = counts.products * counts.channels  # products in one piece of code, unless the kernel rolls channels up
+    code = _COST_ROLLED_CODE if straight > 1024 else _COST_LONG_CODE * max(0.0, straight / 700 - 1)
+    reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
+    compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
     load = counts.loads * _COST_LOAD + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
     if counts.run == 1:
-        epilogue = counts.accumulators * _COST_LONE_ELEMENT
+        element = _COST_LONE_ELEMENT
     else:
         element = _COST_VECTOR_ELEMENT if counts.run in (2, 4) else _COST_TURNED_ELEMENT
-        epilogue = counts.accumulators * (_COST_ROW / counts.run + element)
+    epilogue = counts.accumulators * element / variant.src_slices
     reduction = counts.accumulators * _COST_REDUCTION * (variant.src_slices - 1) / variant.src_slices
-    return counts.stages * (compute + load) + epilogue / variant.src_slices + reduction
+    return counts.stages * (compute + load) + epilogue + reduction
 
 
 def _wavefronts(counts: _Counts, conflicts: int) -> float:
@@ -504,7 +507,8 @@ def enumerate_variants(gather: Gather) -> list[TiledVariant]:
         variant = replace(variant, loads=loads, dst_vector=_dst_vector(gather, dst))
         registers = _round_up(_registers(_Counts.of(gather, variant)), 8)
         blocks = min(_REGISTERS // (registers * threads), 1536 // threads)
-        if registers <= 248 and blocks >= 1:
+        # Where the estimate is too low the compiler settles for fewer resident blocks; a lone block has no such way out.
+        if blocks > 1 or (blocks == 1 and registers + 16 <= min(255, _REGISTERS // threads)):
             variants.append(replace(variant, min_blocks=blocks))
     return variants
 
@@ -515,8 +519,8 @@ def score(gather: Gather, variant: TiledVariant) -> float:
     warps = variant.threads / 32
     cycles = max(_thread_cycles(counts, variant) * warps / 4, _wavefronts(counts, variant.cells_w) * warps)
     # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
-    cycles *= 1 + _COST_BARE_LATENCY / (warps * variant.min_blocks)
-    cycles += cycles * _COST_LONE_BLOCK / variant.min_blocks if counts.stages > 1 else 0
+    lone_block = _COST_LONE_BLOCK / variant.min_blocks if counts.stages > 1 else 0.0
+    cycles *= 1 + _COST_BARE_LATENCY / (warps * variant.min_blocks) ** 0.81 + lone_block
     useful = variant.lanes * variant.cells_h * variant.cells_w * gather.dst_channels
     useful /= math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
     return cycles / useful

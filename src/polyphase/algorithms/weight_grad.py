@@ -142,7 +142,9 @@ def _variants(rows: int, columns: int, dtype: str) -> tuple[tuple[WeightGradVari
                             thread_rows * thread_columns + 2 * (thread_rows + thread_columns) + x_items + g_items
                         )
                         registers += 56
-                        blocks = max(1, min(6, int(65536 / (registers * 1.25 * _THREADS))))
+                        blocks = min(6, int(65536 / (registers * 1.25 * _THREADS)))
+                        if blocks < 1:
+                            continue
                         steps = depth // k_slices
                         product = thread_rows * thread_columns * words
                         reads = words * (max(1, thread_rows // 4) + max(1, thread_columns // 4))

@@ -71,7 +71,7 @@ def compile_kernel(source: KernelSource, arch: str) -> bytes:
         store, key = cache(), _key(source, arch)
         binary = store.get(key)
         if binary is None:
-            binary, _ = _compile(source, arch)
+            _, binary, _ = _compile_without_spills(source, arch)
             store.put(key, binary)
         return binary
 
@@ -96,25 +96,38 @@ def compile_report(problem: ConvTransposeProblem, pass_: Pass, arch: str) -> lis
 def resources_of(source: KernelSource, arch: str) -> Resources:
     """Compiles one kernel, past the cache, and reads the assembler's report."""
     started = time.perf_counter()
-    _, log = _compile(source, arch, "-v")
+    source, _, log = _compile_without_spills(source, arch)
     seconds = time.perf_counter() - started
-
-    def number(pattern: str) -> int:
-        return sum(int(match) for match in re.findall(pattern, log))
-
     warnings = [line.strip() for line in log.splitlines() if re.search(r"warning|\bC75\d\d\b", line, re.IGNORECASE)]
     return Resources(
         kernel=source.kernel,
         arch=arch,
-        registers=number(r"Used (\d+) registers"),
-        shared=number(r"(\d+) bytes smem"),
-        stack=number(r"(\d+) bytes stack frame"),
-        spill_stores=number(r"(\d+) bytes spill stores"),
-        spill_loads=number(r"(\d+) bytes spill loads"),
+        registers=_number(log, r"Used (\d+) registers"),
+        shared=_number(log, r"(\d+) bytes smem"),
+        stack=_number(log, r"(\d+) bytes stack frame"),
+        spill_stores=_number(log, r"(\d+) bytes spill stores"),
+        spill_loads=_number(log, r"(\d+) bytes spill loads"),
         warnings=tuple(warnings),
         seconds=seconds,
         source=source,
     )
+
+
+def _number(log: str, pattern: str) -> int:
+    return sum(int(match) for match in re.findall(pattern, log))
+
+
+def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSource, bytes, str]:
+    """Compiles a kernel with as many resident blocks as the planner hopes for, or fewer if registers would spill.
+
+    Returns the source as it was compiled, its binary and the assembler's report.
+    """
+    while True:
+        binary, log = _compile(source, arch, "-v")
+        blocks = source.constant("MIN_BLOCKS")
+        if blocks <= 1 or _number(log, r"(\d+) bytes spill stores") == 0:
+            return source, binary, log
+        source = source.with_constant("MIN_BLOCKS", blocks - 1)
 
 
 def _compile(source: KernelSource, arch: str, assembler_options: str | None = None) -> tuple[bytes, str]:

@@ -5,7 +5,7 @@ The text includes nothing, so that NVRTC needs no headers and one string is the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -32,6 +32,14 @@ class KernelSource:
     dtype: str
     wide_offsets: bool
     constants: tuple[tuple[str, Constant], ...]
+
+    def constant(self, name: str) -> Constant:
+        """The value of one constant."""
+        return dict(self.constants)[name]
+
+    def with_constant(self, name: str, value: Constant) -> KernelSource:
+        """The same kernel with another value of one constant."""
+        return replace(self, constants=tuple({**dict(self.constants), name: value}.items()))
 
     @cached_property
     def text(self) -> str:
