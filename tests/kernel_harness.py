@@ -1,23 +1,116 @@
-"""Runs one kernel variant on the CPU through the emulator: the launch that the planner made, on poisoned outputs."""
+"""Runs one kernel variant exactly as the planner launches it, through the emulator or on a GPU.
+
+Operands and outputs lie amid guards, all of it NaN until it is written, so that reading beside an operand shows, and so
+does an element of the output that is left out or written beside it.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import math
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
 
+import pytest
 import torch
+from torch import Tensor
 
 from emulator import EmulatedKernel
-from polyphase.algorithms.base import Launch, Layouts, Strides
+from helpers import TORCH, constants
+from polyphase.algorithms.base import ALIGNMENT, Candidate, Launch, Layouts, Strides, extent
+from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+#: Bytes before and behind every tensor; a multiple of every alignment.
+GUARD = 256
 
-def strided(shape: tuple[int, ...], strides: Strides, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of NaN with the planner's strides."""
-    picked = strides[:2] + strides[5 - (len(shape) - 2) :]
-    return torch.full((math.prod(shape),), math.nan, dtype=dtype).as_strided(shape, picked)
+
+class Executor(Protocol):
+    """Where a launch runs: its tensors lie on ``device``, None is a null pointer."""
+
+    device: torch.device
+
+    def __call__(self, launch: Launch, tensors: Sequence[Tensor | None]) -> None: ...
+
+
+class Emulator:
+    """The CPU; threads and blocks run in ``order``, or in several that must agree (``order=None``)."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, order: str | int | None = "forward") -> None:
+        self.order = order
+
+    def __call__(self, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
+        if 0 in launch.grid:
+            return
+        kernel = EmulatedKernel(launch.source.text, launch.source.kernel)
+        geometry = (ctypes.c_ubyte * len(launch.geometry)).from_buffer_copy(launch.geometry)
+        arguments = (launch.grid, launch.block, launch.shared_bytes, [*tensors, geometry])
+        if self.order is None:
+            kernel.launch_in_every_order(*arguments)
+        else:
+            kernel.launch(*arguments, order=self.order)
+
+
+class Gpu:
+    """A CUDA device, its current stream."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        self.arch = DeviceInfo.of(self.device).arch
+
+    def __call__(self, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
+        from polyphase.jit.launcher import Executable
+
+        executable = Executable(launch, self.arch, self.device.index, len(tensors))
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        executable(stream, *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+
+
+class Buffer:
+    """A tensor amid guards. It is made on the host and copied to the device, and back, as a whole."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        strides: Strides,
+        dtype: torch.dtype,
+        device: torch.device,
+        values: Tensor | None = None,
+        offset: int = 0,
+        guard: int = GUARD,
+    ) -> None:
+        """``values`` are what it holds, NaN without; it starts ``offset`` elements behind an aligned address."""
+        self._shape, self._strides = shape, strides[:2] + strides[5 - (len(shape) - 2) :]
+        self._dtype = dtype
+        self._start = guard // dtype.itemsize + offset
+        self._end = self._start + extent(shape, strides)
+        # The host's allocator aligns less than a GPU's: start where the address is a multiple of ALIGNMENT.
+        spare = torch.empty(self._end * dtype.itemsize + guard + ALIGNMENT, dtype=torch.uint8)
+        skip = -spare.data_ptr() % ALIGNMENT
+        flat = spare[skip : skip + self._end * dtype.itemsize + guard].fill_(0xFF)
+        if values is not None:
+            self._view(flat).copy_(values)
+        self._flat = flat.to(device)
+        self.tensor = self._view(self._flat)
+
+    def _view(self, flat: Tensor) -> Tensor:
+        elements = flat[: self._end * self._dtype.itemsize].view(self._dtype)
+        return elements[self._start :].as_strided(
+            self._shape, self._strides, elements.storage_offset() + self._start
+        )
+
+    def read(self) -> Tensor:
+        """What it holds now, on the host; raises AssertionError where a guard was written to."""
+        flat = self._flat.cpu()
+        head, tail = flat[: self._start * self._dtype.itemsize], flat[self._end * self._dtype.itemsize :]
+        assert bool((head == 0xFF).all()), "an element before the output was written"
+        assert bool((tail == 0xFF).all()), "an element behind the output was written"
+        return self._view(flat)
 
 
 def run(
@@ -25,62 +118,36 @@ def run(
     pass_: Pass,
     launch: Launch,
     layouts: Layouts,
-    operands: tuple[torch.Tensor, torch.Tensor],
-    bias: torch.Tensor | None = None,
-    order: str | int = "forward",
-) -> torch.Tensor:
-    """The pass computed by ``launch``'s kernel; ``operands`` as the pass takes them, in their shapes."""
+    operands: tuple[Tensor, Tensor],
+    bias: Tensor | None = None,
+    executor: Executor | None = None,
+    guard: int = GUARD,
+) -> Tensor:
+    """The pass computed by ``launch``'s kernel, on the host; ``operands`` as the pass takes them, in their shapes."""
+    executor = executor or Emulator()
     dtype = DTYPES[problem.dtype]
-    kernel = EmulatedKernel(launch.source.text, launch.source.kernel)
-    geometry = (ctypes.c_ubyte * len(launch.geometry)).from_buffer_copy(launch.geometry)
+    offset = 0 if layouts.aligned else 1
 
-    def place(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
-        return strided(tuple(tensor.shape), strides, dtype).copy_(tensor)
+    def place(values: Tensor, strides: Strides) -> Tensor:
+        return Buffer(tuple(values.shape), strides, dtype, executor.device, values, offset, guard).tensor
 
     if pass_ is Pass.WEIGHT_GRAD:
         x, grad = place(operands[0], layouts.input), place(operands[1], layouts.output)
+        planes = (launch.planes, problem.weight_shape[0], *problem.weight_shape[1:])
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-        partial = torch.full((launch.planes, *problem.weight_shape), math.nan, dtype=accumulator)
-        arguments = [x, grad, partial, geometry]
-        if 0 not in launch.grid:
-            kernel.launch(launch.grid, launch.block, launch.shared_bytes, arguments, order=order)
-        return partial.sum(0).to(dtype)
+        flat_planes = (launch.planes, problem.elements[1])
+        partial = Buffer(flat_planes, (problem.elements[1], 1, 0, 0, 0), accumulator, executor.device, None, 0, guard)
+        executor(launch, [x, grad, partial.tensor])
+        return partial.read().view(planes).sum(0).to(dtype)
     forward = pass_ is Pass.FORWARD
     src = place(operands[0], layouts.input if forward else layouts.output)
-    weight = operands[1].to(dtype)
-    if layouts.weight_channels_last:
-        weight = weight.movedim(1, -1).contiguous().movedim(-1, 1)
-    dst = (
-        strided(problem.output_shape, layouts.output, dtype)
-        if forward
-        else strided(problem.input_shape, layouts.input, dtype)
-    )
-    bias = None if bias is None else bias.to(dtype)
-    if 0 not in launch.grid:
-        kernel.launch(launch.grid, launch.block, launch.shared_bytes, [src, weight, bias, dst, geometry], order=order)
-    return dst
-
-
-def reference(
-    problem: ConvTransposeProblem, pass_: Pass, operands: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None
-) -> torch.Tensor:
-    """The pass in float64 by PyTorch."""
-    function = getattr(torch.nn.functional, f"conv_transpose{problem.dims}d")
-    options = dict(
-        stride=problem.stride,
-        padding=problem.padding,
-        output_padding=problem.output_padding,
-        groups=problem.groups,
-        dilation=problem.dilation,
-    )
-    first, second = (operand.double() for operand in operands)
-    if pass_ is Pass.FORWARD:
-        return function(first, second, None if bias is None else bias.double(), **options)
-    if pass_ is Pass.INPUT_GRAD:
-        x = torch.zeros(problem.input_shape, dtype=torch.float64, requires_grad=True)
-        return torch.autograd.grad(function(x, second, **options), x, first)[0]
-    weight = torch.zeros(problem.weight_shape, dtype=torch.float64, requires_grad=True)
-    return torch.autograd.grad(function(first, weight, **options), weight, second)[0]
+    weight = operands[1].movedim(1, -1) if layouts.weight_channels_last else operands[1]
+    flat_weight = place(weight.reshape(1, -1), (0, 1, 0, 0, 0))
+    shape, strides = (problem.output_shape, layouts.output) if forward else (problem.input_shape, layouts.input)
+    dst = Buffer(shape, strides, dtype, executor.device, None, 0, guard)
+    flat_bias = None if bias is None else place(bias.reshape(1, -1), (0, 1, 0, 0, 0))
+    executor(launch, [src, flat_weight, flat_bias, dst.tensor])
+    return dst.read()
 
 
 def operand_shapes(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -90,3 +157,66 @@ def operand_shapes(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[in
         Pass.INPUT_GRAD: (problem.output_shape, problem.weight_shape),
         Pass.WEIGHT_GRAD: (problem.input_shape, problem.output_shape),
     }[pass_]
+
+
+def integers(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Small integers in float64: every sum of their products is exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator, dtype=torch.float64)
+
+
+def reference(
+    problem: ConvTransposeProblem, pass_: Pass, operands: tuple[Tensor, Tensor], bias: Tensor | None = None
+) -> Tensor:
+    """The pass in float64 by PyTorch."""
+    function = TORCH[problem.dims]
+    options = constants(problem)
+    first, second = operands
+    if pass_ is Pass.FORWARD:
+        return function(first, second, bias, **options)
+    if pass_ is Pass.INPUT_GRAD:
+        x = torch.zeros(problem.input_shape, dtype=torch.float64, requires_grad=True)
+        return torch.autograd.grad(function(x, second, **options), x, first)[0]
+    weight = torch.zeros(problem.weight_shape, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.grad(function(first, weight, **options), weight, second)[0]
+
+
+@lru_cache(maxsize=64)
+def _case(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor]:
+    """Operands, bias and result of a pass; ``problem`` in any dtype and memory format, for all of them."""
+    seed = zlib.crc32(f"{problem} {pass_}".encode())
+    first, second = operand_shapes(problem, pass_)
+    operands = integers(first, seed), integers(second, seed + 1)
+    bias = integers((problem.out_channels,), seed + 2) if problem.bias and pass_ is Pass.FORWARD else None
+    return operands, bias, reference(problem, pass_, operands, bias)
+
+
+def assert_exact(
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    candidate: Candidate,
+    launch: Launch,
+    layouts: Layouts | None = None,
+    executor: Executor | None = None,
+    guard: int = GUARD,
+) -> None:
+    """The variant's result is that of float64, rounded once, bit for bit."""
+    from dataclasses import replace
+
+    operands, bias, wide = _case(replace(problem, dtype="float64", channels_last=False), pass_)
+    out = run(problem, pass_, launch, layouts or Layouts.dense(problem), operands, bias, executor, guard)
+    expected = wide.to(DTYPES[problem.dtype])
+    wrong = ~(out == expected)
+    if wrong.any():
+        index = tuple(int(i) for i in wrong.nonzero()[0])
+        pytest.fail(
+            f"{candidate.describe()} in the {pass_.value} of {problem}: {int(wrong.sum())} of {wrong.numel()} elements "
+            f"are wrong, the first at {index}: {out[index].item()} instead of {expected[index].item()}"
+        )
+
+
+def formats(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
+    """The problem in every memory format that PyTorch has for its dimensions."""
+    from dataclasses import replace
+
+    return [problem] if problem.dims == 1 else [problem, replace(problem, channels_last=True)]

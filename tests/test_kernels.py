@@ -1,21 +1,25 @@
-"""Every kernel variant, executed by the emulator from the source that the compiler gets, against float64.
+"""Kernel variants, executed by the emulator from the source that the compiler gets, against float64.
 
-Operands are small integers, so that every sum is exact in any order and a single misplaced element shows.
+Operands are small integers, so that every sum is exact in any order and a single misplaced element shows. The same
+bodies run every variant on a GPU in ``test_gpu.py``.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
 
 import emulator
-import pytest
-import torch
-from kernel_harness import operand_shapes, reference, run
-
-from polyphase.algorithms.base import Layouts
+from kernel_harness import DTYPES, Emulator, assert_exact, formats
+from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.device import DeviceInfo
 from polyphase.plan import launches
-from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem import Axis, ConvTransposeProblem, Pass
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -42,45 +46,163 @@ PROBLEMS = {
     "empty batch": make((0, 3, 4, 4), 2, 3),
 }
 
+# Layers that meet images of several widths, most of them multiples of four. In channels_last 4, 8 and 12 channels are
+# read as quads, 5 and 6 are not.
+WIDE_LAYERS = {
+    "stride 1": make((1, 12, 1, 1), 8, 3, 1, 1),
+    "stride 1, grouped": make((1, 8, 1, 1), 8, (1, 4), 1, (0, 1), groups=2, bias=True),
+    "stride 2": make((1, 8, 1, 1), 12, 4, 2, 1),
+    "stride 3": make((1, 5, 1, 1), 6, 5, 3, 1, bias=True),
+    "stride 3, dilated": make((1, 4, 1, 1), 4, 2, 3, 2, dilation=4),
+    "stride 4": make((1, 4, 1, 1), 5, 7, 4, 2),
+    "stride 8": make((1, 6, 1, 1), 4, (3, 9), (2, 8), (1, 4)),
+}
+WIDTHS = (8, 12, 13, 16, 40, 132)
 
-def layouts_of(problem: ConvTransposeProblem) -> Layouts:
-    return Layouts.dense(problem)
+
+def every_few(found: list[tuple[Candidate, Launch]]) -> list[tuple[Candidate, Launch]]:
+    """The planner's best variant of every algorithm, and one or two of the others."""
+    by_algorithm: dict[str, list[tuple[Candidate, Launch]]] = {}
+    for candidate, launch in found:
+        by_algorithm.setdefault(candidate.algorithm, []).append((candidate, launch))
+    return [each for offers in by_algorithm.values() for each in offers[:: max(1, len(offers) // 2)]]
 
 
-def variants() -> list[object]:
-    """The planner's best variants of every algorithm for every problem, pass and memory format."""
-    import dataclasses
-
-    cases = []
+def variants() -> Iterator[object]:
     for name, problem in PROBLEMS.items():
-        formats = [problem]
-        if problem.dims > 1:
-            formats.append(dataclasses.replace(problem, channels_last=True))
-        for formatted in formats:
+        for formatted in formats(problem):
             for pass_ in Pass:
-                seen = {}
-                for candidate, launch in launches(formatted, pass_, H200):
-                    seen.setdefault(candidate.algorithm, []).append((candidate, launch))
-                for algorithm, found in seen.items():
-                    for i, (candidate, launch) in enumerate(found[:: max(1, len(found) // 2)]):
-                        label = f"{name}-{'last' if formatted.channels_last else 'first'}-{pass_.value}-{algorithm}-{i}"
-                        cases.append(pytest.param(formatted, pass_, candidate, launch, id=label))
-    return cases
-
-
-def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=generator, dtype=torch.float64)
+                for i, (candidate, launch) in enumerate(every_few(launches(formatted, pass_, H200))):
+                    order = "last" if formatted.channels_last else "first"
+                    label = f"{name}-{order}-{pass_.value}-{candidate.algorithm}-{i}"
+                    yield pytest.param(formatted, pass_, candidate, launch, id=label)
 
 
 @pytest.mark.parametrize(("problem", "pass_", "candidate", "launch"), variants())
-def test_variant_is_exact(problem, pass_, candidate, launch):
+def test_variant_is_exact(problem: ConvTransposeProblem, pass_: Pass, candidate: Candidate, launch: Launch) -> None:
     seed = zlib.crc32(f"{problem} {pass_} {candidate}".encode())
-    first, second = operand_shapes(problem, pass_)
-    operands = integers(first, seed), integers(second, seed + 1)
-    bias = integers((problem.out_channels,), seed + 2) if problem.bias and pass_ is Pass.FORWARD else None
-    out = run(problem, pass_, launch, Layouts.dense(problem), operands, bias, order=seed % 1000)
-    expected = reference(problem, pass_, operands, bias)
-    assert torch.equal(out.double(), expected), (
-        f"{candidate.describe()} of {problem}: {int((out.double() != expected).sum())} of {expected.numel()} differ"
+    assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
+
+
+def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeProblem:
+    """The layer with images of ``width`` columns on the side that the pass reads."""
+    height = 17 if layer.stride[0] == 1 else 5
+    if pass_ is Pass.FORWARD:
+        return replace(layer, input_size=(height, width))
+    axis_h, axis_w = layer.axes
+    columns = axis_w.input_size(width)
+    return replace(
+        layer, input_size=(height, columns), output_padding=(0, width - axis_w.output_size(columns))
     )
+
+
+def tiles(launch: Launch) -> tuple[list[int], bool, bool]:
+    """Tiles along n, d, h, w of a launch of gather_tiled, and whether source and destination rows are aligned."""
+    _, *numbers, _items, _per_block, source, rows = struct.unpack_from("<13i", launch.geometry, 2 * 56)
+    return numbers[4:], bool(source), bool(rows)
+
+
+def wide_cases() -> Iterator[object]:
+    for i, (name, layer) in enumerate(WIDE_LAYERS.items()):
+        for last in (False, True):
+            for j, pass_ in enumerate((Pass.FORWARD, Pass.INPUT_GRAD)):
+                others = ("float64", "bfloat16", "float16")
+                for dtype in ("float32", others[(i + j) % 3]):
+                    problem = replace(layer, dtype=dtype, channels_last=last)
+                    yield pytest.param(
+                        problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}"
+                    )
+
+
+@pytest.mark.parametrize(("layer", "pass_"), wide_cases())
+def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
+    """Quad loads and vector stores, where images allow them and where not; the kernels are those of every width."""
+    full = layer.dtype == "float32"
+    sources = set()
+    for width in WIDTHS if full else (8, 40):
+        problem = wide(layer, pass_, width)
+        for aligned in (True, False):
+            layouts = replace(Layouts.dense(problem), aligned=aligned)
+            candidate, launch = launches(problem, pass_, H200, layouts)[0]
+            assert launch.source.kernel == "gather_tiled"
+            sources.add(launch.source)
+            seed = zlib.crc32(f"{problem} {pass_} {aligned}".encode())
+            assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
+    assert len(sources) == 1
+
+
+def test_wide_images_meet_every_path() -> None:
+    """The sample above is worth its time: several tiles along h and w, aligned and not, on both sides."""
+    met = set()
+    for layer in WIDE_LAYERS.values():
+        for formatted in formats(layer):
+            for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
+                for width in WIDTHS:
+                    _, launch = launches(wide(formatted, pass_, width), pass_, H200)[0]
+                    (_, _, along_h, along_w), source, rows = tiles(launch)
+                    met.add(("along h", along_h > 1, formatted.channels_last, source))
+                    met.add(("along w", along_w > 1, formatted.channels_last, source))
+                    if not formatted.channels_last:
+                        met.add(("rows", rows, pass_))
+    for last in (False, True):
+        for source in (False, True):
+            assert {("along h", True, last, source), ("along w", True, last, source)} <= met
+    assert {("rows", rows, Pass.FORWARD) for rows in (False, True)} <= met
+
+
+ORDERED = {
+    "gather_tiled, source slices": (make((1, 40, 5, 9), 3, 3, 2, 1, bias=True), Pass.FORWARD),
+    "gather_tiled, turned rows": (make((2, 3, 7, 9), 4, 3, 3, 1), Pass.FORWARD),
+    "gather_tiled, quads": (make((1, 8, 6, 20), 8, 4, 2, 1, channels_last=True), Pass.FORWARD),
+    "gather_tiled, input gradient": (make((1, 6, 6, 10), 20, 4, 2, 1), Pass.INPUT_GRAD),
+    "gather_general": (make((1, 3, 4, 5), 5, 3, 2), Pass.FORWARD),
+    "weight_grad": (make((3, 3, 9, 10), 4, 3, 2), Pass.WEIGHT_GRAD),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_no_races(name: str) -> None:
+    """Threads and blocks in several orders give the same bits."""
+    problem, pass_ = ORDERED[name]
+    offers = [each for each in launches(problem, pass_, H200) if each[0].algorithm == name.split(",")[0]]
+    if "source slices" in name:  # not only the winner
+        offers = [each for each in offers if each[0].variant.src_slices > 1]
+    for candidate, launch in offers[:1]:
+        assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
+    assert offers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pass_", Pass)
+def test_wide_offsets(dtype: str, pass_: Pass) -> None:
+    """The variant for tensors beyond 4 GiB, on a small one: its offsets have 64 bits everywhere."""
+    problem = make((2, 3, 5, 7), 4, 3, 2, 1, dtype=dtype, bias=True)
+    candidate, launch = launches(problem, pass_, H200)[0]
+    beyond = replace(problem, batch=2**31 // problem.elements[2], input_size=(2**12, 2**12))
+    _, huge = launches(beyond, pass_, H200)[0]
+    assert huge.source.wide_offsets
+    if huge.source == launch.source:  # of kernels that know no other
+        return
+    assert replace(huge.source, wide_offsets=False) == launch.source
+    # Where each element of a row goes is twice as long.
+    extra = launch.block * candidate.variant.cells_w * problem.stride[-1] * 8
+    wide_launch = replace(launch, source=huge.source, shared_bytes=launch.shared_bytes + extra)
+    assert_exact(problem, pass_, candidate, wide_launch, executor=Emulator(7))
+
+
+def test_offsets_widen_at_4_gib() -> None:
+    """A 3-D image of one channel beyond 4 GiB needs 64 bits for offsets within a tile; one just below does not."""
+    sizes = (1024, 1024, 1023), (1024, 1024, 1024)
+    sources = [
+        launches(make((1, 1, *size), 1, 1), Pass.FORWARD, H200)[0][1].source for size in sizes
+    ]
+    assert [source.wide_offsets for source in sources] == [False, True]
+    for below, beyond in pairwise(sources):
+        assert replace(beyond, wide_offsets=False) == below
+
+
+def test_axes_of_the_sample_cover_the_kernels() -> None:
+    """Strides that split rows by residues, that do not, and that vectors store."""
+    strides = {layer.axes[-1].stride for layer in WIDE_LAYERS.values()}
+    assert strides == {1, 2, 3, 4, 8}
+    assert Axis(1) not in [layer.axes[-1] for layer in WIDE_LAYERS.values()]

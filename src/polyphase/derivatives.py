@@ -73,6 +73,8 @@ def _replace(operands: Sequence[Tensor | None], slot: int, tensor: Tensor | None
 def _below_autograd(
     input: Tensor | None, weight: Tensor | None, output: Tensor | None, bias: Tensor | None, layer: Layer
 ) -> Tensor:
+    if output is None and input is not None and weight is not None:
+        return operators.conv_transpose_below_autograd(input, weight, bias, layer[1:])
     with torch._C._AutoDispatchBelowAutograd():
         return run_operator((input, weight, output), bias, layer)
 

@@ -151,8 +151,7 @@ def _conv_transpose(
     ):
         output = run_differentiable((batch, weight, None), bias, layer)
     else:
-        with torch._C._AutoDispatchBelowAutograd():  # spares the operator's derivatives a look, 4 µs
-            output = operators.conv_transpose(batch, weight, bias, *layer[1:])
+        output = operators.conv_transpose_below_autograd(batch, weight, bias, layer[1:])
     return output if batch is input else output.squeeze(0)
 
 

@@ -35,9 +35,7 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan(
-    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
-) -> Plan:
+def plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None) -> Plan:
     """The plan of a pass: ``layouts`` are the tensors' strides, dense in the problem's memory format by default.
 
     Raises `UnsupportedError` where no algorithm can compute the pass.

@@ -6,40 +6,44 @@ strides. Weights are ``(C_in, C_out / groups, *kernel_size)``. Outputs come in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides
 from polyphase.device import DeviceInfo
 from polyphase.jit.launcher import Executable
-from polyphase.layout import is_channels_last, output_channels_last
+from polyphase.layout import output_channels_last
 from polyphase.plan import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
 #: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
 POISON = False
 
-# Calls seen, by everything that decides how they run. Dropped as a whole when full: a plan is cheap to make again.
+# Calls seen in each pass, by everything that decides how they run. Dropped as a whole when full: a plan is cheap to make.
 _MAX_CALLS = 8192
-_calls: dict[tuple[object, ...], _Call] = {}
+_forward_calls: dict[tuple[object, ...], _Call] = {}
+_input_grad_calls: dict[tuple[object, ...], _Call] = {}
+_weight_grad_calls: dict[tuple[object, ...], _Call] = {}
 
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
+# PyTorch's public ways to ask for these take microseconds; builds without CUDA have neither.
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 
 class _Call:
     """One pass of one problem, ready to launch: the output to allocate and the kernel."""
 
-    __slots__ = ("channels_last_weight", "dtype", "executable", "shape", "strides")
+    __slots__ = ("copies_weight", "executable", "shape", "strides")
 
     def __init__(
-        self, executable: Executable, shape: tuple[int, ...], strides: tuple[int, ...], channels_last_weight: bool
+        self, executable: Executable, shape: tuple[int, ...], strides: tuple[int, ...], copies_weight: bool
     ) -> None:
         self.executable = executable
         self.shape = shape
         self.strides = strides
-        self.channels_last_weight = channels_last_weight
+        self.copies_weight = copies_weight
 
 
 def forward(
@@ -54,23 +58,25 @@ def forward(
 ) -> torch.Tensor:
     """The layer's output ``(N, C_out, *output_size)``."""
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
-    key = (Pass.FORWARD, input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
-           input.device, input.data_ptr() % ALIGNMENT, parameters)  # fmt: skip
-    call = _calls.get(key)
+    address = input.data_ptr()
+    key = (input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
+           input.get_device(), address % ALIGNMENT, parameters)  # fmt: skip
+    call = _forward_calls.get(key)
     if call is None:
         problem = _problem(tuple(input.shape), weight, input, parameters, bias is not None)
         problem = _with_format(problem, output_channels_last(input, weight))
-        call = _prepare(key, Pass.FORWARD, problem, input, None, weight)
-    if not call.channels_last_weight:
+        call = _prepare(Pass.FORWARD, problem, input, None, weight)
+        _remember(_forward_calls, key, call)
+    if call.copies_weight:
         weight = weight.contiguous()
-    bias_pointer = 0
+    bias_address = 0
     if bias is not None:
         bias = bias.contiguous()
-        bias_pointer = bias.data_ptr()
-    output = torch.empty_strided(call.shape, call.strides, dtype=input.dtype, device=input.device)
+        bias_address = bias.data_ptr()
+    output = input.new_empty_strided(call.shape, call.strides)
     if POISON:
         output.fill_(float("nan"))
-    _launch(call.executable, input.data_ptr(), weight.data_ptr(), bias_pointer, output.data_ptr())
+    _launch(call.executable, address, weight.data_ptr(), bias_address, output.data_ptr())
     return output
 
 
@@ -85,16 +91,17 @@ def input_grad(
 ) -> torch.Tensor:
     """The gradient of the layer's input, ``(N, C_in, *input_size)``."""
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
-    key = (Pass.INPUT_GRAD, grad_output.shape, grad_output.stride(), weight.shape, weight.stride(), grad_output.dtype,
-           grad_output.device, grad_output.data_ptr() % ALIGNMENT, parameters)  # fmt: skip
-    call = _calls.get(key)
+    key = (grad_output.shape, grad_output.stride(), weight.shape, weight.stride(), grad_output.dtype,
+           grad_output.get_device(), grad_output.data_ptr() % ALIGNMENT, parameters)  # fmt: skip
+    call = _input_grad_calls.get(key)
     if call is None:
         problem = _problem(_input_shape(grad_output, weight, parameters), weight, grad_output, parameters, False)
         problem = _with_format(problem, output_channels_last(grad_output, weight))
-        call = _prepare(key, Pass.INPUT_GRAD, problem, None, grad_output, weight)
-    if not call.channels_last_weight:
+        call = _prepare(Pass.INPUT_GRAD, problem, None, grad_output, weight)
+        _remember(_input_grad_calls, key, call)
+    if call.copies_weight:
         weight = weight.contiguous()
-    output = torch.empty_strided(call.shape, call.strides, dtype=weight.dtype, device=weight.device)
+    output = grad_output.new_empty_strided(call.shape, call.strides)
     if POISON:
         output.fill_(float("nan"))
     _launch(call.executable, grad_output.data_ptr(), weight.data_ptr(), 0, output.data_ptr())
@@ -116,15 +123,16 @@ def weight_grad(
     Blocks on different parts of the batch and the image leave partial sums, which are added in a fixed order.
     """
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
-    key = (Pass.WEIGHT_GRAD, input.shape, input.stride(), grad_output.shape, grad_output.stride(), tuple(kernel_size),
-           input.dtype, input.device, parameters)  # fmt: skip
-    call = _calls.get(key)
+    key = (input.shape, input.stride(), grad_output.shape, grad_output.stride(), tuple(kernel_size),
+           input.dtype, input.get_device(), parameters)  # fmt: skip
+    call = _weight_grad_calls.get(key)
     if call is None:
         problem = ConvTransposeProblem(
             input.shape[0], input.shape[1], grad_output.shape[1], tuple(input.shape[2:]), tuple(kernel_size),
             *parameters, dtype=_name(input.dtype),
         )  # fmt: skip
-        call = _prepare(key, Pass.WEIGHT_GRAD, problem, input, grad_output, None)
+        call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
+        _remember(_weight_grad_calls, key, call)
     accumulator = torch.float64 if input.dtype == torch.float64 else torch.float32
     planes = call.executable.planes
     partial = torch.empty((planes, *call.shape), dtype=accumulator, device=input.device)
@@ -143,8 +151,13 @@ def _launch(executable: Executable, *pointers: int) -> None:
             executable(_current_stream(index), *pointers)
 
 
+def _remember(calls: dict[tuple[object, ...], _Call], key: tuple[object, ...], call: _Call) -> None:
+    if len(calls) >= _MAX_CALLS:
+        calls.clear()
+    calls[key] = call
+
+
 def _prepare(
-    key: tuple[object, ...],
     pass_: Pass,
     problem: ConvTransposeProblem,
     input: torch.Tensor | None,
@@ -156,7 +169,7 @@ def _prepare(
     assert tensor is not None
     device = DeviceInfo.of(tensor.device)
     dense = Layouts.dense(problem)
-    weight_last = weight is not None and not weight.is_contiguous() and is_channels_last(weight)
+    weight_last = weight is not None and not weight.is_contiguous() and _is_dense_channels_last(weight)
     layouts = Layouts(
         _strides(input) if input is not None else dense.input,
         _strides(output) if output is not None else dense.output,
@@ -174,11 +187,13 @@ def _prepare(
     else:
         shape, strides5 = problem.input_shape, layouts.input
     strides = () if strides5 is None else strides5[:2] + strides5[5 - problem.dims :]
-    call = _Call(executable, shape, strides, weight_last)
-    if len(_calls) >= _MAX_CALLS:
-        _calls.clear()
-    _calls[key] = call
-    return call
+    copies_weight = weight is not None and not weight_last and not weight.is_contiguous()
+    return _Call(executable, shape, strides, copies_weight)
+
+
+def _is_dense_channels_last(weight: torch.Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return weight.dim() in formats and weight.is_contiguous(memory_format=formats[weight.dim()])
 
 
 def _strides(tensor: torch.Tensor) -> Strides:
@@ -214,6 +229,4 @@ def _input_shape(grad_output: torch.Tensor, weight: torch.Tensor, parameters: _P
 
 
 def _with_format(problem: ConvTransposeProblem, channels_last: bool) -> ConvTransposeProblem:
-    from dataclasses import replace
-
     return replace(problem, channels_last=channels_last) if channels_last else problem

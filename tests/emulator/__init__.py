@@ -119,7 +119,7 @@ class EmulatedKernel:
     ) -> None:
         """Runs the grid. Tensors are changed in place, and only if the launch succeeds.
 
-        ``args``: CPU tensors of any strides (passed as a pointer whose alignment, up to 16 bytes, is ``data_ptr()``'s;
+        ``args``: CPU tensors of any strides (passed as a pointer whose alignment, up to 32 bytes, is ``data_ptr()``'s;
         the memory that the tensor spans is copied to guarded memory and back), None (a null pointer), Python, numpy and
         ctypes scalars, and ctypes structures. Blocks, and threads between two barriers, run in ``order``: "forward",
         "reversed", or shuffled by a seed. ``timeout`` is in seconds of processor time.

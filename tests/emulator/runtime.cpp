@@ -154,7 +154,7 @@ struct Grid {
       arguments.push_back(list[i].value);
       if (list[i].bytes < 0) continue;
       const auto address = reinterpret_cast<std::uintptr_t>(list[i].value);
-      buffers.emplace_back("argument " + std::to_string(i), list[i].bytes, 16, address).poison();
+      buffers.emplace_back("argument " + std::to_string(i), list[i].bytes, 32, address).poison();
       pointers.push_back(buffers.back().data);
       arguments.back() = &pointers.back();
       std::memcpy(pointers.back(), list[i].value, list[i].bytes);

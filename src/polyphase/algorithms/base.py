@@ -119,9 +119,7 @@ def two_dimensions(blocks: int) -> tuple[int, int]:
     return math.ceil(blocks / rows), rows if blocks else 0
 
 
-def cost_seconds(
-    problem: ConvTransposeProblem, device: DeviceInfo, multiprocessor_cycles: float
-) -> tuple[float, str]:
+def cost_seconds(problem: ConvTransposeProblem, device: DeviceInfo, multiprocessor_cycles: float) -> tuple[float, str]:
     """Predicted time from the cycles summed over all multiprocessors, and whether bytes or instructions bound it."""
     bytes_time = problem.bytes / device.copy_bytes_per_second
     work_time = multiprocessor_cycles / (device.multiprocessors * device.clock_hz)

@@ -282,7 +282,16 @@ class GatherTiled:
         full = 8 * device.multiprocessors * variant.min_blocks
         per_block = max(1, min(items, items * math.prod(tiles) // full))
         geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack("<13i4x", problem.batch, *lanes, *tiles, items, per_block, gather.aligned_src, _aligned_rows(gather, variant))
+        geometry += struct.pack(
+            "<13i4x",
+            problem.batch,
+            *lanes,
+            *tiles,
+            items,
+            per_block,
+            gather.aligned_src,
+            _aligned_rows(gather, variant),
+        )
         return Launch(
             source=source,
             grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
@@ -366,7 +375,9 @@ def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple
                 if not _fits(gather, variant, lanes, device):
                     continue
                 tiles = math.prod(math.ceil(size / lane) for size, lane in zip(extents, lanes))
-                resident = max(1, device.shared_bytes_per_multiprocessor // (_shared_bytes(gather, variant, lanes) + 1024))
+                resident = max(
+                    1, device.shared_bytes_per_multiprocessor // (_shared_bytes(gather, variant, lanes) + 1024)
+                )
                 crowding = max(1.0, min(variant.min_blocks, 4) / resident)
                 load = _TileSize.of(gather, variant, lanes).elements * gather.src_channels * 5 / 32
                 short_rows = 1 + 4 / (width * variant.cells_w)
@@ -520,10 +531,9 @@ def score(gather: Gather, variant: TiledVariant) -> float:
     cycles = max(_thread_cycles(counts, variant) * warps / 4, _wavefronts(counts, variant.cells_w) * warps)
     # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
     lone_block = _COST_LONE_BLOCK / variant.min_blocks if counts.stages > 1 else 0.0
-    cycles *= 1 + _COST_BARE_LATENCY / (warps * variant.min_blocks) ** 0.81 + lone_block
-    useful = variant.lanes * variant.cells_h * variant.cells_w * gather.dst_channels
-    useful /= math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
-    return cycles / useful
+    cycles *= 1 + _COST_BARE_LATENCY / math.pow(warps * variant.min_blocks, 0.81) + lone_block
+    blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+    return cycles * blocks / (variant.lanes * variant.cells_h * variant.cells_w * gather.dst_channels)
 
 
 def _aligned_rows(gather: Gather, variant: TiledVariant) -> bool:

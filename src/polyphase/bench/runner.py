@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from polyphase.bench import ceilings, environment, oracle
+from polyphase.bench.accuracy import compare
 from polyphase.bench.contestants import TorchVariant, polyphase_call, torch_call, torch_flags, torch_variant_call
 from polyphase.bench.layers import NamedLayer, cut
 from polyphase.bench.operands import MEMORY_FORMATS, Operands, make_operands
@@ -166,7 +167,7 @@ class Runner:
             rival, rival_counts = expected.reference.to(out.dtype), False
         else:
             rival_counts = True
-        found = expected.compare(out, rival)
+        found = compare(out, rival, expected.reference)
         record.error, record.torch_error = found.error, found.torch_error if rival_counts else None
         record.compared = expected.compared
         if not found.ok:

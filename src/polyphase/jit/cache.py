@@ -82,7 +82,9 @@ def _insecure(directory: Path) -> str | None:
         return None
     status = directory.stat()
     if status.st_uid != os.getuid():
-        return f"{directory} belongs to another user (uid {status.st_uid}); set POLYPHASE_CACHE_DIR to a folder of yours"
+        return (
+            f"{directory} belongs to another user (uid {status.st_uid}); set POLYPHASE_CACHE_DIR to a folder of yours"
+        )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"{directory} can be written by others (mode {stat.filemode(status.st_mode)}); chmod it to 700"
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
 import tempfile
 import threading
@@ -124,10 +123,9 @@ def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSour
     """
     while True:
         binary, log = _compile(source, arch, "-v")
-        blocks = source.constant("MIN_BLOCKS")
-        if blocks <= 1 or _number(log, r"(\d+) bytes spill stores") == 0:
+        if source.min_blocks <= 1 or _number(log, r"(\d+) bytes spill stores") == 0:
             return source, binary, log
-        source = source.with_constant("MIN_BLOCKS", blocks - 1)
+        source = source.with_min_blocks(source.min_blocks - 1)
 
 
 def _compile(source: KernelSource, arch: str, assembler_options: str | None = None) -> tuple[bytes, str]:
@@ -139,10 +137,11 @@ def _compile(source: KernelSource, arch: str, assembler_options: str | None = No
         binary = core.Program(source.text, "c++", options).compile("cubin", logs=log)
     except Exception as error:
         path = _keep(source)
+        where = "could not be written to any disk" if path is None else f"lies in {path}"
         raise CompilationError(
-            f"{source.kernel} could not be compiled for {arch}; the source lies in {path}\n{error}\n{log.getvalue()}",
+            f"{source.kernel} could not be compiled for {arch}; the source {where}\n{error}\n{log.getvalue()}",
             log=f"{error}\n{log.getvalue()}",
-            source_path=str(path),
+            source_path=None if path is None else str(path),
         ) from error
     compilations += 1
     return bytes(binary.code), log.getvalue().replace("\0", "")
@@ -161,21 +160,30 @@ def cuda_core() -> Any:
         return cuda.core
 
 
-def _keep(source: KernelSource) -> Path:
-    """Writes a source that does not compile where its reader finds it."""
+def _keep(source: KernelSource) -> Path | None:
+    """Writes a source that does not compile where its reader finds it; None where no disk takes it."""
     name = f"{source.kernel}-{hashlib.sha256(source.text.encode()).hexdigest()[:12]}.cu"
-    for folder in (cache_directory() / "failed", Path(tempfile.mkdtemp(prefix="polyphase-"))):
+    for scratch in (False, True):
         try:
+            folder = Path(tempfile.mkdtemp(prefix="polyphase-")) if scratch else cache_directory() / "failed"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(source.text, encoding="utf-8")
             return folder / name
         except OSError:
             continue
-    return Path(os.devnull)
+    return None
 
 
 @lru_cache(maxsize=1)
 def _compiler_version() -> str:
-    from cuda.bindings import nvrtc
+    cuda_core()  # first, and alone: see there
+    try:
+        from cuda.bindings import nvrtc
 
-    return "nvrtc {1}.{2}".format(*nvrtc.nvrtcVersion())
+        version = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # the library is looked for by the first call
+        raise UnsupportedError(
+            f"polyphase's CUDA kernels are compiled at run time by NVRTC, which cannot be loaded ({error}); "
+            "install it with: pip install nvidia-cuda-nvrtc"
+        ) from error
+    return "nvrtc {1}.{2}".format(*version)

@@ -4,7 +4,10 @@ needs its pointers filled in."""
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +34,7 @@ class Executable:
         self._empty = 0 in launch.grid
         self._geometry = launch.geometry
         self._pointers = pointers
+        self._pack = struct.Struct(f"{pointers}Q").pack_into
         self._local = threading.local()
         if launch.shared_bytes > _DEFAULT_SHARED_BYTES:
             _allow_shared(launch.source, arch, index, launch.shared_bytes)
@@ -44,8 +48,7 @@ class Executable:
             block, address = self._local.block
         except AttributeError:
             block, address = self._parameters()
-        for i, pointer in enumerate(pointers):
-            block[i] = pointer
+        self._pack(block, 0, *pointers)
         (status,) = self._cu_launch(self._function, *self._dimensions, stream, address, 0)
         if status:
             raise PolyphaseError(
@@ -73,17 +76,28 @@ def _driver() -> Any:
     return driver
 
 
+@contextmanager
+def _context_of(index: int) -> Iterator[None]:
+    """Makes a device current, and afterwards the one that was: PyTorch would allocate on what is left here."""
+    driver = _driver()
+    _, before = driver.cuCtxGetCurrent()
+    cuda_core().Device(index).set_current()
+    try:
+        yield
+    finally:
+        driver.cuCtxSetCurrent(before)
+
+
 @lru_cache(maxsize=None)
 def _load(source: KernelSource, arch: str, index: int) -> Any:
     """The loaded kernel. A binary from the cache that does not load is thrown away and compiled again, once."""
-    core = cuda_core()
-    core.Device(index).set_current()
     for fresh in (False, True):
         if fresh:
             discard_kernel(source, arch)
         binary = compile_kernel(source, arch)
         try:
-            return core.ObjectCode.from_cubin(binary).get_kernel(source.kernel)
+            with _context_of(index):
+                return cuda_core().ObjectCode.from_cubin(binary).get_kernel(source.kernel)
         except Exception as error:
             if fresh:
                 raise CompilationError(

@@ -33,13 +33,16 @@ class KernelSource:
     wide_offsets: bool
     constants: tuple[tuple[str, Constant], ...]
 
-    def constant(self, name: str) -> Constant:
-        """The value of one constant."""
-        return dict(self.constants)[name]
+    @property
+    def min_blocks(self) -> int:
+        """Blocks that should be resident on a multiprocessor, for which the compiler limits registers."""
+        blocks = dict(self.constants)["MIN_BLOCKS"]
+        assert isinstance(blocks, int)
+        return blocks
 
-    def with_constant(self, name: str, value: Constant) -> KernelSource:
-        """The same kernel with another value of one constant."""
-        return replace(self, constants=tuple({**dict(self.constants), name: value}.items()))
+    def with_min_blocks(self, blocks: int) -> KernelSource:
+        """The same kernel with another limit."""
+        return replace(self, constants=tuple({**dict(self.constants), "MIN_BLOCKS": blocks}.items()))
 
     @cached_property
     def text(self) -> str:

@@ -1,14 +1,15 @@
-// Direct kernel of the forward pass and the input gradient for every layer that gather_tiled does not unroll: kernels of
-// thousands of taps, large strides, channels-last depthwise layers. No limits, no shared memory, no barrier.
+// Direct kernel of the forward pass and the input gradient for every layer that gather_tiled does not unroll: kernels
+// of thousands of taps, large strides, channels-last depthwise layers. No limits, no shared memory, no barrier.
 //
 //   destination[n, cd, o] = bias[cd] + Σ source[n, cs, (position of o) + …] · w[cs, cd, tap]
 //
-// Index mapping. A thread owns DST_PER_THREAD destination channels of one group at one destination element. Neighbouring
-// threads own neighbouring elements along w (channels first) or neighbouring channels (channels last).
+// Index mapping. A thread owns DST_PER_THREAD destination channels of one group at one destination element.
+// Neighbouring threads own neighbouring elements along w (channels first) or neighbouring channels (channels last).
 //
 // Along each dimension the taps that meet a destination element form an arithmetic progression, and so do the source
-// elements they meet: in the forward pass taps tap0, tap0 + stride/gcd, … while the source falls by dilation/gcd (gcd of
-// stride and dilation); in the input gradient all taps, while the source rises by the dilation. Nothing is tabulated.
+// elements they meet: in the forward pass taps tap0, tap0 + stride/gcd, … while the source falls by dilation/gcd (gcd
+// of stride and dilation); in the input gradient all taps, while the source rises by the dilation. Nothing is
+// tabulated.
 
 struct Geometry {
   Tensor5 src, dst;
@@ -103,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           const int tap = (kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw;
 #pragma unroll
           for (int i = 0; i < DST_PER_THREAD; ++i) {
-            const int dst_channel = DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + i
-                                                                       : min(first_dst + i, DST_CHANNELS - 1);
+            const int dst_channel =
+                DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + i : min(first_dst + i, DST_CHANNELS - 1);
             sum[i] += value * widen(read(weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
                                                               : weight_offset(channel, dst_channel, tap))));
           }

@@ -1,6 +1,7 @@
 // Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, in exact arithmetic.
 //
-//   destination[n, cd, cell·DST + dst_offset(tap)] = bias[cd] + Σ source[n, cs, cell·SRC + src_offset(tap)] · w[cs, cd, tap]
+//   destination[n, cd, cell·DST + dst_offset(tap)]  =
+//       bias[cd]  +  Σ source[n, cs, cell·SRC + src_offset(tap)] · w[cs, cd, tap]
 //
 // summed over the source channels cs of the group and over all taps (common/geometry.cuh has the offsets). For layers
 // whose taps unroll: weights × cells of a thread are straight-line code.
@@ -8,28 +9,29 @@
 // Index mapping. A block owns a tile of cells in (n, d, h, w) and one or more items, one after the other: an item is a
 // group and BLOCK_DST of its destination channels. The threads are SRC_SLICES × DST_SLICES × LANES: a lane is CELLS_H ×
 // CELLS_W cells of the tile, lanes running along w, then h, d, n in extents chosen at launch; a destination slice is
-// DST_PER_THREAD channels; a source slice is its share of every stage's source channels, summed at the end of an item. A
-// thread keeps every phase of its cells in registers: CELLS_H × CELLS_W × (DST per cell) × DST_PER_THREAD accumulators, of
-// which those without taps cost nothing.
+// DST_PER_THREAD channels; a source slice is its share of every stage's source channels, summed at the end of an item.
+// A thread keeps every phase of its cells in registers: CELLS_H × CELLS_W × (DST per cell) × DST_PER_THREAD
+// accumulators, of which those without taps cost nothing.
 //
-// Shared memory: two buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; two buffers
-// of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting at a multiple
-// of four source elements and split by residues so that lanes read neighbouring words at even strides too; then where each element of a lane's row goes; then the sums of one source slice, or for each
-// warp the row that it turns into a whole output line.
+// Shared memory: two buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; two
+// buffers of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting
+// at a multiple of four source elements and split by residues so that lanes read neighbouring words at even strides
+// too; then where each element of a lane's row goes; then the sums of one source slice, or for each warp the row that
+// it turns into a whole output line.
 //
-// Synchronisation: step i+1 (a stage of an item) is loaded to registers while step i is computed, and stored to the other
-// buffer; one barrier a step suffices, since a buffer is written again only after the barrier that follows its last
-// reads. A warp's row is its own.
+// Synchronisation: step i+1 (a stage of an item) is loaded to registers while step i is computed, and stored to the
+// other buffer; one barrier a step suffices, since a buffer is written again only after the barrier that follows its
+// last reads. A warp's row is its own.
 
 struct Geometry {
   Tensor5 src, dst;
   int batch;
-  int lanes[4];         // extents of the lanes along n, d, h, w; their product is at most LANES
-  int tiles[4];         // tiles along n, d, h, w
-  int items;            // of the layer: groups × DST_BLOCKS
+  int lanes[4];  // extents of the lanes along n, d, h, w; their product is at most LANES
+  int tiles[4];  // tiles along n, d, h, w
+  int items;     // of the layer: groups × DST_BLOCKS
   int items_per_block;
-  int aligned_src;      // whether quads of the source start at a multiple of their size, and none is cut by an edge
-  int aligned_rows;     // whether every RUN elements of the destination start at a multiple of their size
+  int aligned_src;   // whether quads of the source start at a multiple of their size, and none is cut by an edge
+  int aligned_rows;  // whether every RUN elements of the destination start at a multiple of their size
 };
 
 constexpr int SLICE_THREADS = LANES * DST_SLICES;
@@ -60,9 +62,9 @@ static_assert(!SRC_CHANNELS_LAST || STAGE_CHANNELS % 4 == 0, "a thread loads fou
 
 // The tile of the source, as every thread sees it.
 struct Tile {
-  int n, d, h, w;          // first batch entry and first cells
-  int size_d, size_h, size_w;  // source elements along each dimension, halo included, whole quads along w
-  int pitch;               // elements of one residue of w in a row
+  int n, d, h, w;               // first batch entry and first cells
+  int size_d, size_h, size_w;   // source elements along each dimension, halo included, whole quads along w
+  int pitch;                    // elements of one residue of w in a row
   int row, slab, image, plane;  // pitches of h, d, n and channel
 };
 
@@ -122,8 +124,8 @@ struct SourceLoader {
       const int src_d = t.d * SRC_D + first_offset(AXIS_D) + d;
       const int src_h = t.h * SRC_H + first_offset(AXIS_H) + h;
       const int src_w = t.w * SRC_W + first_offset(AXIS_W) - SKEW + w;
-      const bool row_inside = t.n + n < g.batch && (unsigned)src_d < (unsigned)g.src.size[0] &&
-                              (unsigned)src_h < (unsigned)g.src.size[1];
+      const bool row_inside =
+          t.n + n < g.batch && (unsigned)src_d < (unsigned)g.src.size[0] && (unsigned)src_h < (unsigned)g.src.size[1];
       unsigned mask = 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
@@ -285,11 +287,10 @@ struct Accumulators {
             for (int cell_w = 0; cell_w < CELLS_W; ++cell_w)
 #pragma unroll
               for (int dst = 0; dst < DST_PER_THREAD; ++dst)
-                sum[cell_h][dst_offset(AXIS_D, kd)][dst_offset(AXIS_H, kh)]
-                   [cell_w * DST_W + dst_offset(AXIS_W, kw)][dst] +=
-                    patch[cell_h * SRC_H + src_offset(AXIS_H, kh) - first_offset(AXIS_H)]
-                         [cell_w * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)] *
-                    tap_weights[((kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw) * DST_PER_THREAD + dst];
+                sum[cell_h][dst_offset(AXIS_D, kd)][dst_offset(AXIS_H, kh)][cell_w * DST_W + dst_offset(AXIS_W, kw)]
+                   [dst] += patch[cell_h * SRC_H + src_offset(AXIS_H, kh) - first_offset(AXIS_H)]
+                                 [cell_w * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)] *
+                            tap_weights[((kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw) * DST_PER_THREAD + dst];
     }
   }
 
@@ -314,7 +315,7 @@ struct Accumulators {
 
 // Where a lane's first cell lies in the destination.
 struct Place {
-  offset_t offset;          // bytes from the tile's first batch entry
+  offset_t offset;           // bytes from the tile's first batch entry
   int slabs, rows, columns;  // of the destination from there on; none for lanes beyond the tile or the batch
 
   __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int lane) {
@@ -338,8 +339,9 @@ struct Element {
 };
 
 // Channels first. Every lane owns RUN neighbouring elements of a row. Where rows start aligned it stores them as one
-// vector; else a warp turns the rows of its lanes around in shared memory, so that neighbouring lanes store neighbouring
-// elements: either way whole lines are written. For the turned rows `elements` says where each element goes.
+// vector; else a warp turns the rows of its lanes around in shared memory, so that neighbouring lanes store
+// neighbouring elements: either way whole lines are written. For the turned rows `elements` says where each element
+// goes.
 constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * sizeof(scalar_t) <= 16;
 
 __device__ __forceinline__ void describe_row(const Geometry& g, const Place& place, Element* elements) {
@@ -351,9 +353,9 @@ __device__ __forceinline__ void describe_row(const Geometry& g, const Place& pla
   }
 }
 
-__device__ __forceinline__ void store_rows(const Geometry& g, const Place& place, const Accumulators& acc, scalar_t* dst,
-                                           const accum_t (&bias)[DST_PER_THREAD], int channels, accum_t* staging,
-                                           const Element* elements, int in_warp) {
+__device__ __forceinline__ void store_rows(const Geometry& g, const Place& place, const Accumulators& acc,
+                                           scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels,
+                                           accum_t* staging, const Element* elements, int in_warp) {
   const bool vectors = VECTORS && g.aligned_rows;
 #pragma unroll
   for (int channel = 0; channel < DST_PER_THREAD; ++channel) {
@@ -451,8 +453,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int lane_w = lane % g.lanes[3], lane_h = lane / g.lanes[3] % g.lanes[2];
   const int lane_d = lane / (g.lanes[3] * g.lanes[2]) % g.lanes[1];
   const int lane_n = min(lane / (g.lanes[3] * g.lanes[2] * g.lanes[1]), g.lanes[0] - 1);  // lanes beyond the tile idle
-  const int corner =
-      lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.row + lane_w * CELLS_W * (SRC_W / SPLIT);
+  const int corner = lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.row +
+                     lane_w * CELLS_W * (SRC_W / SPLIT);
 
   SourceLoader source;
   WeightLoader taps;

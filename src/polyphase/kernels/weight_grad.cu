@@ -7,9 +7,9 @@
 // element a (column, position), zero where it falls into the padding.
 //
 // Index mapping. A block owns ROWS × COLUMNS of one group and one contiguous part of K. Its threads are K_SLICES ×
-// (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage, summed at the
-// end in slice order. Blocks on different parts of K write to different planes of `partial`, which the caller sums in
-// order: the result does not depend on timing.
+// (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage, summed at
+// the end in slice order. Blocks on different parts of K write to different planes of `partial`, which the caller sums
+// in order: the result does not depend on timing.
 //
 // Shared memory: DEPTH × ROW_PITCH of x, then DEPTH × COLUMN_PITCH of g, both [position][row or column], padded so that
 // stores along K do not meet in one bank. After the last stage it sums the K slices.
@@ -17,10 +17,10 @@
 struct Geometry {
   Tensor5 x, g;
   int batch, groups;
-  int parts;               // blocks along K
-  long long part_length;   // positions of a part
-  long long positions;     // K
-  long long plane;         // elements of one plane of `partial`: all weights
+  int parts;              // blocks along K
+  long long part_length;  // positions of a part
+  long long positions;    // K
+  long long plane;        // elements of one plane of `partial`: all weights
 };
 
 constexpr int COLUMNS_TOTAL = OUT_CHANNELS * TAPS;
@@ -91,8 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     k /= g.x.size[1];
     const int d = (int)(k % g.x.size[0]);
     const long long n = k / g.x.size[0];
-    const scalar_t* const x_at =
-        x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4];
+    const scalar_t* const x_at = x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4];
 #pragma unroll
     for (int i = 0; i < X_ITEMS; ++i) {
       const int r = load_row + i * ROW_STEP;
@@ -113,9 +112,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int o_w = base_w + tap % AXIS_W.kernel * AXIS_W.dilation;
       const bool inside = exists && c < COLUMNS && global < COLUMNS_TOTAL && (unsigned)o_d < (unsigned)g.g.size[0] &&
                           (unsigned)o_h < (unsigned)g.g.size[1] && (unsigned)o_w < (unsigned)g.g.size[2];
-      g_values[i] = inside ? read(g_at + channel * g.g.stride[1] + o_d * g.g.stride[2] + o_h * g.g.stride[3] +
-                                  o_w * g.g.stride[4])
-                           : zero<scalar_t>();
+      g_values[i] =
+          inside
+              ? read(g_at + channel * g.g.stride[1] + o_d * g.g.stride[2] + o_h * g.g.stride[3] + o_w * g.g.stride[4])
+              : zero<scalar_t>();
     }
   };
 

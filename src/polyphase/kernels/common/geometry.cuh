@@ -1,17 +1,19 @@
 // The layer on a grid of cells, one formula for the forward pass and the input gradient.
 //
-// The layer relates input element i and output element o by  o = i·stride + tap·dilation - padding.  Cut both into cells
-// of one input element and `stride` output elements. With "source" for what a pass reads and "destination" for what it
-// writes, either pass is, per dimension,
+// The layer relates input element i and output element o by  o = i·stride + tap·dilation - padding.  Cut both into
+// cells of one input element and `stride` output elements. With "source" for what a pass reads and "destination" for
+// what it writes, either pass is, per dimension,
 //
 //     destination[cell·DST + dst_offset(tap)] += source[cell·SRC + src_offset(tap)] · weight[tap]
 //
-//     forward          DST = stride, SRC = 1        dst_offset = the tap's phase     src_offset = -(the tap's shift)
-//     input gradient   DST = 1,      SRC = stride   dst_offset = 0                   src_offset = tap·dilation - padding
+//     forward         DST = stride, SRC = 1       dst_offset = the tap's phase   src_offset = -(the tap's shift)
+//     input gradient  DST = 1,      SRC = stride  dst_offset = 0                 src_offset = tap·dilation - padding
 //
 // The specialisation defines AXIS_D, AXIS_H, AXIS_W (a missing dimension is a kernel of one tap) and INPUT_GRAD.
 
-__host__ __device__ constexpr int shift_of(Axis axis, int tap) { return floor_div(tap * axis.dilation - axis.padding, axis.stride); }
+__host__ __device__ constexpr int shift_of(Axis axis, int tap) {
+  return floor_div(tap * axis.dilation - axis.padding, axis.stride);
+}
 __host__ __device__ constexpr int phase_of(Axis axis, int tap) {
   return tap * axis.dilation - axis.padding - shift_of(axis, tap) * axis.stride;
 }

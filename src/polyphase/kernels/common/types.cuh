@@ -93,8 +93,8 @@ struct alignas(COUNT * sizeof(T)) Vector {
   T value[COUNT];
 };
 
-// Four elements on their way from global memory, either one vector or four loads. They stay as they were loaded until they
-// are used: to take a vector of 16-bit elements apart would wait for the load.
+// Four elements on their way from global memory, either one vector or four loads. They stay as they were loaded until
+// they are used: to take a vector of 16-bit elements apart would wait for the load.
 template <class T>
 struct Quad {
   Vector<T, 4> elements;
