@@ -100,9 +100,7 @@ class Buffer:
 
     def _view(self, flat: Tensor) -> Tensor:
         elements = flat[: self._end * self._dtype.itemsize].view(self._dtype)
-        return elements[self._start :].as_strided(
-            self._shape, self._strides, elements.storage_offset() + self._start
-        )
+        return elements[self._start :].as_strided(self._shape, self._strides, elements.storage_offset() + self._start)
 
     def read(self) -> Tensor:
         """What it holds now, on the host; raises AssertionError where a guard was written to."""

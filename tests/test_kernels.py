@@ -13,13 +13,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats
 from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.device import DeviceInfo
 from polyphase.plan import launches
-from polyphase.problem import Axis, ConvTransposeProblem, Pass
+from polyphase.problem import ConvTransposeProblem, Pass
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -57,7 +58,7 @@ WIDE_LAYERS = {
     "stride 4": make((1, 4, 1, 1), 5, 7, 4, 2),
     "stride 8": make((1, 6, 1, 1), 4, (3, 9), (2, 8), (1, 4)),
 }
-WIDTHS = (8, 12, 13, 16, 40, 132)
+WIDTHS = (8, 12, 16, 40, 132, 135)
 
 
 def every_few(found: list[tuple[Candidate, Launch]]) -> list[tuple[Candidate, Launch]]:
@@ -68,7 +69,7 @@ def every_few(found: list[tuple[Candidate, Launch]]) -> list[tuple[Candidate, La
     return [each for offers in by_algorithm.values() for each in offers[:: max(1, len(offers) // 2)]]
 
 
-def variants() -> Iterator[object]:
+def variants() -> Iterator[ParameterSet]:
     for name, problem in PROBLEMS.items():
         for formatted in formats(problem):
             for pass_ in Pass:
@@ -78,7 +79,7 @@ def variants() -> Iterator[object]:
                     yield pytest.param(formatted, pass_, candidate, launch, id=label)
 
 
-@pytest.mark.parametrize(("problem", "pass_", "candidate", "launch"), variants())
+@pytest.mark.parametrize(("problem", "pass_", "candidate", "launch"), list(variants()))
 def test_variant_is_exact(problem: ConvTransposeProblem, pass_: Pass, candidate: Candidate, launch: Launch) -> None:
     seed = zlib.crc32(f"{problem} {pass_} {candidate}".encode())
     assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
@@ -89,11 +90,9 @@ def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeP
     height = 17 if layer.stride[0] == 1 else 5
     if pass_ is Pass.FORWARD:
         return replace(layer, input_size=(height, width))
-    axis_h, axis_w = layer.axes
-    columns = axis_w.input_size(width)
-    return replace(
-        layer, input_size=(height, columns), output_padding=(0, width - axis_w.output_size(columns))
-    )
+    axis = layer.axes[1]
+    columns = axis.input_size(width)
+    return replace(layer, input_size=(height, columns), output_padding=(0, width - axis.output_size(columns)))
 
 
 def tiles(launch: Launch) -> tuple[list[int], bool, bool]:
@@ -102,19 +101,17 @@ def tiles(launch: Launch) -> tuple[list[int], bool, bool]:
     return numbers[4:], bool(source), bool(rows)
 
 
-def wide_cases() -> Iterator[object]:
+def wide_cases() -> Iterator[ParameterSet]:
     for i, (name, layer) in enumerate(WIDE_LAYERS.items()):
         for last in (False, True):
             for j, pass_ in enumerate((Pass.FORWARD, Pass.INPUT_GRAD)):
                 others = ("float64", "bfloat16", "float16")
                 for dtype in ("float32", others[(i + j) % 3]):
                     problem = replace(layer, dtype=dtype, channels_last=last)
-                    yield pytest.param(
-                        problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}"
-                    )
+                    yield pytest.param(problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}")
 
 
-@pytest.mark.parametrize(("layer", "pass_"), wide_cases())
+@pytest.mark.parametrize(("layer", "pass_"), list(wide_cases()))
 def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
     """Quad loads and vector stores, where images allow them and where not; the kernels are those of every width."""
     full = layer.dtype == "float32"
@@ -193,16 +190,7 @@ def test_wide_offsets(dtype: str, pass_: Pass) -> None:
 def test_offsets_widen_at_4_gib() -> None:
     """A 3-D image of one channel beyond 4 GiB needs 64 bits for offsets within a tile; one just below does not."""
     sizes = (1024, 1024, 1023), (1024, 1024, 1024)
-    sources = [
-        launches(make((1, 1, *size), 1, 1), Pass.FORWARD, H200)[0][1].source for size in sizes
-    ]
+    sources = [launches(make((1, 1, *size), 1, 1), Pass.FORWARD, H200)[0][1].source for size in sizes]
     assert [source.wide_offsets for source in sources] == [False, True]
     for below, beyond in pairwise(sources):
         assert replace(beyond, wide_offsets=False) == below
-
-
-def test_axes_of_the_sample_cover_the_kernels() -> None:
-    """Strides that split rows by residues, that do not, and that vectors store."""
-    strides = {layer.axes[-1].stride for layer in WIDE_LAYERS.values()}
-    assert strides == {1, 2, 3, 4, 8}
-    assert Axis(1) not in [layer.axes[-1] for layer in WIDE_LAYERS.values()]

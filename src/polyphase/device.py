@@ -7,7 +7,7 @@ The rates serve the cost model alone: they rank candidates, and no result depend
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING
 
 from polyphase.errors import UnsupportedError
@@ -30,6 +30,7 @@ class DeviceInfo:
 
     @property
     def is_cuda(self) -> bool:
+        """Whether own kernels run there."""
         return self.arch.startswith("sm_")
 
     @staticmethod
@@ -66,7 +67,7 @@ _TYPICAL = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _of_cuda(index: int) -> DeviceInfo:
     import torch
 

@@ -1,14 +1,14 @@
 """The one place that decides how a pass is computed. Needs neither torch nor a GPU.
 
-Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. Variants
-depend on the layer alone, never on batch or image size, so a new size is a new launch of a kernel that is compiled
-already. Nothing is tried at run time.
+Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. The
+choice depends on the layer alone, never on batch or image size, so a new size is a new launch of a kernel that is
+compiled already. Nothing is tried at run time.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from polyphase.algorithms import ALGORITHMS
@@ -43,8 +43,10 @@ def plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts
     if not device.is_cuda:
         return Plan(problem, pass_, "portable")
     layouts = layouts or Layouts.dense(problem)
+    # Algorithms are compared at one size, so that a layer keeps its kernel whatever images it meets.
+    typical = replace(problem, batch=16, input_size=(64,) * problem.dims)
     offers = [
-        (candidates[0], algorithm)
+        (candidates[0], algorithm, algorithm.candidates(typical, pass_, device, Layouts.dense(typical))[0].seconds)
         for algorithm in ALGORITHMS
         if algorithm.refusal(problem, pass_, device) is None
         and (candidates := algorithm.candidates(problem, pass_, device, layouts))
@@ -52,7 +54,7 @@ def plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts
     if not offers:
         reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
         raise UnsupportedError(f"no algorithm computes the {pass_.value} of {problem} on {device.arch}: {reasons}")
-    candidate, algorithm = min(offers, key=lambda offer: offer[0].seconds)
+    candidate, algorithm, _ = min(offers, key=lambda offer: offer[2])
     launch = algorithm.launch(problem, pass_, device, layouts, candidate.variant)
     return Plan(problem, pass_, algorithm.name, candidate, launch)
 

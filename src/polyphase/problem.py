@@ -14,8 +14,8 @@ Write ``o = q·s + u`` with ``0 ≤ u < s``. Tap ``t`` serves phase ``u = (t·d 
     y[q·s + u] = Σ over the taps t of phase u of   x[q - shift_t]·w[t]
 
 So the layer is ``s`` stride-1 correlations per dimension whose outputs interleave. Only ``s / gcd(s, d)`` phases own
-taps (fewer when the kernel is short); the others are bias alone. Phases are counted from the output, not from the padded
-output, so that phase 0 of a tile starts on an aligned element.
+taps (fewer when the kernel is short); the others are bias alone. Phases are counted from the output, not from the
+padded output, so that phase 0 of a tile starts on an aligned element.
 """
 
 from __future__ import annotations
@@ -155,28 +155,34 @@ class ConvTransposeProblem:
 
     @cached_property
     def output_size(self) -> tuple[int, ...]:
+        """The output's spatial size."""
         return tuple(
             axis.output_size(n, extra) for axis, n, extra in zip(self.axes, self.input_size, self.output_padding)
         )
 
     @property
     def in_channels_per_group(self) -> int:
+        """Input channels of a group."""
         return self.in_channels // self.groups
 
     @property
     def out_channels_per_group(self) -> int:
+        """Output channels of a group."""
         return self.out_channels // self.groups
 
     @property
     def input_shape(self) -> tuple[int, ...]:
+        """``(N, C_in, *spatial)``."""
         return (self.batch, self.in_channels, *self.input_size)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
+        """``(C_in, C_out / groups, *kernel_size)``."""
         return (self.in_channels, self.out_channels_per_group, *self.kernel_size)
 
     @property
     def output_shape(self) -> tuple[int, ...]:
+        """``(N, C_out, *spatial)``."""
         return (self.batch, self.out_channels, *self.output_size)
 
     @property
@@ -202,19 +208,6 @@ class ConvTransposeProblem:
     def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
         """No pass runs faster than the larger of its bytes over the bandwidth and its flops over the rate."""
         return max(self.bytes / bytes_per_second, self.flops / flops_per_second)
-
-    @cached_property
-    def layer(self) -> tuple[object, ...]:
-        """What a kernel is compiled for: everything but batch, image size and output padding."""
-        return (
-            self.in_channels_per_group,
-            self.out_channels_per_group,
-            self.axes3,
-            self.bias,
-            self.dtype,
-            self.channels_last,
-            self.groups > 1,
-        )
 
     def __str__(self) -> str:
         parts = [f"{'×'.join(map(str, self.input_shape))} → {self.out_channels}", f"k={_short(self.kernel_size)}"]

@@ -1,7 +1,8 @@
 """From tensors on a GPU to a launched kernel. A warm call is one look-up, one allocation, one launch.
 
-Arguments are valid already (`polyphase.validate`): batched tensors of one real floating dtype on one CUDA device, of any
-strides. Weights are ``(C_in, C_out / groups, *kernel_size)``. Outputs come in the memory format that PyTorch would give.
+Arguments are valid already (`polyphase.validate`): batched tensors of one real floating dtype on one CUDA device, of
+any strides. Weights are ``(C_in, C_out / groups, *kernel_size)``. Outputs come in the memory format that PyTorch would
+give.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 #: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
 POISON = False
 
-# Calls seen in each pass, by everything that decides how they run. Dropped as a whole when full: a plan is cheap to make.
+# Calls seen in each pass, by everything that decides how they run. Dropped as a whole when full: plans are cheap.
 _MAX_CALLS = 8192
 _forward_calls: dict[tuple[object, ...], _Call] = {}
 _input_grad_calls: dict[tuple[object, ...], _Call] = {}

@@ -1,7 +1,8 @@
 """Ways to compute a pass, one file each; `polyphase.plan` chooses among `ALGORITHMS`."""
 
 from polyphase.algorithms.base import Algorithm
-from polyphase.algorithms.gather import GatherGeneral, GatherTiled
+from polyphase.algorithms.gather_general import GatherGeneral
+from polyphase.algorithms.gather_tiled import GatherTiled
 from polyphase.algorithms.weight_grad import WeightGrad
 
 ALGORITHMS: tuple[Algorithm, ...] = (GatherTiled(), GatherGeneral(), WeightGrad())

@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from polyphase.algorithms.base import Launch
@@ -42,6 +42,7 @@ class Executable:
         self._cu_launch = _driver().cuLaunchKernel
 
     def __call__(self, stream: int, *pointers: int) -> None:
+        """Launch on a raw stream; raises `PolyphaseError` where the driver refuses."""
         if self._empty:
             return
         try:
@@ -53,7 +54,7 @@ class Executable:
         if status:
             raise PolyphaseError(
                 f"launching {self.name} on CUDA device {self.device_index} failed: {status!r} "
-                f"(grid {self._dimensions[:3]}, {self._dimensions[3]} threads, {self._dimensions[6]} bytes of shared memory)"
+                f"(grid {self._dimensions[:3]}, {self._dimensions[3]} threads, {self._dimensions[6]} bytes shared)"
             )
 
     def _parameters(self) -> tuple[Any, int]:
@@ -88,7 +89,7 @@ def _context_of(index: int) -> Iterator[None]:
         driver.cuCtxSetCurrent(before)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(source: KernelSource, arch: str, index: int) -> Any:
     """The loaded kernel. A binary from the cache that does not load is thrown away and compiled again, once."""
     for fresh in (False, True):

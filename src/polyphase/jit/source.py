@@ -6,7 +6,7 @@ The text includes nothing, so that NVRTC needs no headers and one string is the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from polyphase.problem import Axis
@@ -46,6 +46,7 @@ class KernelSource:
 
     @cached_property
     def text(self) -> str:
+        """What the compiler gets."""
         scalar, accumulator = _TYPES[self.dtype]
         lines = [
             f"// {self.kernel}, specialised by:",
@@ -67,6 +68,6 @@ def _declare(name: str, value: Constant) -> str:
     return f"int {name} = {value}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _read(name: str) -> str:
     return (KERNELS / name).read_text(encoding="utf-8")

@@ -1,0 +1,284 @@
+"""The direct gather kernel for layers that unroll, ``kernels/gather_tiled.cu``: variants, tiles and launch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, two_dimensions
+from polyphase.algorithms.gather import Gather
+from polyphase.algorithms.tile_cost import Counts, TiledVariant, cycles_per_result, registers, thread_cycles
+from polyphase.device import DeviceInfo
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+
+# Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
+_MAX_UNROLLED = 1600
+_MAX_ACCUMULATORS = 96
+_MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
+_REGISTERS = 65536
+_OFFERED = 8
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a variant may depend on: the layer and its layout, never batch or image size."""
+
+    gather: Gather
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Layer) and self._key == other._key
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        g = self.gather
+        alignment = math.gcd(*g.dst.strides[2:], g.dst.strides[0], 16) if g.dst.channels_last else 1
+        layout = (g.src.channels_last, g.dst.channels_last, alignment, g.weight_channels_last)
+        return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.bias, layout
+
+
+class GatherTiled:
+    """All phases of a tile in one block, the kernel's taps unrolled."""
+
+    name = "gather_tiled"
+
+    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is Pass.WEIGHT_GRAD:
+            return "computes the forward pass and the input gradient only"
+        gather = Gather.of(problem, pass_, Layouts.dense(problem))
+        if gather.taps > _MAX_UNROLLED:
+            return f"{gather.taps} taps do not unroll (at most {_MAX_UNROLLED})"
+        if gather.owned > _MAX_ACCUMULATORS:
+            return f"{gather.owned} phases do not fit a thread's registers (at most {_MAX_ACCUMULATORS})"
+        if problem.channels_last and min(gather.src_channels, gather.dst_channels) < 4 and problem.groups > 4:
+            return "channels_last groups of less than 4 channels would leave its lanes far apart in memory"
+        if not _variants(_Layer(gather)):
+            return "the halo of a tile does not fit the registers in flight"
+        if not any(
+            _fits(gather, variant, (1, 1, 1, variant.lanes), device) for variant, _ in _variants(_Layer(gather))
+        ):
+            return f"the halo of a tile does not fit {device.shared_bytes_per_block} bytes of shared memory"
+        return None
+
+    def candidates(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    ) -> list[Candidate]:
+        gather = Gather.of(problem, pass_, layouts)
+        work = problem.batch * problem.groups * math.prod(gather.cells) * gather.dst_channels
+        result = []
+        for variant, cycles in _variants(_Layer(gather)):
+            if _fits(gather, variant, (1, 1, 1, variant.lanes), device):
+                seconds, bound = cost_seconds(problem, device, work * cycles)
+                result.append(Candidate(self.name, variant, seconds, bound))
+        return result
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: TiledVariant
+    ) -> Launch:
+        gather = Gather.of(problem, pass_, layouts)
+        lanes = _arrange(gather, variant, device)
+        per_lane = (1, 1, variant.cells_h, variant.cells_w)
+        extents = (problem.batch, *gather.cells)
+        tiles = [math.ceil(size / (lane * cells)) for size, lane, cells in zip(extents, lanes, per_lane)]
+        dst_blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+        source = KernelSource(
+            kernel=self.name,
+            dtype=gather.dtype,
+            wide_offsets=gather.wide_offsets(lanes[0], variant.stage_channels),
+            constants=gather.constants(
+                SRC_CHANNELS_LAST=gather.src.channels_last,
+                LANES=variant.lanes,
+                DST_PER_THREAD=variant.dst_per_thread,
+                CELLS_H=variant.cells_h,
+                CELLS_W=variant.cells_w,
+                DST_SLICES=variant.dst_slices,
+                SRC_SLICES=variant.src_slices,
+                STAGE_CHANNELS=variant.stage_channels,
+                LOADS=variant.loads,
+                DST_VECTOR=variant.dst_vector,
+                MIN_BLOCKS=variant.min_blocks,
+            ),
+        )
+        # Blocks go on to further items of their tile as long as the machine stays full: they know their way already.
+        items = dst_blocks * gather.groups
+        full = 8 * device.multiprocessors * variant.min_blocks
+        per_block = max(1, min(items, items * math.prod(tiles) // full))
+        geometry = gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack(
+            "<13i4x",
+            problem.batch,
+            *lanes,
+            *tiles,
+            items,
+            per_block,
+            gather.aligned_src,
+            _aligned_rows(gather, variant),
+        )
+        return Launch(
+            source=source,
+            grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
+            block=variant.threads,
+            shared_bytes=_shared_bytes(gather, variant, lanes),
+            geometry=geometry,
+        )
+
+
+@dataclass(frozen=True)
+class _TileSize:
+    """The source of one channel of a tile, halo included: elements along each dimension, whole quads along w."""
+
+    images: int
+    depth: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> _TileSize:
+        depth, height, width = gather.cell_axes
+        skew = width.first_offset % 4
+        return cls(
+            lanes[0],
+            depth.window(lanes[1]),
+            height.window(lanes[2] * variant.cells_h),
+            _round_up(skew + width.window(lanes[3] * variant.cells_w), 4),
+        )
+
+    @property
+    def elements(self) -> int:
+        """Elements of one channel."""
+        return self.images * self.depth * self.height * self.width
+
+    def loads(self, variant: TiledVariant) -> int:
+        """Quads that a thread loads for a stage."""
+        return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
+
+    def row(self, gather: Gather) -> int:
+        """Elements of a row with the gaps between its residues."""
+        step = gather.cell_axes[2].src
+        split = step if step == 2 or step % 4 == 0 else 1
+        return _round_up(self.width, split)
+
+
+def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> int:
+    accumulator = 8 if gather.dtype == "float64" else 4
+    tile = _TileSize.of(gather, variant, lanes)
+    weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
+    plane = tile.images * tile.depth * tile.height * tile.row(gather)
+    main = 2 * (weights + variant.stage_channels * plane)
+    slice_threads = variant.lanes * variant.dst_slices
+    counts = Counts.of(gather, variant)
+    staging = slice_threads * counts.run
+    reduction = slice_threads * counts.accumulators if variant.src_slices > 1 else 0
+    wide = gather.wide_offsets(lanes[0], variant.stage_channels)
+    elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
+    return (main + max(staging, reduction)) * accumulator + elements
+
+
+def _fits(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], device: DeviceInfo) -> bool:
+    """Whether the compiled variant can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
+    width = lanes[3] * variant.cells_w
+    return (
+        _TileSize.of(gather, variant, lanes).loads(variant) <= variant.loads
+        and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
+        and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
+    )
+
+
+def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple[int, int, int, int]:
+    """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled variant."""
+    extents = (gather.src.shape[0], gather.cells[0], math.ceil(gather.cells[1] / variant.cells_h),
+               math.ceil(gather.cells[2] / variant.cells_w))  # fmt: skip
+    per_tile = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
+    best, best_cost = (1, 1, 1, variant.lanes), math.inf
+    for width in _extents(extents[3], variant.lanes):
+        for height in _extents(extents[2], variant.lanes // width):
+            for depth in _extents(extents[1], variant.lanes // (width * height)):
+                batch = max(1, min(extents[0], variant.lanes // (width * height * depth)))
+                lanes = (batch, depth, height, width)
+                if not _fits(gather, variant, lanes, device):
+                    continue
+                tiles = math.prod(math.ceil(size / lane) for size, lane in zip(extents, lanes))
+                resident = max(
+                    1, device.shared_bytes_per_multiprocessor // (_shared_bytes(gather, variant, lanes) + 1024)
+                )
+                crowding = max(1.0, min(variant.min_blocks, 4) / resident)
+                load = _TileSize.of(gather, variant, lanes).elements * gather.src_channels * 5 / 32
+                short_rows = 1 + 4 / (width * variant.cells_w)
+                cost = tiles * (per_tile * crowding + load * short_rows)
+                if cost < best_cost:
+                    best, best_cost = lanes, cost
+    return best
+
+
+def _extents(cells: int, most: int) -> list[int]:
+    """Extents worth trying along one dimension: powers of two, and shares of the whole that leave little over."""
+    shares = {math.ceil(cells / parts) for parts in range(1, 9)}
+    powers = {1 << i for i in range(max(1, most).bit_length())}
+    return sorted(extent_ for extent_ in shares | powers | {most} if 1 <= extent_ <= min(most, max(cells, 1))) or [1]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@lru_cache(maxsize=512)
+def _variants(layer: _Layer) -> tuple[tuple[TiledVariant, float], ...]:
+    """The best variants of a layer with their cycles per cell and destination channel, in rising order."""
+    gather = layer.gather
+    scored = [(variant, cycles_per_result(gather, variant, counts)) for variant, counts in legal_variants(gather)]
+    return tuple(sorted(scored, key=lambda item: item[1])[:_OFFERED])
+
+
+def legal_variants(gather: Gather) -> Iterator[tuple[TiledVariant, Counts]]:
+    """Every variant of a layer that compiles without spills by the estimate, and what its threads do."""
+    tall = gather.axes[1] != Axis(1)
+    cells = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)) if tall else ((1, 1), (1, 2))
+    per_thread = sorted({size for size in (1, 2, 3, 4, 6, 8, 16, gather.dst_channels) if size <= gather.dst_channels})
+    last = gather.src.channels_last
+    stages = [channels for channels in ((4, 8) if last else (1, 2, 4, 8)) if channels < 2 * gather.src_channels or last]
+    src_slices = [slices for slices in (1, 2, 4) if slices <= gather.src_channels // 16 + 1]
+    for dst, (cells_h, cells_w) in itertools.product(per_thread, cells):
+        if gather.taps * dst * cells_h * cells_w > _MAX_UNROLLED:
+            continue
+        if dst > 16 or gather.owned * dst * cells_h * cells_w > _MAX_ACCUMULATORS:
+            continue
+        vector = _dst_vector(gather, dst)
+        for lanes, of_dst, of_src, channels in itertools.product((64, 128, 256), (1, 2, 4), src_slices, stages):
+            threads = lanes * of_dst * of_src
+            if threads > 512 or channels % of_src or (of_dst - 1) * dst >= gather.dst_channels:
+                continue
+            variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, 0, 1, vector)
+            spans = [(1, 1, 1, lanes), (1, 1, lanes // 32, 32)] if tall else [(1, 1, 1, lanes)]
+            loads = max(_TileSize.of(gather, variant, span).loads(variant) for span in spans)
+            if loads > _MAX_LOADS:
+                continue
+            counts = Counts.of(gather, replace(variant, loads=loads))
+            needed = _round_up(registers(counts), 8)
+            blocks = min(_REGISTERS // (needed * threads), 1536 // threads)
+            # Where the estimate is low the compiler settles for fewer resident blocks; a lone block has no way out.
+            if blocks > 1 or (blocks == 1 and needed + 16 <= min(255, _REGISTERS // threads)):
+                yield replace(variant, loads=loads, min_blocks=blocks), counts
+
+
+def _aligned_rows(gather: Gather, variant: TiledVariant) -> bool:
+    """Whether a lane's elements along w start at a multiple of their number, in every row of a new tensor."""
+    run = variant.cells_w * gather.cell_axes[2].dst
+    batch, channel, depth, height, width = gather.dst.strides
+    whole_rows = gather.dst.shape[4] % run == 0
+    return whole_rows and width == 1 and all(stride % run == 0 for stride in (batch, channel, depth, height))
+
+
+def _dst_vector(gather: Gather, dst_per_thread: int) -> int:
+    """Channels that a thread stores at once, in a channels-last destination."""
+    if not gather.dst.channels_last:
+        return 1
+    most = 16 // DTYPE_BYTES[gather.dtype]
+    strides = (*gather.dst.strides[2:], gather.dst.strides[0], gather.dst_channels)
+    return math.gcd(most, dst_per_thread, *strides)

@@ -1,0 +1,123 @@
+"""What a variant of ``gather_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
+
+The constants are fitted to measurements; docs/performance.md, "The cost model of gather_tiled", says how well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from polyphase.algorithms.gather import Gather
+
+
+@dataclass(frozen=True)
+class TiledVariant:
+    """The compile-time shape of ``gather_tiled.cu``; its file says what the names mean."""
+
+    lanes: int
+    dst_per_thread: int
+    cells_h: int
+    cells_w: int
+    dst_slices: int
+    src_slices: int
+    stage_channels: int
+    loads: int
+    min_blocks: int
+    dst_vector: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.dst_slices * self.src_slices
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
+
+    stages: int
+    channels: float  # of a stage that a thread computes
+    products: int
+    weight_reads: int
+    patch_reads: int
+    weight_items: int
+    loads: int
+    accumulators: int  # phases without taps included
+    owned: int  # accumulators that have taps
+    patch: int  # source elements held at once
+    run: int
+    words: int  # registers of a value
+
+    @classmethod
+    def of(cls, gather: Gather, variant: TiledVariant) -> Counts:
+        """What a thread of ``variant`` does for this pass."""
+        _, height, width = gather.cell_axes
+        cells = variant.cells_h * variant.cells_w
+        per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
+        patch = height.window_used(variant.cells_h) * width.window_used(variant.cells_w)
+        words = 2 if gather.dtype == "float64" else 1
+        return cls(
+            stages=math.ceil(gather.src_channels / variant.stage_channels),
+            channels=variant.stage_channels / variant.src_slices,
+            products=gather.taps * variant.dst_per_thread * cells * words,
+            weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
+            patch_reads=gather.axes[0].kernel * patch * words,
+            weight_items=math.ceil(per_stage / variant.threads),
+            loads=variant.loads,
+            accumulators=cells * gather.phases * variant.dst_per_thread,
+            owned=cells * gather.owned * variant.dst_per_thread,
+            patch=patch,
+            run=variant.cells_w * width.dst,
+            words=words,
+        )
+
+
+# Costs in issue slots, stalls included: fitted to 2,899 measured variants of 21 layers and passes on an H200
+# (docs/performance.md, "The cost model of gather_tiled").
+_COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
+_COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
+_COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
+_COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
+_COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.25, 0.08
+
+
+def thread_cycles(counts: Counts, variant: TiledVariant) -> float:
+    """Issue slots of a thread for one item."""
+    straight = counts.products * counts.channels  # products in one piece of code, unless the kernel rolls channels up
+    code = _COST_ROLLED_CODE if straight > 1024 else _COST_LONG_CODE * max(0.0, straight / 700 - 1)
+    reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
+    compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
+    load = counts.loads * _COST_LOAD + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
+    if counts.run == 1:
+        element = _COST_LONE_ELEMENT
+    else:
+        element = _COST_VECTOR_ELEMENT if counts.run in (2, 4) else _COST_TURNED_ELEMENT
+    epilogue = counts.accumulators * element / variant.src_slices
+    reduction = counts.accumulators * _COST_REDUCTION * (variant.src_slices - 1) / variant.src_slices
+    return counts.stages * (compute + load) + epilogue + reduction
+
+
+def _wavefronts(counts: Counts, conflicts: int) -> float:
+    """Passes through shared memory that a warp causes for one item; weights are broadcast, and nearly free."""
+    loads = 8 * counts.loads + 2 * counts.weight_items
+    return counts.stages * (counts.channels * counts.patch_reads * conflicts + loads) + 3 * counts.accumulators
+
+
+def registers(counts: Counts) -> int:
+    """Registers that a thread needs without spilling: fitted to the same variants, on the safe side."""
+    always = counts.owned + 7 * counts.loads + 1.7 * counts.weight_items
+    stages = 0.2 * counts.patch + 1.1 * min(4 * counts.weight_reads // counts.words, 24)
+    epilogue = 10.5 * counts.run
+    return round(counts.words * (always + max(stages, epilogue))) + 25
+
+
+def cycles_per_result(gather: Gather, variant: TiledVariant, counts: Counts) -> float:
+    """Predicted cycles of a multiprocessor per cell and destination channel."""
+    warps = variant.threads / 32
+    cycles = max(thread_cycles(counts, variant) * warps / 4, _wavefronts(counts, variant.cells_w) * warps)
+    # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
+    lone_block = _COST_LONE_BLOCK / variant.min_blocks if counts.stages > 1 else 0.0
+    cycles *= 1 + _COST_BARE_LATENCY / math.pow(warps * variant.min_blocks, 0.81) + lone_block
+    blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+    return cycles * blocks / (variant.lanes * variant.cells_h * variant.cells_w * gather.dst_channels)
