@@ -105,8 +105,8 @@ def wide_cases() -> Iterator[ParameterSet]:
     for i, (name, layer) in enumerate(WIDE_LAYERS.items()):
         for last in (False, True):
             for j, pass_ in enumerate((Pass.FORWARD, Pass.INPUT_GRAD)):
-                others = ("float64", "bfloat16", "float16")
-                for dtype in ("float32", others[(i + j) % 3]):
+                other = ("float64", "bfloat16", "float16")[i % 3]
+                for dtype in ("float32", other) if (i + j + last) % 2 else ("float32",):
                     problem = replace(layer, dtype=dtype, channels_last=last)
                     yield pytest.param(problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}")
 
@@ -148,7 +148,7 @@ def test_wide_images_meet_every_path() -> None:
 
 
 ORDERED = {
-    "gather_tiled, source slices": (make((1, 40, 5, 9), 3, 3, 2, 1, bias=True), Pass.FORWARD),
+    "gather_tiled, source slices": (make((1, 20, 5, 9), 1, 3, 1, 1, bias=True), Pass.FORWARD),
     "gather_tiled, turned rows": (make((2, 3, 7, 9), 4, 3, 3, 1), Pass.FORWARD),
     "gather_tiled, quads": (make((1, 8, 6, 20), 8, 4, 2, 1, channels_last=True), Pass.FORWARD),
     "gather_tiled, input gradient": (make((1, 6, 6, 10), 20, 4, 2, 1), Pass.INPUT_GRAD),
@@ -175,7 +175,7 @@ def test_wide_offsets(dtype: str, pass_: Pass) -> None:
     """The variant for tensors beyond 4 GiB, on a small one: its offsets have 64 bits everywhere."""
     problem = make((2, 3, 5, 7), 4, 3, 2, 1, dtype=dtype, bias=True)
     candidate, launch = launches(problem, pass_, H200)[0]
-    beyond = replace(problem, batch=2**31 // problem.elements[2], input_size=(2**12, 2**12))
+    beyond = replace(problem, batch=1, input_size=(2**16, 2**15))
     _, huge = launches(beyond, pass_, H200)[0]
     assert huge.source.wide_offsets
     if huge.source == launch.source:  # of kernels that know no other

@@ -193,35 +193,41 @@ def _fits(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], device:
 
 def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple[int, int, int, int]:
     """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled variant."""
-    extents = (gather.src.shape[0], gather.cells[0], math.ceil(gather.cells[1] / variant.cells_h),
-               math.ceil(gather.cells[2] / variant.cells_w))  # fmt: skip
-    per_tile = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
+    batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
+    heights, widths = (
+        math.ceil(cells / lane) for cells, lane in zip(gather.cells[1:], (variant.cells_h, variant.cells_w))
+    )
+    compute = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
+    most_elements = variant.loads * variant.threads * 4 // variant.stage_channels
     best, best_cost = (1, 1, 1, variant.lanes), math.inf
-    for width in _extents(extents[3], variant.lanes):
-        for height in _extents(extents[2], variant.lanes // width):
-            for depth in _extents(extents[1], variant.lanes // (width * height)):
-                batch = max(1, min(extents[0], variant.lanes // (width * height * depth)))
-                lanes = (batch, depth, height, width)
+    for width in _extents(widths, variant.lanes):
+        for height in _extents(heights, variant.lanes // width):
+            for depth in _extents(depths, variant.lanes // (width * height)):
+                one = _TileSize.of(gather, variant, (1, depth, height, width)).elements
+                images = min(batch, variant.lanes // (width * height * depth), max(1, most_elements // one))
+                images = math.ceil(batch / math.ceil(batch / images))
+                lanes = (images, depth, height, width)
                 if not _fits(gather, variant, lanes, device):
                     continue
-                tiles = math.prod(math.ceil(size / lane) for size, lane in zip(extents, lanes))
-                resident = max(
-                    1, device.shared_bytes_per_multiprocessor // (_shared_bytes(gather, variant, lanes) + 1024)
-                )
-                crowding = max(1.0, min(variant.min_blocks, 4) / resident)
-                load = _TileSize.of(gather, variant, lanes).elements * gather.src_channels * 5 / 32
-                short_rows = 1 + 4 / (width * variant.cells_w)
-                cost = tiles * (per_tile * crowding + load * short_rows)
+                tiles = math.prod(math.ceil(n / m) for n, m in zip((batch, depths, heights, widths), lanes))
+                shared = _shared_bytes(gather, variant, lanes) + 1024
+                crowding = max(1.0, min(variant.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
+                # Short rows leave memory transactions half empty, on their way in and out.
+                row = width * variant.cells_w
+                load = one * images * gather.src_channels * 5 / 32 * (1 + 4 / row)
+                cost = tiles * (compute * crowding * (1 + 3 / (row * gather.cell_axes[2].dst)) + load)
                 if cost < best_cost:
                     best, best_cost = lanes, cost
     return best
 
 
 def _extents(cells: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: powers of two, and shares of the whole that leave little over."""
-    shares = {math.ceil(cells / parts) for parts in range(1, 9)}
-    powers = {1 << i for i in range(max(1, most).bit_length())}
-    return sorted(extent_ for extent_ in shares | powers | {most} if 1 <= extent_ <= min(most, max(cells, 1))) or [1]
+    """Extents worth trying along one dimension: powers of two, and shares of the whole, rounded to whole quads too."""
+    least = min(most, max(cells, 1))
+    shares = {math.ceil(cells / parts) for parts in range(1, 7)}
+    powers = {1 << i for i in range(least.bit_length())}
+    quads = {_round_up(share, multiple) for share in shares for multiple in (2, 4)}
+    return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -113,7 +113,7 @@ class WeightGrad:
 
 def _shared_floats(variant: WeightGradVariant) -> int:
     row_pitch, column_pitch = (-(-size // 4) * 4 + 4 for size in (variant.rows, variant.columns))
-    main = variant.depth * (row_pitch + column_pitch)
+    main = 2 * variant.depth * (row_pitch + column_pitch)
     reduction = _THREADS * variant.thread_rows * variant.thread_columns if variant.k_slices > 1 else 0
     return max(main, reduction)
 
@@ -141,14 +141,14 @@ def _variants(rows: int, columns: int, dtype: str) -> tuple[tuple[WeightGradVari
                         registers = words * (
                             thread_rows * thread_columns + 2 * (thread_rows + thread_columns) + x_items + g_items
                         )
-                        registers += 56
+                        registers += 56 + 2 * g_items
                         blocks = min(6, int(65536 / (registers * 1.25 * _THREADS)))
                         if blocks < 1:
                             continue
                         steps = depth // k_slices
                         product = thread_rows * thread_columns * words
                         reads = words * (max(1, thread_rows // 4) + max(1, thread_columns // 4))
-                        instructions = 110 + x_items * 8 + g_items * 24 + steps * (product + reads + 2)
+                        instructions = 70 + x_items * 8 + g_items * 9 + steps * (product + reads + 2)
                         wavefronts = steps * 2 * reads + 3 * (x_items + g_items) + 4
                         warps = _THREADS / 32
                         cycles = max(instructions * warps / 4, wavefronts * warps) * (1.15 + 0.3 / blocks)

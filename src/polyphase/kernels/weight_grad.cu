@@ -11,8 +11,11 @@
 // the end in slice order. Blocks on different parts of K write to different planes of `partial`, which the caller sums
 // in order: the result does not depend on timing.
 //
-// Shared memory: DEPTH × ROW_PITCH of x, then DEPTH × COLUMN_PITCH of g, both [position][row or column], padded so that
-// stores along K do not meet in one bank. After the last stage it sums the K slices.
+// Shared memory: two buffers of DEPTH × ROW_PITCH of x and DEPTH × COLUMN_PITCH of g, both [position][row or column],
+// padded so that stores along K do not meet in one bank. After the last stage it sums the K slices.
+//
+// Synchronisation: stage i+1 is loaded to registers while stage i is computed, and stored to the other buffer; one barrier
+// a stage suffices, since a buffer is written again only after the barrier that follows its last reads.
 
 struct Geometry {
   Tensor5 x, g;
@@ -33,8 +36,24 @@ constexpr int ROW_PITCH = round_up(ROWS, 4) + 4, COLUMN_PITCH = round_up(COLUMNS
 constexpr int X_ITEMS = ceil_div(ROWS * DEPTH, THREADS), G_ITEMS = ceil_div(COLUMNS * DEPTH, THREADS);
 constexpr int ROW_STEP = THREADS / DEPTH;  // rows or columns that the block loads at once
 
+constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);  // shared values of one stage
+
 static_assert(THREADS % DEPTH == 0, "a thread loads the same position of every stage");
 static_assert(DEPTH % K_SLICES == 0, "every K slice takes the same share of a stage");
+
+// How far the last tap of a dimension lies from the first.
+__host__ __device__ constexpr int reach(Axis axis) { return (axis.kernel - 1) * axis.dilation; }
+
+// A column: its channel of the output, and where its tap lies from tap 0.
+struct Column {
+  int channel, d, h, w;
+};
+
+__device__ __forceinline__ Column column_at(int column) {
+  const int tap = column % TAPS;
+  return {column / TAPS, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
+          tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation, tap % AXIS_W.kernel * AXIS_W.dilation};
+}
 
 // THREAD_ROWS or THREAD_COLUMNS neighbouring values from shared memory, 16 bytes at a time where they are that many.
 template <int COUNT>
@@ -59,9 +78,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     weight_grad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* __restrict__ partial,
                 const Geometry g) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  accum_t* const x_tile = (accum_t*)shared_memory;
-  accum_t* const g_tile = x_tile + DEPTH * ROW_PITCH;
-
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;
   block /= ROW_BLOCKS;
@@ -78,51 +94,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int column = thread % COLUMN_THREADS * THREAD_COLUMNS;
   const int load_k = thread % DEPTH, load_row = thread / DEPTH;
 
-  x += (long long)(group * IN_CHANNELS + row_block * ROWS) * g.x.stride[1];
+  const int in_channel = row_block * ROWS, first_column = column_block * COLUMNS;
+  x += (long long)(group * IN_CHANNELS + in_channel) * g.x.stride[1];
   grad += (long long)group * OUT_CHANNELS * g.g.stride[1];
 
-  scalar_t x_values[X_ITEMS], g_values[G_ITEMS];
-  auto load = [&](long long k) {
-    k += load_k;
-    const bool exists = k < end;
-    const int w = (int)(k % g.x.size[2]);
-    k /= g.x.size[2];
-    const int h = (int)(k % g.x.size[1]);
-    k /= g.x.size[1];
-    const int d = (int)(k % g.x.size[0]);
-    const long long n = k / g.x.size[0];
-    const scalar_t* const x_at = x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4];
+  // The columns that this thread loads: how far each lies from tap 0 of channel 0. Columns beyond the last repeat it.
+  long long column_offset[G_ITEMS];
 #pragma unroll
-    for (int i = 0; i < X_ITEMS; ++i) {
+  for (int i = 0; i < G_ITEMS; ++i) {
+    const Column c = column_at(first_column + load_row + i * ROW_STEP);
+    column_offset[i] = c.channel * g.g.stride[1] + c.d * g.g.stride[2] + c.h * g.g.stride[3] + c.w * g.g.stride[4];
+    if (first_column + load_row + i * ROW_STEP >= COLUMNS_TOTAL) column_offset[i] = 0;
+  }
+
+  // The position that this thread loads, which goes on by DEPTH every stage.
+  long long k = first + load_k;
+  long long rest = k;
+  int w = (int)(rest % g.x.size[2]);
+  rest /= g.x.size[2];
+  int h = (int)(rest % g.x.size[1]);
+  rest /= g.x.size[1];
+  int d = (int)(rest % g.x.size[0]);
+  long long n = rest / g.x.size[0];
+
+  scalar_t x_values[X_ITEMS], g_values[G_ITEMS];
+  auto load = [&]() {
+    const bool exists = k < end;
+    const scalar_t* x_at = x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4] +
+                           load_row * g.x.stride[1];
+#pragma unroll
+    for (int i = 0; i < X_ITEMS; ++i, x_at += ROW_STEP * g.x.stride[1]) {
       const int r = load_row + i * ROW_STEP;
-      const bool inside = exists && r < ROWS && row_block * ROWS + r < IN_CHANNELS;
-      x_values[i] = inside ? read(x_at + r * g.x.stride[1]) : zero<scalar_t>();
+      x_values[i] = exists && r < ROWS && in_channel + r < IN_CHANNELS ? read(x_at) : zero<scalar_t>();
     }
     const int base_d = d * AXIS_D.stride - AXIS_D.padding;
     const int base_h = h * AXIS_H.stride - AXIS_H.padding;
     const int base_w = w * AXIS_W.stride - AXIS_W.padding;
-    const scalar_t* const g_at = grad + n * g.g.stride[0];
+    const scalar_t* const g_at =
+        grad + n * g.g.stride[0] + base_d * g.g.stride[2] + base_h * g.g.stride[3] + base_w * g.g.stride[4];
+    const bool interior = base_d >= 0 && base_d + reach(AXIS_D) < g.g.size[0] && base_h >= 0 &&
+                          base_h + reach(AXIS_H) < g.g.size[1] && base_w >= 0 && base_w + reach(AXIS_W) < g.g.size[2];
+    if (exists && interior) {
 #pragma unroll
-    for (int i = 0; i < G_ITEMS; ++i) {
-      const int c = load_row + i * ROW_STEP;
-      const int global = column_block * COLUMNS + c;
-      const int tap = global % TAPS, channel = global / TAPS;
-      const int o_d = base_d + tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation;
-      const int o_h = base_h + tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation;
-      const int o_w = base_w + tap % AXIS_W.kernel * AXIS_W.dilation;
-      const bool inside = exists && c < COLUMNS && global < COLUMNS_TOTAL && (unsigned)o_d < (unsigned)g.g.size[0] &&
-                          (unsigned)o_h < (unsigned)g.g.size[1] && (unsigned)o_w < (unsigned)g.g.size[2];
-      g_values[i] =
-          inside
-              ? read(g_at + channel * g.g.stride[1] + o_d * g.g.stride[2] + o_h * g.g.stride[3] + o_w * g.g.stride[4])
-              : zero<scalar_t>();
+      for (int i = 0; i < G_ITEMS; ++i) g_values[i] = read(g_at + column_offset[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < G_ITEMS; ++i) {
+        const Column c = column_at(first_column + load_row + i * ROW_STEP);
+        const bool inside = exists && first_column + load_row + i * ROW_STEP < COLUMNS_TOTAL &&
+                            (unsigned)(base_d + c.d) < (unsigned)g.g.size[0] &&
+                            (unsigned)(base_h + c.h) < (unsigned)g.g.size[1] &&
+                            (unsigned)(base_w + c.w) < (unsigned)g.g.size[2];
+        g_values[i] = inside ? read(g_at + column_offset[i]) : zero<scalar_t>();
+      }
+    }
+    k += DEPTH;
+    w += DEPTH;
+    while (w >= g.x.size[2]) {
+      w -= g.x.size[2];
+      if (++h < g.x.size[1]) continue;
+      h = 0;
+      if (++d < g.x.size[0]) continue;
+      d = 0;
+      ++n;
     }
   };
 
   accum_t sum[THREAD_ROWS][THREAD_COLUMNS] = {};
-  load(first);
+  load();
+  int buffer = 0;
 #pragma unroll 1
-  for (long long k = first; k < end; k += DEPTH) {
+  for (long long stage = first; stage < end; stage += DEPTH, buffer ^= 1) {
+    accum_t* const x_tile = (accum_t*)shared_memory + buffer * STAGE;
+    accum_t* const g_tile = x_tile + DEPTH * ROW_PITCH;
 #pragma unroll
     for (int i = 0; i < X_ITEMS; ++i)
       if (load_row + i * ROW_STEP < ROWS) x_tile[load_k * ROW_PITCH + load_row + i * ROW_STEP] = widen(x_values[i]);
@@ -131,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (load_row + i * ROW_STEP < COLUMNS)
         g_tile[load_k * COLUMN_PITCH + load_row + i * ROW_STEP] = widen(g_values[i]);
     __syncthreads();
-    if (k + DEPTH < end) load(k + DEPTH);
+    if (stage + DEPTH < end) load();
 #pragma unroll 4
     for (int step = k_slice; step < DEPTH; step += K_SLICES) {
       Values<THREAD_ROWS> a;
@@ -143,8 +187,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
     }
-    __syncthreads();
   }
+  __syncthreads();  // all stages are read: the memory is free for the sums
 
   // Sum the K slices in order: every slice leaves its sums in shared memory, and the block's threads share the columns.
   constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS;

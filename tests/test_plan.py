@@ -1,0 +1,324 @@
+"""The planner, which needs no GPU: every layer gets a plan that its device can launch, whatever images it meets."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import random_problem
+from kernel_harness import formats
+from polyphase import UnsupportedError, plan
+from polyphase.algorithms import ALGORITHMS
+from polyphase.algorithms.base import Launch, Layouts
+from polyphase.bench.layers import NamedLayer, every_layer
+from polyphase.device import PORTABLE, DeviceInfo, _of_cuda
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+
+make = ConvTransposeProblem.make
+ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120")
+H200 = DeviceInfo.for_arch("sm_90a")
+LAYERS = every_layer()
+MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+
+
+def in_all_forms(problem: ConvTransposeProblem) -> Iterator[ConvTransposeProblem]:
+    """The problem in every dtype and memory format."""
+    for formatted in formats(problem):
+        for dtype in DTYPE_BYTES:
+            yield replace(formatted, dtype=dtype)
+
+
+def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, launch: Launch) -> None:
+    assert launch.block % 32 == 0
+    assert 32 <= launch.block <= 1024
+    assert all(blocks <= most for blocks, most in zip(launch.grid, MOST_BLOCKS))
+    assert launch.shared_bytes <= device.shared_bytes_per_block
+    assert launch.planes >= 1
+    if launch.source.kernel != "gather_tiled":
+        return
+    constants = dict(launch.source.constants)
+    _, *rest = struct.unpack_from("<13i", launch.geometry, 2 * 56)
+    lanes, tiles, (items, per_block) = rest[:4], rest[4:8], rest[8:10]
+    assert math.prod(lanes) <= constants["LANES"]
+    forward = pass_ is Pass.FORWARD
+    sizes = problem.output_size if forward else problem.input_size
+    cells = [math.ceil(n / (s if forward else 1)) for n, s in zip(sizes, problem.stride)]
+    extents = [problem.batch, *[1] * (3 - problem.dims), *cells]
+    per_lane = (1, 1, constants["CELLS_H"], constants["CELLS_W"])
+    for extent, lane, each, count in zip(extents, lanes, per_lane, tiles):
+        assert (count - 1) * lane * each < extent <= count * lane * each or extent == count == 0
+    along_items, *along_tiles = launch.grid
+    assert math.prod(along_tiles) >= math.prod(tiles)
+    assert (along_items - 1) * per_block < items <= along_items * per_block
+    slices = int(constants["DST_PER_THREAD"]) * int(constants["DST_SLICES"])
+    channels = problem.out_channels_per_group if forward else problem.in_channels_per_group
+    assert items == problem.groups * math.ceil(channels / slices)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_layer_has_a_plan(arch: str) -> None:
+    device = DeviceInfo.for_arch(arch)
+    for layer in LAYERS:
+        for problem in in_all_forms(layer.problem):
+            for pass_ in Pass:
+                chosen = plan.plan(problem, pass_, device)
+                assert chosen.algorithm in chosen.describe()
+                assert chosen.launch is not None
+                assert chosen.launch.source in plan.kernel_sources(problem, pass_, device)
+                assert_launchable(problem, pass_, device, chosen.launch)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
+def test_every_variant_is_launchable(arch: str) -> None:
+    device = DeviceInfo.for_arch(arch)
+    for seed in range(40):
+        problem = random_problem(random.Random(seed))
+        for formatted in formats(replace(problem, dtype=random.Random(seed).choice(list(DTYPE_BYTES)))):
+            for pass_ in Pass:
+                offers = plan.launches(formatted, pass_, device)
+                assert offers
+                for _, launch in offers:
+                    assert_launchable(formatted, pass_, device, launch)
+
+
+def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
+    """The layer on images of one pixel to thousands, and batches of 1 to 100,000."""
+    rng = random.Random(str(problem))
+    found = []
+    for _ in range(60):
+        sides = (1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 33, 64, 100, 127, 256, 1000, 4096)
+        size = tuple(rng.choice(sides) for _ in range(problem.dims))
+        extra = tuple(rng.randrange(max(s, d)) for s, d in zip(problem.stride, problem.dilation))
+        batch = rng.choice((1, 2, 3, 8, 17, 64, 1000, 100_000))
+        sized = replace(problem, batch=batch, input_size=size, output_padding=extra)
+        if min(sized.output_size) >= 1 and sized.bytes < 2**39:  # more than any GPU holds
+            found.append(sized)
+    return found[:25]
+
+
+def assert_one_source(problem: ConvTransposeProblem) -> None:
+    for pass_ in Pass:
+        sources = {}
+        for sized in [*other_sizes(problem), replace(problem, batch=0), problem]:
+            launch = plan.plan(sized, pass_, H200).launch
+            assert launch is not None
+            assert_launchable(sized, pass_, H200, launch)
+            sources.setdefault(launch.source, sized)
+        narrow = {replace(source, wide_offsets=True): sized for source, sized in sources.items()}
+        assert len(narrow) == 1, f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
+        assert len(sources) <= 2
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_kernels_do_not_depend_on_sizes(layer: NamedLayer) -> None:
+    for formatted in formats(layer.problem):
+        for dtype in ("float32", "bfloat16"):
+            assert_one_source(replace(formatted, dtype=dtype))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_kernels_of_random_layers_do_not_depend_on_sizes(seed: int) -> None:
+    for formatted in formats(random_problem(random.Random(seed))):
+        assert_one_source(formatted)
+
+
+def test_offsets_beyond_4_gib() -> None:
+    """Offsets within a tile have 32 bits wherever those suffice: many images, and many channels, are no reason."""
+    for problem, wide in (
+        (make((8, 64, 1024, 1024), 64, 3), False),
+        (make((100_000, 64, 128, 128), 64, 3), False),
+        (make((1, 4096, 512, 1024), 64, 3), False),
+        (make((1, 1, 2**15, 2**16), 1, 3), True),
+        (make((1, 3, 2048, 1024, 1024), 4, 3), True),
+    ):
+        for formatted in (problem, replace(problem, dtype="float64")):
+            launch = plan.plan(formatted, Pass.FORWARD, H200).launch
+            assert launch is not None
+            assert_launchable(formatted, Pass.FORWARD, H200, launch)
+            if formatted.dtype == "float32":
+                assert launch.source.wide_offsets is wide
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        make((100_000, 2, 3, 3), 2, 3),
+        make((3_000_000, 1, 8), 1, 2, 2),
+        make((2, 65_536, 4, 4), 65_536, 3, groups=65_536),
+        make((1, 3, 2**16, 2**15), 2, 1),  # 2³¹ positions
+        make((1, 1, 2**30), 1, 2, 1),
+        make((64, 1, 4096, 8192), 1, 2, 2),  # 2³¹ elements in, 2³³ out
+    ],
+    ids=str,
+)
+def test_grids_stay_within_their_limits(problem: ConvTransposeProblem) -> None:
+    for formatted in formats(problem):
+        for pass_ in Pass:
+            for _, launch in plan.launches(formatted, pass_, H200):
+                assert_launchable(formatted, pass_, H200, launch)
+
+
+def test_an_empty_batch_launches_no_gather() -> None:
+    for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
+        for _, launch in plan.launches(make((0, 3, 8, 8), 4, 3), pass_, H200):
+            assert 0 in launch.grid
+    launch = plan.plan(make((0, 3, 8, 8), 4, 3), Pass.WEIGHT_GRAD, H200).launch
+    assert launch is not None
+    assert 0 not in launch.grid  # the gradient is zero, and somebody must write it
+
+
+def test_weight_gradient_parts_cover_every_position() -> None:
+    for problem in (make((1, 3, 5), 4, 3), make((64, 3, 128, 128), 4, 3), make((2, 512, 9, 9), 512, 3)):
+        for candidate, launch in plan.launches(problem, Pass.WEIGHT_GRAD, H200):
+            _, _, parts, length, positions, weights = struct.unpack_from("<3i4x3q", launch.geometry, 2 * 56)
+            assert parts == launch.planes
+            assert positions == problem.batch * math.prod(problem.input_size)
+            assert weights == problem.elements[1]
+            assert (parts - 1) * length < positions <= parts * length
+            assert length % candidate.variant.depth == 0
+            assert parts * weights * 4 <= max(64 << 20, weights * 4)
+
+
+def test_layouts_are_part_of_a_plan() -> None:
+    problem = make((2, 8, 16, 16), 8, 3)
+    dense = Layouts.dense(problem)
+    last = Layouts.dense(replace(problem, channels_last=True))
+    mixed = plan.plan(problem, Pass.FORWARD, H200, replace(dense, input=last.input)).launch
+    assert mixed is not None
+    assert dict(mixed.source.constants)["SRC_CHANNELS_LAST"] is True
+    assert dict(mixed.source.constants)["DST_CHANNELS_LAST"] is False
+    # Alignment and gaps are for the launch to know, not for the kernel.
+    plain = plan.plan(problem, Pass.FORWARD, H200).launch
+    for layouts in (replace(dense, aligned=False), replace(dense, input=(9999, 1111, 0, 33, 1))):
+        other = plan.plan(problem, Pass.FORWARD, H200, layouts).launch
+        assert plain is not None
+        assert other is not None
+        assert other.source == plain.source
+        assert other.geometry != plain.geometry
+
+
+def test_plans_are_cached() -> None:
+    problem = make((3, 5, 17, 19), 7, 3, 2)
+    first = plan.plan(problem, Pass.FORWARD, H200)
+    hits = plan.plan.cache_info().hits
+    assert plan.plan(make((3, 5, 17, 19), 7, 3, 2), Pass.FORWARD, DeviceInfo.for_arch("sm_90")) is first
+    assert plan.plan.cache_info().hits == hits + 1
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (make((1, 1, 20, 20, 20), 1, 12), "1728 taps do not unroll (at most 1600)"),
+        (make((1, 1, 8, 8), 1, 11, 11), "121 phases do not fit a thread's registers (at most 96)"),
+        (make((1, 8, 8, 8), 8, 3, groups=8, channels_last=True), "groups of less than 4 channels"),
+        (make((1, 4, 64, 64), 4, 3, dilation=500), "the halo of a tile does not fit"),
+    ],
+    ids=str,
+)
+def test_refusals_have_reasons_and_another_algorithm(problem: ConvTransposeProblem, reason: str) -> None:
+    chosen = plan.plan(problem, Pass.FORWARD, H200)
+    assert chosen.algorithm == "gather_general"
+    text = plan.explain(problem, H200)
+    (line,) = {line for line in text.splitlines() if line.startswith("  not gather_tiled") and "taps only" not in line
+               and reason in line}  # fmt: skip
+    assert reason in line
+
+
+def test_no_algorithm_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "ALGORITHMS", [each for each in ALGORITHMS if each.name == "weight_grad"])
+    with pytest.raises(UnsupportedError, match=r"no algorithm computes the forward of .* on sm_90a: weight_grad: comp"):
+        plan.plan(make((9, 9, 9, 9), 9, 9), Pass.FORWARD, H200)
+
+
+def test_explanations_name_winner_losers_and_reasons() -> None:
+    problem = make((4, 8, 16, 16), 12, 4, 2, 1)
+    text = plan.explain(problem, H200)
+    assert str(problem) in text
+    assert "on sm_90a" in text
+    for pass_ in Pass:
+        chosen = plan.plan(problem, pass_, H200)
+        paragraph = text[text.index(f"\n{pass_.value}: ") :].split("\n\n")[0]
+        assert chosen.describe() in paragraph.splitlines()[1]
+        assert chosen.candidate is not None
+        assert f"bound by {chosen.candidate.bound}" in paragraph
+        for candidate, _ in plan.launches(problem, pass_, H200):
+            assert (f"loses: {candidate.seconds * 1e3:9.3f} ms  {candidate.describe()}" in paragraph) is (
+                candidate != chosen.candidate
+            )
+    assert "not weight_grad: computes the weight gradient only" in text
+    assert "not gather_tiled: computes the forward pass and the input gradient only" in text
+
+
+def test_other_devices_are_portable() -> None:
+    problem = make((4, 8, 16, 16), 12, 4, 2, 1)
+    for pass_ in Pass:
+        chosen = plan.plan(problem, pass_, PORTABLE)
+        assert (chosen.algorithm, chosen.describe(), chosen.launch) == ("portable", "portable", None)
+    assert "own kernels need an NVIDIA GPU" in plan.explain(problem, PORTABLE)
+
+
+# Devices
+
+
+def test_architectures_have_names() -> None:
+    assert DeviceInfo.for_arch("sm_90") is DeviceInfo.for_arch("sm_90a") is H200
+    assert DeviceInfo.for_arch("cpu") is DeviceInfo.for_arch("portable") is PORTABLE
+    with pytest.raises(UnsupportedError, match=r"unknown architecture 'sm_70'; known are sm_75, .*sm_120"):
+        DeviceInfo.for_arch("sm_70")
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch", "like"),
+    [
+        ((7, 5), "sm_75", "sm_75"),
+        ((8, 0), "sm_80", "sm_80"),
+        ((8, 7), "sm_87", "sm_86"),
+        ((8, 9), "sm_89", "sm_89"),
+        ((9, 0), "sm_90a", "sm_90a"),
+        ((10, 0), "sm_100a", "sm_100a"),
+        ((10, 3), "sm_103a", "sm_100a"),
+        ((11, 0), "sm_110", "sm_100a"),
+        ((12, 0), "sm_120", "sm_120"),
+        ((12, 1), "sm_121", "sm_120"),
+    ],
+    ids=str,
+)
+def test_gpus_are_like_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str, like: str
+) -> None:
+    """A GPU that the table does not know has the rates of the next older one, and its own sizes."""
+    fake(monkeypatch, capability)
+    info, known = _of_cuda.__wrapped__(0), DeviceInfo.for_arch(like)
+    assert info.arch == arch
+    assert (info.clock_hz, info.copy_bytes_per_second) == (known.clock_hz, known.copy_bytes_per_second)
+    assert (info.multiprocessors, info.shared_bytes_per_block) == (77, 99 << 10)
+    assert plan.plan(make((4, 8, 16, 16), 12, 4, 2, 1), Pass.FORWARD, info).launch is not None
+
+
+def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, (7, 0))
+    with pytest.raises(UnsupportedError, match=r"Fake has compute capability 7\.0; .* need 7\.5 or newer"):
+        _of_cuda.__wrapped__(0)
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    properties: dict[str, Any] = {
+        "name": "Fake",
+        "major": capability[0],
+        "minor": capability[1],
+        "multi_processor_count": 77,
+        "shared_memory_per_block_optin": 99 << 10,
+        "shared_memory_per_multiprocessor": 100 << 10,
+    }
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))

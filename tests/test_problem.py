@@ -1,0 +1,138 @@
+"""The description of a layer, against counting on fingers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers import TORCH, constants, random_problem
+from polyphase.bench.layers import every_layer, parse_layer
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
+
+AXES = [
+    Axis(kernel, stride, padding, dilation)
+    for kernel, stride, padding, dilation in itertools.product(
+        (1, 2, 3, 5, 8), (1, 2, 3, 5, 8), (0, 1, 4), (1, 2, 3, 6)
+    )
+]
+RANDOM = [random_problem(random.Random(seed)) for seed in range(60)]
+make = ConvTransposeProblem.make
+
+
+def written(axis: Axis, input_size: int) -> Counter[int]:
+    """How often each position is written, by the definition: o = i·stride + tap·dilation - padding."""
+    return Counter(
+        i * axis.stride + tap * axis.dilation - axis.padding for i in range(input_size) for tap in range(axis.kernel)
+    )
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_output_size_is_what_the_taps_reach(axis: Axis) -> None:
+    for n in (1, 2, 7):
+        # The padding crops as much at the end as at the beginning, where the first tap of the first input would write.
+        assert axis.output_size(n) == max(written(axis, n)) - axis.padding + 1
+        for extra in range(max(axis.stride, axis.dilation)):
+            assert axis.output_size(n, extra) == axis.output_size(n) + extra
+            assert axis.input_size(axis.output_size(n, extra), extra) == n
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_input_size_is_the_largest_that_fits(axis: Axis) -> None:
+    for size in range(1, 40):
+        n = axis.input_size(size)
+        assert axis.output_size(n) <= size < axis.output_size(n + 1)
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_every_tap_serves_one_phase(axis: Axis) -> None:
+    assert sorted(itertools.chain(*axis.taps_by_phase)) == list(range(axis.kernel))
+    assert len(axis.taps_by_phase) == axis.stride
+    for phase, taps in enumerate(axis.taps_by_phase):
+        assert list(taps) == sorted(taps)
+        assert all(axis.phase(tap) == phase for tap in taps)
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_phases_and_shifts_are_the_layer(axis: Axis) -> None:
+    """y[q·s + u] sums x[q - shift]·w[tap] over the taps of phase u, and that is every product of the definition."""
+    n = 6
+    for q in range(-axis.kernel * axis.dilation, n + axis.kernel * axis.dilation):
+        for u, taps in enumerate(axis.taps_by_phase):
+            met = {(q - axis.shift(tap), tap) for tap in taps if 0 <= q - axis.shift(tap) < n}
+            assert met == {
+                (i, tap)
+                for i in range(n)
+                for tap in range(axis.kernel)
+                if i * axis.stride + tap * axis.dilation - axis.padding == q * axis.stride + u
+            }
+    shifts = [axis.shift(tap) for tap in range(axis.kernel)]
+    assert axis.shifts == (min(shifts), max(shifts))
+
+
+@pytest.mark.parametrize("problem", RANDOM, ids=str)
+def test_shapes_are_pytorchs(problem: ConvTransposeProblem) -> None:
+    x, w = torch.empty(problem.input_shape, device="meta"), torch.empty(problem.weight_shape, device="meta")
+    out = TORCH[problem.dims](x, w, **constants(problem))
+    assert problem.output_shape == out.shape
+    assert problem.elements == (x.numel(), w.numel(), out.numel())
+
+
+@pytest.mark.parametrize("problem", RANDOM[::4], ids=str)
+def test_flops_are_the_products_and_sums(problem: ConvTransposeProblem) -> None:
+    products = 0
+    for _tap in itertools.product(*map(range, problem.kernel_size)):
+        for _position in itertools.product(*map(range, problem.input_size)):
+            products += problem.batch * problem.in_channels * problem.out_channels // problem.groups
+    assert problem.flops == 2 * products
+
+
+def test_floor_is_the_slower_of_bytes_and_flops() -> None:
+    problem = make((2, 3, 10, 10), 4, 3, dtype="bfloat16")
+    moved = 2 * (2 * 3 * 100 + 3 * 4 * 9 + 2 * 4 * 144)
+    assert problem.bytes == moved
+    assert problem.floor_seconds(moved, problem.flops / 3) == 3
+    assert problem.floor_seconds(moved / 5, problem.flops / 3) == 5
+    assert replace(problem, dtype="float64").bytes == 4 * moved
+
+
+@pytest.mark.parametrize("problem", RANDOM, ids=str)
+def test_three_axes_in_any_dimension(problem: ConvTransposeProblem) -> None:
+    assert len(problem.axes3) == 3
+    assert problem.axes3[3 - problem.dims :] == problem.axes
+    assert all(axis == Axis(1) and axis.output_size(1) == 1 for axis in problem.axes3[: 3 - problem.dims])
+
+
+def test_make_takes_one_number_or_one_for_each_dimension() -> None:
+    assert make((2, 4, 5, 6), 8, 3, 2, 1, 1, 2, True, 1) == ConvTransposeProblem(
+        2, 4, 8, (5, 6), (3, 3), (2, 2), (1, 1), (1, 1), (1, 1), 2, True
+    )
+    assert make((2, 4, 5), 8, (3,)).kernel_size == (3,)
+
+
+@pytest.mark.parametrize("problem", [*RANDOM, *(layer.problem for layer in every_layer())], ids=str)
+def test_text_reads_back(problem: ConvTransposeProblem) -> None:
+    """What a problem prints is what the command line takes."""
+    problem = replace(problem, batch=max(problem.batch, 1))  # an empty batch is nothing to measure
+    for dtype in DTYPE_BYTES:
+        for channels_last in (False, True):
+            printed = replace(problem, dtype=dtype, channels_last=channels_last)
+            assert parse_layer(str(printed)) == printed
+    assert str(problem).isprintable()
+
+
+def test_text_leaves_defaults_out() -> None:
+    assert str(make((8, 64, 32, 32), 64, 3)) == "8×64×32×32 → 64, k=3, float32"
+    problem = make((1, 4, 9, 9), 8, (3, 5), (2, 3), 1, (0, 1), 4, True, 2, "float16", True)
+    assert str(problem) == ("1×4×9×9 → 8, k=(3, 5), s=(2, 3), p=1, op=(0, 1), d=2, g=4, bias, float16, channels_last")
+
+
+def test_problems_are_keys() -> None:
+    first, second = make((1, 2, 3), 4, 5), make((1, 2, 3), 4, 5)
+    assert first == second
+    assert hash(first) == hash(second)
+    assert len({first, second, replace(first, bias=True)}) == 2
