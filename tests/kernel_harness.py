@@ -6,9 +6,14 @@ does an element of the output that is left out or written beside it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import multiprocessing
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -20,6 +25,8 @@ from emulator import EmulatedKernel
 from helpers import TORCH, constants
 from polyphase.algorithms.base import ALIGNMENT, Candidate, Launch, Layouts, Strides, extent
 from polyphase.device import DeviceInfo
+from polyphase.errors import PolyphaseError
+from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -199,8 +206,6 @@ def assert_exact(
     guard: int = GUARD,
 ) -> None:
     """The variant's result is that of float64, rounded once, bit for bit."""
-    from dataclasses import replace
-
     operands, bias, wide = _case(replace(problem, dtype="float64", channels_last=False), pass_)
     out = run(problem, pass_, launch, layouts or Layouts.dense(problem), operands, bias, executor, guard)
     expected = wide.to(DTYPES[problem.dtype])
@@ -213,8 +218,24 @@ def assert_exact(
         )
 
 
+def compile_ahead(sources: Iterable[KernelSource], arch: str) -> None:
+    """Fills the cache, in many processes: within one, NVRTC compiles a kernel at a time. Failures are left to who runs
+    the kernel."""
+    jobs = [(source, arch) for source in dict.fromkeys(sources)]
+    workers = min(len(os.sched_getaffinity(0)), 32, len(jobs) // 4)
+    if workers > 1:
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for _ in pool.map(_compile, jobs, chunksize=4):
+                pass
+
+
+def _compile(job: tuple[KernelSource, str]) -> None:
+    from polyphase.jit.compiler import compile_kernel
+
+    with contextlib.suppress(PolyphaseError):
+        compile_kernel(*job)
+
+
 def formats(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     """The problem in every memory format that PyTorch has for its dimensions."""
-    from dataclasses import replace
-
     return [problem] if problem.dims == 1 else [problem, replace(problem, channels_last=True)]

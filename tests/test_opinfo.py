@@ -15,11 +15,12 @@ from torch import Tensor
 from helpers import OUR_MODULES, OURS, TORCH_MODULES, assert_as_accurate_as_torch, rounding_eps
 
 pytest.importorskip("expecttest", reason="PyTorch's test tools need it")
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
 
-# Importing these forbids the whole process to set torch.backends' flags; other tests do.
-torch.backends.__allow_nonbracketed_mutation_flag = True
+with pytest.MonkeyPatch.context() as patch:
+    # Importing these would forbid the whole process to set torch.backends' flags; other tests do.
+    patch.setattr(torch.backends, "disable_global_flags", lambda: None)
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
 
 OP_INFOS = {dims: next(op for op in op_db if op.name == f"nn.functional.conv_transpose{dims}d") for dims in OURS}
 MODULE_INFOS = {dims: next(info for info in module_db if info.module_cls is TORCH_MODULES[dims]) for dims in OURS}

@@ -241,6 +241,22 @@ def test_no_algorithm_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
         plan.plan(make((9, 9, 9, 9), 9, 9), Pass.FORWARD, H200)
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        make((1, 1, 2**31), 1, 1),  # a side
+        make((1, 1, 2**30), 1, 1, 2, 0, 1),  # a side of the output
+        make((1, 2**16, 1, 1), 2**15, 1),  # weights of a group
+    ],
+    ids=str,
+)
+def test_sizes_beyond_the_kernels_integers_are_a_named_error(problem: ConvTransposeProblem) -> None:
+    """Tensors may have more elements than 2³¹, but not along one side, and not in the weights of one group."""
+    for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
+        with pytest.raises(UnsupportedError, match="2147483648"):
+            plan.plan(problem, pass_, H200)
+
+
 def test_explanations_name_winner_losers_and_reasons() -> None:
     problem = make((4, 8, 16, 16), 12, 4, 2, 1)
     text = plan.explain(problem, H200)

@@ -45,7 +45,9 @@ class WeightGrad:
         positions = problem.batch * math.prod(problem.input_size)
         columns = problem.out_channels_per_group * problem.taps
         result = []
-        for variant, cycles in _variants(problem.in_channels_per_group, columns, problem.dtype):
+        for variant, cycles in _variants(
+            problem.in_channels_per_group, columns, problem.dtype, device.shared_bytes_per_block
+        ):
             tiles = math.ceil(problem.in_channels_per_group / variant.rows) * math.ceil(columns / variant.columns)
             seconds, bound = cost_seconds(problem, device, problem.groups * tiles * positions * cycles)
             result.append(Candidate(self.name, variant, seconds, bound))
@@ -113,13 +115,11 @@ class WeightGrad:
 
 def _shared_floats(variant: WeightGradVariant) -> int:
     row_pitch, column_pitch = (-(-size // 4) * 4 + 4 for size in (variant.rows, variant.columns))
-    main = 2 * variant.depth * (row_pitch + column_pitch)
-    reduction = _THREADS * variant.thread_rows * variant.thread_columns if variant.k_slices > 1 else 0
-    return max(main, reduction)
+    return 2 * variant.depth * (row_pitch + column_pitch) + _THREADS * variant.thread_rows * variant.thread_columns
 
 
 @lru_cache(maxsize=512)
-def _variants(rows: int, columns: int, dtype: str) -> tuple[tuple[WeightGradVariant, float], ...]:
+def _variants(rows: int, columns: int, dtype: str, shared_bytes: int) -> tuple[tuple[WeightGradVariant, float], ...]:
     """The best variants with their multiprocessor cycles per position and tile, in rising order of a layer's cost."""
     scored = []
     words = 2 if dtype == "float64" else 1
@@ -155,6 +155,8 @@ def _variants(rows: int, columns: int, dtype: str) -> tuple[tuple[WeightGradVari
                         variant = WeightGradVariant(
                             block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks
                         )
+                        if _shared_floats(variant) * 4 * words > shared_bytes:
+                            continue
                         tiles = math.ceil(rows / block_rows) * math.ceil(columns / block_columns)
                         scored.append((tiles * cycles / depth, cycles / depth, variant))
     scored.sort(key=lambda item: item[0])

@@ -506,6 +506,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int i = 0; i < DST_PER_THREAD; ++i)
         biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
       scalar_t* const item_dst = dst + first_channel * g.dst.stride[1];
+      if (STAGES > 4) place.init(g, tile, lane);  // again, so that its registers serve the stages
       if (DST_CHANNELS_LAST)
         store_channels(g, place, acc, item_dst, biases, channels);
       else

@@ -12,10 +12,10 @@
 // in order: the result does not depend on timing.
 //
 // Shared memory: two buffers of DEPTH × ROW_PITCH of x and DEPTH × COLUMN_PITCH of g, both [position][row or column],
-// padded so that stores along K do not meet in one bank. After the last stage it sums the K slices.
+// padded so that stores along K do not meet in one bank; then every thread's sums as [K slice][sum][thread].
 //
-// Synchronisation: stage i+1 is loaded to registers while stage i is computed, and stored to the other buffer; one barrier
-// a stage suffices, since a buffer is written again only after the barrier that follows its last reads.
+// Synchronisation: stage i+1 is loaded to registers while stage i is computed, and stored to the other buffer; one
+// barrier a stage suffices, since a buffer is written again only after the barrier that follows its last reads.
 
 struct Geometry {
   Tensor5 x, g;
@@ -36,7 +36,9 @@ constexpr int ROW_PITCH = round_up(ROWS, 4) + 4, COLUMN_PITCH = round_up(COLUMNS
 constexpr int X_ITEMS = ceil_div(ROWS * DEPTH, THREADS), G_ITEMS = ceil_div(COLUMNS * DEPTH, THREADS);
 constexpr int ROW_STEP = THREADS / DEPTH;  // rows or columns that the block loads at once
 
-constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);  // shared values of one stage
+constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS;
+constexpr int FLUSH = 2048 / DEPTH > 0 ? 2048 / DEPTH : 1;  // stages whose positions are summed in one chain
+constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);   // shared values of one stage
 
 static_assert(THREADS % DEPTH == 0, "a thread loads the same position of every stage");
 static_assert(DEPTH % K_SLICES == 0, "every K slice takes the same share of a stage");
@@ -120,8 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   scalar_t x_values[X_ITEMS], g_values[G_ITEMS];
   auto load = [&]() {
     const bool exists = k < end;
-    const scalar_t* x_at = x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4] +
-                           load_row * g.x.stride[1];
+    const scalar_t* x_at =
+        x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4] + load_row * g.x.stride[1];
 #pragma unroll
     for (int i = 0; i < X_ITEMS; ++i, x_at += ROW_STEP * g.x.stride[1]) {
       const int r = load_row + i * ROW_STEP;
@@ -160,8 +162,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   };
 
+  // Sums of FLUSH stages in registers, sums of those in shared memory: rounding grows with the root of the terms, and
+  // millions of positions in one chain would lose three digits.
   accum_t sum[THREAD_ROWS][THREAD_COLUMNS] = {};
+  accum_t* const totals = (accum_t*)shared_memory + 2 * STAGE;
+  accum_t* const own = totals + k_slice * SUMS * SLICE_THREADS + thread % SLICE_THREADS;
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) own[i * SLICE_THREADS] = 0;
+  auto flush = [&]() {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
+      own[i * SLICE_THREADS] += (&sum[0][0])[i];
+      (&sum[0][0])[i] = 0;
+    }
+  };
+
   load();
+  int until_flush = FLUSH;
   int buffer = 0;
 #pragma unroll 1
   for (long long stage = first; stage < end; stage += DEPTH, buffer ^= 1) {
@@ -187,25 +204,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
     }
-  }
-  __syncthreads();  // all stages are read: the memory is free for the sums
-
-  // Sum the K slices in order: every slice leaves its sums in shared memory, and the block's threads share the columns.
-  constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS;
-  accum_t* const slices = (accum_t*)shared_memory;
-  if (K_SLICES > 1) {
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i)
-      slices[(k_slice * SUMS + i) * SLICE_THREADS + thread % SLICE_THREADS] = (&sum[0][0])[i];
-    __syncthreads();
-    if (k_slice > 0) return;
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) {
-      accum_t total = (&sum[0][0])[i];
-#pragma unroll 1
-      for (int slice = 1; slice < K_SLICES; ++slice) total += slices[(slice * SUMS + i) * SLICE_THREADS + thread];
-      (&sum[0][0])[i] = total;
+    if (--until_flush == 0) {
+      flush();
+      until_flush = FLUSH;
     }
+  }
+  flush();
+
+  // Sum the K slices in order.
+  __syncthreads();
+  if (k_slice > 0) return;
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) {
+    accum_t total = own[i * SLICE_THREADS];
+#pragma unroll 1
+    for (int slice = 1; slice < K_SLICES; ++slice) total += own[(slice * SUMS + i) * SLICE_THREADS];
+    (&sum[0][0])[i] = total;
   }
 
   partial += part * g.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
