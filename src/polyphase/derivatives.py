@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from polyphase import operators
 from polyphase.validate import Layer
@@ -27,19 +28,30 @@ Operands = tuple["Tensor | None", "Tensor | None", "Tensor | None"]  # input, we
 Run = Callable[[Operands, "Tensor | None", Layer], Tensor]
 
 
-def run_operator(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
-    """The pass that these operands leave open, as one call of its operator."""
+def _open(operands: Operands, bias: Tensor | None, layer: Layer) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """The operator of the pass that these operands leave open, and its arguments."""
     x, w, g = operands
     if g is None:
-        return operators.conv_transpose(x, w, bias, *layer[1:])
+        return operators.conv_transpose, (x, w, bias, *layer[1:])
     if x is None:
-        return operators.conv_transpose_input_grad(g, w, *layer[1:])
-    return operators.conv_transpose_weight_grad(x, g, *layer)
+        return operators.conv_transpose_input_grad, (g, w, *layer[1:])
+    return operators.conv_transpose_weight_grad, (x, g, *layer)
+
+
+def run_operator(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
+    """The pass that these operands leave open, as one call of its operator."""
+    operator, arguments = _open(operands, bias, layer)
+    return operator(*arguments)
 
 
 def run(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
     """The same in eager mode, differentiable in backward and forward mode, any number of times."""
-    function = TransformedContraction if torch._C._are_functorch_transforms_active() else Contraction
+    if torch._C._are_functorch_transforms_active():
+        function: type[Contraction] = TransformedContraction
+    elif torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        function = Contraction
+    else:  # an ordinary backward pass
+        return _below_autograd(*operands, bias, layer)
     result: Tensor = function.apply(*operands, bias, layer)  # type: ignore[no-untyped-call]
     return result
 
@@ -73,10 +85,8 @@ def _replace(operands: Sequence[Tensor | None], slot: int, tensor: Tensor | None
 def _below_autograd(
     input: Tensor | None, weight: Tensor | None, output: Tensor | None, bias: Tensor | None, layer: Layer
 ) -> Tensor:
-    if output is None and input is not None and weight is not None:
-        return operators.conv_transpose_below_autograd(input, weight, bias, layer[1:])
-    with torch._C._AutoDispatchBelowAutograd():
-        return run_operator((input, weight, output), bias, layer)
+    operator, arguments = _open((input, weight, output), bias, layer)
+    return operators.call_below_autograd(operator, *arguments)
 
 
 def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:

@@ -151,7 +151,7 @@ def _conv_transpose(
     ):
         output = run_differentiable((batch, weight, None), bias, layer)
     else:
-        output = operators.conv_transpose_below_autograd(batch, weight, bias, layer[1:])
+        output = operators.call_below_autograd(operators.conv_transpose, batch, weight, bias, *layer[1:])
     return output if batch is input else output.squeeze(0)
 
 

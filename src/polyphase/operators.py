@@ -125,31 +125,34 @@ for _name, _pass, _fake in (
         LIBRARY.impl(_name, _on_cuda(_pass), "CUDA")
     torch.library.register_fake(f"polyphase::{_name}", _fake, lib=LIBRARY)
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def conv_transpose_below_autograd(
-    input: Tensor, weight: Tensor, bias: Tensor | None, constants: Sequence[Any]
-) -> Tensor:
-    """The operator's own work, without the dispatcher (4 µs) where nothing could be listening to it."""
-    if (
-        input.is_cuda
-        and torch.version.cuda is not None
-        and input.dtype in FLOATING
-        and type(input) in _PLAIN
-        and type(weight) in _PLAIN
-        and (bias is None or (type(bias) in _PLAIN and not bias.is_neg()))
-        and not (input.is_neg() or weight.is_neg())
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._autograd._profiler_enabled()
-    ):
-        output: Tensor = _runtime().forward(input, weight, bias, *constants)
-        return output
-    with torch._C._AutoDispatchBelowAutograd():  # spares the operator's derivatives a look
-        return conv_transpose(input, weight, bias, *constants)
-
-
 conv_transpose: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose.default
 conv_transpose_input_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_input_grad.default
 conv_transpose_weight_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_weight_grad.default
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
+    """One of the three operators without its derivatives; past the dispatcher (4 µs) where nothing listens to it."""
+    if (
+        first.is_cuda
+        and torch.version.cuda is not None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._profiler_enabled()
+        and all(
+            type(tensor) in _PLAIN and not (tensor.is_neg() or tensor.is_conj())
+            for tensor in (first, second, arguments[0])
+            if isinstance(tensor, Tensor)
+        )
+    ):
+        return _CUDA[operator](first, second, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(first, second, *arguments)
+
+
+_CUDA = {
+    conv_transpose: _on_cuda("forward"),
+    conv_transpose_input_grad: _on_cuda("input_grad"),
+    conv_transpose_weight_grad: _on_cuda("weight_grad"),
+}

@@ -1,0 +1,64 @@
+"""A few small layers in all passes and memory formats, for compute-sanitizer::
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_sample.py
+
+There are no guards here: every tensor is an allocation of its own, so that memcheck knows where it ends. Nothing but
+copies from and to the host touches tensors beside our kernels, so that initcheck knows what is initialised.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kernel_harness import Gpu, assert_exact, formats
+from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.device import DeviceInfo
+from polyphase.plan import launches
+from polyphase.problem import ConvTransposeProblem, Pass
+
+make = ConvTransposeProblem.make
+SAMPLE = (
+    make((2, 5, 9, 11), 7, 3, bias=True),
+    make((2, 8, 6, 16), 12, 4, 2, 1),
+    make((1, 8, 5, 9), 12, (3, 5), (2, 3), (1, 2), (1, 1), 4, True, (2, 1), dtype="bfloat16"),
+    make((1, 4, 4, 12), 4, 3, 5, 1, dilation=2),
+    make((2, 6, 6, 8), 6, 4, 2, 1, groups=6),
+    make((1, 3, 6, 20), 1, 9, 4, 4, 3, bias=True, dtype="float16"),
+    make((2, 20, 5, 9), 1, 3, 1, 1),
+    make((1, 9, 3, 5), 10, 2, 2, bias=True, dtype="float64"),
+    make((1, 2, 4, 5), 3, 2, 2, 1, (2, 3), dilation=(4, 5)),
+    make((2, 6, 40), 5, 16, 8, 4, bias=True),
+    make((1, 4, 3, 4, 8), 4, 2, 2, bias=True),
+    make((5, 20, 1, 1), 9, 4, dtype="bfloat16"),
+)
+
+
+def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candidate, Launch, Layouts]]:
+    """The best variant of every algorithm, and the best one that sums source channels in slices."""
+    for problem in SAMPLE:
+        for formatted in formats(problem):
+            for pass_ in Pass:
+                dense = Layouts.dense(formatted)
+                for layouts in (dense, replace(dense, aligned=False)):
+                    seen = set()
+                    for candidate, launch in launches(formatted, pass_, device, layouts):
+                        kind = candidate.algorithm, getattr(candidate.variant, "src_slices", 1) > 1
+                        if kind not in seen and (layouts.aligned or candidate.algorithm == "gather_tiled"):
+                            yield formatted, pass_, candidate, launch, layouts
+                        seen.add(kind)
+
+
+def main() -> int:
+    executor = Gpu(0)
+    count = 0
+    for problem, pass_, candidate, launch, layouts in runs(DeviceInfo.of(executor.device)):
+        assert_exact(problem, pass_, candidate, launch, layouts, executor, guard=0)
+        count += 1
+    print(f"{count} launches are exact")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,598 @@
+"""What only a GPU can show: every variant on real hardware, streams, graphs, threads, devices, strange tensors.
+
+Sums are exact unless a test says otherwise, so results are compared bit for bit with float64 on the CPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from torch import Tensor
+
+import polyphase
+from helpers import (
+    OUR_MODULES,
+    OURS,
+    Operands,
+    amid_nan,
+    constants,
+    make_operands,
+    normal_tensor,
+    reference,
+    results,
+)
+from kernel_harness import DTYPES, Gpu, assert_exact, compile_ahead, formats
+from polyphase import runtime
+from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.device import DeviceInfo
+from polyphase.jit import compiler, launcher
+from polyphase.plan import launches
+from polyphase.problem import ConvTransposeProblem, Pass
+from processes import run_python
+from test_kernels import PROBLEMS, WIDE_LAYERS, wide
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+DEVICE = torch.device("cuda", 0)
+make = ConvTransposeProblem.make
+
+#: A layer that uses every parameter.
+LAYER = make((3, 8, 13, 17), 12, (3, 5), (2, 3), (1, 2), (1, 1), 4, True, (2, 1))
+
+
+def passes(problem: ConvTransposeProblem, operands: Operands) -> list[Tensor]:
+    """The three passes, by the operators."""
+    ops = torch.ops.polyphase
+    fixed = (problem.stride, problem.padding, problem.output_padding, problem.dilation, problem.groups)
+    x, w, b, g = operands.input, operands.weight, operands.bias, operands.grad_output
+    return [
+        ops.conv_transpose(x, w, b, *fixed),
+        ops.conv_transpose_input_grad(g, w, *fixed),
+        ops.conv_transpose_weight_grad(x, g, problem.kernel_size, *fixed),
+    ]
+
+
+def assert_right(problem: ConvTransposeProblem, operands: Operands, found: list[Tensor]) -> None:
+    """The three passes are those of float64, rounded once."""
+    wanted = reference(problem, operands)
+    for name, result in zip(("output", "input_grad", "weight_grad"), found, strict=True):
+        expected = getattr(wanted, name).to(result.dtype)
+        actual = result.detach().cpu()
+        assert actual.shape == expected.shape
+        wrong = int((actual != expected).sum())
+        assert wrong == 0, f"{name} of {problem}: {wrong} of {expected.numel()} elements are wrong"
+
+
+# Every variant
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pass of a problem, with some of the variants that the planner offers."""
+
+    problem: ConvTransposeProblem
+    pass_: Pass
+    aligned: bool = True
+
+    @property
+    def layouts(self) -> Layouts:
+        return replace(Layouts.dense(self.problem), aligned=self.aligned)
+
+    def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
+        """All variants in float32; the first and the last of each algorithm in other dtypes, which they share."""
+        found = launches(self.problem, self.pass_, device, self.layouts)
+        if self.problem.dtype == "float32":
+            return found
+        names = [candidate.algorithm for candidate, _ in found]
+        ends = {names.index(name) for name in names} | {len(names) - 1 - names[::-1].index(name) for name in names}
+        return [found[i] for i in sorted(ends)]
+
+
+def cases() -> Iterator[ParameterSet]:
+    def case(name: str, problem: ConvTransposeProblem, pass_: Pass, aligned: bool = True) -> ParameterSet:
+        layout = ("last" if problem.channels_last else "first") + ("" if aligned else "-unaligned")
+        return pytest.param(Case(problem, pass_, aligned), id=f"{name}-{layout}-{pass_.value}-{problem.dtype}")
+
+    for name, problem in PROBLEMS.items():
+        for formatted in formats(problem):
+            for dtype in DTYPES:
+                for pass_ in Pass:
+                    yield case(name, replace(formatted, dtype=dtype), pass_)
+    for name, layer in WIDE_LAYERS.items():
+        for formatted in formats(layer):
+            for dtype in DTYPES:
+                for pass_ in Pass:
+                    problem = replace(wide(formatted, pass_, 132), dtype=dtype, batch=2)
+                    yield case(f"{name}, wide", problem, pass_)
+                    if pass_ is not Pass.WEIGHT_GRAD:
+                        yield case(f"{name}, wide", problem, pass_, aligned=False)
+
+
+@pytest.fixture(scope="session")
+def variants(request: pytest.FixtureRequest) -> Gpu:
+    """The GPU, with the kernels of all variants that this run asks for in the cache."""
+    executor = Gpu(0)
+    device = DeviceInfo.of(executor.device)
+    asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    offers = [offer for case in asked if isinstance(case, Case) for offer in case.offers(device)]
+    compile_ahead((launch.source for _, launch in offers), device.arch)
+    return executor
+
+
+@pytest.mark.timeout(600)  # the first one waits for the compiler
+@pytest.mark.parametrize("case", list(cases()))
+def test_every_variant_is_exact(case: Case, variants: Gpu) -> None:
+    """On poisoned outputs, amid guards."""
+    for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
+        assert_exact(case.problem, case.pass_, candidate, launch, case.layouts, variants)
+
+
+# Streams, graphs, threads, devices
+
+
+def test_streams() -> None:
+    """A call runs on the current stream: its operands come late there, and are NaN for whoever does not wait."""
+    operands = make_operands(LAYER, torch.float32, DEVICE)
+    passes(LAYER, operands)  # compiles, which would outlast the sleep
+    late = operands.map(lambda tensor: torch.full_like(tensor, torch.nan))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        for empty, full in zip(vars(late).values(), vars(operands).values()):
+            empty.copy_(full)
+        found = passes(LAYER, late)
+        assert not stream.query(), "the call waited for the GPU"
+    stream.synchronize()
+    assert_right(LAYER, operands, found)
+
+
+def test_gradients_run_on_the_stream_of_the_call() -> None:
+    operands = make_operands(LAYER, torch.float32, DEVICE)
+    results(OURS[2], LAYER, operands)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late = operands.map(torch.clone)
+        found = results(OURS[2], LAYER, late)
+    stream.synchronize()
+    assert_right(LAYER, operands, [found.output, found.input_grad, found.weight_grad])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_graphs_replay_with_other_contents(channels_last: bool) -> None:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def operands_of(seed: int) -> Operands:
+        operands = make_operands(LAYER, torch.float32, DEVICE, seed)
+        return operands.map(lambda t: t.contiguous(memory_format=memory_format) if t.dim() == 4 else t)
+
+    static = operands_of(0)
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        passes(LAYER, static)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = passes(LAYER, static)
+    for seed in (1, 2, 3):
+        fresh = operands_of(seed)
+        for old, new in zip(vars(static).values(), vars(fresh).values()):
+            old.copy_(new)
+        for result in captured:
+            result.fill_(torch.nan)
+        graph.replay()
+        assert_right(LAYER, fresh, captured)
+
+
+def test_graphs_of_a_training_step() -> None:
+    operands = make_operands(LAYER, torch.float32, DEVICE)
+    layer = OUR_MODULES[2](8, 12, LAYER.kernel_size, **constants(LAYER), device=DEVICE)
+    x = operands.input.clone().requires_grad_()
+    wanted = [x, *layer.parameters()]
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        for _ in range(2):
+            torch.autograd.grad(layer(x), wanted, operands.grad_output)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = layer(x)
+        gradients = torch.autograd.grad(output, wanted, operands.grad_output)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    graph.replay()
+    torch.cuda.synchronize()
+    again = layer(x)
+    for replayed, eager in zip(
+        (output, *gradients), (again, *torch.autograd.grad(again, wanted, operands.grad_output)), strict=True
+    ):
+        assert torch.equal(replayed, eager)
+
+
+def test_threads_share_a_layer() -> None:
+    """Four threads, a stream each, the same layer: none sees another's pointers."""
+    layer = OUR_MODULES[2](8, 12, LAYER.kernel_size, **constants(LAYER), device=DEVICE).requires_grad_(False)
+    inputs = [make_operands(LAYER, torch.float32, DEVICE, seed).input for seed in range(4)]
+    wanted = [layer(x) for x in inputs]
+    torch.cuda.synchronize()
+    barrier = threading.Barrier(4)
+
+    def work(index: int) -> int:
+        wrong = 0
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            barrier.wait()
+            for _ in range(200):
+                wrong += not torch.equal(layer(inputs[index]), wanted[index])
+        return wrong
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [0] * 4
+
+
+def test_backward_runs_in_threads_of_autograd() -> None:
+    """Gradients in a process whose backward thread has launched nothing before, and layers deep enough to overlap."""
+    problem = replace(LAYER, kernel_size=(2, 3))
+    problem = replace(problem, output_padding=(1, 1))
+    operands = make_operands(problem, torch.float32, DEVICE)
+    found = results(OURS[2], problem, operands)
+    assert_right(problem, operands, [found.output, found.input_grad, found.weight_grad])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus() -> None:
+    """Layers run where their tensors lie, and leave the current device as it is."""
+    problem = replace(LAYER, kernel_size=(4, 3))  # that no other test has loaded on either device
+
+    def work(current: int) -> None:
+        with torch.cuda.device(current):
+            for index in (1, 0, 1):
+                operands = make_operands(problem, torch.float32, torch.device("cuda", index), index)
+                found = passes(problem, operands)
+                assert torch.cuda.current_device() == current
+                assert torch.empty(1, device="cuda").device.index == current
+                assert {result.device.index for result in found} == {index}
+                assert_right(problem, operands, found)
+                tracked = results(OURS[2], problem, operands)
+                assert_right(problem, operands, [tracked.output, tracked.input_grad, tracked.weight_grad])
+                assert torch.cuda.current_device() == current
+
+    for current in (0, 1):
+        work(current)
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(work, 0).result()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_fresh_thread_begins_on_the_second_gpu() -> None:
+    operands = make_operands(LAYER, torch.float32, torch.device("cuda", 1))
+
+    def work() -> tuple[list[Tensor], int]:
+        return passes(LAYER, operands), torch.cuda.current_device()
+
+    with ThreadPoolExecutor(1) as fresh:
+        found, current = fresh.submit(work).result()
+    assert current == 0
+    assert_right(LAYER, operands, found)
+
+
+# Determinism
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        make((8, 24, 65, 67), 32, 3),
+        make((16, 32, 33, 61), 32, 4, 2, 1, groups=32),
+        make((4, 48, 17, 19), 20, (3, 5), (2, 3), (1, 2), dilation=(2, 1)),
+        make((4, 40, 4001), 3, 9, 4, 2),
+    ],
+    ids=str,
+)
+def test_runs_repeat_bit_for_bit(problem: ConvTransposeProblem, dtype: str) -> None:
+    for formatted in formats(problem):
+        operands = make_operands(formatted, DTYPES[dtype], DEVICE, make=normal_tensor)
+        if formatted.channels_last:
+            operands = operands.map(lambda tensor: tensor.contiguous(memory_format=torch.channels_last))
+        first = passes(formatted, operands)
+        for _ in range(3):
+            torch.empty(1 << 20, device=DEVICE).normal_()
+            for one, another in zip(first, passes(formatted, operands)):
+                assert bool(one.isfinite().all())
+                assert torch.equal(one, another)
+
+
+# Strange tensors
+
+
+def inside(tensor: Tensor, *index: slice, shape: tuple[int, ...]) -> Tensor:
+    """The values in a window of a larger tensor of NaN."""
+    return torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)[(..., *index)].copy_(tensor)
+
+
+def shifted(tensor: Tensor, elements: int) -> Tensor:
+    """The values so many elements behind an aligned address."""
+    flat = torch.full((tensor.numel() + elements,), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    return flat[elements:].view(tensor.shape).copy_(tensor)
+
+
+def reordered(tensor: Tensor, *order: int) -> Tensor:
+    """The values with dimensions in another order in memory."""
+    inverse = [order.index(dim) for dim in range(tensor.dim())]
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda t: t,
+    "without the first column": lambda t: inside(t, slice(1, None), shape=(*t.shape[:-1], t.shape[-1] + 1)),
+    "without the last four columns": lambda t: inside(t, slice(-4), shape=(*t.shape[:-1], t.shape[-1] + 4)),
+    "every other column": lambda t: inside(t, slice(None, None, 2), shape=(*t.shape[:-1], 2 * t.shape[-1])),
+    "some channels of more": lambda t: torch.full_like(t.repeat(1, 3, 1, 1), torch.nan)[
+        :, t.shape[1] : 2 * t.shape[1]
+    ].copy_(t),
+    "one element further": lambda t: shifted(t, 1),
+    "four elements further": lambda t: shifted(t, 4),
+    "height and width exchanged": lambda t: reordered(t, 0, 1, 3, 2),
+    "batch last": lambda t: reordered(t, 1, 2, 3, 0),
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "channels last, one element further": lambda t: shifted(t.movedim(1, -1).contiguous(), 1).movedim(-1, 1),
+    "channels last, one channel of more": lambda t: inside(
+        t.movedim(1, -1), slice(1, None), shape=(t.shape[0], *t.shape[2:], t.shape[1] + 1)
+    ).movedim(-1, 1),
+    "amid NaN": amid_nan,
+    "one value": lambda t: t[:1, :1, :1, :1].clone().expand(t.shape),
+    "one image": lambda t: t[:1].clone().expand(t.shape),
+    "one column": lambda t: t[..., :1].clone().expand(t.shape),
+    "one pixel for each channel": lambda t: t[:, :, :1, :1].clone().expand(t.shape),
+    "one channel": lambda t: t[:, :1].clone().expand(t.shape),
+}
+VIEWED = {
+    "every parameter": LAYER,
+    "quads": make((2, 8, 6, 16), 4, 4, 2, 1),
+    "depthwise": make((3, 6, 9, 12), 6, 3, 1, 1, groups=6, bias=True),
+}
+
+
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("layer", VIEWED)
+def test_views(layer: str, view: str, operand: str) -> None:
+    problem = VIEWED[layer]
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = make_operands(problem, dtype, DEVICE)
+        operands = replace(plain, **{operand: VIEWS[view](getattr(plain, operand))})
+        found = passes(problem, operands)
+        assert_right(problem, operands, found)
+
+
+def test_bias_of_any_strides() -> None:
+    operands = make_operands(LAYER, torch.float32, DEVICE)
+    assert operands.bias is not None
+    for bias in (
+        operands.bias.repeat_interleave(2)[::2],
+        shifted(operands.bias, 1),
+        operands.bias[:1].expand(LAYER.out_channels),
+    ):
+        changed = replace(operands, bias=bias)
+        assert_right(LAYER, changed, passes(LAYER, changed))
+
+
+def test_gradients_of_sums() -> None:
+    """The gradient that `sum` sends back is one number, expanded."""
+    for problem in VIEWED.values():
+        operands = make_operands(problem, torch.float32, DEVICE)
+        x, w = (tensor.clone().requires_grad_() for tensor in (operands.input, operands.weight))
+        output = OURS[2](x, w, operands.bias, **constants(problem))
+        output.sum().backward()
+        ones = replace(operands, grad_output=torch.ones_like(output))
+        assert x.grad is not None
+        assert w.grad is not None
+        assert_right(problem, ones, [output, x.grad, w.grad])
+
+
+def test_channels_last() -> None:
+    """channels_last weights are enough, as in PyTorch; so is a channels_last input."""
+    for problem in VIEWED.values():
+        for dtype in (torch.float32, torch.float16):
+            operands = make_operands(problem, dtype, DEVICE)
+            for names in (("weight",), ("input", "grad_output"), ("input", "weight", "grad_output")):
+                last = {n: getattr(operands, n).contiguous(memory_format=torch.channels_last) for n in names}
+                changed = replace(operands, **last)
+                found = passes(problem, changed)
+                assert_right(problem, changed, found)
+                assert found[0].is_contiguous(memory_format=torch.channels_last)
+                assert found[1].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_an_empty_batch(dims: int) -> None:
+    problem = make((0, 4, *(5, 6, 7)[:dims]), 6, 3, 2, 1, 1, 2, True)
+    for formatted in formats(problem):
+        operands = make_operands(formatted, torch.float32, DEVICE)
+        found = results(OURS[dims], formatted, operands)
+        assert found.output.shape == problem.output_shape
+        assert found.input_grad.shape == problem.input_shape
+        assert torch.equal(found.weight_grad.cpu(), torch.zeros(problem.weight_shape))
+        assert found.bias_grad is not None
+        assert torch.equal(found.bias_grad.cpu(), torch.zeros(problem.out_channels))
+    torch.cuda.synchronize()
+
+
+def test_many_images() -> None:
+    """More than a grid's y or z takes."""
+    for problem in (make((100_000, 2, 3, 3), 2, 3), make((70_001, 1, 5), 3, 2, 2)):
+        operands = make_operands(problem, torch.float32, DEVICE)
+        assert_right(problem, operands, passes(problem, operands))
+
+
+def test_many_groups() -> None:
+    problem = make((2, 70_000, 3, 3), 70_000, 2, groups=70_000)
+    operands = make_operands(problem, torch.float32, DEVICE)
+    assert_right(problem, operands, passes(problem, operands))
+
+
+@pytest.mark.timeout(300)
+def test_more_than_2_31_elements() -> None:
+    """An image beyond 2³¹ elements and 4 GiB, whose every output is one product."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info(DEVICE)[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    problem = make((1, 1, 32768, 16385), 1, 2, 2, dtype="float16")
+    assert problem.elements[2] > 2**31
+    x = torch.randint(-1, 2, problem.input_shape, device=DEVICE, dtype=torch.int8).half()
+    g = torch.randint(-1, 2, problem.output_shape, device=DEVICE, dtype=torch.int8).half()
+    w = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=DEVICE, dtype=torch.float16)[None, None]
+    output, input_grad, weight_grad = passes(problem, Operands(x, w, None, g))
+    expected = torch.zeros_like(x)
+    for i in range(2):
+        for j in range(2):
+            assert torch.equal(output[..., i::2, j::2], x * w[0, 0, i, j])
+            met = g[..., i::2, j::2]
+            expected += met * w[0, 0, i, j]
+            # Rounded to half precision at the end, from a sum that float32 holds.
+            total = (x * met).sum(dtype=torch.float64).half()
+            assert torch.equal(weight_grad[0, 0, i, j], total)
+    assert torch.equal(input_grad, expected)
+
+
+# Compilation and host time
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("layer", VIEWED)
+def test_new_sizes_compile_nothing(layer: str, channels_last: bool) -> None:
+    def call(batch: int, height: int, width: int) -> None:
+        problem = replace(VIEWED[layer], batch=batch, input_size=(height, width))
+        operands = make_operands(problem, torch.float32, DEVICE)
+        if channels_last:
+            operands = operands.map(lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t)
+        assert_right(problem, operands, passes(problem, operands))
+
+    call(2, 8, 8)
+    before = compiler.compilations, launcher._load.cache_info().currsize
+    sizes = [
+        (1, 8, 8),
+        (3, 7, 9),
+        (2, 2, 3),
+        (1, 64, 64),
+        (5, 33, 4),
+        (2, 4, 130),
+        (1, 5, 257),
+        (17, 3, 5),
+        (2, 40, 24),
+    ]
+    for size in [*sizes, (300, 2, 2), (0, 9, 9)]:
+        call(*size)
+    assert (compiler.compilations, launcher._load.cache_info().currsize) == before
+
+
+def test_warm_calls_take_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generous: what a call really takes is measured by `python -m polyphase bench`."""
+    monkeypatch.setattr(runtime, "POISON", False)
+    layer = OUR_MODULES[2](16, 16, 3, 2, 1, device=DEVICE)
+    x = torch.randn(1, 16, 8, 8, device=DEVICE)
+    rounds = []
+    with torch.no_grad():
+        for _ in range(40):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(100):
+                layer(x)
+            rounds.append((time.perf_counter() - start) / 100)
+    assert statistics.median(rounds) < 40e-6, f"{1e6 * statistics.median(rounds):.1f} µs"
+
+
+FIRST_CALL = """
+    import time
+    import torch, polyphase
+    from polyphase.jit import compiler
+    x = torch.randint(-3, 4, (2, 8, 17, 19)).float()
+    w = torch.randint(-3, 4, (8, 5, 3, 3)).float()
+    device_x, device_w = x.cuda(), w.cuda()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    y = polyphase.conv_transpose2d(device_x, device_w, stride=2)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    assert torch.equal(y.cpu(), torch.nn.functional.conv_transpose2d(x, w, stride=2))
+    print(compiler.compilations, seconds)
+"""
+
+
+def test_first_calls(tmp_path: Path) -> None:
+    """A new process compiles into a cold cache, and finds a warm one."""
+    cold, warm = (run_python(FIRST_CALL, tmp_path / "kernels").split() for _ in range(2))
+    assert int(cold[0]) >= 1
+    assert int(warm[0]) == 0
+    assert float(cold[1]) < 10, "generous: a second or less is the aim"
+    assert float(warm[1]) < 5
+
+
+def test_first_calls_of_threads(tmp_path: Path) -> None:
+    """Eight threads make the first calls of a process, of eight layers, in all passes."""
+    run_python(
+        """
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        import torch
+        from helpers import OURS, make_operands, reference, results
+        from polyphase import ConvTransposeProblem
+        barrier = threading.Barrier(8)
+
+        def work(size):
+            problem = ConvTransposeProblem.make((2, size, 7, 9), 3, size, 2)
+            operands = make_operands(problem, torch.float32, "cuda")
+            barrier.wait()
+            found = results(OURS[2], problem, operands)
+            for name, wanted in reference(problem, operands).items():
+                assert torch.equal(getattr(found, name).cpu(), wanted.float()), (problem, name)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(1, 9)))
+        """,
+        tmp_path / "kernels",
+    )
+
+
+def test_a_binary_that_does_not_load_is_compiled_again(tmp_path: Path) -> None:
+    """An entry whose checksum is right, and which is no binary: somebody's driver may find one too new."""
+    run_python(
+        """
+        import torch, polyphase
+        from polyphase.jit import compiler
+        sound = compiler._compile_without_spills
+        calls = []
+        def unsound(source, arch):
+            calls.append(source)
+            source, binary, log = sound(source, arch)
+            return source, b"no binary" if len(calls) == 1 else binary, log
+        compiler._compile_without_spills = unsound
+        x, w = torch.ones(1, 1, 2, device="cuda"), torch.ones(1, 1, 1, device="cuda")
+        assert polyphase.conv_transpose1d(x, w).tolist() == [[[1.0, 1.0]]]
+        assert len(calls) == 2
+        """,
+        tmp_path / "kernels",
+    )
+
+
+def test_named_errors() -> None:
+    x = torch.ones(1, 1, 4, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="int32"):
+        polyphase.conv_transpose1d(x, torch.ones(1, 1, 2, dtype=torch.int32, device=DEVICE))
