@@ -395,3 +395,10 @@ class TestOnGpu:
         gx = torch.ops.polyphase.conv_transpose_input_grad(y, w, [2, 2], [0, 0], [0, 0], [1, 1], 1)
         expected = torch.tensor([4 * (16 * a + 20 * b) for a, b in ((1, 2), (3, 4), (5, 6), (7, 8))])
         assert bool((gx == expected.to(gx).view(1, 4, 1, 1)).all())
+
+
+def test_constants_that_change_are_read_anew() -> None:
+    x, weight, stride = torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3), torch.tensor(2)
+    for value in (2, 3):
+        stride.fill_(value)
+        assert polyphase.conv_transpose2d(x, weight, stride=stride).shape[-1] == 4 * value + 3

@@ -17,6 +17,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats
+from polyphase.algorithms import weight_grad
 from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.device import DeviceInfo
 from polyphase.plan import launches
@@ -44,6 +45,8 @@ PROBLEMS = {
     "3-D, mixed": make((2, 4, 3, 4, 3), 6, (3, 1, 2), (1, 2, 3), (1, 0, 0), (0, 1, 0), 2),
     "one pixel": make((5, 20, 1, 1), 9, 4),
     "many source channels": make((1, 37, 3, 3), 2, 2, 2),
+    "many pixels": make((300, 5, 1, 1), 4, 3, 2, 1, 1, bias=True),
+    "many small images": make((37, 4, 2, 3), 6, 4, 2, 1),
     "empty batch": make((0, 3, 4, 4), 2, 3),
 }
 
@@ -167,6 +170,22 @@ def test_no_races(name: str) -> None:
     for candidate, launch in offers[:1]:
         assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
     assert offers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight gradients over more positions than are summed in one chain, in parts that end with a partial stage."""
+    problem = make((3, 2, 67, 61), 3, 2, 2, dtype=dtype)
+    usual = launches(problem, Pass.WEIGHT_GRAD, H200)[0][1]
+    monkeypatch.setattr(weight_grad, "_MAX_WORKSPACE", 2 * 8 * problem.elements[1])  # few parts, long ones
+    found = launches(problem, Pass.WEIGHT_GRAD, H200)
+    assert found[0][1].source == usual.source
+    for candidate, launch in found[::4]:
+        *_, length, positions, _ = struct.unpack_from("<3i4x3q", launch.geometry, 2 * 56)
+        assert 1 < launch.planes < usual.planes
+        assert length > 2048
+        assert positions % candidate.variant.depth
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -132,9 +132,10 @@ def _conv_transpose(
             layer = _checked[key]
         except KeyError:
             layer = check(*arguments)
-            if len(_checked) >= _MOST_CHECKED:
-                _checked.clear()
-            _checked[key] = layer
+            if _hashes_by_value(stride, padding, output_padding, groups, dilation):
+                if len(_checked) >= _MOST_CHECKED:
+                    _checked.clear()
+                _checked[key] = layer
         except (TypeError, AttributeError):  # lists, symbolic sizes; or something that is no tensor
             layer = check(*arguments)
 
@@ -153,6 +154,14 @@ def _conv_transpose(
     else:
         output = operators.call_below_autograd(operators.conv_transpose, batch, weight, bias, *layer[1:])
     return output if batch is input else output.squeeze(0)
+
+
+def _hashes_by_value(*constants: Any) -> bool:
+    """Whether these constants can be part of a key: a tensor stands for an integer too, and may change."""
+    return all(
+        type(constant) is int or (type(constant) is tuple and all(type(value) is int for value in constant))
+        for constant in constants
+    )
 
 
 def _check_traced(arguments: tuple[Any, ...]) -> Layer:

@@ -141,7 +141,9 @@ def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: 
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._profiler_enabled()
         and all(
-            type(tensor) in _PLAIN and not (tensor.is_neg() or tensor.is_conj())
+            type(tensor) in _PLAIN
+            and torch._C._has_storage(tensor)  # a vmap of old that functorch does not know of wraps tensors too
+            and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
             for tensor in (first, second, arguments[0])
             if isinstance(tensor, Tensor)
         )

@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from polyphase.algorithms.base import Launch
@@ -29,15 +29,13 @@ class Executable:
         self.name = launch.source.kernel
         self.device_index = index
         self.planes = launch.planes
-        self._kernel = _load(launch.source, arch, index)
+        self._kernel = _load(launch.source, arch, index, launch.shared_bytes)
         self._dimensions = (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
         self._empty = 0 in launch.grid
         self._geometry = launch.geometry
         self._pointers = pointers
         self._pack = struct.Struct(f"{pointers}Q").pack_into
         self._local = threading.local()
-        if launch.shared_bytes > _DEFAULT_SHARED_BYTES:
-            _allow_shared(launch.source, arch, index, launch.shared_bytes)
         self._function = _driver().CUfunction(int(self._kernel.handle))
         self._cu_launch = _driver().cuLaunchKernel
 
@@ -89,36 +87,54 @@ def _context_of(index: int) -> Iterator[None]:
         driver.cuCtxSetCurrent(before)
 
 
-@cache
-def _load(source: KernelSource, arch: str, index: int) -> Any:
-    """The loaded kernel. A binary from the cache that does not load is thrown away and compiled again, once."""
-    for fresh in (False, True):
-        if fresh:
-            discard_kernel(source, arch)
-        binary = compile_kernel(source, arch)
-        try:
-            with _context_of(index):
-                return cuda_core().ObjectCode.from_cubin(binary).get_kernel(source.kernel)
-        except Exception as error:
-            if fresh:
-                raise CompilationError(
-                    f"{source.kernel} was compiled for {arch} but does not load on CUDA device {index}: {error}"
-                ) from error
-    raise AssertionError("unreachable")
+class _Loaded:
+    """A kernel on one device, and the shared memory that its launches may ask for."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.shared_bytes = _DEFAULT_SHARED_BYTES
 
 
-_allowed: dict[tuple[KernelSource, str, int], int] = {}
+_loaded: dict[tuple[KernelSource, str, int], _Loaded] = {}
+_guard = threading.Lock()
 
 
-def _allow_shared(source: KernelSource, arch: str, index: int, shared_bytes: int) -> None:
-    """Lets a kernel use more than the 48 KiB of shared memory that every kernel may use."""
-    key = (source, arch, index)
-    if _allowed.get(key, 0) >= shared_bytes:
-        return
+def _load(source: KernelSource, arch: str, index: int, shared_bytes: int) -> Any:
+    """The loaded kernel, which may use ``shared_bytes`` of shared memory. Of threads that come together, one loads."""
+    key = source, arch, index
+    # Compiled before the lock is taken: different kernels may be compiled at the same time.
+    binary = b"" if key in _loaded else compile_kernel(source, arch)
+    with _guard:
+        loaded = _loaded.get(key)
+        if loaded is None:
+            loaded = _loaded[key] = _Loaded(_load_binary(source, arch, index, binary))
+        if shared_bytes > loaded.shared_bytes:  # every kernel may use 48 KiB; more is to be asked for
+            _allow_shared(loaded.kernel, source, index, shared_bytes)
+            loaded.shared_bytes = shared_bytes
+        return loaded.kernel
+
+
+def _load_binary(source: KernelSource, arch: str, index: int, binary: bytes) -> Any:
+    """A kernel from its binary. One from the cache that does not load is thrown away and compiled again, once."""
+    core = cuda_core()
+    core.Device(index).set_current()
+    try:
+        return core.ObjectCode.from_cubin(binary).get_kernel(source.kernel)
+    except Exception:
+        discard_kernel(source, arch)
+    try:
+        return core.ObjectCode.from_cubin(compile_kernel(source, arch)).get_kernel(source.kernel)
+    except Exception as error:
+        raise CompilationError(
+            f"{source.kernel} was compiled for {arch} but does not load on CUDA device {index}: {error}"
+        ) from error
+
+
+def _allow_shared(kernel: Any, source: KernelSource, index: int, shared_bytes: int) -> None:
     driver = _driver()
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    kernel = driver.CUkernel(int(_load(source, arch, index).handle))
-    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(index))
+    (status,) = driver.cuKernelSetAttribute(
+        attribute, shared_bytes, driver.CUkernel(int(kernel.handle)), driver.CUdevice(index)
+    )
     if status:
         raise PolyphaseError(f"{source.kernel} cannot have {shared_bytes} bytes of shared memory: {status!r}")
-    _allowed[key] = shared_bytes
