@@ -346,4 +346,4 @@ def test_vast_strides_are_not_unrolled(layout: bool) -> None:
     """Elements without taps are stored too: straight-line code for millions of them would never compile."""
     stride, dilation = (200, 200, 32), (1, 8, 30)
     problem = ConvTransposeProblem.make((2, 1, 8, 8, 8), 2, (2, 9, 1), stride, dilation=dilation, channels_last=layout)
-    assert plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).algorithm == "gather_general"
+    assert plan.plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).algorithm == "gather_general"
