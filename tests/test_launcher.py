@@ -31,6 +31,12 @@ class FakeDriver:
         self.limits[kernel] = value
         return (0,)
 
+    def cuCtxGetCurrent(self) -> tuple[int, int]:  # noqa: N802
+        return 0, 0
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[int]:  # noqa: N802
+        return (0,)
+
     def cuLaunchKernel(self, function: int, *arguments: Any) -> tuple[int]:  # noqa: N802
         shared = arguments[6]
         return (0 if shared <= self.limits.get(function, 48 << 10) else 1,)

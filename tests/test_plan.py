@@ -241,7 +241,6 @@ def test_no_algorithm_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
         plan.plan(make((9, 9, 9, 9), 9, 9), Pass.FORWARD, H200)
 
 
-@pytest.mark.xfail(strict=True, reason="the planner does not look yet: struct.error, or a wrong offset")
 @pytest.mark.parametrize(
     "problem",
     [

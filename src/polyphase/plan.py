@@ -42,9 +42,12 @@ def plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts
     """
     if not device.is_cuda:
         return Plan(problem, pass_, "portable")
+    _check_integers(problem)
     layouts = layouts or Layouts.dense(problem)
     # Algorithms are compared at one size, so that a layer keeps its kernel whatever images it meets.
-    typical = replace(problem, batch=16, input_size=(64,) * problem.dims)
+    typical = replace(
+        problem, batch=16, input_size=tuple(max(64, axis.input_size(64 * axis.stride)) for axis in problem.axes)
+    )
     offers = [
         (candidates[0], algorithm, algorithm.candidates(typical, pass_, device, Layouts.dense(typical))[0].seconds)
         for algorithm in ALGORITHMS
@@ -104,6 +107,20 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
                 if candidate != chosen.candidate:
                     lines.append(f"  loses: {candidate.seconds * 1e3:9.3f} ms  {candidate.describe()}")
     return "\n".join(lines)
+
+
+def _check_integers(problem: ConvTransposeProblem) -> None:
+    """The kernels count positions of one side, and weights of one group, in 32 bits; bytes and elements in 64."""
+    weights = problem.in_channels_per_group * problem.out_channels_per_group * problem.taps
+    counted = {
+        "a side of the input": max(problem.input_size),
+        "a side of the output": max(problem.output_size),
+        "the batch": problem.batch,
+        "weights of a group": weights,
+    }
+    for what, count in counted.items():
+        if count >= 2**31:
+            raise UnsupportedError(f"{what} of {problem} come to {count}; the kernels count to {2**31 - 1}")
 
 
 def _able(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[Algorithm]:

@@ -26,18 +26,22 @@ def version(distribution: str) -> str:
 
 @cache
 def polyphase_version() -> str:
-    """The version of this package; ``source`` where it runs from a checkout that is not installed."""
-    found = version("polyphase")
-    return "source" if found == MISSING else found
+    """The version of this package."""
+    import polyphase
+
+    return polyphase.__version__
 
 
 @cache
 def commit() -> str:
-    """The git commit this package runs from, with ``+`` for changes on top of it; empty outside a git checkout."""
+    """The git commit this package runs from, with ``+`` for changes on top of it.
+
+    Outside a git checkout it is what ``POLYPHASE_COMMIT`` says, for those who copy a checkout to the machine.
+    """
     here = Path(__file__).parent
     # An installed copy may lie inside somebody else's checkout: ours is one that tracks this very file.
     if _output("git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name) == "":
-        return ""
+        return os.environ.get("POLYPHASE_COMMIT", "")
     changed = _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", ".")
     return _output("git", "-C", str(here), "rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
 

@@ -116,14 +116,15 @@ def _load(source: KernelSource, arch: str, index: int, shared_bytes: int) -> Any
 
 def _load_binary(source: KernelSource, arch: str, index: int, binary: bytes) -> Any:
     """A kernel from its binary. One from the cache that does not load is thrown away and compiled again, once."""
-    core = cuda_core()
-    core.Device(index).set_current()
+    code = cuda_core().ObjectCode
     try:
-        return core.ObjectCode.from_cubin(binary).get_kernel(source.kernel)
+        with _context_of(index):
+            return code.from_cubin(binary).get_kernel(source.kernel)
     except Exception:
         discard_kernel(source, arch)
     try:
-        return core.ObjectCode.from_cubin(compile_kernel(source, arch)).get_kernel(source.kernel)
+        with _context_of(index):
+            return code.from_cubin(compile_kernel(source, arch)).get_kernel(source.kernel)
     except Exception as error:
         raise CompilationError(
             f"{source.kernel} was compiled for {arch} but does not load on CUDA device {index}: {error}"
