@@ -418,3 +418,13 @@ def test_cudnn_s_number_reads_as_a_version(monkeypatch: pytest.MonkeyPatch) -> N
     for number, text in ((91900, "9.19.0"), (90100, "9.1.0"), (8902, "8.9.2")):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda number=number: number)
         assert environment.cudnn_version() == text
+
+
+def test_a_part_of_a_result_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark that cannot afford all images takes some out of both results, and compares those."""
+    whole = oracle.sample
+    monkeypatch.setattr(oracle, "sample", lambda *arguments: whole(*arguments, flop_budget=1.0))
+    problem = ConvTransposeProblem.make((5, 2, 6, 6), 3, 3)
+    for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
+        record = runner.Runner(CPU, ["float32"], quick=True).run(runner.Case("some images", problem, pass_))
+        assert (record.status, record.compared) == ("ok", "2 of 5 images"), record.reason

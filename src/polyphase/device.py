@@ -26,7 +26,6 @@ class DeviceInfo:
     copy_bytes_per_second: float = 1e11
     shared_bytes_per_block: int = 0
     shared_bytes_per_multiprocessor: int = 0
-    registers_per_multiprocessor: int = 65536
 
     @property
     def is_cuda(self) -> bool:
