@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# PyTorch in full fp32, so that being twice as far from the truth as PyTorch is a narrow margin.
-torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+from helpers import forbid_tf32
+
+forbid_tf32()  # for what runs before the first test
+torch.backends.cuda.matmul.allow_tf32 = False
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
@@ -35,6 +37,12 @@ def _poisoned_outputs() -> Iterator[None]:
     runtime.POISON = True
     yield
     runtime.POISON = False
+
+
+@pytest.fixture(autouse=True)
+def _strict_float32() -> None:
+    """Every test begins with TF32 forbidden, in polyphase and in PyTorch; `helpers.tf32` allows it for a while."""
+    forbid_tf32()
 
 
 @pytest.fixture(autouse=True)

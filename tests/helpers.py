@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,29 @@ UNIT_ROUNDOFF = {
     torch.float16: 2.0**-11,
     torch.bfloat16: 2.0**-8,
 }
+
+
+def forbid_tf32() -> None:
+    """TF32 forbidden in convolutions, whichever of PyTorch's flags were set before."""
+    if hasattr(torch._C, "_set_fp32_precision_setter"):
+        torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """TF32 allowed in float32 convolutions, or forbidden, in polyphase and in PyTorch."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def rounded_to_tf32(tensor: Tensor) -> Tensor:
+    """float32 rounded to the nearest of 11 significant bits."""
+    return ((tensor.view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
 
 
 @dataclass
@@ -155,6 +179,18 @@ def rounding_eps(ref64: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor
     if dtype == torch.float64:
         return 16 * UNIT_ROUNDOFF[dtype] * magnitude
     return 4 * UNIT_ROUNDOFF[torch.float32] * magnitude + UNIT_ROUNDOFF[dtype] * ref64.abs()
+
+
+def tf32_eps(problem: ConvTransposeProblem, operands: Operands) -> Results:
+    """What rounding both operands of every product to TF32 may cost, beyond `rounding_eps`.
+
+    An operand errs by 2⁻¹¹ of itself at most, a product by 0.6·2⁻¹¹ (root mean square), and the errors of a sum are
+    independent: 5·2⁻¹¹ times the root of the sum of squares is eight standard deviations. The bias is no product.
+    """
+    squared = operands.map(torch.square)
+    squares = reference(problem, Operands(squared.input, squared.weight, None, squared.grad_output))
+    scaled = [5 * 2.0**-11 * tensor.sqrt() for tensor in (squares.output, squares.input_grad, squares.weight_grad)]
+    return Results(*scaled, None if operands.bias is None else torch.zeros_like(operands.bias, device="cpu").double())
 
 
 def random_problem(rng: random.Random) -> ConvTransposeProblem:

@@ -214,9 +214,10 @@ def test_both_contestants_compute_the_same(pass_: Pass, dtype: str, channels_las
 
 def test_pytorch_s_variants_leave_its_switches_as_they_were() -> None:
     before = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
-    with torch_flags(TorchVariant.BENCHMARK, strict_fp32=True):
-        assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32) == (True, False)
-    assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32) == before
+    for strict in (True, False):
+        with torch_flags(TorchVariant.BENCHMARK, strict_fp32=strict):
+            assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32) == (True, not strict)
+        assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32) == before
 
 
 def test_there_is_no_channels_last_variant_in_one_dimension_or_twice() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import polyphase
+from helpers import forbid_tf32
 
 WORLD = 2
 
@@ -29,6 +30,7 @@ def batch() -> Tensor:
 
 
 def work(rank: int, backend: str, store: str) -> None:
+    forbid_tf32()
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=WORLD)
     try:
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")

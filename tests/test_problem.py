@@ -120,13 +120,15 @@ def test_text_reads_back(problem: ConvTransposeProblem) -> None:
     problem = replace(problem, batch=max(problem.batch, 1))  # an empty batch is nothing to measure
     for dtype in DTYPE_BYTES:
         for channels_last in (False, True):
-            printed = replace(problem, dtype=dtype, channels_last=channels_last)
-            assert parse_layer(str(printed)) == printed
+            for tf32 in (False, True):
+                printed = replace(problem, dtype=dtype, channels_last=channels_last, tf32=tf32)
+                assert parse_layer(str(printed)) == printed
     assert str(problem).isprintable()
 
 
 def test_text_leaves_defaults_out() -> None:
     assert str(make((8, 64, 32, 32), 64, 3)) == "8×64×32×32 → 64, k=3, float32"
+    assert str(make((8, 64, 32, 32), 64, 3, tf32=True)) == "8×64×32×32 → 64, k=3, float32, tf32"
     problem = make((1, 4, 9, 9), 8, (3, 5), (2, 3), 1, (0, 1), 4, True, 2, "float16", True)
     assert str(problem) == ("1×4×9×9 → 8, k=(3, 5), s=(2, 3), p=1, op=(0, 1), d=2, g=4, bias, float16, channels_last")
 
@@ -136,3 +138,12 @@ def test_problems_are_keys() -> None:
     assert first == second
     assert hash(first) == hash(second)
     assert len({first, second, replace(first, bias=True)}) == 2
+    assert len({first, second, replace(first, tf32=True)}) == 2
+
+
+def test_tf32_is_float32_s_alone() -> None:
+    assert make((1, 2, 3), 4, 5, tf32=True).tf32
+    for dtype in DTYPE_BYTES.keys() - {"float32"}:
+        strict = make((1, 2, 3), 4, 5, dtype=dtype)
+        assert make((1, 2, 3), 4, 5, dtype=dtype, tf32=True) == strict
+        assert replace(make((1, 2, 3), 4, 5, tf32=True), dtype=dtype) == strict

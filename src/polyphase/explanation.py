@@ -10,6 +10,7 @@ import torch
 from polyphase import plan
 from polyphase.device import DeviceInfo
 from polyphase.layout import is_channels_last
+from polyphase.precision import tf32_allowed
 from polyphase.problem import ConvTransposeProblem
 from polyphase.validate import FLOATING
 
@@ -22,7 +23,8 @@ def explain(
     """Which kernel computes each pass of a layer, which ones lost, and why. Needs no GPU and runs nothing.
 
     Args:
-        layer: a ``ConvTransposeProblem``, or a ``ConvTranspose1d/2d/3d`` module of polyphase or PyTorch.
+        layer: a ``ConvTransposeProblem``, or a ``ConvTranspose1d/2d/3d`` module of polyphase or PyTorch. Whether
+            float32 may be rounded to TF32 says the problem, or, for a module, PyTorch's flags now.
         input_shape: with a module, the shape ``(N, C_in, *spatial)`` of its input.
         device: an architecture such as ``"sm_90a"``, a device such as ``"cuda:1"``, or None for this machine's GPU or,
             where it has none, ``"sm_90a"``.
@@ -70,4 +72,5 @@ def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvT
         bias=layer.bias is not None,
         dtype=str(layer.weight.dtype).removeprefix("torch."),
         channels_last=is_channels_last(layer.weight),
+        tf32=tf32_allowed(),
     )

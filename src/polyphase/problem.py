@@ -82,8 +82,9 @@ class ConvTransposeProblem:
     """One call of the layer: its constants, and the sizes it meets.
 
     Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
-    output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. The values are
-    taken to be valid: `polyphase.validate` is the room for errors.
+    output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
+    that float32 operands may be rounded to TF32, and is False in any other dtype. The values are taken to be valid:
+    `polyphase.validate` is the room for errors.
     """
 
     batch: int
@@ -99,6 +100,11 @@ class ConvTransposeProblem:
     bias: bool = False
     dtype: str = "float32"
     channels_last: bool = False
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tf32 and self.dtype != "float32":
+            object.__setattr__(self, "tf32", False)
 
     @classmethod
     def make(
@@ -114,6 +120,7 @@ class ConvTransposeProblem:
         dilation: int | tuple[int, ...] = 1,
         dtype: str = "float32",
         channels_last: bool = False,
+        tf32: bool = False,
     ) -> ConvTransposeProblem:
         """A problem from an input shape ``(N, C_in, *spatial)`` and parameters as `torch.nn` takes them."""
         dims = len(input_shape) - 2
@@ -135,6 +142,7 @@ class ConvTransposeProblem:
             bias=bias,
             dtype=dtype,
             channels_last=channels_last,
+            tf32=tf32,
         )
 
     @property
@@ -224,6 +232,8 @@ class ConvTransposeProblem:
         if self.bias:
             parts.append("bias")
         parts.append(self.dtype)
+        if self.tf32:
+            parts.append("tf32")
         if self.channels_last:
             parts.append("channels_last")
         return ", ".join(parts)

@@ -17,6 +17,7 @@ from polyphase.device import DeviceInfo
 from polyphase.jit.launcher import Executable
 from polyphase.layout import output_channels_last
 from polyphase.plan import plan
+from polyphase.precision import tf32_allowed
 from polyphase.problem import ConvTransposeProblem, Pass
 
 #: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
@@ -60,11 +61,12 @@ def forward(
     """The layer's output ``(N, C_out, *output_size)``."""
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
     address = input.data_ptr()
+    tf32 = input.dtype == torch.float32 and tf32_allowed()
     key = (input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
-           input.get_device(), address % ALIGNMENT, parameters)  # fmt: skip
+           input.get_device(), address % ALIGNMENT, parameters, tf32)  # fmt: skip
     call = _forward_calls.get(key)
     if call is None:
-        problem = _problem(tuple(input.shape), weight, input, parameters, bias is not None)
+        problem = _problem(tuple(input.shape), weight, input, parameters, bias is not None, tf32)
         problem = _with_format(problem, output_channels_last(input, weight))
         call = _prepare(Pass.FORWARD, problem, input, None, weight)
         _remember(_forward_calls, key, call)
@@ -77,7 +79,13 @@ def forward(
     output = input.new_empty_strided(call.shape, call.strides)
     if POISON:
         output.fill_(float("nan"))
-    _launch(call.executable, address, weight.data_ptr(), bias_address, output.data_ptr())
+    executable = call.executable
+    weight_address = weight.data_ptr()
+    if executable.prologue is not None:
+        workspace = torch.empty(executable.workspace_bytes, dtype=torch.uint8, device=input.device)
+        _launch(executable.prologue, weight_address, workspace.data_ptr())
+        weight_address = workspace.data_ptr()
+    _launch(executable, address, weight_address, bias_address, output.data_ptr())
     return output
 
 
@@ -92,11 +100,12 @@ def input_grad(
 ) -> torch.Tensor:
     """The gradient of the layer's input, ``(N, C_in, *input_size)``."""
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
+    tf32 = grad_output.dtype == torch.float32 and tf32_allowed()
     key = (grad_output.shape, grad_output.stride(), weight.shape, weight.stride(), grad_output.dtype,
-           grad_output.get_device(), grad_output.data_ptr() % ALIGNMENT, parameters)  # fmt: skip
+           grad_output.get_device(), grad_output.data_ptr() % ALIGNMENT, parameters, tf32)  # fmt: skip
     call = _input_grad_calls.get(key)
     if call is None:
-        problem = _problem(_input_shape(grad_output, weight, parameters), weight, grad_output, parameters, False)
+        problem = _problem(_input_shape(grad_output, weight, parameters), weight, grad_output, parameters, False, tf32)
         problem = _with_format(problem, output_channels_last(grad_output, weight))
         call = _prepare(Pass.INPUT_GRAD, problem, None, grad_output, weight)
         _remember(_input_grad_calls, key, call)
@@ -124,13 +133,14 @@ def weight_grad(
     Blocks on different parts of the batch and the image leave partial sums, which are added in a fixed order.
     """
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
+    tf32 = input.dtype == torch.float32 and tf32_allowed()
     key = (input.shape, input.stride(), grad_output.shape, grad_output.stride(), tuple(kernel_size),
-           input.dtype, input.get_device(), parameters)  # fmt: skip
+           input.dtype, input.get_device(), parameters, tf32)  # fmt: skip
     call = _weight_grad_calls.get(key)
     if call is None:
         problem = ConvTransposeProblem(
             input.shape[0], input.shape[1], grad_output.shape[1], tuple(input.shape[2:]), tuple(kernel_size),
-            *parameters, dtype=_name(input.dtype),
+            *parameters, dtype=_name(input.dtype), tf32=tf32,
         )  # fmt: skip
         call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
         _remember(_weight_grad_calls, key, call)
@@ -211,12 +221,17 @@ _Parameters = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int
 
 
 def _problem(
-    input_shape: tuple[int, ...], weight: torch.Tensor, tensor: torch.Tensor, parameters: _Parameters, bias: bool
+    input_shape: tuple[int, ...],
+    weight: torch.Tensor,
+    tensor: torch.Tensor,
+    parameters: _Parameters,
+    bias: bool,
+    tf32: bool,
 ) -> ConvTransposeProblem:
     groups = parameters[-1]
     return ConvTransposeProblem(
         input_shape[0], input_shape[1], weight.shape[1] * groups, input_shape[2:], tuple(weight.shape[2:]),
-        *parameters, bias=bias, dtype=_name(tensor.dtype),
+        *parameters, bias=bias, dtype=_name(tensor.dtype), tf32=tf32,
     )  # fmt: skip
 
 

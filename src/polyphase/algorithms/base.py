@@ -81,7 +81,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up."""
+    """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
+
+    A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    """
 
     source: KernelSource
     grid: tuple[int, int, int]
@@ -89,6 +92,8 @@ class Launch:
     shared_bytes: int
     geometry: bytes
     planes: int = 1
+    prologue: Launch | None = None
+    workspace_bytes: int = 0
 
 
 class Algorithm(Protocol):

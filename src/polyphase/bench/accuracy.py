@@ -4,8 +4,11 @@
 
 where ``eps`` allows the rounding of the result to its dtype, and 24 units in the last place of the type it is
 accumulated in, at the scale of the largest element. A float32 result is thus held to float32's own accuracy wherever
-PyTorch is, and PyTorch's TF32 (its default on CUDA) excuses nothing beyond twice its own error at the same element.
-Float64 results are allowed 256 units: float64 is no better than they are, and often it is PyTorch's very result.
+PyTorch is. Float64 results are allowed 256 units: float64 is no better than they are, and often it is PyTorch's very
+result.
+
+Where PyTorch's flags allow TF32 (its default on CUDA), ``eps`` also allows what rounding the operands costs: see
+`tf32_rounding`. The two errors in the norm, which every comparison has, say which of both is nearer as a whole.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import torch
 # Raised from 16 after one of 1.2 million elements (DCGAN's second layer, input gradient: sums of 8192 products in one
 # chain) came to 1.01 times what 16 allowed. Sums in two chains would let it be 16 again.
 UNITS, UNITS_OF_FLOAT64 = 24, 256
+TF32_ROUNDOFF = 2.0**-11
+"""The largest relative error of a number that is rounded to the nearest of TF32's 11 significant bits."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Comparison:
 
     ``error`` and ``torch_error`` are ``‖x - ref64‖ / ‖ref64‖``; ``worst`` is the largest error of an element as a
     multiple of what the rule allows it; ``broken`` elements of ``elements`` are beyond it. ``units`` is what the
-    dtype allows to the whole.
+    dtype, and TF32 where it is allowed, grant to the whole.
     """
 
     error: float
@@ -47,10 +52,23 @@ class Comparison:
         return self.error <= 2 * self.torch_error + self.units
 
 
-def compare(out: torch.Tensor, torch_out: torch.Tensor, reference: torch.Tensor) -> Comparison:
+def tf32_rounding(squares: torch.Tensor) -> torch.Tensor:
+    """What rounding both operands to TF32 may cost each element; ``squares`` are the sums of the squared products.
+
+    A rounding errs by 2⁻¹¹ at most and by 0.43 of that on average (root mean square, significands spread as in data),
+    so a product by 0.6·2⁻¹¹; the errors of a sum's products are independent, and add up as their squares do. Allowed is
+    5·2⁻¹¹ times the root of that sum: eight standard deviations, and the worst case of sums of up to six products.
+    """
+    return squares.sqrt().mul_(5 * TF32_ROUNDOFF)
+
+
+def compare(
+    out: torch.Tensor, torch_out: torch.Tensor, reference: torch.Tensor, rounding: torch.Tensor | None = None
+) -> Comparison:
     """Hold ``out`` against ``reference`` (float64), with ``torch_out`` as the yardstick; all of one shape.
 
-    Raises ValueError where shape or dtype of ``out`` differ from PyTorch's.
+    ``rounding`` is what TF32 may cost each element, None where it is not allowed. Raises ValueError where shape or
+    dtype of ``out`` differ from PyTorch's.
     """
     if out.shape != torch_out.shape or out.dtype != torch_out.dtype:
         raise ValueError(
@@ -73,6 +91,10 @@ def compare(out: torch.Tensor, torch_out: torch.Tensor, reference: torch.Tensor)
 
     eps = count * accumulation_unit * scale
     allowed.mul_(2.0).add_(reference.abs(), alpha=unit).add_(eps)
+    units = count * unit
+    if rounding is not None:
+        allowed.add_(rounding)
+        units += float(torch.linalg.vector_norm(rounding)) / (norm or 1.0)
     # NaN fails every comparison, so it is broken unless it is expected; so is an infinity.
     same = _equal(out, torch_out) | _equal(out, reference)
     broken = int((~((finite & (error <= allowed)) | same)).sum())
@@ -83,7 +105,7 @@ def compare(out: torch.Tensor, torch_out: torch.Tensor, reference: torch.Tensor)
         worst=float(ratio.amax()),
         broken=broken,
         elements=reference.numel(),
-        units=count * unit,
+        units=units,
     )
 
 

@@ -4,8 +4,8 @@ Three copies of a model with the same weights run on the same inputs: as it is, 
 and the gradients of a random projection of them with respect to inputs and parameters, are compared by the rule of
 `polyphase.bench.accuracy`: element by element where a transposed convolution is all that the model computes; in the
 norm where it has other layers, because a rounding that differs may then fall on another side of a kink (of a ReLU, say)
-in any implementation. PyTorch computes float32 convolutions in TF32 on recent GPUs, so float64 is the judge and PyTorch
-the yardstick.
+in any implementation. Both may compute float32 convolutions in TF32 where PyTorch's flags allow it, so float64 is the
+judge and PyTorch the yardstick.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
 import polyphase
 from polyphase import plan
-from polyphase.bench.accuracy import Comparison, compare, kernelbench_rule, spread
+from polyphase.bench.accuracy import TF32_ROUNDOFF, Comparison, compare, kernelbench_rule, spread, tf32_rounding
 from polyphase.bench.environment import first_line
 from polyphase.bench.model_file import Cut, ModelFile, Run, find_cut, leaves, place, trace
 from polyphase.bench.runner import CPU_FLOPS, poisoned_outputs
 from polyphase.bench.timing import Timer, Timing
 from polyphase.device import DeviceInfo
+from polyphase.precision import tf32_allowed
 from polyphase.problem import Pass
 
 FLOAT64_FLOPS = 100e9
@@ -136,6 +138,7 @@ class _Trial:
     ) -> None:
         self.model, self.fast, self.options, self.result, self.progress = model, fast, options, result, progress
         self.reference = copy.deepcopy(model).double()
+        self.tf32 = options.dtype == torch.float32 and options.device.type == "cuda" and tf32_allowed()
 
     def run(self, number: int, inputs: list[Any]) -> None:
         """Compare outputs and gradients for one set of inputs."""
@@ -162,8 +165,32 @@ class _Trial:
             names = ", ".join(map(str, images))
             self.remark(f"{sizes}: float64 is compared on images {names}; the projection looks at these alone")
         self._kernelbench(ours, rival)
+        single = run is not None and run.single
+        elementwise = single or (run is None and not self.tf32)
+        rounding = self._tf32_rounding(exact, exact_inputs, single)
         for what, reference in exact.tensors.items():
-            self._compare(number, sizes, what, ours, rival, reference, images, elementwise=run is None or run.single)
+            self._compare(number, sizes, what, ours, rival, reference, rounding.get(what), images, elementwise)
+
+    def _tf32_rounding(self, exact: _Outcome, inputs: list[Any], single: bool) -> dict[str, torch.Tensor]:
+        """What TF32 may cost each element, by name; nothing where it is not allowed.
+
+        For a single convolution from the squares of its products. Otherwise in the norm, of which a layer costs
+        0.6·2⁻¹¹.
+        """
+        if not self.tf32:
+            return {}
+        if not single:
+            return {what: reference.abs() * (2 * TF32_ROUNDOFF) for what, reference in exact.tensors.items()}
+        squared = copy.deepcopy(self.reference)
+        for module in squared.modules():
+            if isinstance(module, _ConvTransposeNd):
+                module.weight.data.square_()
+                if module.bias is not None:  # is no factor of a product
+                    module.bias.requires_grad_(False).zero_()
+        inputs = [value.square() if isinstance(value, torch.Tensor) else value for value in inputs]
+        projections = [projection.square() for projection in exact.projections]
+        outcome = _outcome(squared, inputs, projections, None, self.options)
+        return {what: tf32_rounding(squares) for what, squares in outcome.tensors.items()}
 
     def _compare(
         self,
@@ -173,6 +200,7 @@ class _Trial:
         ours: _Outcome,
         rival: _Outcome,
         reference: torch.Tensor,
+        rounding: torch.Tensor | None,
         images: list[int] | None,
         elementwise: bool,
     ) -> None:
@@ -187,7 +215,7 @@ class _Trial:
                 problems.append(f"{what} on {sizes}: not zero for images that the projection does not look at")
             out, torch_out = _pick(out, images), _pick(torch_out, images)
         try:
-            found = compare(out, torch_out, reference)
+            found = compare(out, torch_out, reference, rounding)
         except ValueError as failure:
             problems.append(f"{what} on {sizes}: {failure}")
             return
@@ -240,7 +268,8 @@ class _Trial:
         if run is None or self.result.plans:
             return
         device = DeviceInfo.of(self.options.device)
-        for name, problem in run.problems:
+        for name, traced in run.problems:
+            problem = traced and replace(traced, tf32=self.tf32)
             for pass_ in Pass if self.options.grad else [Pass.FORWARD]:
                 chosen = plan.plan(problem, pass_, device).describe() if problem else "no kernels for this dtype"
                 self.result.plans.append((name or "the model itself", str(problem), pass_.value, chosen))

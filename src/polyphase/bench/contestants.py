@@ -80,12 +80,14 @@ def torch_variant_call(
 
 @contextmanager
 def torch_flags(variant: TorchVariant, strict_fp32: bool) -> Iterator[None]:
-    """PyTorch's switches as ``variant`` wants them, and TF32 forbidden if ``strict_fp32``; all put back at the end."""
+    """PyTorch's switches as ``variant`` wants them, TF32 allowed unless ``strict_fp32``; all put back at the end.
+
+    polyphase goes by the same switch.
+    """
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.allow_tf32
     cudnn.benchmark = variant is TorchVariant.BENCHMARK
-    if strict_fp32:
-        cudnn.allow_tf32 = False
+    cudnn.allow_tf32 = not strict_fp32
     try:
         yield
     finally:

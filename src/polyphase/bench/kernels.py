@@ -68,13 +68,14 @@ def wanted(
     channels_last: Sequence[bool],
     devices: Iterable[DeviceInfo],
 ) -> list[Wanted]:
-    """Every kernel that the planner can choose for these layers, identical ones once."""
+    """Every kernel that the planner can choose for these layers, TF32 forbidden and allowed; identical ones once."""
     found: dict[tuple[KernelSource, str], Wanted] = {}
     cases = [
-        (layer.name, replace(layer.problem, dtype=dtype, channels_last=layout))
+        (layer.name, replace(layer.problem, dtype=dtype, channels_last=layout, tf32=tf32))
         for layer in layers
         for dtype in dtypes
         for layout in channels_last
+        for tf32 in ((False, True) if dtype == "float32" else (False,))
         if not (layout and layer.problem.dims == 1)  # PyTorch has no channels_last for one dimension
     ]
     for device in devices:

@@ -105,7 +105,8 @@ def parse_layer(text: str) -> ConvTransposeProblem:
     """Read a layer in the notation of this module, which is also what ``str(problem)`` prints.
 
     Parameters are ``k, s, p, op, d, g`` (or PyTorch's own names), each one number or one per spatial dimension:
-    ``k=3``, ``k=3x5``, ``k=(3, 5)``. ``bias``, ``channels_last`` and a dtype stand alone. Raises `LayerSyntaxError`.
+    ``k=3``, ``k=3x5``, ``k=(3, 5)``. ``bias``, ``channels_last``, a dtype and ``tf32`` (float32 may be rounded to it)
+    stand alone. Raises `LayerSyntaxError`.
     """
     shape_text, arrow, rest = text.replace("→", "->").replace("×", "x").partition("->")
     shape_text = shape_text.strip()
@@ -131,7 +132,7 @@ def parse_layer(text: str) -> ConvTransposeProblem:
 
 
 def _parameter(item: str, dims: int) -> tuple[str, Any]:
-    if item in ("bias", "channels_last"):
+    if item in ("bias", "channels_last", "tf32"):
         return item, True
     if item in DTYPE_BYTES:
         return "dtype", item
@@ -140,7 +141,7 @@ def _parameter(item: str, dims: int) -> tuple[str, Any]:
     if equals and name in ("bias", "channels_last") and value.lower() in _YES_NO:
         return name, _YES_NO[value.lower()]
     if not equals or name not in (*_SIZES, "groups"):
-        known = ", ".join([*_KEYS, "bias", "channels_last", *DTYPE_BYTES])
+        known = ", ".join([*_KEYS, "bias", "channels_last", *DTYPE_BYTES, "tf32"])
         raise LayerSyntaxError(f"{item!r} is not a parameter of a layer; known are {known}")
     sizes = re.split(r"\s*[,x]\s*", value.removeprefix("(").removesuffix(")").strip())
     if not all(size.isdigit() for size in sizes):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from polyphase.bench.accuracy import Comparison, compare, spread
+from polyphase.bench.accuracy import Comparison, compare, spread, tf32_rounding
 from polyphase.bench.contestants import torch_call
 from polyphase.bench.operands import Operands
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -26,11 +26,15 @@ CHUNK_ELEMENTS = 1 << 26
 
 @dataclass(frozen=True)
 class Sample:
-    """A part of a result: how to take it out of the whole, its float64 values, and what it is in words."""
+    """A part of a result: how to take it out of the whole, its float64 values, and what it is in words.
+
+    ``rounding`` is what TF32 may cost each element, None where the problem does not allow it.
+    """
 
     index: tuple[torch.Tensor, ...]
     reference: torch.Tensor
     compared: str
+    rounding: torch.Tensor | None = None
 
     def of(self, result: torch.Tensor) -> torch.Tensor:
         """The same part of a ``result``."""
@@ -40,7 +44,7 @@ class Sample:
 
     def compare(self, out: torch.Tensor, torch_out: torch.Tensor) -> Comparison:
         """Hold this part of ``out`` against float64, with the same part of ``torch_out`` as the yardstick."""
-        return compare(self.of(out), self.of(torch_out), self.reference)
+        return compare(self.of(out), self.of(torch_out), self.reference, self.rounding)
 
 
 def sample(problem: ConvTransposeProblem, pass_: Pass, operands: Operands, flop_budget: float = FLOP_BUDGET) -> Sample:
@@ -55,8 +59,10 @@ def sample(problem: ConvTransposeProblem, pass_: Pass, operands: Operands, flop_
         bias=None if operands.bias is None else operands.bias.double(),
         grad_output=operands.grad_output.index_select(0, index).double(),
     )
-    reference = torch_call(replace(problem, batch=len(images)), pass_, double)()
-    return Sample((index,), reference, _share(len(images), problem.batch, "images"))
+    part = replace(problem, batch=len(images))
+    reference = torch_call(part, pass_, double)()
+    rounding = tf32_rounding(torch_call(part, pass_, _squared(double))()) if problem.tf32 else None
+    return Sample((index,), reference, _share(len(images), problem.batch, "images"), rounding)
 
 
 def _weight_grad_sample(problem: ConvTransposeProblem, operands: Operands, flop_budget: float) -> Sample:
@@ -74,16 +80,26 @@ def _weight_grad_sample(problem: ConvTransposeProblem, operands: Operands, flop_
     shape = part.weight_shape
     weight = torch.zeros(shape, dtype=torch.float64, device=device)
     reference = torch.zeros_like(weight)
+    squares = torch.zeros_like(weight) if problem.tf32 else None
 
     elements = max(1, (part.elements[0] + part.elements[2]) // max(part.batch, 1))
     images = max(1, CHUNK_ELEMENTS // elements)
     for x, grad in zip(operands.input.split(images), operands.grad_output.split(images)):
         double = Operands(x.index_select(1, inputs).double(), weight, None, grad.index_select(1, outputs).double())
-        reference += torch_call(replace(part, batch=len(x)), Pass.WEIGHT_GRAD, double)()
+        some = replace(part, batch=len(x))
+        reference += torch_call(some, Pass.WEIGHT_GRAD, double)()
+        if squares is not None:
+            squares += torch_call(some, Pass.WEIGHT_GRAD, _squared(double))()
 
     whole = math.prod(problem.weight_shape[:2])
     compared = _share(math.prod(shape[:2]), whole, "pairs of channels")
-    return Sample((inputs, torch.tensor(columns, device=device)), reference, compared)
+    rounding = None if squares is None else tf32_rounding(squares)
+    return Sample((inputs, torch.tensor(columns, device=device)), reference, compared, rounding)
+
+
+def _squared(operands: Operands) -> Operands:
+    """Operands whose products are the squares of theirs; the bias, which is no product, is left out."""
+    return Operands(operands.input.square(), operands.weight.square(), None, operands.grad_output.square())
 
 
 def _share(part: int, whole: int, things: str) -> str:

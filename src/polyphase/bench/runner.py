@@ -2,7 +2,7 @@
 
 A case is checked before it is timed: its output is poisoned with NaN, computed, and held against float64
 (`polyphase.bench.oracle`). What is wrong is reported as wrong and not timed. On a GPU a plan that names the portable
-path is a failure: a benchmark that times a fallback is a defect.
+path is a failure: a benchmark that times a fallback is a defect. Both contestants run under the same flags.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Runner:
 
     def run(self, case: Case) -> Record:
         """Check and time one case. Never raises for what the case itself does: that is in the record."""
-        problem = case.problem
+        problem = replace(case.problem, tf32=self.device.type == "cuda" and not self.strict_fp32)
+        case = replace(case, problem=problem)
         record = Record(
             layer=case.name,
             problem=str(problem),
@@ -131,7 +132,8 @@ class Runner:
         ours = polyphase_call(case.problem, case.pass_, operands)
         if not self._check(case, operands, record):
             return
-        timing = self.timer.measure(ours)
+        with torch_flags(TorchVariant.DEFAULT, self.strict_fp32):
+            timing = self.timer.measure(ours)
         record.ms, record.p10, record.p90, record.repetitions = timing.ms, timing.p10, timing.p90, timing.repetitions
         if record.floor_ms:
             record.times_floor = timing.ms / record.floor_ms
@@ -158,7 +160,7 @@ class Runner:
 
     def _check(self, case: Case, operands: Operands, record: Record) -> bool:
         expected = oracle.sample(case.problem, case.pass_, operands)
-        with poisoned_outputs(self.device):
+        with poisoned_outputs(self.device), torch_flags(TorchVariant.DEFAULT, self.strict_fp32):
             out = expected.of(polyphase_call(case.problem, case.pass_, operands)())
         try:
             with torch_flags(TorchVariant.DEFAULT, self.strict_fp32):
@@ -167,7 +169,7 @@ class Runner:
             rival, rival_counts = expected.reference.to(out.dtype), False
         else:
             rival_counts = True
-        found = compare(out, rival, expected.reference)
+        found = compare(out, rival, expected.reference, expected.rounding)
         record.error, record.torch_error = found.error, found.torch_error if rival_counts else None
         record.compared = expected.compared
         if not found.ok:

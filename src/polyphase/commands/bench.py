@@ -32,7 +32,7 @@ def bench(
     layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",
     against: Annotated[str, typer.Option(help="PyTorch as: default, benchmark, channels_last, compile.")] = "default",
     device: Annotated[str | None, typer.Option(help="Without, the GPU where there is one.", show_default=False)] = None,
-    strict_fp32: Annotated[bool, typer.Option("--strict-fp32", help="No TF32, in PyTorch and in the floor.")] = False,
+    strict_fp32: Annotated[bool, typer.Option("--strict-fp32", help="No TF32, in either and in the floor.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Five repetitions at most.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the results here.", show_default=False)] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the results here.", show_default=False)] = None,

@@ -24,13 +24,19 @@ def explain(
     device: Annotated[
         str | None, typer.Option(help="An architecture such as sm_90a; without one, this machine's GPU or sm_90a.")
     ] = None,
+    strict_fp32: Annotated[
+        bool, typer.Option("--strict-fp32", help="No TF32: plans as with PyTorch's switch off.")
+    ] = False,
 ) -> None:
     """Print the plan of a layer for all three passes: winner, losers, reasons. Needs no GPU."""
+    from dataclasses import replace
+
     from polyphase import plan
     from polyphase.bench.layers import Suite
     from polyphase.bench.layers import suite as suite_layers
     from polyphase.bench.report import make_console
     from polyphase.commands.options import choices, layers_of, model_files
+    from polyphase.precision import tf32_allowed
 
     layers = layers_of(layer or [])
     for name in choices(suite, Suite, "--suite") if suite else []:
@@ -40,12 +46,13 @@ def explain(
     if not layers:
         raise typer.BadParameter("give a model file, a --layer or a --suite", param_hint="FILE")
     info = _device_info(device)
+    tf32 = tf32_allowed() and not strict_fp32
     console = make_console()
     for index, named in enumerate(layers):
         if index:
             console.rule()
         console.print(named.name, style="bold", markup=False)
-        console.print(plan.explain(named.problem, info), markup=False, soft_wrap=True)
+        console.print(plan.explain(replace(named.problem, tf32=tf32), info), markup=False, soft_wrap=True)
 
 
 def _device_info(arch: str | None) -> DeviceInfo:

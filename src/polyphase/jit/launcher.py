@@ -29,6 +29,8 @@ class Executable:
         self.name = launch.source.kernel
         self.device_index = index
         self.planes = launch.planes
+        self.workspace_bytes = launch.workspace_bytes
+        self.prologue = None if launch.prologue is None else Executable(launch.prologue, arch, index, 2)
         self._kernel = _load(launch.source, arch, index, launch.shared_bytes)
         self._dimensions = (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
         self._empty = 0 in launch.grid

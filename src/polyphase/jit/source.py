@@ -21,6 +21,15 @@ _TYPES = {
     "bfloat16": ("bfloat16", "float"),
 }
 
+# Building blocks under kernels/common that a kernel needs behind those that all need.
+_BUILDING_BLOCKS = {
+    "implicit_gemm": ("tensor_float", "row_blocks", "async", "matrix"),
+    "pack_weights": ("tensor_float", "row_blocks"),
+}
+
+# Depth in elements and operand type of the tensor cores' instructions.
+_OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
+
 Constant = bool | int | Axis
 
 
@@ -55,9 +64,41 @@ class KernelSource:
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
             *(f"constexpr {_declare(name, value)};" for name, value in self.constants),
         ]
+        constants = dict(self.constants)
+        if "WGMMA" in constants:
+            lines += _matrix_instructions(self.dtype, int(constants["PIXELS"]), bool(constants["WGMMA"]))  # type: ignore
         blocks = [_read("common/types.cuh"), _read("common/axis.cuh"), "\n".join(lines) + "\n"]
-        blocks += [_read("common/geometry.cuh"), _read(f"{self.kernel}.cu")]
-        return "\n".join(blocks)
+        blocks += [_read("common/geometry.cuh")]
+        blocks += [_read(f"common/{name}.cuh") for name in _BUILDING_BLOCKS.get(self.kernel, ())]
+        return "\n".join([*blocks, _read(f"{self.kernel}.cu")])
+
+
+def _matrix_instructions(dtype: str, columns: int, wgmma: bool) -> list[str]:
+    """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
+    depth, operand = _OPERANDS[dtype]
+    lines = [
+        f"#define WGMMA_INSTRUCTION {int(wgmma)}",
+        f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
+    ]
+    if not wgmma:
+        return lines
+    count = columns // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    transposed = ", 0, 0" if depth == 16 else ""
+    return [
+        *lines,
+        "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",
+        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], unsigned long long a, unsigned long long b, bool add) {{",
+        "  asm volatile(",
+        f'      "{{ .reg .pred add; setp.ne.b32 add, %{count + 2}, 0;\\n"',
+        f'      "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{operand}.{operand} "',
+        f'      "{{{sums}}}, "',
+        f'      "%{count}, %{count + 1}, add, 1, 1{transposed}; }}"',
+        f"      : {outputs}",
+        '      : "l"(a), "l"(b), "r"((int)add));',
+        "}",
+    ]
 
 
 def _declare(name: str, value: Constant) -> str:

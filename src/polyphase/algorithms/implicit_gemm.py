@@ -1,0 +1,358 @@
+"""The forward pass on tensor cores, ``kernels/implicit_gemm.cu``: variants, tiles, cost and launch."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from polyphase.algorithms.base import Candidate, Launch, Layouts, extent
+from polyphase.algorithms.gather import Gather
+from polyphase.device import DeviceInfo
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+
+_ROWS = 64  # of a row block
+_CONSUMERS = 2  # warp groups that multiply
+_MAX_OPERATIONS = 512
+_MAX_SIDE = 1023, 63, 63  # of a tile: cells of a row, slabs, images (Pixel in the kernel packs them)
+_STATIC_SHARED = 9 << 10  # barriers, distances and positions
+_OFFERED = 8
+
+
+@dataclass(frozen=True)
+class GemmVariant:
+    """One specialisation of the kernel.
+
+    ``pixels`` of the tile and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp group's
+    accumulators. ``parts`` is 2 where float32 is split in two TF32 numbers, ``k_steps`` the depth of a stage in
+    instructions, ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``.
+    """
+
+    pixels: int
+    channel_blocks: int
+    lines: int
+    k_steps: int
+    stages: int
+    raw_stages: int
+    parts: int
+    wgmma: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The cells of a block and how their halo lies in shared memory, in pixels (see `Geometry` in the kernel)."""
+
+    images: int
+    cells: tuple[int, int, int]
+    pitch: tuple[int, int, int]  # from one image, slab and row to the next
+    halo: int
+    allocated: int
+    skew: int
+    copy_bytes: int
+    tiles: tuple[int, int, int, int]
+
+    @property
+    def count(self) -> int:
+        """Tiles of the whole problem."""
+        return math.prod(self.tiles)
+
+
+@dataclass(frozen=True)
+class _Taps:
+    """What the layer's phases come to (kernels/common/row_blocks.cuh)."""
+
+    owned_w: int
+    lines: tuple[int, ...]  # taps of each phase along depth and height that owns any
+    along_w: int  # taps of all phases along the width
+
+    @classmethod
+    def of(cls, axes: tuple[Axis, Axis, Axis]) -> _Taps:
+        depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
+        return cls(len(width), tuple(d * h for d in depth for h in height), sum(width))
+
+    def operations(self, variant: GemmVariant) -> int:
+        """Taps of the busiest thread block."""
+        groups = (self.lines[i : i + variant.lines] for i in range(0, len(self.lines), variant.lines))
+        return max(sum(group) for group in groups) * self.along_w * variant.channel_blocks
+
+
+class ImplicitGemm:
+    """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
+
+    name = "implicit_gemm"
+
+    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not Pass.FORWARD:
+            return "computes the forward pass only"
+        if problem.dtype not in ("float32", "float16", "bfloat16"):
+            return f"tensor cores here do not take {problem.dtype}"
+        if int(device.arch.rstrip("af")[3:]) < 80:
+            return f"{device.arch} lacks the tensor cores' instructions"
+        gather = Gather.of(problem, pass_, Layouts.dense(problem))
+        if gather.taps > 4096:
+            return f"{gather.taps} taps are too many to list"
+        if not any(_feasible(problem, device, Layouts.dense(problem))):
+            return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
+        return None
+
+    def candidates(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    ) -> list[Candidate]:
+        result = []
+        gather = Gather.of(problem, pass_, layouts)
+        for variant in _feasible(problem, device, layouts):
+            seconds, bound = _seconds(problem, gather, device, variant)
+            result.append(Candidate(self.name, variant, seconds, bound))
+        return sorted(result, key=lambda candidate: candidate.seconds)[:_OFFERED]
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
+    ) -> Launch:
+        gather = Gather.of(problem, pass_, layouts)
+        taps = _Taps.of(problem.axes3)
+        operations = taps.operations(variant)
+        tile = _tile(gather, variant, problem.batch, device)
+        assert tile is not None
+        size = DTYPE_BYTES[problem.dtype]
+        chunk = 16 // size
+        steps = math.ceil(math.ceil(gather.src_channels / (2 * chunk)) / variant.k_steps) * variant.k_steps
+        channel_groups = math.ceil(gather.dst_channels / (_ROWS * variant.channel_blocks))
+        row_groups = gather.groups * channel_groups * math.ceil(len(taps.lines) / variant.lines)
+        items = tile.count * row_groups
+        constants = gather.constants(
+            SRC_CHANNELS_LAST=gather.src.channels_last,
+            PIXELS=variant.pixels,
+            CONSUMERS=_CONSUMERS,
+            CHANNEL_BLOCKS=variant.channel_blocks,
+            LINES=variant.lines,
+            K_STEPS=variant.k_steps,
+            STAGES=variant.stages,
+            RAW_STAGES=variant.raw_stages,
+            PARTS=variant.parts,
+            OPERATIONS=operations,
+            MIN_BLOCKS=1,
+        )
+        wide = False
+        operation_bytes = variant.parts * 2 * _ROWS * 16
+        raw_pitch = _raw_pitch(tile.halo, size)
+        geometry = gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack(
+            "<20i",
+            problem.batch,
+            tile.images,
+            *tile.cells,
+            *tile.tiles,
+            items,
+            row_groups,
+            *tile.pitch,
+            tile.halo,
+            raw_pitch,
+            tile.allocated * 16,
+            tile.skew,
+            tile.copy_bytes,
+            _store_vector(gather, tile),
+        )
+        chunks = row_groups * steps * operations * 2 * _ROWS
+        prologue = Launch(
+            source=KernelSource("pack_weights", problem.dtype, wide, constants),
+            grid=(math.ceil(chunks / 256), 1, 1),
+            block=256,
+            shared_bytes=0,
+            geometry=struct.pack("<i", gather.groups),
+        )
+        return Launch(
+            source=KernelSource(self.name, problem.dtype, wide, (*constants, ("WGMMA", variant.wgmma))),
+            grid=(min(items, device.multiprocessors), 1, 1),
+            block=128 * (1 + _CONSUMERS),
+            shared_bytes=_shared_bytes(gather, variant, operations, tile),
+            geometry=geometry,
+            prologue=prologue,
+            workspace_bytes=row_groups * steps * operations * operation_bytes,
+        )
+
+
+def _raw_pitch(halo: int, size: int) -> int:
+    """Pixels of a channel in a copied stage. Eight 16-byte rows of half precision lie in different banks."""
+    whole = math.ceil(halo / 32) * 32
+    return whole if size == 4 else math.ceil((whole - 8) / 64) * 64 + 8
+
+
+def _shared_bytes(gather: Gather, variant: GemmVariant, operations: int, tile: Tile) -> int:
+    size = DTYPE_BYTES[gather.dtype]
+    stage = variant.parts * 2 * variant.k_steps * tile.allocated * 16
+    stage += variant.k_steps * operations * variant.parts * 2 * _ROWS * 16
+    total = variant.stages * stage
+    if not gather.src.channels_last:
+        total += variant.raw_stages * variant.k_steps * 32 * _raw_pitch(tile.halo, size)
+    copied = 1 if gather.src.channels_last else tile.copy_bytes // size
+    return total + 4 * math.ceil(tile.halo / copied)
+
+
+def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool) -> Iterator[GemmVariant]:
+    """Every variant that the registers allow."""
+    taps = _Taps.of(problem.axes3)
+    blocks = math.ceil(problem.out_channels_per_group / _ROWS)
+    parts = (1, 2) if problem.dtype == "float32" and _tf32(problem) else (2,) if problem.dtype == "float32" else (1,)
+    for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
+        sums = 192 if wgmma else 96
+        for channel_blocks in {1, 2, 4} if blocks > 2 else {1, blocks}:
+            for lines in range(1, len(taps.lines) + 1):
+                row_blocks = channel_blocks * lines * taps.owned_w
+                widest = min(256, 2 * sums // row_blocks // 16 * 16)
+                if widest < 16 or (lines != len(taps.lines) and len(taps.lines) % lines):
+                    continue
+                for pixels in {widest, max(16, widest * 2 // 3 // 16 * 16)}:
+                    for part in parts:
+                        for k_steps in (1, 2):
+                            for stages in (3, 4, 2) if not channels_last else (4, 3):
+                                yield GemmVariant(pixels, channel_blocks, lines, k_steps, stages, 3, part, wgmma)
+
+
+def _tf32(problem: ConvTransposeProblem) -> bool:
+    """Whether rounding to TF32 is allowed, and PyTorch would do so too: it computes narrow layers in full float32."""
+    channels = min(problem.in_channels_per_group, problem.out_channels_per_group)
+    return problem.tf32 and problem.groups == 1 and channels >= 16
+
+
+def _feasible(problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts) -> Iterator[GemmVariant]:
+    gather = Gather.of(problem, Pass.FORWARD, layouts)
+    if any(extent((2, 1, *side.shape[2:]), side.strides) >= 2**31 for side in (gather.src, gather.dst)):
+        return
+    taps = _Taps.of(problem.axes3)
+    for variant in _variants(problem, device, gather.src.channels_last):
+        if taps.operations(variant) <= _MAX_OPERATIONS and _tile(gather, variant, problem.batch, device) is not None:
+            yield variant
+
+
+def _copy_sizes(gather: Gather) -> list[int]:
+    """Bytes that one copy from global memory may have: whole chunks where all of them are aligned, and less."""
+    size = DTYPE_BYTES[gather.dtype]
+    batch, channel, depth, height, width = gather.src.strides
+    chunk = 16 // size
+    if gather.src.channels_last:
+        whole = gather.src_channels % chunk == 0 and all(s % chunk == 0 for s in (batch, depth, height, width))
+        return [16] if whole and gather.aligned else [size]
+    sizes = [size]
+    if width == 1 and gather.aligned:
+        for copied in (4, 16):
+            count = copied // size
+            if count > 1 and all(s % count == 0 for s in (gather.src.shape[4], batch, channel, depth, height)):
+                sizes.append(copied)
+    return sizes
+
+
+@lru_cache(maxsize=65536)
+def _tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo) -> Tile | None:
+    """The tile that covers the problem with the least work; None where none fits shared memory."""
+    limit = device.shared_bytes_per_block - _STATIC_SHARED
+    operations = _Taps.of(gather.axes).operations(variant)
+    fitting = (
+        tile
+        for tile in _tiles(gather, _CONSUMERS * variant.pixels, batch)
+        if _shared_bytes(gather, variant, operations, tile) <= limit
+    )
+    per_copy = {16: 0.3, 4: 0.6, 2: 1.0}
+    return min(
+        fitting,
+        key=lambda tile: tile.count * (_CONSUMERS * variant.pixels + per_copy[tile.copy_bytes] * tile.halo),
+        default=None,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _tiles(gather: Gather, capacity: int, batch: int) -> list[Tile]:
+    """Tiles whose cells, with the halo between them, are a run of at most ``capacity`` pixels.
+
+    A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
+    wide as the image: all of it is padding then. So it is with rows, between images.
+    """
+    size = DTYPE_BYTES[gather.dtype]
+    depth, height, width = gather.cells
+    ahead = [max(0, -axis.shifts[0]) for axis in gather.axes]  # pixels that any tap needs behind a cell
+    back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
+    reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
+    result = []
+    for copy_bytes in _copy_sizes(gather):
+        vector = 1 if gather.src.channels_last else copy_bytes // size
+        even = max(vector, 2)
+        skew = -back[2] % vector
+        lead = back[2] + skew
+        for across in range(1, math.ceil(width / 8) + 1):
+            columns = width if across == 1 else math.ceil(math.ceil(width / across) / even) * even
+            if columns > min(capacity, _MAX_SIDE[0]):
+                continue
+            shared = across == 1 and lead >= ahead[2] and width >= gather.src.shape[4]
+            row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
+            most_rows = min(height, (capacity - columns) // row + 1)
+            least = math.ceil(height / most_rows)
+            for down in range(least, min(height, 2 * least + 4) + 1):
+                rows = math.ceil(height / down)
+                whole = down == 1 and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
+                slab = (back[1] + rows if whole else rows + reach[1]) * row
+                flat = (rows - 1) * row + columns
+                slabs = min(depth, _MAX_SIDE[1], (capacity - flat) // slab + 1)
+                slabs = math.ceil(depth / math.ceil(depth / slabs))
+                flat += (slabs - 1) * slab
+                image = (slabs + reach[0]) * slab
+                images = 1
+                if (slabs, rows, columns) == (depth, height, width):
+                    images = max(1, min(batch, _MAX_SIDE[2], (capacity - flat) // image + 1))
+                span = reach[0] * slab + reach[1] * row + reach[2] + skew
+                tail = (ahead[1] * row if whole else 0) + ahead[2]
+                halo = images * image + math.ceil(tail / even) * even
+                allocated = max(math.ceil(halo / 32) * 32, capacity + span)
+                tiles = (
+                    math.ceil(batch / images),
+                    math.ceil(depth / slabs),
+                    math.ceil(height / rows),
+                    math.ceil(width / columns),
+                )
+                pitch = image, slab, row
+                result.append(Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles))
+    return result
+
+
+def _store_vector(gather: Gather, tile: Tile) -> int:
+    """Elements of a store, where every row allows the widest that the kernel has; else 1."""
+    size = DTYPE_BYTES[gather.dtype]
+    batch, channel, depth, height, width = gather.dst.strides
+    if gather.dst.channels_last:
+        even = gather.dst_channels % 2 == 0 and all(s % 2 == 0 for s in (batch, depth, height, width))
+        return 2 if even else 1
+    run = 2 * gather.axes[2].stride
+    widest = 8 if run % 8 == 0 and size == 2 else 4 if run % 4 == 0 else 2
+    starts = tile.cells[2] % 2 == 0 or tile.tiles[3] == 1
+    return widest if width == 1 and starts and all(s % widest == 0 for s in (batch, channel, depth, height)) else 1
+
+
+def _seconds(
+    problem: ConvTransposeProblem, gather: Gather, device: DeviceInfo, variant: GemmVariant
+) -> tuple[float, str]:
+    """Predicted time: waves of items, each the slower of loading and multiplying its stages, and then storing."""
+    tile = _tile(gather, variant, problem.batch, device)
+    assert tile is not None
+    taps = _Taps.of(gather.axes)
+    size = DTYPE_BYTES[gather.dtype]
+    steps = math.ceil(gather.src_channels * size / 32 / variant.k_steps) * variant.k_steps
+    products = 3 if variant.parts == 2 else 1
+    instruction = max(variant.pixels / 2, 16 + variant.pixels / 4) * _CONSUMERS
+    if not variant.wgmma:
+        instruction *= 2.2
+    multiply = steps * taps.operations(variant) * products * instruction * 1.1
+    load = steps * (150 / variant.k_steps + tile.halo / 128 * (30 if size == 4 else 16) * (1.3 if variant.parts == 2 else 1))
+    load = load if tile.copy_bytes == 16 else load * 1.6
+    stored = _CONSUMERS * variant.pixels * variant.channel_blocks * variant.lines * _ROWS * math.prod(
+        [gather.axes[2].stride]
+    ) * size
+    epilogue = stored / 40 + 500
+    row_groups = gather.groups * math.ceil(gather.dst_channels / (_ROWS * variant.channel_blocks))
+    row_groups *= math.ceil(len(taps.lines) / variant.lines)
+    items = tile.count * row_groups
+    waves = math.ceil(items / device.multiprocessors) if items < 8 * device.multiprocessors else items / device.multiprocessors
+    cycles = waves * (max(multiply, load) + epilogue) + 4000
+    floor = problem.bytes / device.copy_bytes_per_second * 1.1
+    busy = cycles / device.clock_hz
+    return max(floor, busy) + 0.1 * min(floor, busy), "bytes" if floor > busy else "instructions"

@@ -1,0 +1,70 @@
+// Copies that pass no registers, and the barriers between those who fill shared memory and those who read it.
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+// 16 or 4 bytes from global to shared memory; zeros where `exists` is false.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
+  const int size = exists ? BYTES : 0;
+  if (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+#endif
+}
+
+// Threads of one named barrier of the block.
+__device__ __forceinline__ void threads_sync(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+// Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
+__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// One thread copies contiguous bytes; `barrier` completes when they have come.
+__device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+      "r"(bytes), "r"(barrier)
+      : "memory");
+}
+#else
+__device__ __forceinline__ void publish_shared() {}
+#endif
+
+// Loaders need few registers, those who multiply need many: the block's registers change hands.
+#if WGMMA_INSTRUCTION
+__device__ __forceinline__ void registers_release() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
+__device__ __forceinline__ void registers_claim() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
+#else
+__device__ __forceinline__ void registers_release() {}
+__device__ __forceinline__ void registers_claim() {}
+#endif

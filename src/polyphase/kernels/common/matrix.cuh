@@ -1,0 +1,59 @@
+// Products on tensor cores: a group of 128 threads adds A · B to its accumulators, where A is 64 rows and B is PIXELS
+// columns of two chunks each, 16 bytes a row and chunk, in shared memory. Rows are 16 bytes apart, the second chunk `A_CHUNK`
+// or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is an address.
+//
+// Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
+
+constexpr int A_CHUNK = 64 * 16;
+constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
+
+#if WGMMA_INSTRUCTION
+// No swizzle: groups of 8 rows are 128 bytes, and follow each other.
+__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
+  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
+         (unsigned long long)(128 >> 4) << 32;
+}
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+__device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
+  wgmma(sums, describe_matrix(a, A_CHUNK), describe_matrix(b, b_chunk), add);
+}
+#else
+__device__ __forceinline__ void products_begin() {}
+__device__ __forceinline__ void products_commit() {}
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {}
+
+// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8.
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  if (!add) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+  }
+  unsigned rows[4];  // rows 0-7 and 8-15 of the first chunk, then of the second
+  load_matrices(rows, a + lane / 16 * A_CHUNK + (16 * warp + lane % 16) * 16);
+#pragma unroll
+  for (int j = 0; j < PIXELS / 8; j += 2) {
+    unsigned columns[4];  // 8 columns of both chunks, then the next 8
+    load_matrices(columns, b + lane / 8 % 2 * b_chunk + (8 * j + lane / 16 * 8 + lane % 8) * 16);
+    mma(sums + 4 * j, rows, columns[0], columns[1]);
+    if (j + 1 < PIXELS / 8) mma(sums + 4 * (j + 1), rows, columns[2], columns[3]);
+  }
+}
+#endif

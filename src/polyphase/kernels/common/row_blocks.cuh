@@ -1,0 +1,95 @@
+// How the forward pass becomes products of matrices: rows of weights, blocks of rows, and the taps of each block.
+//
+// A phase of the output that owns taps is a product of its own: 64 output channels (rows) by input channels, summed over
+// the taps of the phase. A row block is 64 channels of one phase. A thread block computes CHANNEL_BLOCKS · LINES ·
+// OWNED_W of them: all phases along the width, so that lines of the output are written whole; LINES of the phases along
+// depth and height that own taps.
+//
+// An operation is one tap of one row block. `find_operation` numbers those of a thread block.
+
+constexpr int ROWS = 64;
+
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+
+// The taps of a phase are first, first + step, first + 2·step ...
+__host__ __device__ constexpr int tap_step(Axis axis) { return axis.stride / gcd(axis.stride, axis.dilation); }
+__host__ __device__ constexpr int first_tap(Axis axis, int phase) {
+  for (int tap = 0; tap < axis.kernel; ++tap)
+    if (phase_of(axis, tap) == phase) return tap;
+  return axis.kernel;
+}
+__host__ __device__ constexpr int tap_count(Axis axis, int phase) {
+  return ceil_div(axis.kernel - first_tap(axis, phase), tap_step(axis));
+}
+
+// The phases of an axis that own taps, in rising order.
+__host__ __device__ constexpr int owned_phases(Axis axis) {
+  int count = 0;
+  for (int phase = 0; phase < axis.stride; ++phase) count += has_taps(axis, phase);
+  return count;
+}
+__host__ __device__ constexpr int owned_before(Axis axis, int phase) {
+  int count = 0;
+  for (int other = 0; other < phase; ++other) count += has_taps(axis, other);
+  return count;
+}
+__host__ __device__ constexpr int owned_phase(Axis axis, int index) {
+  for (int phase = 0; phase < axis.stride; ++phase)
+    if (has_taps(axis, phase) && index-- == 0) return phase;
+  return axis.stride;
+}
+
+constexpr int OWNED_H = owned_phases(AXIS_H), OWNED_W = owned_phases(AXIS_W);
+constexpr int OWNED_LINES = owned_phases(AXIS_D) * OWNED_H;  // phases along depth and height
+constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * LINES * OWNED_W;
+constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, CHANNEL_BLOCKS * ROWS);
+constexpr int LINE_GROUPS = ceil_div(OWNED_LINES, LINES);
+
+struct Operation {
+  int channel_block, depth_tap, height_tap, width_tap;
+};
+
+__device__ __forceinline__ int taps_of_line(int line) {
+  if (line >= OWNED_LINES) return 0;
+  return tap_count(AXIS_D, owned_phase(AXIS_D, line / OWNED_H)) * tap_count(AXIS_H, owned_phase(AXIS_H, line % OWNED_H));
+}
+
+// Taps of row block `block` of a thread block whose first line is `first_line`.
+__device__ __forceinline__ int operations_of(int block, int first_line) {
+  const int line = first_line + block / OWNED_W % LINES;
+  return taps_of_line(line) * tap_count(AXIS_W, owned_phase(AXIS_W, block % OWNED_W));
+}
+
+// Operation `index` of a thread block; false behind the last.
+__device__ __forceinline__ bool find_operation(int index, int first_line, Operation& operation) {
+  for (int block = 0; block < ROW_BLOCKS; ++block) {
+    const int count = operations_of(block, first_line);
+    if (index >= count) {
+      index -= count;
+      continue;
+    }
+    const int line = first_line + block / OWNED_W % LINES;
+    const int depth = owned_phase(AXIS_D, line / OWNED_H), height = owned_phase(AXIS_H, line % OWNED_H);
+    const int width = owned_phase(AXIS_W, block % OWNED_W);
+    const int along_w = tap_count(AXIS_W, width), along_h = tap_count(AXIS_H, height);
+    operation.channel_block = block / (OWNED_W * LINES);
+    operation.width_tap = first_tap(AXIS_W, width) + index % along_w * tap_step(AXIS_W);
+    operation.height_tap = first_tap(AXIS_H, height) + index / along_w % along_h * tap_step(AXIS_H);
+    operation.depth_tap = first_tap(AXIS_D, depth) + index / (along_w * along_h) * tap_step(AXIS_D);
+    return true;
+  }
+  return false;
+}
+
+// Operands lie in shared memory as chunks of 16 bytes, CHUNK neighbouring channels of one row or pixel. Two chunks are
+// the depth of one instruction.
+constexpr int CHUNK = 16 / (int)sizeof(scalar_t);
+constexpr int STEP_CHANNELS = 2 * CHUNK;
+constexpr int STEPS = round_up(ceil_div(SRC_CHANNELS, STEP_CHANNELS), K_STEPS);
+constexpr int OPERATION_BYTES = PARTS * 2 * ROWS * 16;  // the weights of one operation and step
+
+// The channel, of a block of 64, that a row of the matrix holds. A thread's accumulators are rows r and r + 8: where
+// channels come last in the destination those are made neighbours.
+__device__ __forceinline__ int channel_of_row(int row) {
+  return DST_CHANNELS_LAST ? row / 16 * 16 + row % 8 * 2 + row / 8 % 2 : row;
+}

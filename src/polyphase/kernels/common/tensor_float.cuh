@@ -1,0 +1,38 @@
+// float32 as the tensor cores take it: TF32 keeps 11 significant bits. PARTS = 1 rounds to nearest (the cores would
+// truncate); PARTS = 2 keeps what rounding lost in a second TF32, and three products give float32's accuracy.
+
+__device__ __forceinline__ float round_tf32(float value) {
+#ifdef __CUDA_ARCH__
+  unsigned bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+#else
+  union {
+    float number;
+    unsigned bits;
+  } word = {value};
+  if ((word.bits & 0x7f800000u) != 0x7f800000u) word.bits = (word.bits + 0x1000u) & 0xffffe000u;
+  return word.number;
+#endif
+}
+
+__device__ __forceinline__ void split_tf32(float value, float& high, float& low) {
+  high = round_tf32(value);
+  if (PARTS == 1) return;
+  const float magnitude = value < 0 ? -value : value;
+  if (magnitude < 3.4e38f)
+    low = round_tf32(value - high);
+  else
+    high = value, low = 0;  // Inf and NaN pass; numbers that would round to Inf are truncated by the cores
+}
+
+// Element `i` of a chunk of weights, in all parts.
+template <class T>
+__device__ __forceinline__ void prepare(T value, T (&parts)[PARTS][8], int i) {
+  parts[0][i] = value;
+}
+__device__ __forceinline__ void prepare(float value, float (&parts)[PARTS][4], int i) {
+  float low = 0;
+  split_tf32(value, parts[0][i], low);
+  if (PARTS == 2) parts[PARTS - 1][i] = low;
+}
