@@ -32,13 +32,26 @@ class GemmVariant:
     """
 
     pixels: int
+    pixel_blocks: int
     channel_blocks: int
     lines: int
     k_steps: int
     stages: int
     raw_stages: int
     parts: int
+    take_turns: bool
+    loader_groups: int
     wgmma: bool
+
+    @property
+    def cells(self) -> int:
+        """Cells of a tile, those in its halo included."""
+        return self.group_cells * (1 if self.take_turns else _CONSUMERS)
+
+    @property
+    def group_cells(self) -> int:
+        """Cells of a warp group."""
+        return self.pixels * self.pixel_blocks
 
 
 @dataclass(frozen=True)
@@ -125,7 +138,10 @@ class ImplicitGemm:
         constants = gather.constants(
             SRC_CHANNELS_LAST=gather.src.channels_last,
             PIXELS=variant.pixels,
+            PIXEL_BLOCKS=variant.pixel_blocks,
             CONSUMERS=_CONSUMERS,
+            TAKE_TURNS=variant.take_turns,
+            LOADER_GROUPS=variant.loader_groups,
             CHANNEL_BLOCKS=variant.channel_blocks,
             LINES=variant.lines,
             K_STEPS=variant.k_steps,
@@ -166,7 +182,7 @@ class ImplicitGemm:
         return Launch(
             source=KernelSource(self.name, problem.dtype, wide, (*constants, ("WGMMA", variant.wgmma))),
             grid=(min(items, device.multiprocessors), 1, 1),
-            block=128 * (1 + _CONSUMERS),
+            block=128 * (variant.loader_groups + _CONSUMERS),
             shared_bytes=_shared_bytes(gather, variant, operations, tile),
             geometry=geometry,
             prologue=prologue,
@@ -187,8 +203,16 @@ def _shared_bytes(gather: Gather, variant: GemmVariant, operations: int, tile: T
     total = variant.stages * stage
     if not gather.src.channels_last:
         total += variant.raw_stages * variant.k_steps * 32 * _raw_pitch(tile.halo, size)
+    if not gather.dst.channels_last:
+        total += _CONSUMERS * 4 * 8 * (_piece(variant.group_cells, gather.axes[2].stride, size) + 8) * size
     copied = 1 if gather.src.channels_last else tile.copy_bytes // size
-    return total + 4 * math.ceil(tile.halo / copied)
+    return total + 8 * math.ceil(tile.halo / copied)
+
+
+def _piece(pixels: int, stride: int, size: int) -> int:
+    """Elements of a row that a warp turns around at once (``PIECE`` in the kernel)."""
+    cells = max((n for n in range(8, pixels + 1, 8) if pixels % n == 0 and n * stride * size <= 256), default=8)
+    return cells * stride
 
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool) -> Iterator[GemmVariant]:
@@ -197,18 +221,24 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
     blocks = math.ceil(problem.out_channels_per_group / _ROWS)
     parts = (1, 2) if problem.dtype == "float32" and _tf32(problem) else (2,) if problem.dtype == "float32" else (1,)
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
-        sums = 192 if wgmma else 96
+        sums = (176 if problem.axes3[2].stride < 3 else 160) if wgmma else 96
         for channel_blocks in {1, 2, 4} if blocks > 2 else {1, blocks}:
             for lines in range(1, len(taps.lines) + 1):
                 row_blocks = channel_blocks * lines * taps.owned_w
-                widest = min(256, 2 * sums // row_blocks // 16 * 16)
-                if widest < 16 or (lines != len(taps.lines) and len(taps.lines) % lines):
+                cells = 2 * sums // row_blocks // 8 * 8
+                if cells < 16 or (lines != len(taps.lines) and len(taps.lines) % lines):
                     continue
-                for pixels in {widest, max(16, widest * 2 // 3 // 16 * 16)}:
+                pixel_blocks = math.ceil(cells / 256)
+                multiple = 8 if wgmma else 16
+                for pixels in {c // pixel_blocks // multiple * multiple for c in (cells, max(cells // 2, 16))}:
                     for part in parts:
-                        for k_steps in (1, 2):
-                            for stages in (3, 4, 2) if not channels_last else (4, 3):
-                                yield GemmVariant(pixels, channel_blocks, lines, k_steps, stages, 3, part, wgmma)
+                        for k_steps in (1, 2, 4):
+                            for stages in (2, 3, 4) if not channels_last else (3, 4):
+                                for take_turns in (True, False) if wgmma else (False,):
+                                    yield GemmVariant(
+                                        pixels, pixel_blocks, channel_blocks, lines, k_steps, stages, 3, part,
+                                        take_turns, 2 if wgmma else 1, wgmma,
+                                    )  # fmt: skip
 
 
 def _tf32(problem: ConvTransposeProblem) -> bool:
@@ -249,22 +279,13 @@ def _tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo) 
     """The tile that covers the problem with the least work; None where none fits shared memory."""
     limit = device.shared_bytes_per_block - _STATIC_SHARED
     operations = _Taps.of(gather.axes).operations(variant)
-    fitting = (
-        tile
-        for tile in _tiles(gather, _CONSUMERS * variant.pixels, batch)
-        if _shared_bytes(gather, variant, operations, tile) <= limit
-    )
-    per_copy = {16: 0.3, 4: 0.6, 2: 1.0}
-    return min(
-        fitting,
-        key=lambda tile: tile.count * (_CONSUMERS * variant.pixels + per_copy[tile.copy_bytes] * tile.halo),
-        default=None,
-    )
+    tiles = _tiles(gather, variant.cells, batch)
+    return next((tile for tile in tiles if _shared_bytes(gather, variant, operations, tile) <= limit), None)
 
 
 @lru_cache(maxsize=65536)
 def _tiles(gather: Gather, capacity: int, batch: int) -> list[Tile]:
-    """Tiles whose cells, with the halo between them, are a run of at most ``capacity`` pixels.
+    """Tiles whose cells, with the halo between them, are a run of at most ``capacity`` pixels; least work first.
 
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
     wide as the image: all of it is padding then. So it is with rows, between images.
@@ -280,17 +301,15 @@ def _tiles(gather: Gather, capacity: int, batch: int) -> list[Tile]:
         even = max(vector, 2)
         skew = -back[2] % vector
         lead = back[2] + skew
-        for across in range(1, math.ceil(width / 8) + 1):
-            columns = width if across == 1 else math.ceil(math.ceil(width / across) / even) * even
+        widths = [width, *(math.ceil(math.ceil(width / n) / even) * even for n in range(2, math.ceil(width / 8) + 1))]
+        for columns in dict.fromkeys(widths):
             if columns > min(capacity, _MAX_SIDE[0]):
                 continue
-            shared = across == 1 and lead >= ahead[2] and width >= gather.src.shape[4]
+            shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
             row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
-            most_rows = min(height, (capacity - columns) // row + 1)
-            least = math.ceil(height / most_rows)
-            for down in range(least, min(height, 2 * least + 4) + 1):
-                rows = math.ceil(height / down)
-                whole = down == 1 and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
+            most = min(height, (capacity - columns) // row + 1)
+            for rows in {math.ceil(height / math.ceil(height / max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}:
+                whole = rows == height and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
                 slab = (back[1] + rows if whole else rows + reach[1]) * row
                 flat = (rows - 1) * row + columns
                 slabs = min(depth, _MAX_SIDE[1], (capacity - flat) // slab + 1)
@@ -312,7 +331,8 @@ def _tiles(gather: Gather, capacity: int, batch: int) -> list[Tile]:
                 )
                 pitch = image, slab, row
                 result.append(Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles))
-    return result
+    per_copy = {16: 0.3, 4: 0.6, 2: 1.0}
+    return sorted(result, key=lambda tile: tile.count * (capacity + per_copy[tile.copy_bytes] * tile.halo))
 
 
 def _store_vector(gather: Gather, tile: Tile) -> int:
@@ -322,10 +342,12 @@ def _store_vector(gather: Gather, tile: Tile) -> int:
     if gather.dst.channels_last:
         even = gather.dst_channels % 2 == 0 and all(s % 2 == 0 for s in (batch, depth, height, width))
         return 2 if even else 1
-    run = 2 * gather.axes[2].stride
-    widest = 8 if run % 8 == 0 and size == 2 else 4 if run % 4 == 0 else 2
-    starts = tile.cells[2] % 2 == 0 or tile.tiles[3] == 1
-    return widest if width == 1 and starts and all(s % widest == 0 for s in (batch, channel, depth, height)) else 1
+    stride = gather.axes[2].stride
+    for count in (8 // size, 2):
+        rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
+        if width == 1 and rows and all(s % count == 0 for s in (batch, channel, depth, height)):
+            return count
+    return 1
 
 
 def _seconds(
@@ -338,21 +360,26 @@ def _seconds(
     size = DTYPE_BYTES[gather.dtype]
     steps = math.ceil(gather.src_channels * size / 32 / variant.k_steps) * variant.k_steps
     products = 3 if variant.parts == 2 else 1
-    instruction = max(variant.pixels / 2, 16 + variant.pixels / 4) * _CONSUMERS
+    operations = taps.operations(variant)
+    sharers = 1 if variant.take_turns else _CONSUMERS
+    instruction = max(variant.pixels / 2, 16 + variant.pixels / 4) * variant.pixel_blocks * sharers
     if not variant.wgmma:
         instruction *= 2.2
-    multiply = steps * taps.operations(variant) * products * instruction * 1.1
-    load = steps * (150 / variant.k_steps + tile.halo / 128 * (30 if size == 4 else 16) * (1.3 if variant.parts == 2 else 1))
-    load = load if tile.copy_bytes == 16 else load * 1.6
-    stored = _CONSUMERS * variant.pixels * variant.channel_blocks * variant.lines * _ROWS * math.prod(
-        [gather.axes[2].stride]
-    ) * size
-    epilogue = stored / 40 + 500
+    multiply = steps * operations * products * instruction * 1.15
+    # What a stage moves through the L2 cache, and what its loaders do.
+    moved = steps * variant.parts * operations * 2 * _ROWS * 16 + tile.halo * steps * 32
+    per_pixel = {16: 9, 4: 18, 2: 40}[tile.copy_bytes] if not gather.src.channels_last else 10
+    load = steps * (400 / variant.k_steps + tile.halo / variant.loader_groups / 32 * per_pixel)
+    load = max(load, moved / 30)
+    stored = variant.cells * variant.channel_blocks * variant.lines * _ROWS * gather.axes[2].stride * size
+    epilogue = stored / (12 if variant.take_turns else 24) + 500
+    together = max(multiply, load)
+    total = max(together, (multiply + epilogue) / 2) if variant.take_turns else together + epilogue
     row_groups = gather.groups * math.ceil(gather.dst_channels / (_ROWS * variant.channel_blocks))
     row_groups *= math.ceil(len(taps.lines) / variant.lines)
     items = tile.count * row_groups
     waves = math.ceil(items / device.multiprocessors) if items < 8 * device.multiprocessors else items / device.multiprocessors
-    cycles = waves * (max(multiply, load) + epilogue) + 4000
+    cycles = waves * total + 4000
     floor = problem.bytes / device.copy_bytes_per_second * 1.1
     busy = cycles / device.clock_hz
     return max(floor, busy) + 0.1 * min(floor, busy), "bytes" if floor > busy else "instructions"

@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 import polyphase
 from polyphase import plan
-from polyphase.bench.accuracy import TF32_ROUNDOFF, Comparison, compare, kernelbench_rule, spread, tf32_rounding
+from polyphase.bench.accuracy import TF32_ROUNDOFF, UNITS, Comparison, compare, kernelbench_rule, spread, tf32_rounding
 from polyphase.bench.environment import first_line
 from polyphase.bench.model_file import Cut, ModelFile, Run, find_cut, leaves, place, trace
 from polyphase.bench.runner import CPU_FLOPS, poisoned_outputs
@@ -174,13 +174,13 @@ class _Trial:
     def _tf32_rounding(self, exact: _Outcome, inputs: list[Any], single: bool) -> dict[str, torch.Tensor]:
         """What TF32 may cost each element, by name; nothing where it is not allowed.
 
-        For a single convolution from the squares of its products. Otherwise in the norm, of which a layer costs
-        0.6·2⁻¹¹.
+        For a single convolution from the squares of its products. Otherwise as many of TF32's units in the norm as
+        any dtype is granted of its own: a layer costs less than one, but a kink that is met elsewhere costs more.
         """
         if not self.tf32:
             return {}
         if not single:
-            return {what: reference.abs() * (2 * TF32_ROUNDOFF) for what, reference in exact.tensors.items()}
+            return {what: reference.abs() * (UNITS * 2 * TF32_ROUNDOFF) for what, reference in exact.tensors.items()}
         squared = copy.deepcopy(self.reference)
         for module in squared.modules():
             if isinstance(module, _ConvTransposeNd):

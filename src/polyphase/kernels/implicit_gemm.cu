@@ -5,13 +5,16 @@
 // pixels that a tap needs for PIXELS neighbouring cells are the operand of one instruction, at another address
 // (matrix.cuh), and a tile is read once for all its taps. Cells of the run that lie in the halo are computed and not stored.
 //
-// One warp group loads: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in memory, and
+// Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in memory, and
 // then turned around (channels innermost) and rounded on their way from shared to shared memory. The others multiply, each
-// its PIXELS of the tile, and store. Blocks stay, and take every gridDim.x-th item: the next tile is being
-// loaded while the last one is stored.
+// its part of the tile, or each a tile of its own (TAKE_TURNS): then one stores while the other multiplies. Blocks stay, and
+// take every gridDim.x-th item: the next tile is being loaded while the last one is stored.
 
-constexpr int LOADERS = 128;
+constexpr int LOADERS = LOADER_GROUPS * 128;
 constexpr int THREADS = LOADERS + CONSUMERS * 128;
+constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;  // warp groups that work on one item
+constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;   // cells of a warp group
+constexpr int CELLS = SHARERS * GROUP_CELLS;         // of an item
 constexpr int STAGE_CHANNELS = K_STEPS * STEP_CHANNELS;
 constexpr int STAGE_CHUNKS = 2 * K_STEPS;
 constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
@@ -21,7 +24,16 @@ constexpr int LOOKAHEAD = IN_PLACE ? STAGES - 2 : RAW_STAGES - 1;
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
-constexpr int RUN = 2 * DST_W;  // neighbouring elements of an output row that one thread computes
+
+// Cells of the run that are stored at once: about 256 bytes of a row.
+__host__ __device__ constexpr int piece_of(int cells) {
+  return cells <= 8 || (GROUP_CELLS % cells == 0 && cells * DST_W * (int)sizeof(scalar_t) <= 256)
+             ? cells
+             : piece_of(cells - 8);
+}
+constexpr int PIECE = piece_of(GROUP_CELLS);
+constexpr int PIECE_ELEMENTS = ceil_div(PIECE * DST_W, 32);
+constexpr int STAGING_PITCH = PIECE * DST_W + 8;
 
 struct Geometry {
   Tensor5 src, dst;
@@ -76,7 +88,8 @@ struct Item {
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
   int operations[OPERATIONS * LINE_GROUPS];  // distance of each operation's pixels, in bytes
-  unsigned cells[CONSUMERS * PIXELS];        // position of each cell of the run, or NOWHERE
+  int counts[ROW_BLOCKS * LINE_GROUPS];      // operations of each row block
+  unsigned cells[CELLS];                     // position of each cell of the run, or NOWHERE
 };
 
 // A slot of a ring, and the parity of its barriers.
@@ -87,25 +100,32 @@ struct Slot {
   __device__ __forceinline__ void next() {
     if (++index == SLOTS) index = 0, parity ^= 1;
   }
+  __device__ __forceinline__ void skip(int count) {
+    const int sum = index + count;
+    index = sum % SLOTS, parity ^= sum / SLOTS & 1;
+  }
 };
 
 struct Loader {
   const Geometry& g;
   const unsigned* halo;  // position of each copied run of pixels, or NOWHERE
+  int* offsets;          // and where it lies in the source, from the tile's batch entry and channel; -1 for padding
   int thread;
 
-  // Where the pixels at `position` lie in the tile's part of the source; false for padding.
-  __device__ __forceinline__ bool find(const Item& item, unsigned position, int& offset) const {
-    Pixel p;
-    p.unpack(position);
-    const int d = item.d + p.d + first_offset(AXIS_D), h = item.h + p.h + first_offset(AXIS_H);
-    const int w = item.w + p.w + first_offset(AXIS_W) - g.skew;
-    const bool inside = position != NOWHERE && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
-                        (unsigned)h < (unsigned)g.src.size[1] && (unsigned)w < (unsigned)g.src.size[2];
-    offset = inside ? p.n * (int)g.src.stride[0] + d * (int)g.src.stride[2] + h * (int)g.src.stride[3] +
-                          w * (int)g.src.stride[4]
-                    : 0;
-    return inside;
+  __device__ __forceinline__ void find_pixels(const Item& item) const {
+    const int copied = IN_PLACE ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
+    for (int i = thread; i * copied < g.halo; i += LOADERS) {
+      const unsigned position = halo[i];
+      Pixel p;
+      p.unpack(position);
+      const int d = item.d + p.d + first_offset(AXIS_D), h = item.h + p.h + first_offset(AXIS_H);
+      const int w = item.w + p.w + first_offset(AXIS_W) - g.skew;
+      const bool inside = position != NOWHERE && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
+                          (unsigned)h < (unsigned)g.src.size[1] && (unsigned)w < (unsigned)g.src.size[2];
+      offsets[i] = inside ? p.n * (int)g.src.stride[0] + d * (int)g.src.stride[2] + h * (int)g.src.stride[3] +
+                                w * (int)g.src.stride[4]
+                          : -1;
+    }
   }
 
   template <int BYTES>
@@ -118,50 +138,51 @@ struct Loader {
 
   // Channels first: COUNT neighbouring pixels of every channel of the stage.
   template <int BYTES>
-  __device__ __forceinline__ void copy_rows(const Item& item, const scalar_t* base, int channel, scalar_t* raw) const {
+  __device__ __forceinline__ void copy_rows(const scalar_t* base, int channel, scalar_t* raw) const {
     constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
     for (int v = thread; v * COUNT < g.halo; v += LOADERS) {
-      int offset;
-      const bool inside = find(item, halo[v], offset);
-      const scalar_t* from = base + offset;
-#pragma unroll
+      const int offset = offsets[v];
+      const scalar_t* from = base + max(offset, 0);
+      unsigned char* to = (unsigned char*)(raw + v * COUNT);
+#pragma unroll 4
       for (int i = 0; i < STAGE_CHANNELS; ++i) {
-        const bool exists = inside && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + i < SRC_CHANNELS);
-        copy<BYTES>((unsigned char*)(raw + i * g.raw_pitch + v * COUNT), exists ? from : base, exists);
+        const bool exists = offset >= 0 && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + i < SRC_CHANNELS);
+        copy<BYTES>(to, exists ? from : base, exists);
         from += g.src.stride[1];
+        to += g.raw_pitch * (int)sizeof(scalar_t);
       }
     }
   }
 
   // Channels last: the chunks of every pixel, piece by piece where they are not aligned.
   template <int BYTES>
-  __device__ __forceinline__ void copy_pixels(const Item& item, const scalar_t* base, int channel,
-                                              unsigned char* to) const {
+  __device__ __forceinline__ void copy_pixels(const scalar_t* base, int channel, unsigned char* to) const {
     constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
-    for (int v = thread; v < g.halo * STAGE_CHUNKS; v += LOADERS) {
-      const int pixel = v / STAGE_CHUNKS, chunk = v % STAGE_CHUNKS;
-      int offset;
-      const bool inside = find(item, halo[pixel], offset);
+    const int chunk = thread % STAGE_CHUNKS;
+    const scalar_t* const from = base + chunk * CHUNK;
+    to += chunk * g.chunk_bytes;
+#pragma unroll 4
+    for (int pixel = thread / STAGE_CHUNKS; pixel < g.halo; pixel += LOADERS / STAGE_CHUNKS) {
+      const int offset = offsets[pixel];
 #pragma unroll
       for (int i = 0; i < CHUNK; i += COUNT) {
-        const bool exists = inside && channel + chunk * CHUNK + i < SRC_CHANNELS;
-        copy<BYTES>(to + chunk * g.chunk_bytes + pixel * 16 + i * (int)sizeof(scalar_t),
-                    exists ? base + offset + chunk * CHUNK + i : base, exists);
+        const bool exists = offset >= 0 && channel + chunk * CHUNK + i < SRC_CHANNELS;
+        copy<BYTES>(to + pixel * 16 + i * (int)sizeof(scalar_t), exists ? from + offset + i : base, exists);
       }
     }
   }
 
-  __device__ __forceinline__ void load(const Item& item, const scalar_t* src, int stage, unsigned char* to) const {
+  // A stage of the tile that `find_pixels` has seen; `base` is its first channel's first element.
+  __device__ __forceinline__ void load(const scalar_t* base, int stage, unsigned char* to) const {
     const int channel = stage * STAGE_CHANNELS;
-    const scalar_t* base =
-        src + item.n * g.src.stride[0] + ((long long)item.group * SRC_CHANNELS + channel) * g.src.stride[1];
+    base += channel * g.src.stride[1];
     if constexpr (IN_PLACE) {
-      if (g.copy_bytes == 16) copy_pixels<16>(item, base, channel, to);
-      else copy_pixels<sizeof(scalar_t)>(item, base, channel, to);
+      if (g.copy_bytes == 16) copy_pixels<16>(base, channel, to);
+      else copy_pixels<sizeof(scalar_t)>(base, channel, to);
     } else {
-      if (g.copy_bytes == 16) copy_rows<16>(item, base, channel, (scalar_t*)to);
-      else if (sizeof(scalar_t) == 2 && g.copy_bytes == 4) copy_rows<4>(item, base, channel, (scalar_t*)to);
-      else copy_rows<sizeof(scalar_t)>(item, base, channel, (scalar_t*)to);
+      if (g.copy_bytes == 16) copy_rows<16>(base, channel, (scalar_t*)to);
+      else if (sizeof(scalar_t) == 2 && g.copy_bytes == 4) copy_rows<4>(base, channel, (scalar_t*)to);
+      else copy_rows<sizeof(scalar_t)>(base, channel, (scalar_t*)to);
     }
   }
 
@@ -188,7 +209,7 @@ struct Loader {
       // Four matrices of 8 channels by 8 pixels are turned around at once.
       const int lane = thread % 32;
       for (int first = thread / 32 * 32; first < g.halo; first += LOADERS) {
-#pragma unroll
+#pragma unroll 2
         for (int chunk = 0; chunk < STAGE_CHUNKS; ++chunk) {
           const scalar_t* row = (const scalar_t*)copied + (chunk * 8 + lane % 8) * g.raw_pitch + first + lane / 8 * 8;
           unsigned turned[4];
@@ -205,107 +226,202 @@ struct Loader {
   }
 };
 
-// The next item and stage to load; `index` is not below g.items behind the last.
+// An item and a stage of it; `index` is not below g.items behind the last.
 struct Cursor {
-  Item item;
   int index, stage;
 
-  __device__ __forceinline__ void next(const Geometry& g) {
+  __device__ __forceinline__ void next() {
     if (++stage < STAGES_OF_ITEM) return;
     stage = 0, index += gridDim.x;
-    item.locate(g, index);
   }
 };
 
-typedef float Sums[ROW_BLOCKS][SUMS];
+typedef float Sums[ROW_BLOCKS][PIXEL_BLOCKS][SUMS];
 
-// Channels first: a thread's pair of cells gives RUN neighbouring elements of an output row.
-template <bool OWNED>
-__device__ __forceinline__ void store_run(const Geometry& g, scalar_t* to, const float (&value)[RUN], int count) {
-  const long long step = g.dst.stride[4];
-  constexpr int WIDEST = RUN % 8 == 0 && sizeof(scalar_t) == 2 ? 8 : RUN % 4 == 0 ? 4 : 2;
-  if (g.store_vector == WIDEST && count >= RUN) {
-#pragma unroll
-    for (int i = 0; i < RUN; i += WIDEST) {
-      Vector<scalar_t, WIDEST> vector;
-#pragma unroll
-      for (int k = 0; k < WIDEST; ++k) narrow(value[i + k], vector.value[k]);
-      *(Vector<scalar_t, WIDEST>*)(to + i) = vector;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < RUN; ++i)
-      if (i < count) narrow(value[i], to[i * step]);
+// Stores what one warp has summed: 16 channels of each row block, all cells of its warp group's part of the run.
+struct Store {
+  const Geometry& g;
+  const Item& item;
+  const Sums& sums;
+  const unsigned* cells;  // positions of the warp group's part of the run
+  scalar_t* dst;          // the item's first channel, the tile's first batch entry
+  const scalar_t* bias;   // of the item's first channel
+  scalar_t* staging;      // of the warp
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
+
+  __device__ __forceinline__ int channel(int block, int row) const {
+    return (item.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
   }
-}
+  __device__ __forceinline__ float start(int channel) const {
+    return HAS_BIAS && channel < DST_CHANNELS ? widen(read(bias + channel)) : 0.f;
+  }
+  // The 2 · DST_W elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and is
+  // bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
+  template <int LINE, int I = 0>
+  __device__ __forceinline__ void run(float (&value)[2 * DST_W], int block, int j, int half, float start) const {
+    constexpr bool owned = LINE >= 0 && has_taps(AXIS_W, I % DST_W);
+    constexpr int index = owned_before(AXIS_W, I % DST_W);
+    value[I] = start;
+    if constexpr (owned) value[I] += sums[(block * LINES + LINE) * OWNED_W + index][j / (PIXELS / 8)][j % (PIXELS / 8) * 4 + 2 * half + I / DST_W];
+    if constexpr (I + 1 < 2 * DST_W) run<LINE, I + 1>(value, block, j, half, start);
+  }
+  __device__ __forceinline__ bool find(unsigned position, int& d, int& h, int& w, int& columns, int& offset) const {
+    Pixel p;
+    p.unpack(position);
+    d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W;
+    columns = min((g.cells[2] - p.w) * DST_W, g.dst.size[2] - w);  // from here on that are ours
+    offset = p.n * (int)g.dst.stride[0] + d * (int)g.dst.stride[2] + h * (int)g.dst.stride[3] +
+             w * (int)g.dst.stride[4];
+    return position != NOWHERE && item.n + p.n < g.batch;
+  }
 
-// Stores the row blocks of one line, or the bias of a line without taps (line < 0).
-__device__ __forceinline__ void store_line(const Geometry& g, const Item& item, const Sums& sums, int line, int depth,
-                                           int height, scalar_t* dst, const scalar_t* bias, const unsigned* cells) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int first_row = 16 * warp + lane / 4;
+  // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
+  // neighbouring elements of a row: whole lines are written.
+  struct Elements {
+    int offset[PIECE_ELEMENTS];
+    int count[PIECE_ELEMENTS];  // of the vector's elements, those that exist
+    int rows[PIECE_ELEMENTS];   // rows of a slab (low half) and slabs that exist from the cell's first on
+  };
+
+  __device__ __forceinline__ void describe(int piece, Elements& elements) const {
 #pragma unroll
-  for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
-    int channel[2];
-    float start[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      channel[half] =
-          (item.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(first_row + 8 * half);
-      start[half] =
-          HAS_BIAS && channel[half] < DST_CHANNELS ? widen(read(bias + item.group * DST_CHANNELS + channel[half])) : 0.f;
+    for (int i = 0; i < PIECE_ELEMENTS; ++i) {
+      const int element = (lane() + 32 * i) * g.store_vector, phase = element % DST_W;
+      elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
+      if (element >= PIECE * DST_W) continue;
+      int d, h, w, columns, offset;
+      if (!find(cells[piece * PIECE + element / DST_W], d, h, w, columns, offset)) continue;
+      elements.count[i] = max(0, min(columns - phase, g.store_vector));
+      elements.offset[i] = offset + phase * (int)g.dst.stride[4];
+      elements.rows[i] = min(g.dst.size[1] - h, 0x7fff) | min(g.dst.size[0] - d, 0x7fff) << 16;
     }
+  }
+
+  template <int COUNT>
+  __device__ __forceinline__ void store_rows(const Elements& elements, int depth, int height, int block, int half,
+                                             scalar_t* line) const {
+#pragma unroll 1
+    for (int row = 0; row < 8; ++row) {
+      const int to_channel = channel(block, row + 8 * half);
+      if (to_channel >= DST_CHANNELS) break;
+      scalar_t* const to = line + to_channel * g.dst.stride[1];
 #pragma unroll
-    for (int j = 0; j < PIXELS / 8; ++j) {
-      const unsigned position = cells[8 * j + lane % 4 * 2];
-      if (position == NOWHERE) continue;
-      Pixel p;
-      p.unpack(position);
-      const int d = (item.d + p.d) * DST_D + depth, h = (item.h + p.h) * DST_H + height;
-      const int w = (item.w + p.w) * DST_W;
-      if (item.n + p.n >= g.batch || d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
-      const int count = min((g.cells[2] - p.w) * DST_W, g.dst.size[2] - w);  // elements from here on that are ours
-      scalar_t* const pixel = dst + p.n * g.dst.stride[0] + d * g.dst.stride[2] + h * g.dst.stride[3] +
-                              w * g.dst.stride[4];
-      if (!DST_CHANNELS_LAST) {
+      for (int i = 0; i < ceil_div(PIECE * DST_W, 32 * COUNT); ++i) {
+        if (height >= (elements.rows[i] & 0xffff) || depth >= elements.rows[i] >> 16) continue;
+        const Vector<scalar_t, COUNT> vector =
+            *(const Vector<scalar_t, COUNT>*)(staging + row * STAGING_PITCH + (lane() + 32 * i) * COUNT);
+        if (elements.count[i] == COUNT) {
+          *(Vector<scalar_t, COUNT>*)(to + elements.offset[i]) = vector;
+        } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (channel[half] >= DST_CHANNELS) continue;
-          float value[RUN];
-#pragma unroll
-          for (int i = 0; i < RUN; ++i) {
-            value[i] = start[half];
-            if (line >= 0 && has_taps(AXIS_W, i % DST_W))
-              value[i] += sums[(block * LINES + line) * OWNED_W + owned_before(AXIS_W, i % DST_W)]
-                              [4 * j + 2 * half + i / DST_W];
-          }
-          store_run<true>(g, pixel + channel[half] * g.dst.stride[1], value, count);
+          for (int k = 0; k < COUNT; ++k)
+            if (k < elements.count[i]) to[elements.offset[i] + k * g.dst.stride[4]] = vector.value[k];
         }
-      } else if (channel[0] < DST_CHANNELS) {
+      }
+    }
+  }
+
+  template <int LINE>
+  __device__ __forceinline__ void store_piece(const Elements& elements, int piece, int depth, int height) const {
+    scalar_t* const to = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
-        for (int i = 0; i < RUN; ++i) {
-          if (i >= count) continue;
+    for (int block = 0; block < CHANNEL_BLOCKS; ++block)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float first = start(channel(block, lane() / 4 + 8 * half));
+#pragma unroll
+        for (int j = 0; j < PIECE / 8; ++j) {
+          float value[2 * DST_W];
+          alignas(16) scalar_t narrowed[2 * DST_W];
+          run<LINE>(value, block, piece * (PIECE / 8) + j, half, first);
+#pragma unroll
+          for (int i = 0; i < 2 * DST_W; ++i) narrow(value[i], narrowed[i]);
+          scalar_t* const to_shared = staging + lane() / 4 * STAGING_PITCH + (8 * j + lane() % 4 * 2) * DST_W;
+          constexpr int COUNT = DST_W % 2 == 0 && sizeof(scalar_t) * DST_W <= 8 ? 2 * DST_W : 2;
+#pragma unroll
+          for (int i = 0; i < 2 * DST_W; i += COUNT)
+            *(Vector<scalar_t, COUNT>*)(to_shared + i) = *(const Vector<scalar_t, COUNT>*)(narrowed + i);
+        }
+        __syncwarp();
+        constexpr int WIDE = 8 / (int)sizeof(scalar_t);
+        if (g.store_vector == WIDE)
+          store_rows<WIDE>(elements, depth, height, block, half, to);
+        else if (WIDE > 2 && g.store_vector == 2)
+          store_rows<2>(elements, depth, height, block, half, to);
+        else
+          store_rows<1>(elements, depth, height, block, half, to);
+        __syncwarp();
+      }
+  }
+
+  // Channels last: a thread's two rows are neighbouring channels, and eight lanes 16 of them.
+  template <int LINE>
+  __device__ __forceinline__ void store_pixels(int depth, int height) const {
+#pragma unroll
+    for (int j = 0; j < GROUP_CELLS / 8; ++j) {
+      int d, h, w, columns, offset;
+      if (!find(cells[8 * j + lane() % 4 * 2], d, h, w, columns, offset)) continue;
+      if (d + depth >= g.dst.size[0] || h + height >= g.dst.size[1]) continue;
+      scalar_t* const pixel = dst + offset + depth * g.dst.stride[2] + height * g.dst.stride[3];
+#pragma unroll
+      for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
+        const int first = channel(block, lane() / 4);
+        if (first >= DST_CHANNELS) continue;
+        float value[2][2 * DST_W];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) run<LINE>(value[half], block, j, half, start(first + half));
+#pragma unroll
+        for (int i = 0; i < 2 * DST_W; ++i) {
+          if (i >= columns) continue;
           Vector<scalar_t, 2> pair;
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float value = start[half];
-            if (line >= 0 && has_taps(AXIS_W, i % DST_W))
-              value += sums[(block * LINES + line) * OWNED_W + owned_before(AXIS_W, i % DST_W)]
-                           [4 * j + 2 * half + i / DST_W];
-            narrow(value, pair.value[half]);
-          }
-          scalar_t* const to = pixel + i * g.dst.stride[4] + channel[0];
+          for (int half = 0; half < 2; ++half) narrow(value[half][i], pair.value[half]);
+          scalar_t* const to = pixel + i * g.dst.stride[4] + first;
           if (g.store_vector == 2) {
             *(Vector<scalar_t, 2>*)to = pair;
           } else {
             to[0] = pair.value[0];
-            if (channel[1] < DST_CHANNELS) to[1] = pair.value[1];
+            if (first + 1 < DST_CHANNELS) to[1] = pair.value[1];
           }
         }
       }
     }
   }
-}
+
+  template <int LINE>
+  __device__ __forceinline__ void store_line(const Elements& elements, int piece, int depth, int height) const {
+    if constexpr (DST_CHANNELS_LAST)
+      store_pixels<LINE>(depth, height);
+    else
+      store_piece<LINE>(elements, piece, depth, height);
+  }
+
+  template <int LINE = 0>
+  __device__ __forceinline__ void store_lines(const Elements& elements, int piece) const {
+    const int owned = item.line_group * LINES + LINE;
+    if (owned < OWNED_LINES)
+      store_line<LINE>(elements, piece, owned_phase(AXIS_D, owned / OWNED_H), owned_phase(AXIS_H, owned % OWNED_H));
+    if constexpr (LINE + 1 < LINES) store_lines<LINE + 1>(elements, piece);
+  }
+
+  // The item's lines; and one item stores those that own no taps.
+  __device__ __forceinline__ void operator()() const {
+#pragma unroll
+    for (int piece = 0; piece < (DST_CHANNELS_LAST ? 1 : GROUP_CELLS / PIECE); ++piece) {
+      Elements elements;
+      if (!DST_CHANNELS_LAST) describe(piece, elements);
+      store_lines(elements, piece);
+      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) {
+#pragma unroll 1
+        for (int phase = 0; phase < DST_D * DST_H; ++phase)
+          if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))
+            store_line<-1>(elements, piece, phase / DST_H, phase % DST_H);
+      }
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
@@ -318,13 +434,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int stage_bytes = WEIGHT_STAGE + pixel_stage;
   const int raw_stage = STAGE_CHANNELS * g.raw_pitch * (int)sizeof(scalar_t);
   unsigned char* const raw = shared_memory + STAGES * stage_bytes;
-  unsigned* const halo = (unsigned*)(raw + (IN_PLACE ? 0 : RAW_STAGES * raw_stage));
+  scalar_t* const staging = (scalar_t*)(raw + (IN_PLACE ? 0 : RAW_STAGES * raw_stage));
+  unsigned* const halo = (unsigned*)(staging + (DST_CHANNELS_LAST ? 0 : CONSUMERS * 4 * 8 * STAGING_PITCH));
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, LOADERS);
-      barrier_init(empty + 8 * i, CONSUMERS);
+      barrier_init(empty + 8 * i, SHARERS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -336,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
     halo[i] = inside ? p.packed() : NOWHERE;
   }
-  for (int i = thread; i < CONSUMERS * PIXELS; i += THREADS) {
+  for (int i = thread; i < CELLS; i += THREADS) {
     Pixel p;
     p.locate(g, i);
     const bool inside = p.n < g.images && p.d < g.cells[0] && p.h < g.cells[1] && p.w < g.cells[2];
@@ -351,35 +468,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                src_offset(AXIS_W, o.width_tap) - first_offset(AXIS_W) + g.skew;
     shared.operations[i] = pixels * 16;
   }
+  for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
+    shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
   __syncthreads();
 
-  if (warp_group == CONSUMERS) {
+  if (warp_group >= CONSUMERS) {
     registers_release();
-    const Loader loader{g, halo, thread - CONSUMERS * 128};
-    Cursor ahead{Item{}, (int)blockIdx.x, 0}, now{Item{}, (int)blockIdx.x, 0};
-    ahead.item.locate(g, ahead.index);
-    now.item.locate(g, now.index);
+    const Loader loader{g, halo, (int*)(halo + ceil_div(g.halo, copied)), thread - CONSUMERS * 128};
+    Cursor ahead{(int)blockIdx.x, 0}, now{(int)blockIdx.x, 0};
     Slot<STAGES> slot, slot_ahead;
     Slot<RAW_STAGES> copy_ahead, copy_now;
+    const scalar_t* base = src;
+    const unsigned char* weights = packed;
     auto start_copy = [&]() {
       if (ahead.index < g.items) {
+        if (ahead.stage == 0) {
+          Item item;
+          item.locate(g, ahead.index);
+          base = src + item.n * g.src.stride[0] + (long long)item.group * SRC_CHANNELS * g.src.stride[1];
+          threads_sync(1, LOADERS);  // all have copied the tile before
+          loader.find_pixels(item);
+          threads_sync(1, LOADERS);
+        }
         if (IN_PLACE) {
           barrier_wait(empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
-          loader.load(ahead.item, src, ahead.stage, shared_memory + slot_ahead.index * stage_bytes + WEIGHT_STAGE);
+          loader.load(base, ahead.stage, shared_memory + slot_ahead.index * stage_bytes + WEIGHT_STAGE);
           slot_ahead.next();
         } else {
-          loader.load(ahead.item, src, ahead.stage, raw + copy_ahead.index * raw_stage);
+          loader.load(base, ahead.stage, raw + copy_ahead.index * raw_stage);
           copy_ahead.next();
         }
-        ahead.next(g);
+        ahead.next();
       }
       copies_commit();
     };
     for (int i = 0; i < LOOKAHEAD; ++i) start_copy();
     while (now.index < g.items) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
-      const unsigned char* const weights =
-          packed + ((long long)now.item.row_group * STAGES_OF_ITEM + now.stage) * WEIGHT_STAGE;
+      if (now.stage == 0)
+        weights = packed + (long long)(now.index % g.row_groups) * (STAGES_OF_ITEM * (long long)WEIGHT_STAGE);
       if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if __CUDA_ARCH__ >= 900
       if (loader.thread == 0) bulk_copy(shared_address(stage), weights, WEIGHT_STAGE, full + 8 * slot.index);
@@ -400,42 +527,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       barrier_arrive(full + 8 * slot.index);
       slot.next();
       copy_now.next();
-      now.next(g);
+      now.next();
+      weights += WEIGHT_STAGE;
     }
     copies_wait<0>();
   } else {
     registers_claim();
     Slot<STAGES> slot;
     Sums sums;
-    for (int index = blockIdx.x; index < g.items; index += gridDim.x) {
+    const int turn = TAKE_TURNS ? warp_group : 0, part = TAKE_TURNS ? 0 : warp_group;
+    slot.skip(turn * STAGES_OF_ITEM);
+    for (int index = blockIdx.x + turn * gridDim.x; index < g.items; index += CONSUMERS / SHARERS * gridDim.x) {
       Item item;
       item.locate(g, index);
-      const int* const distances = shared.operations + item.line_group * OPERATIONS;
-      const int first_line = item.line_group * LINES;
+      int counts[ROW_BLOCKS];
+#pragma unroll
+      for (int i = 0; i < ROW_BLOCKS; ++i)
+        counts[i] = LINE_GROUPS == 1 ? operations_of(i, 0) : shared.counts[item.line_group * ROW_BLOCKS + i];
       int previous = -1;
 #pragma unroll 1
       for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
         barrier_wait(full + 8 * slot.index, slot.parity);
         const unsigned weights = shared_address(shared_memory + slot.index * stage_bytes);
-        const unsigned pixels = weights + WEIGHT_STAGE + warp_group * (PIXELS * 16);
+        const unsigned pixels = weights + WEIGHT_STAGE + part * (GROUP_CELLS * 16);
         products_begin();
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
           unsigned a = weights + step * OPERATIONS * OPERATION_BYTES;
-          const int* distance = distances;
+          const int* distance = shared.operations + item.line_group * OPERATIONS;
 #pragma unroll
           for (int block = 0; block < ROW_BLOCKS; ++block) {
-            const int count = operations_of(block, first_line);
 #pragma unroll 1
-            for (int i = 0; i < count; ++i) {
+            for (int i = 0; i < counts[block]; ++i) {
               const unsigned b = pixels + step * 2 * g.chunk_bytes + *distance++;
               const bool add = stage + step + i > 0;
-              if (PARTS == 2) {
-                const unsigned b_low = b + STAGE_CHUNKS * g.chunk_bytes, a_low = a + 2 * A_CHUNK;
-                add_product(sums[block], a, b_low, g.chunk_bytes, add);
-                add_product(sums[block], a_low, b, g.chunk_bytes, true);
+#pragma unroll
+              for (int part = 0; part < PIXEL_BLOCKS; ++part) {
+                float(&to)[SUMS] = sums[block][part];
+                const unsigned from = b + part * (PIXELS * 16);
+                if (PARTS == 2) {
+                  add_product(to, a, from + STAGE_CHUNKS * g.chunk_bytes, g.chunk_bytes, add);
+                  add_product(to, a + 2 * A_CHUNK, from, g.chunk_bytes, true);
+                }
+                add_product(to, a, from, g.chunk_bytes, PARTS == 2 || add);
               }
-              add_product(sums[block], a, b, g.chunk_bytes, PARTS == 2 || add);
               a += OPERATION_BYTES;
             }
           }
@@ -448,22 +583,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       }
       products_wait<0>();
       if (thread % 128 == 0) barrier_arrive(empty + 8 * previous);
+      if (TAKE_TURNS) slot.skip(STAGES_OF_ITEM);
 
-      scalar_t* const to = dst + item.n * g.dst.stride[0] + (long long)item.group * DST_CHANNELS * g.dst.stride[1];
-      const unsigned* const cells = shared.cells + warp_group * PIXELS;
-#pragma unroll
-      for (int line = 0; line < LINES; ++line) {
-        const int owned = first_line + line;
-        if (owned < OWNED_LINES)
-          store_line(g, item, sums, line, owned_phase(AXIS_D, owned / OWNED_H), owned_phase(AXIS_H, owned % OWNED_H), to,
-                     bias, cells);
-      }
-      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) {
-#pragma unroll 1
-        for (int phase = 0; phase < DST_D * DST_H; ++phase)
-          if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))
-            store_line(g, item, sums, -1, phase / DST_H, phase % DST_H, to, bias, cells);
-      }
+      const int first_channel = item.group * DST_CHANNELS;
+      const Store store{g,
+                        item,
+                        sums,
+                        shared.cells + part * GROUP_CELLS,
+                        dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1],
+                        bias + first_channel,
+                        staging + thread / 32 * (8 * STAGING_PITCH)};
+      store();
     }
   }
 }

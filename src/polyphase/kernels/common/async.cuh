@@ -62,8 +62,12 @@ __device__ __forceinline__ void publish_shared() {}
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands.
 #if WGMMA_INSTRUCTION
-__device__ __forceinline__ void registers_release() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
-__device__ __forceinline__ void registers_claim() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
+__device__ __forceinline__ void registers_release() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_GROUPS == 1 ? 56 : 40));
+}
+__device__ __forceinline__ void registers_claim() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADER_GROUPS == 1 ? 224 : 216));
+}
 #else
 __device__ __forceinline__ void registers_release() {}
 __device__ __forceinline__ void registers_claim() {}
