@@ -11,7 +11,7 @@ from functools import lru_cache
 from polyphase.algorithms.base import Candidate, Launch, Layouts, extent
 from polyphase.algorithms.gather import Gather
 from polyphase.device import DeviceInfo
-from polyphase.jit.source import KernelSource
+from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 
 _ROWS = 64  # of a row block
@@ -136,20 +136,24 @@ class ImplicitGemm:
         row_groups = gather.groups * channel_groups * math.ceil(len(taps.lines) / variant.lines)
         items = tile.count * row_groups
         constants = gather.constants(
-            SRC_CHANNELS_LAST=gather.src.channels_last,
-            PIXELS=variant.pixels,
-            PIXEL_BLOCKS=variant.pixel_blocks,
-            CONSUMERS=_CONSUMERS,
-            TAKE_TURNS=variant.take_turns,
-            LOADER_GROUPS=variant.loader_groups,
             CHANNEL_BLOCKS=variant.channel_blocks,
             LINES=variant.lines,
             K_STEPS=variant.k_steps,
-            STAGES=variant.stages,
-            RAW_STAGES=variant.raw_stages,
             PARTS=variant.parts,
             OPERATIONS=operations,
             MIN_BLOCKS=1,
+        )
+        kernel_constants: tuple[tuple[str, Constant], ...] = (
+            *constants,
+            ("SRC_CHANNELS_LAST", gather.src.channels_last),
+            ("PIXELS", variant.pixels),
+            ("PIXEL_BLOCKS", variant.pixel_blocks),
+            ("CONSUMERS", _CONSUMERS),
+            ("TAKE_TURNS", variant.take_turns),
+            ("LOADER_GROUPS", variant.loader_groups),
+            ("STAGES", variant.stages),
+            ("RAW_STAGES", variant.raw_stages),
+            ("WGMMA", variant.wgmma),
         )
         wide = False
         operation_bytes = variant.parts * 2 * _ROWS * 16
@@ -180,7 +184,7 @@ class ImplicitGemm:
             geometry=struct.pack("<i", gather.groups),
         )
         return Launch(
-            source=KernelSource(self.name, problem.dtype, wide, (*constants, ("WGMMA", variant.wgmma))),
+            source=KernelSource(self.name, problem.dtype, wide, kernel_constants),
             grid=(min(items, device.multiprocessors), 1, 1),
             block=128 * (variant.loader_groups + _CONSUMERS),
             shared_bytes=_shared_bytes(gather, variant, operations, tile),
@@ -204,14 +208,16 @@ def _shared_bytes(gather: Gather, variant: GemmVariant, operations: int, tile: T
     if not gather.src.channels_last:
         total += variant.raw_stages * variant.k_steps * 32 * _raw_pitch(tile.halo, size)
     if not gather.dst.channels_last:
-        total += _CONSUMERS * 4 * 8 * (_piece(variant.group_cells, gather.axes[2].stride, size) + 8) * size
+        total += _CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
     copied = 1 if gather.src.channels_last else tile.copy_bytes // size
     return total + 8 * math.ceil(tile.halo / copied)
 
 
-def _piece(pixels: int, stride: int, size: int) -> int:
+def _piece(stride: int, size: int) -> int:
     """Elements of a row that a warp turns around at once (``PIECE`` in the kernel)."""
-    cells = max((n for n in range(8, pixels + 1, 8) if pixels % n == 0 and n * stride * size <= 256), default=8)
+    cells = 128
+    while cells > 8 and cells * stride * size > 256:
+        cells //= 2
     return cells * stride
 
 
@@ -332,7 +338,13 @@ def _tiles(gather: Gather, capacity: int, batch: int) -> list[Tile]:
                 pitch = image, slab, row
                 result.append(Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles))
     per_copy = {16: 0.3, 4: 0.6, 2: 1.0}
-    return sorted(result, key=lambda tile: tile.count * (capacity + per_copy[tile.copy_bytes] * tile.halo))
+
+    def work(tile: Tile) -> float:
+        # Short rows move parts of memory's lines.
+        row = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0
+        return tile.count * (capacity + per_copy[tile.copy_bytes] * tile.halo) * row
+
+    return sorted(result, key=work)
 
 
 def _store_vector(gather: Gather, tile: Tile) -> int:

@@ -27,12 +27,10 @@ constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 
 // Cells of the run that are stored at once: about 256 bytes of a row.
 __host__ __device__ constexpr int piece_of(int cells) {
-  return cells <= 8 || (GROUP_CELLS % cells == 0 && cells * DST_W * (int)sizeof(scalar_t) <= 256)
-             ? cells
-             : piece_of(cells - 8);
+  return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
 }
-constexpr int PIECE = piece_of(GROUP_CELLS);
-constexpr int PIECE_ELEMENTS = ceil_div(PIECE * DST_W, 32);
+constexpr int PIECE = piece_of(128);
+constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int STAGING_PITCH = PIECE * DST_W + 8;
 
 struct Geometry {
@@ -87,7 +85,8 @@ struct Item {
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  int operations[OPERATIONS * LINE_GROUPS];  // distance of each operation's pixels, in bytes
+  unsigned long long turn[CONSUMERS];        // of each warp group to multiply
+  int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
   int counts[ROW_BLOCKS * LINE_GROUPS];      // operations of each row block
   unsigned cells[CELLS];                     // position of each cell of the run, or NOWHERE
 };
@@ -213,10 +212,7 @@ struct Loader {
         for (int chunk = 0; chunk < STAGE_CHUNKS; ++chunk) {
           const scalar_t* row = (const scalar_t*)copied + (chunk * 8 + lane % 8) * g.raw_pitch + first + lane / 8 * 8;
           unsigned turned[4];
-          asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(turned[0]), "=r"(turned[1]), "=r"(turned[2]), "=r"(turned[3])
-                       : "r"(shared_address(row))
-                       : "memory");
+          load_matrices<true>(turned, shared_address(row));
           unsigned* const target = (unsigned*)(to + chunk * g.chunk_bytes + first * 16) + lane;
 #pragma unroll
           for (int i = 0; i < 4; ++i) target[i * 32] = turned[i];
@@ -279,20 +275,25 @@ struct Store {
 
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written.
+  static constexpr int WIDE = 8 / (int)sizeof(scalar_t);  // elements of a wide store
+  static constexpr int ELEMENTS = ceil_div(PIECE * DST_W, 32);
+
+  // What a lane stores of every row of a piece: `g.store_vector` elements at a time.
   struct Elements {
-    int offset[PIECE_ELEMENTS];
-    int count[PIECE_ELEMENTS];  // of the vector's elements, those that exist
-    int rows[PIECE_ELEMENTS];   // rows of a slab (low half) and slabs that exist from the cell's first on
+    int offset[ELEMENTS];
+    int count[ELEMENTS];  // of the vector's elements, those that exist
+    int rows[ELEMENTS];   // rows of a slab (low half) and slabs that exist from the cell's first on
   };
 
   __device__ __forceinline__ void describe(int piece, Elements& elements) const {
 #pragma unroll
-    for (int i = 0; i < PIECE_ELEMENTS; ++i) {
+    for (int i = 0; i < ELEMENTS; ++i) {
       const int element = (lane() + 32 * i) * g.store_vector, phase = element % DST_W;
+      const int cell = piece * PIECE + element / DST_W;
       elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
-      if (element >= PIECE * DST_W) continue;
+      if (element >= PIECE * DST_W || cell >= GROUP_CELLS) continue;
       int d, h, w, columns, offset;
-      if (!find(cells[piece * PIECE + element / DST_W], d, h, w, columns, offset)) continue;
+      if (!find(cells[cell], d, h, w, columns, offset)) continue;
       elements.count[i] = max(0, min(columns - phase, g.store_vector));
       elements.offset[i] = offset + phase * (int)g.dst.stride[4];
       elements.rows[i] = min(g.dst.size[1] - h, 0x7fff) | min(g.dst.size[0] - d, 0x7fff) << 16;
@@ -300,26 +301,38 @@ struct Store {
   }
 
   template <int COUNT>
-  __device__ __forceinline__ void store_rows(const Elements& elements, int depth, int height, int block, int half,
+  __device__ __forceinline__ void store_rows(const Elements& elements, int depth, int height, int first_channel,
                                              scalar_t* line) const {
-#pragma unroll 1
-    for (int row = 0; row < 8; ++row) {
-      const int to_channel = channel(block, row + 8 * half);
-      if (to_channel >= DST_CHANNELS) break;
-      scalar_t* const to = line + to_channel * g.dst.stride[1];
+    typedef Vector<scalar_t, COUNT> Run;
+    constexpr int VECTORS = ceil_div(PIECE * DST_W, 32 * COUNT);
+    int count[VECTORS];
+    bool whole = first_channel + 8 <= DST_CHANNELS;
 #pragma unroll
-      for (int i = 0; i < ceil_div(PIECE * DST_W, 32 * COUNT); ++i) {
-        if (height >= (elements.rows[i] & 0xffff) || depth >= elements.rows[i] >> 16) continue;
-        const Vector<scalar_t, COUNT> vector =
-            *(const Vector<scalar_t, COUNT>*)(staging + row * STAGING_PITCH + (lane() + 32 * i) * COUNT);
-        if (elements.count[i] == COUNT) {
-          *(Vector<scalar_t, COUNT>*)(to + elements.offset[i]) = vector;
-        } else {
+    for (int i = 0; i < VECTORS; ++i) {
+      const bool exists = height < (elements.rows[i] & 0xffff) && depth < elements.rows[i] >> 16;
+      count[i] = exists ? elements.count[i] : 0;
+      whole = whole && (count[i] == COUNT || count[i] == 0);
+    }
+    const scalar_t* from = staging + lane() * COUNT;
+    scalar_t* to = line + first_channel * g.dst.stride[1];
+    if (__all_sync(0xffffffffu, whole)) {
 #pragma unroll
-          for (int k = 0; k < COUNT; ++k)
-            if (k < elements.count[i]) to[elements.offset[i] + k * g.dst.stride[4]] = vector.value[k];
-        }
+      for (int row = 0; row < 8; ++row) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+          if (count[i] > 0) *(Run*)(to + elements.offset[i]) = *(const Run*)(from + row * STAGING_PITCH + 32 * COUNT * i);
+        to += g.dst.stride[1];
       }
+      return;
+    }
+#pragma unroll 1
+    for (int row = 0; row < min(8, DST_CHANNELS - first_channel); ++row) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k)
+          if (k < count[i]) to[elements.offset[i] + k * g.dst.stride[4]] = from[row * STAGING_PITCH + 32 * COUNT * i + k];
+      to += g.dst.stride[1];
     }
   }
 
@@ -333,6 +346,7 @@ struct Store {
         const float first = start(channel(block, lane() / 4 + 8 * half));
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
+          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2 * DST_W];
           alignas(16) scalar_t narrowed[2 * DST_W];
           run<LINE>(value, block, piece * (PIECE / 8) + j, half, first);
@@ -345,13 +359,13 @@ struct Store {
             *(Vector<scalar_t, COUNT>*)(to_shared + i) = *(const Vector<scalar_t, COUNT>*)(narrowed + i);
         }
         __syncwarp();
-        constexpr int WIDE = 8 / (int)sizeof(scalar_t);
+        const int first_channel = channel(block, 8 * half);
         if (g.store_vector == WIDE)
-          store_rows<WIDE>(elements, depth, height, block, half, to);
+          store_rows<WIDE>(elements, depth, height, first_channel, to);
         else if (WIDE > 2 && g.store_vector == 2)
-          store_rows<2>(elements, depth, height, block, half, to);
+          store_rows<2>(elements, depth, height, first_channel, to);
         else
-          store_rows<1>(elements, depth, height, block, half, to);
+          store_rows<1>(elements, depth, height, first_channel, to);
         __syncwarp();
       }
   }
@@ -409,7 +423,7 @@ struct Store {
   // The item's lines; and one item stores those that own no taps.
   __device__ __forceinline__ void operator()() const {
 #pragma unroll
-    for (int piece = 0; piece < (DST_CHANNELS_LAST ? 1 : GROUP_CELLS / PIECE); ++piece) {
+    for (int piece = 0; piece < (DST_CHANNELS_LAST ? 1 : PIECES); ++piece) {
       Elements elements;
       if (!DST_CHANNELS_LAST) describe(piece, elements);
       store_lines(elements, piece);
@@ -438,12 +452,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   unsigned* const halo = (unsigned*)(staging + (DST_CHANNELS_LAST ? 0 : CONSUMERS * 4 * 8 * STAGING_PITCH));
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const unsigned turns = shared_address(shared.turn);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, LOADERS);
       barrier_init(empty + 8 * i, SHARERS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
+    barriers_publish();
   }
   // Positions are the same for every tile.
   const int copied = IN_PLACE ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
@@ -508,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (now.stage == 0)
         weights = packed + (long long)(now.index % g.row_groups) * (STAGES_OF_ITEM * (long long)WEIGHT_STAGE);
       if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-#if __CUDA_ARCH__ >= 900
+#if BULK_COPY
       if (loader.thread == 0) bulk_copy(shared_address(stage), weights, WEIGHT_STAGE, full + 8 * slot.index);
       copies_wait<LOOKAHEAD - 1>();
 #else
@@ -520,7 +536,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       threads_sync(1, LOADERS);
       start_copy();
       loader.convert(IN_PLACE ? stage + WEIGHT_STAGE : raw + copy_now.index * raw_stage, stage + WEIGHT_STAGE);
-#if __CUDA_ARCH__ < 900
+#if !BULK_COPY
       copies_wait<1>();
 #endif
       publish_shared();
@@ -537,6 +553,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Sums sums;
     const int turn = TAKE_TURNS ? warp_group : 0, part = TAKE_TURNS ? 0 : warp_group;
     slot.skip(turn * STAGES_OF_ITEM);
+    unsigned turn_parity = 0;
     for (int index = blockIdx.x + turn * gridDim.x; index < g.items; index += CONSUMERS / SHARERS * gridDim.x) {
       Item item;
       item.locate(g, index);
@@ -545,6 +562,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int i = 0; i < ROW_BLOCKS; ++i)
         counts[i] = LINE_GROUPS == 1 ? operations_of(i, 0) : shared.counts[item.line_group * ROW_BLOCKS + i];
       int previous = -1;
+      // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
+      if (TAKE_TURNS) barrier_wait(turns + 8 * turn, turn_parity ^ (turn == 0));
+      turn_parity ^= 1;
 #pragma unroll 1
       for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
         barrier_wait(full + 8 * slot.index, slot.parity);
@@ -554,12 +574,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
           unsigned a = weights + step * OPERATIONS * OPERATION_BYTES;
-          const int* distance = shared.operations + item.line_group * OPERATIONS;
+          const int* distances = shared.operations + item.line_group * OPERATIONS;
+          int distance = *distances;
 #pragma unroll
           for (int block = 0; block < ROW_BLOCKS; ++block) {
-#pragma unroll 1
+#pragma unroll 2
             for (int i = 0; i < counts[block]; ++i) {
-              const unsigned b = pixels + step * 2 * g.chunk_bytes + *distance++;
+              const unsigned b = pixels + step * 2 * g.chunk_bytes + distance;
+              distance = *++distances;  // in time for the next operation
               const bool add = stage + step + i > 0;
 #pragma unroll
               for (int part = 0; part < PIXEL_BLOCKS; ++part) {
@@ -583,7 +605,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       }
       products_wait<0>();
       if (thread % 128 == 0) barrier_arrive(empty + 8 * previous);
-      if (TAKE_TURNS) slot.skip(STAGES_OF_ITEM);
+      if (TAKE_TURNS) {
+        slot.skip(STAGES_OF_ITEM);
+        if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
+      }
 
       const int first_channel = item.group * DST_CHANNELS;
       const Store store{g,

@@ -1,5 +1,12 @@
 // Copies that pass no registers, and the barriers between those who fill shared memory and those who read it.
 
+// The copy engine that came with Hopper.
+#if __CUDA_ARCH__ >= 900
+#define BULK_COPY 1
+#else
+#define BULK_COPY 0
+#endif
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
@@ -21,6 +28,12 @@ __device__ __forceinline__ void copies_wait() {
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers known to the copy engine.
+__device__ __forceinline__ void barriers_publish() {
+#if BULK_COPY
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
@@ -44,7 +57,7 @@ __device__ __forceinline__ void threads_sync(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
+#if BULK_COPY
 // Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -7,6 +7,22 @@
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 
+// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each the
+// four bytes `lane % 4` of row lane / 4. TRANSPOSED exchanges rows and columns of 16-bit elements.
+template <bool TRANSPOSED = false>
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 #if WGMMA_INSTRUCTION
 // No swizzle: groups of 8 rows are 128 bytes, and follow each other.
 __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
@@ -28,13 +44,6 @@ __device__ __forceinline__ void products_commit() {}
 template <int PENDING>
 __device__ __forceinline__ void products_wait() {}
 
-// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8.
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
-}
 __device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
