@@ -206,11 +206,11 @@ def _shared_bytes(gather: Gather, variant: GemmVariant, operations: int, tile: T
     stage += variant.k_steps * operations * variant.parts * 2 * _ROWS * 16
     total = variant.stages * stage
     if not gather.src.channels_last:
-        total += variant.raw_stages * variant.k_steps * 32 * _raw_pitch(tile.halo, size)
+        total += variant.loader_groups * variant.raw_stages * variant.k_steps * 32 * _raw_pitch(tile.halo, size)
     if not gather.dst.channels_last:
         total += _CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
     copied = 1 if gather.src.channels_last else tile.copy_bytes // size
-    return total + 8 * math.ceil(tile.halo / copied)
+    return total + 4 * (1 + variant.loader_groups) * math.ceil(tile.halo / copied)
 
 
 def _piece(stride: int, size: int) -> int:
@@ -239,10 +239,10 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
                 for pixels in {c // pixel_blocks // multiple * multiple for c in (cells, max(cells // 2, 16))}:
                     for part in parts:
                         for k_steps in (1, 2, 4):
-                            for stages in (2, 3, 4) if not channels_last else (3, 4):
+                            for stages in (2, 3, 4) if not channels_last else (3, 4, 6):
                                 for take_turns in (True, False) if wgmma else (False,):
                                     yield GemmVariant(
-                                        pixels, pixel_blocks, channel_blocks, lines, k_steps, stages, 3, part,
+                                        pixels, pixel_blocks, channel_blocks, lines, k_steps, stages, 2, part,
                                         take_turns, 2 if wgmma else 1, wgmma,
                                     )  # fmt: skip
 

@@ -10,8 +10,8 @@
 // its part of the tile, or each a tile of its own (TAKE_TURNS): then one stores while the other multiplies. Blocks stay, and
 // take every gridDim.x-th item: the next tile is being loaded while the last one is stored.
 
-constexpr int LOADERS = LOADER_GROUPS * 128;
-constexpr int THREADS = LOADERS + CONSUMERS * 128;
+constexpr int LOADERS = 128;  // threads that load one stage
+constexpr int THREADS = (LOADER_GROUPS + CONSUMERS) * 128;
 constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;  // warp groups that work on one item
 constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;   // cells of a warp group
 constexpr int CELLS = SHARERS * GROUP_CELLS;         // of an item
@@ -20,7 +20,8 @@ constexpr int STAGE_CHUNKS = 2 * K_STEPS;
 constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
 constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // the pixels are copied to where they are used
-constexpr int LOOKAHEAD = IN_PLACE ? STAGES - 2 : RAW_STAGES - 1;
+// Stages of its own that a loading group copies ahead of the one it turns around.
+constexpr int LOOKAHEAD = IN_PLACE ? max_of(1, (STAGES - 2) / LOADER_GROUPS) : RAW_STAGES - 1;
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
@@ -96,9 +97,6 @@ template <int SLOTS>
 struct Slot {
   int index = 0;
   unsigned parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == SLOTS) index = 0, parity ^= 1;
-  }
   __device__ __forceinline__ void skip(int count) {
     const int sum = index + count;
     index = sum % SLOTS, parity ^= sum / SLOTS & 1;
@@ -226,9 +224,11 @@ struct Loader {
 struct Cursor {
   int index, stage;
 
-  __device__ __forceinline__ void next() {
-    if (++stage < STAGES_OF_ITEM) return;
-    stage = 0, index += gridDim.x;
+  // `count` stages on; true where that is another item.
+  __device__ __forceinline__ bool skip(int count) {
+    const int before = index;
+    for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += gridDim.x;
+    return index != before;
   }
 };
 
@@ -447,8 +447,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int pixel_stage = PARTS * STAGE_CHUNKS * g.chunk_bytes;  // bytes
   const int stage_bytes = WEIGHT_STAGE + pixel_stage;
   const int raw_stage = STAGE_CHANNELS * g.raw_pitch * (int)sizeof(scalar_t);
-  unsigned char* const raw = shared_memory + STAGES * stage_bytes;
-  scalar_t* const staging = (scalar_t*)(raw + (IN_PLACE ? 0 : RAW_STAGES * raw_stage));
+  unsigned char* raw = shared_memory + STAGES * stage_bytes;
+  scalar_t* const staging = (scalar_t*)(raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage));
   unsigned* const halo = (unsigned*)(staging + (DST_CHANNELS_LAST ? 0 : CONSUMERS * 4 * 8 * STAGING_PITCH));
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
@@ -490,39 +490,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   if (warp_group >= CONSUMERS) {
     registers_release();
-    const Loader loader{g, halo, (int*)(halo + ceil_div(g.halo, copied)), thread - CONSUMERS * 128};
+    // The loading groups take stages in turn.
+    const int loader_group = warp_group - CONSUMERS;
+    raw += loader_group * RAW_STAGES * raw_stage;
+    const Loader loader{g, halo, (int*)(halo + (1 + loader_group) * ceil_div(g.halo, copied)), thread % 128};
     Cursor ahead{(int)blockIdx.x, 0}, now{(int)blockIdx.x, 0};
+    ahead.skip(loader_group), now.skip(loader_group);
     Slot<STAGES> slot, slot_ahead;
+    slot.skip(loader_group), slot_ahead.skip(loader_group);
     Slot<RAW_STAGES> copy_ahead, copy_now;
     const scalar_t* base = src;
-    const unsigned char* weights = packed;
+    bool new_item = true;
     auto start_copy = [&]() {
       if (ahead.index < g.items) {
-        if (ahead.stage == 0) {
+        if (new_item) {
           Item item;
           item.locate(g, ahead.index);
           base = src + item.n * g.src.stride[0] + (long long)item.group * SRC_CHANNELS * g.src.stride[1];
-          threads_sync(1, LOADERS);  // all have copied the tile before
+          threads_sync(1 + loader_group, LOADERS);  // all have copied the tile before
           loader.find_pixels(item);
-          threads_sync(1, LOADERS);
+          threads_sync(1 + loader_group, LOADERS);
         }
         if (IN_PLACE) {
           barrier_wait(empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
           loader.load(base, ahead.stage, shared_memory + slot_ahead.index * stage_bytes + WEIGHT_STAGE);
-          slot_ahead.next();
+          slot_ahead.skip(LOADER_GROUPS);
         } else {
           loader.load(base, ahead.stage, raw + copy_ahead.index * raw_stage);
-          copy_ahead.next();
+          copy_ahead.skip(1);
         }
-        ahead.next();
+        new_item = ahead.skip(LOADER_GROUPS);
       }
       copies_commit();
     };
     for (int i = 0; i < LOOKAHEAD; ++i) start_copy();
     while (now.index < g.items) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
-      if (now.stage == 0)
-        weights = packed + (long long)(now.index % g.row_groups) * (STAGES_OF_ITEM * (long long)WEIGHT_STAGE);
+      const unsigned char* const weights =
+          packed + ((long long)(now.index % g.row_groups) * STAGES_OF_ITEM + now.stage) * WEIGHT_STAGE;
       if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if BULK_COPY
       if (loader.thread == 0) bulk_copy(shared_address(stage), weights, WEIGHT_STAGE, full + 8 * slot.index);
@@ -533,7 +538,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         copy_async<16>(shared_address(stage + i), weights + i, true);
       copies_commit();
 #endif
-      threads_sync(1, LOADERS);
+      threads_sync(1 + loader_group, LOADERS);
       start_copy();
       loader.convert(IN_PLACE ? stage + WEIGHT_STAGE : raw + copy_now.index * raw_stage, stage + WEIGHT_STAGE);
 #if !BULK_COPY
@@ -541,10 +546,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
       publish_shared();
       barrier_arrive(full + 8 * slot.index);
-      slot.next();
-      copy_now.next();
-      now.next();
-      weights += WEIGHT_STAGE;
+      slot.skip(LOADER_GROUPS);
+      copy_now.skip(1);
+      now.skip(LOADER_GROUPS);
     }
     copies_wait<0>();
   } else {
@@ -601,7 +605,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         products_wait<1>();
         if (previous >= 0 && thread % 128 == 0) barrier_arrive(empty + 8 * previous);
         previous = slot.index;
-        slot.next();
+        slot.skip(1);
       }
       products_wait<0>();
       if (thread % 128 == 0) barrier_arrive(empty + 8 * previous);
