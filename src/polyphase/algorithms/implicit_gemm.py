@@ -239,7 +239,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
                 for pixels in {c // pixel_blocks // multiple * multiple for c in (cells, max(cells // 2, 16))}:
                     for part in parts:
                         for k_steps in (1, 2, 4):
-                            for stages in (2, 3, 4) if not channels_last else (3, 4, 6):
+                            for stages in (4, 3, 2) if not channels_last else (4, 6):
                                 for take_turns in (True, False) if wgmma else (False,):
                                     yield GemmVariant(
                                         pixels, pixel_blocks, channel_blocks, lines, k_steps, stages, 2, part,

@@ -21,7 +21,9 @@ constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
 constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // the pixels are copied to where they are used
 // Stages of its own that a loading group copies ahead of the one it turns around.
-constexpr int LOOKAHEAD = IN_PLACE ? max_of(1, (STAGES - 2) / LOADER_GROUPS) : RAW_STAGES - 1;
+constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
+// A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
+static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
