@@ -36,7 +36,7 @@ GUARD = 256
 
 
 class Executor(Protocol):
-    """Where a launch runs: its tensors lie on ``device``, None is a null pointer."""
+    """Where a launch runs, but for its prologue: its tensors lie on ``device``, None is a null pointer."""
 
     device: torch.device
 
@@ -151,7 +151,15 @@ def run(
     shape, strides = (problem.output_shape, layouts.output) if forward else (problem.input_shape, layouts.input)
     dst = Buffer(shape, strides, dtype, executor.device, None, 0, guard)
     flat_bias = None if bias is None else place(bias.reshape(1, -1), (0, 1, 0, 0, 0))
-    executor(launch, [src, flat_weight, flat_bias, dst.tensor])
+    workspace = None
+    if launch.prologue is not None:
+        size = launch.workspace_bytes
+        workspace = Buffer((1, size), (size, 1, 0, 0, 0), torch.uint8, executor.device, None, 0, guard)
+        executor(launch.prologue, [flat_weight, workspace.tensor])
+        flat_weight = workspace.tensor
+    executor(replace(launch, prologue=None), [src, flat_weight, flat_bias, dst.tensor])
+    if workspace is not None:
+        workspace.read()
     return dst.read()
 
 

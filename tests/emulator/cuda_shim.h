@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -51,6 +52,9 @@ void __syncwarp(unsigned mask = ~0u);
 [[noreturn]] void __trap();
 inline void __threadfence() {}
 inline void __threadfence_block() {}
+// Addresses of inline PTX: static shared memory begins at 0, dynamic behind it.
+std::size_t __cvta_generic_to_shared(const void* pointer);
+void* __cvta_shared_to_generic(std::size_t address);
 
 namespace emulator {
 struct alignas(16) Slot { unsigned char bytes[32]; };
@@ -80,6 +84,29 @@ template <class T> [[gnu::always_inline]] inline T shuffle(unsigned mask, T valu
   const Lanes<T> lanes = all_lanes(mask, value);
   return lanes.of[source >= 0 && source / width == int(lane()) / width ? source : int(lane())];
 }
+
+/// An mbarrier. A phase ends with the last of its arrivals; those who wait for a phase name its parity.
+struct Barrier { unsigned arrivals, missing : 31, parity : 1; };
+void barrier_init(Barrier* barrier, int arrivals);
+void barrier_arrive(Barrier* barrier);
+void barrier_wait(const Barrier* barrier, unsigned parity);
+void threads_sync(unsigned name, unsigned threads);  // a named barrier; unlike PTX, names go up to 31
+
+/// Asynchronous work of a thread is done as late as it may be: when the thread waits for the group it belongs to.
+enum class Async { copies, products };
+void commit(Async queue);
+void wait(Async queue, int pending);  // for all committed groups but the latest `pending`
+void later(Async queue, void (*run)(const void*), const void* work, std::size_t bytes);
+template <class Work> inline void later(Async queue, const Work& work) {
+  static_assert(std::is_trivially_copyable_v<Work>);
+  later(queue, [](const void* work) { (*static_cast<const Work*>(work))(); }, &work, sizeof work);
+}
+
+/// Copies when the thread waits for its copies; until then the target is undefined: all-ones bytes.
+template <class T> inline void copy_later(T* to, const T& value) {
+  std::memset(static_cast<void*>(to), 0xFF, sizeof *to);
+  later(Async::copies, [=] { *to = value; });
+}
 }  // namespace emulator
 
 #define EMULATE_SHUFFLE(name, source)                                                                              \
@@ -91,6 +118,10 @@ EMULATE_SHUFFLE(__shfl_sync, first + by % width)
 EMULATE_SHUFFLE(__shfl_xor_sync, lane ^ by)
 EMULATE_SHUFFLE(__shfl_down_sync, lane + by)
 EMULATE_SHUFFLE(__shfl_up_sync, lane - by < first ? -1 : lane - by)
+[[gnu::always_inline]] inline int __all_sync(unsigned mask, int value) {  // lanes that have exited count as true
+  const auto lanes = emulator::all_lanes(mask, value);
+  return std::none_of(lanes.of, lanes.of + warpSize, [](int each) { return each == 0; });
+}
 
 // Mixed argument types are allowed, which CUDA allows for some pairs only; of a NaN and a number CUDA takes the number.
 template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {

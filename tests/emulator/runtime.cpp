@@ -4,6 +4,9 @@
 // can run, complete barriers open. Nothing runs in parallel, so a run repeats exactly, and what depends on the order is a
 // race. Buffers and dynamic shared memory end at pages that nobody may touch; a signal there, as any other fault, leaves
 // the grid by a jump and becomes a message, in which `@0x12` is an address in the kernel's library, for addr2line.
+//
+// A fiber that polls (an mbarrier) waits as at any other barrier, so that waiting for ever is found at once. What a thread
+// starts and does not wait for (copies, products of tensor cores) is done when it waits: nobody can rely on it before.
 
 #include <dlfcn.h>
 #include <link.h>
@@ -35,6 +38,7 @@ void* emulator::dynamic_shared;
 namespace {
 
 constexpr std::size_t kPage = 4096, kGuard = 4 << 20, kStack = 256 << 10;
+constexpr unsigned kNames = 32;  // of threads_sync
 constexpr int kReversed = -2;  // an order, as is -1, forward; others are seeds
 
 /// Memory between two guards. Its end is at the upper guard, less the slack that `alignment` asks for. What is
@@ -70,14 +74,30 @@ class Guarded {
   char* map;
 };
 
-enum class State { ready, at_syncwarp, at_syncthreads, exited };
+enum class State { ready, at_syncwarp, at_syncthreads, at_threads_sync, at_barrier_wait, exited };
+constexpr const char* kStates[] = {"", "__syncwarp", "__syncthreads", "threads_sync", "barrier_wait"};
+
+/// Asynchronous work, and the group it belongs to: how many were committed before.
+struct Task {
+  void (*run)(const void*);
+  unsigned group;
+  alignas(16) unsigned char work[64];
+};
+struct Tasks {
+  std::deque<Task> waiting;
+  unsigned committed = 0;
+};
 
 /// A thread. Fibers are kept for later launches, because making a stack costs more than running a small kernel.
 struct Fiber {
   uint3 index = {};
   State state = State::ready;
-  unsigned mask = 0;           // of the __syncwarp it waits at
   const void* site = nullptr;  // of the barrier it waits at
+  unsigned mask = 0;           // of the __syncwarp it waits at
+  unsigned name = 0, threads = 0;                // of threads_sync
+  const emulator::Barrier* barrier = nullptr;    // of barrier_wait
+  unsigned parity = 0;
+  Tasks tasks[2];              // of each emulator::Async
   bool born = false;           // a context starts it (slow: a system call); jumps resume it
   ucontext_t birth = {};
   jmp_buf resume;
@@ -127,8 +147,8 @@ iovec static_shared_of(const emulator::Program& kernel) {
   siglongjmp(escape, 1);
 }
 
-void wait(State state, unsigned mask, const void* site) {
-  current->state = state, current->mask = mask, current->site = site;
+void wait(State state, const void* site) {
+  current->state = state, current->site = site;
   if (_setjmp(current->resume) == 0) _longjmp(scheduler, 1);
 }
 
@@ -172,11 +192,27 @@ struct Grid {
     shared.poison();
     std::memset(static_shared.iov_base, 0xFF, static_shared.iov_len);
     std::memset(static_cast<void*>(slots.data()), 0xFF, slots.size() * sizeof slots[0]);
-    for (unsigned t = 0; t < size; ++t) fibers[t].state = State::ready;
+    for (unsigned t = 0; t < size; ++t) {
+      fibers[t].state = State::ready;
+      for (Tasks& tasks : fibers[t].tasks) tasks = {};
+    }
+    // Where threads are shuffled, in every other block a warp runs as far as barriers allow before the next one does.
+    const bool one_warp = order >= 0 && random() % 2;
+    if (one_warp) {
+      std::vector<unsigned> ranks((size + 31) / 32);
+      std::iota(ranks.begin(), ranks.end(), 0);
+      std::shuffle(ranks.begin(), ranks.end(), random);
+      const auto before = [&](unsigned a, unsigned b) { return ranks[a / 32] < ranks[b / 32]; };
+      std::stable_sort(threads.begin(), threads.end(), before);
+    }
     do {
-      if (order >= 0) std::shuffle(threads.begin(), threads.end(), random);
-      for (const unsigned t : threads)
-        if (fibers[t].state == State::ready) resume(t);
+      if (order >= 0 && !one_warp) std::shuffle(threads.begin(), threads.end(), random);
+      unsigned first = size;  // a thread of the warp that runs
+      for (const unsigned t : threads) {
+        if (fibers[t].state != State::ready || (one_warp && first < size && t / 32 != first / 32)) continue;
+        first = t;
+        resume(t);
+      }
     } while (open_barriers());
     const auto check = [](const Guarded& memory) {
       if (!memory.intact()) fail(nullptr, "wrote beside %s (%zu bytes)", memory.name.c_str(), memory.bytes);
@@ -205,17 +241,18 @@ struct Grid {
     for (;;) {  // once for each block
       running->kernel.run(const_cast<void**>(running->arguments.data()));
       std::memset(&emulator::warp_slots[emulator::lane()], 0xFF, sizeof(emulator::Slot));
-      wait(State::exited, 0, nullptr);
+      for (const Tasks& tasks : current->tasks)
+        if (!tasks.waiting.empty()) fail(nullptr, "ended without waiting for its copies or products");
+      wait(State::exited, nullptr);
     }
   }
 
-  /// Whether `fibers[t]` may pass its barrier: all that it waits for, but for those that have exited, wait there too.
-  bool complete(unsigned t) const {
-    const bool warp = fibers[t].state == State::at_syncwarp;
-    const unsigned first = warp ? t / 32 * 32 : 0, last = warp ? std::min(size, first + 32) : size;
+  /// Whether `fibers[t]`, at __syncwarp, may pass: all that it waits for, but for those that have exited, wait there too.
+  bool warp_complete(unsigned t) const {
+    const unsigned first = t / 32 * 32, last = std::min(size, first + 32);
     for (unsigned i = first; i < last; ++i) {
-      if (fibers[i].state == State::exited || (warp && !(fibers[t].mask >> (i - first) & 1))) continue;
-      if (fibers[i].state != fibers[t].state || (warp && fibers[i].mask != fibers[t].mask)) return false;
+      if (fibers[i].state == State::exited || !(fibers[t].mask >> (i - first) & 1)) continue;
+      if (fibers[i].state != State::at_syncwarp || fibers[i].mask != fibers[t].mask) return false;
     }
     return true;
   }
@@ -223,17 +260,24 @@ struct Grid {
   /// Lets fibers pass their barriers. Returns whether any is left to run; fails where all that are left wait for ever.
   bool open_barriers() {
     opened.clear();
-    bool waiting = false;
-    for (unsigned t = 0, block = 2; t < size; ++t) {  // block: is __syncthreads complete? 2: not yet asked
-      if (fibers[t].state == State::exited) continue;
-      waiting = true;
-      const bool threads = fibers[t].state == State::at_syncthreads;
-      if (threads && block == 2) block = complete(t);
-      if (threads ? block : complete(t)) opened.push_back(t);
+    unsigned left = 0, ready = 0, at_syncthreads = 0, named[kNames] = {};  // threads
+    for (unsigned t = 0; t < size; ++t) {
+      ready += fibers[t].state == State::ready;
+      left += fibers[t].state != State::exited;
+      at_syncthreads += fibers[t].state == State::at_syncthreads;
+      if (fibers[t].state == State::at_threads_sync) ++named[fibers[t].name];
     }
-    if (waiting && opened.empty()) report_deadlock();
+    for (unsigned t = 0; t < size; ++t) {
+      const Fiber& fiber = fibers[t];
+      if (fiber.state == State::at_syncthreads ? at_syncthreads == left
+          : fiber.state == State::at_syncwarp ? warp_complete(t)
+          : fiber.state == State::at_threads_sync ? named[fiber.name] == fiber.threads
+          : fiber.state == State::at_barrier_wait && fiber.barrier->parity != fiber.parity)
+        opened.push_back(t);
+    }
+    if (left > ready && ready + opened.size() == 0) report_deadlock();
     for (const unsigned t : opened) fibers[t].state = State::ready;
-    return waiting;
+    return left > 0;
   }
 
   [[noreturn]] void report_deadlock() const {
@@ -249,7 +293,7 @@ struct Grid {
       char line[128];
       std::snprintf(line, sizeof line, "%s %u of %u threads (the first: %u) wait for ever in %s at @0x%x",
                     text.back() == ':' ? "" : ",", seen.first, size, seen.second,
-                    site.second == State::at_syncwarp ? "__syncwarp" : "__syncthreads",
+                    kStates[int(site.second)],
                     offset_of(static_cast<const char*>(site.first) - 1));
       text += line;
     }
@@ -264,6 +308,19 @@ struct Grid {
       if (buffer.owns(address)) return &buffer;
     return nullptr;
   }
+
+  /// Static shared memory begins at 0, dynamic at a multiple of its alignment behind; guards and all.
+  std::size_t shared_address(const void* pointer) const {
+    const auto address = static_cast<const char*>(pointer), first = static_cast<const char*>(static_shared.iov_base);
+    if (address >= first && address < first + static_shared.iov_len) return address - first;
+    if (!shared.owns(address)) fail(__builtin_return_address(0), "%p lies not in shared memory", pointer);
+    return address - shared.data + dynamic_address();
+  }
+  char* shared_pointer(std::size_t address) const {
+    if (address < static_shared.iov_len) return static_cast<char*>(static_shared.iov_base) + address;
+    return shared.data + (address - dynamic_address());
+  }
+  std::size_t dynamic_address() const { return (static_shared.iov_len + 127) / 128 * 128; }
 
   const emulator::Program& kernel;
   const unsigned size;  // threads of a block
@@ -297,13 +354,49 @@ void on_signal(int signal, siginfo_t* info, void* context) {
 
 }  // namespace
 
-void __syncthreads() { wait(State::at_syncthreads, 0, __builtin_return_address(0)); }
+void __syncthreads() { wait(State::at_syncthreads, __builtin_return_address(0)); }
 void __syncwarp(unsigned mask) {
   if (!(mask >> emulator::lane() & 1))
     fail(__builtin_return_address(0), "the lane is not in its own mask 0x%08x", mask);
-  wait(State::at_syncwarp, mask, __builtin_return_address(0));
+  current->mask = mask;
+  wait(State::at_syncwarp, __builtin_return_address(0));
 }
 void __trap() { fail(__builtin_return_address(0), "__trap"); }
+
+std::size_t __cvta_generic_to_shared(const void* pointer) { return running->shared_address(pointer); }
+void* __cvta_shared_to_generic(std::size_t address) { return running->shared_pointer(address); }
+
+void emulator::barrier_init(Barrier* barrier, int arrivals) {
+  barrier->arrivals = barrier->missing = arrivals, barrier->parity = 0;
+}
+void emulator::barrier_arrive(Barrier* barrier) {
+  if (barrier->arrivals - 1 >= 1 << 20) fail(__builtin_return_address(0), "the barrier was not initialised");
+  if (--barrier->missing == 0) barrier->missing = barrier->arrivals, barrier->parity ^= 1;
+}
+void emulator::barrier_wait(const Barrier* barrier, unsigned parity) {
+  if (barrier->parity != parity) return;
+  current->barrier = barrier, current->parity = parity;
+  ::wait(State::at_barrier_wait, __builtin_return_address(0));
+}
+void emulator::threads_sync(unsigned name, unsigned threads) {
+  if (name >= kNames) fail(__builtin_return_address(0), "there is no barrier %u", name);
+  current->name = name, current->threads = threads;
+  ::wait(State::at_threads_sync, __builtin_return_address(0));
+}
+
+void emulator::commit(Async queue) { ++current->tasks[int(queue)].committed; }
+void emulator::wait(Async queue, int pending) {
+  auto& [waiting, committed] = current->tasks[int(queue)];
+  while (!waiting.empty() && int(committed - waiting.front().group) > pending) {
+    waiting.front().run(waiting.front().work);
+    waiting.pop_front();
+  }
+}
+void emulator::later(Async queue, void (*run)(const void*), const void* work, std::size_t bytes) {
+  auto& [waiting, committed] = current->tasks[int(queue)];
+  if (bytes > sizeof waiting.front().work) fail(__builtin_return_address(0), "more work than a Task holds");
+  std::memcpy(waiting.emplace_back(Task{run, committed, {}}).work, work, bytes);
+}
 
 // What the compiler calls where -fsanitize finds a fault; ours, so that no sanitizer library is needed.
 #define ON_FAULT(name, text) \

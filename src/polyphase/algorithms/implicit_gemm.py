@@ -227,7 +227,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
     blocks = math.ceil(problem.out_channels_per_group / _ROWS)
     parts = (1, 2) if problem.dtype == "float32" and _tf32(problem) else (2,) if problem.dtype == "float32" else (1,)
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
-        sums = (176 if problem.axes3[2].stride < 3 else 160) if wgmma else 96
+        sums = (144 if channels_last and taps.owned_w >= 3 else 160) if wgmma else 96
         for channel_blocks in {1, 2, 4} if blocks > 2 else {1, blocks}:
             for lines in range(1, len(taps.lines) + 1):
                 row_blocks = channel_blocks * lines * taps.owned_w
@@ -285,12 +285,14 @@ def _tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo) 
     """The tile that covers the problem with the least work; None where none fits shared memory."""
     limit = device.shared_bytes_per_block - _STATIC_SHARED
     operations = _Taps.of(gather.axes).operations(variant)
-    tiles = _tiles(gather, variant.cells, batch)
+    # Chunks of a pixel lie in different banks, where they are copied together.
+    banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
+    tiles = _tiles(gather, variant.cells, batch, banks)
     return next((tile for tile in tiles if _shared_bytes(gather, variant, operations, tile) <= limit), None)
 
 
 @lru_cache(maxsize=65536)
-def _tiles(gather: Gather, capacity: int, batch: int) -> list[Tile]:
+def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
     """Tiles whose cells, with the halo between them, are a run of at most ``capacity`` pixels; least work first.
 
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
@@ -329,6 +331,8 @@ def _tiles(gather: Gather, capacity: int, batch: int) -> list[Tile]:
                 tail = (ahead[1] * row if whole else 0) + ahead[2]
                 halo = images * image + math.ceil(tail / even) * even
                 allocated = max(math.ceil(halo / 32) * 32, capacity + span)
+                if banks:
+                    allocated += (banks - allocated) % 8
                 tiles = (
                     math.ceil(batch / images),
                     math.ceil(depth / slabs),

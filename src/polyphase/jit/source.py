@@ -89,6 +89,7 @@ def _matrix_instructions(dtype: str, columns: int, wgmma: bool) -> list[str]:
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",
+        "#ifdef __CUDA_ARCH__",
         f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], unsigned long long a, unsigned long long b, bool add) {{",
         "  asm volatile(",
         f'      "{{ .reg .pred add; setp.ne.b32 add, %{count + 2}, 0;\\n"',
@@ -98,6 +99,7 @@ def _matrix_instructions(dtype: str, columns: int, wgmma: bool) -> list[str]:
         f"      : {outputs}",
         '      : "l"(a), "l"(b), "r"((int)add));',
         "}",
+        "#endif",
     ]
 
 

@@ -135,20 +135,23 @@ struct Loader {
       copy_async<BYTES>(shared_address(to), from, exists);
   }
 
-  // Channels first: COUNT neighbouring pixels of every channel of the stage.
+  // Channels first: COUNT neighbouring pixels of every channel of the stage. Lanes take pixels, warps channels.
   template <int BYTES>
   __device__ __forceinline__ void copy_rows(const scalar_t* base, int channel, scalar_t* raw) const {
-    constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
-    for (int v = thread; v * COUNT < g.halo; v += LOADERS) {
+    constexpr int COUNT = BYTES / (int)sizeof(scalar_t), WARPS = LOADERS / 32;
+    const int warp = thread / 32;
+    const scalar_t* const first = base + warp * g.src.stride[1];
+    raw += warp * g.raw_pitch;
+    for (int v = thread % 32; v * COUNT < g.halo; v += 32) {
       const int offset = offsets[v];
-      const scalar_t* from = base + max(offset, 0);
+      const scalar_t* from = first + max(offset, 0);
       unsigned char* to = (unsigned char*)(raw + v * COUNT);
 #pragma unroll 4
-      for (int i = 0; i < STAGE_CHANNELS; ++i) {
-        const bool exists = offset >= 0 && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + i < SRC_CHANNELS);
+      for (int i = 0; i < STAGE_CHANNELS / WARPS; ++i) {
+        const bool exists = offset >= 0 && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + warp + i * WARPS < SRC_CHANNELS);
         copy<BYTES>(to, exists ? from : base, exists);
-        from += g.src.stride[1];
-        to += g.raw_pitch * (int)sizeof(scalar_t);
+        from += WARPS * g.src.stride[1];
+        to += WARPS * g.raw_pitch * (int)sizeof(scalar_t);
       }
     }
   }
@@ -185,38 +188,32 @@ struct Loader {
     }
   }
 
-  // A copied stage as the tensor cores take it.
+  // A copied stage as the tensor cores take it: warps take a chunk of 32 pixels at a time.
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
-    if constexpr (sizeof(scalar_t) == 4) {
-#pragma unroll 2
-      for (int pixel = thread; pixel < g.halo; pixel += LOADERS) {
+    if (IN_PLACE && sizeof(scalar_t) == 2) return;
+    const int lane = thread % 32, blocks = (g.halo + 31) / 32;
+#pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
+    for (int i = thread / 32; i < blocks * STAGE_CHUNKS; i += LOADERS / 32) {
+      const int chunk = i % STAGE_CHUNKS, first = i / STAGE_CHUNKS * 32;
+      unsigned char* const target = to + chunk * g.chunk_bytes + first * 16;
+      if constexpr (sizeof(scalar_t) == 4) {
+        Vector<float, 4> channels, high, low;
+        if (IN_PLACE) channels = ((const Vector<float, 4>*)(copied + chunk * g.chunk_bytes + first * 16))[lane];
+        const float* const row = (const float*)copied + chunk * 4 * g.raw_pitch + first + lane;
 #pragma unroll
-        for (int chunk = 0; chunk < STAGE_CHUNKS; ++chunk) {
-          unsigned char* const target = to + chunk * g.chunk_bytes + pixel * 16;
-          Vector<float, 4> channels, high, low;
-          if (IN_PLACE) channels = *(const Vector<float, 4>*)(copied + chunk * g.chunk_bytes + pixel * 16);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (!IN_PLACE) channels.value[i] = ((const float*)copied)[(chunk * 4 + i) * g.raw_pitch + pixel];
-            split_tf32(channels.value[i], high.value[i], low.value[i]);
-          }
-          *(Vector<float, 4>*)target = high;
-          if (PARTS == 2) *(Vector<float, 4>*)(target + STAGE_CHUNKS * g.chunk_bytes) = low;
+        for (int k = 0; k < 4; ++k) {
+          if (!IN_PLACE) channels.value[k] = row[k * g.raw_pitch];
+          split_tf32(channels.value[k], high.value[k], low.value[k]);
         }
-      }
-    } else if constexpr (!IN_PLACE) {
-      // Four matrices of 8 channels by 8 pixels are turned around at once.
-      const int lane = thread % 32;
-      for (int first = thread / 32 * 32; first < g.halo; first += LOADERS) {
-#pragma unroll 2
-        for (int chunk = 0; chunk < STAGE_CHUNKS; ++chunk) {
-          const scalar_t* row = (const scalar_t*)copied + (chunk * 8 + lane % 8) * g.raw_pitch + first + lane / 8 * 8;
-          unsigned turned[4];
-          load_matrices<true>(turned, shared_address(row));
-          unsigned* const target = (unsigned*)(to + chunk * g.chunk_bytes + first * 16) + lane;
+        ((Vector<float, 4>*)target)[lane] = high;
+        if (PARTS == 2) ((Vector<float, 4>*)(target + STAGE_CHUNKS * g.chunk_bytes))[lane] = low;
+      } else {
+        // Four matrices of 8 channels by 8 pixels are turned around at once.
+        unsigned turned[4];
+        const scalar_t* const row = (const scalar_t*)copied + (chunk * 8 + lane % 8) * g.raw_pitch + first + lane / 8 * 8;
+        load_matrices<true>(turned, shared_address(row));
 #pragma unroll
-          for (int i = 0; i < 4; ++i) target[i * 32] = turned[i];
-        }
+        for (int k = 0; k < 4; ++k) ((unsigned*)target)[32 * k + lane] = turned[k];
       }
     }
   }
@@ -502,7 +499,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     slot.skip(loader_group), slot_ahead.skip(loader_group);
     Slot<RAW_STAGES> copy_ahead, copy_now;
     const scalar_t* base = src;
-    bool new_item = true;
+    const unsigned char* weights = packed;
+    bool new_item = true, new_weights = true;
     auto start_copy = [&]() {
       if (ahead.index < g.items) {
         if (new_item) {
@@ -528,16 +526,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < LOOKAHEAD; ++i) start_copy();
     while (now.index < g.items) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
-      const unsigned char* const weights =
-          packed + ((long long)(now.index % g.row_groups) * STAGES_OF_ITEM + now.stage) * WEIGHT_STAGE;
+      if (new_weights) weights = packed + (long long)(now.index % g.row_groups) * (STAGES_OF_ITEM * (long long)WEIGHT_STAGE);
       if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if BULK_COPY
-      if (loader.thread == 0) bulk_copy(shared_address(stage), weights, WEIGHT_STAGE, full + 8 * slot.index);
+      if (loader.thread == 0) bulk_copy(shared_address(stage), weights + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
       copies_wait<LOOKAHEAD - 1>();
 #else
       copies_wait<LOOKAHEAD - 1>();
       for (int i = loader.thread * 16; i < WEIGHT_STAGE; i += LOADERS * 16)
-        copy_async<16>(shared_address(stage + i), weights + i, true);
+        copy_async<16>(shared_address(stage + i), weights + now.stage * WEIGHT_STAGE + i, true);
       copies_commit();
 #endif
       threads_sync(1 + loader_group, LOADERS);
@@ -550,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       barrier_arrive(full + 8 * slot.index);
       slot.skip(LOADER_GROUPS);
       copy_now.skip(1);
-      now.skip(LOADER_GROUPS);
+      new_weights = now.skip(LOADER_GROUPS);
     }
     copies_wait<0>();
   } else {

@@ -11,6 +11,8 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
+#ifdef __CUDA_ARCH__
+
 // 16 or 4 bytes from global to shared memory; zeros where `exists` is false.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
@@ -57,6 +59,34 @@ __device__ __forceinline__ void threads_sync(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+#else
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
+  typedef Vector<unsigned, BYTES / 4> Bytes;
+  emulator::copy_later((Bytes*)__cvta_shared_to_generic(to), exists ? *(const Bytes*)from : Bytes{});
+}
+__device__ __forceinline__ void copies_commit() { emulator::commit(emulator::Async::copies); }
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  emulator::wait(emulator::Async::copies, PENDING);
+}
+
+__device__ __forceinline__ emulator::Barrier* barrier_at(unsigned barrier) {
+  return (emulator::Barrier*)__cvta_shared_to_generic(barrier);
+}
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  emulator::barrier_init(barrier_at(barrier), arrivals);
+}
+__device__ __forceinline__ void barriers_publish() {}
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+  emulator::barrier_wait(barrier_at(barrier), parity);
+}
+__device__ __forceinline__ void threads_sync(int name, int threads) { emulator::threads_sync(name, threads); }
+
+#endif
+
 #if BULK_COPY
 // Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -74,12 +104,12 @@ __device__ __forceinline__ void publish_shared() {}
 #endif
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands.
-#if WGMMA_INSTRUCTION
+#if WGMMA_INSTRUCTION && defined(__CUDA_ARCH__)
 __device__ __forceinline__ void registers_release() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_GROUPS == 1 ? 56 : 40));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_GROUPS == 1 ? 56 : 48));
 }
 __device__ __forceinline__ void registers_claim() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADER_GROUPS == 1 ? 224 : 216));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADER_GROUPS == 1 ? 224 : 208));
 }
 #else
 __device__ __forceinline__ void registers_release() {}

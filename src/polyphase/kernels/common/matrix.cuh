@@ -11,6 +11,7 @@ constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 // four bytes `lane % 4` of row lane / 4. TRANSPOSED exchanges rows and columns of 16-bit elements.
 template <bool TRANSPOSED = false>
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
+#ifdef __CUDA_ARCH__
   if (TRANSPOSED)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -21,9 +22,68 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned addres
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(address)
                  : "memory");
+#else
+  typedef Vector<unsigned short, 8> Row;
+  const auto addresses = emulator::all_lanes(~0u, address);
+  const int line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    unsigned halves[2];
+    for (int i = 0; i < 2; ++i) {
+      const unsigned row = addresses.of[8 * matrix + (TRANSPOSED ? pair + i : line)];
+      halves[i] = ((const Row*)__cvta_shared_to_generic(row))->value[TRANSPOSED ? line : pair + i];
+    }
+    to[matrix] = halves[0] | halves[1] << 16;
+  }
+#endif
 }
 
+#ifndef __CUDA_ARCH__
+// The host computes each thread's accumulators one by one, of operands as the cores see them: TF32 is float32 without
+// its last 13 bits.
+__device__ __forceinline__ float operand(scalar_t value) {
+  float wide = widen(value);
+  if (sizeof(scalar_t) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
+  return wide;
+}
+__device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b, unsigned b_chunk, bool add) {
+  typedef Vector<scalar_t, 16 / sizeof(scalar_t)> Chunk;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  for (int index = 0; index < SUMS; ++index) {
+    const int row = 16 * warp + lane / 4 + index % 4 / 2 * 8, column = index / 4 * 8 + lane % 4 * 2 + index % 2;
+    float sum = add ? sums[index] : 0;
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      const Chunk& left = *(const Chunk*)__cvta_shared_to_generic(a + chunk * A_CHUNK + row * 16);
+      const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(b + chunk * b_chunk + column * 16);
+      for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i)
+        sum += operand(left.value[i]) * operand(right.value[i]);
+    }
+    sums[index] = sum;
+  }
+}
 #if WGMMA_INSTRUCTION
+// The four warps of a group are one: when the products of one are done, so are those of all.
+__device__ __forceinline__ void products_begin() {}
+__device__ __forceinline__ void products_commit() { emulator::commit(emulator::Async::products); }
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {
+  emulator::wait(emulator::Async::products, PENDING);
+  emulator::threads_sync(16 + threadIdx.x / 128, 128);
+}
+__device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
+  float* const to = sums;
+  emulator::later(emulator::Async::products, [=] { add_products(to, a, b, b_chunk, add); });
+}
+#else
+__device__ __forceinline__ void products_begin() {}
+__device__ __forceinline__ void products_commit() {}
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {}
+__device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
+  add_products(sums, a, b, b_chunk, add);
+  __syncwarp();
+}
+#endif
+#elif WGMMA_INSTRUCTION
 // No swizzle: groups of 8 rows are 128 bytes, and follow each other.
 __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
