@@ -5,6 +5,8 @@ A kernel's source (one string, no headers, no inline PTX outside ``__CUDA_ARCH__
 `EmulationError` with block, thread and line: accesses outside of a buffer or of shared memory, misaligned vectors,
 indices outside of an array, signed overflow, deadlocks, endless loops. A race shows as a result that depends on the
 order of threads. Shared memory and local variables are poisoned, so what is read before it is written shows too.
+Asynchronous copies and products (the host branches of kernels/common/async.cuh and matrix.cuh) are done when the thread
+waits for them, not before.
 """
 
 from __future__ import annotations
@@ -176,10 +178,10 @@ class EmulatedKernel:
                     raise EmulationError(f"{self.name} races: argument {i} depends on the order of threads ({order!r})")
 
     def _line(self, address: re.Match[str]) -> str:
-        """The kernel's line at an address in its library; of inlined calls, the innermost in the kernel's source."""
+        """The kernel's line at an address in its library, and the lines of the calls that were inlined around it."""
         found = subprocess.run(["addr2line", "-i", "-e", self._path, address[1]], capture_output=True, text=True)
-        line = re.search(rf"\b{self.name}\.cu:\d+", found.stdout)
-        return line[0] if line else f"{self.name}.cu (line unknown)"
+        line, *calls = re.findall(rf"\b{self.name}\.cu:(\d+)", found.stdout) or ["(line unknown)"]
+        return f"{self.name}.cu:{line}" + (f" (called in {', '.join(calls)})" if calls else "")
 
 
 def _three(what: str, size: int | Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:

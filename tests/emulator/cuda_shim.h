@@ -18,7 +18,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __noinline__ __attribute__((noinline))
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // Static shared variables are all that is thread-local, so the runtime can find and poison them; fibers share them.
 // (Dynamic shared memory, `extern __shared__ T name[];`, is rewritten by __init__.py to `emulator::dynamic_shared`.)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ class GemmVariant:
     raw_stages: int
     parts: int
     take_turns: bool
+    resident: bool
     loader_groups: int
     wgmma: bool
 
@@ -130,8 +132,7 @@ class ImplicitGemm:
         tile = _tile(gather, variant, problem.batch, device)
         assert tile is not None
         size = DTYPE_BYTES[problem.dtype]
-        chunk = 16 // size
-        steps = math.ceil(math.ceil(gather.src_channels / (2 * chunk)) / variant.k_steps) * variant.k_steps
+        steps = _steps(gather, variant)
         channel_groups = math.ceil(gather.dst_channels / (_ROWS * variant.channel_blocks))
         row_groups = gather.groups * channel_groups * math.ceil(len(taps.lines) / variant.lines)
         items = tile.count * row_groups
@@ -150,6 +151,7 @@ class ImplicitGemm:
             ("PIXEL_BLOCKS", variant.pixel_blocks),
             ("CONSUMERS", _CONSUMERS),
             ("TAKE_TURNS", variant.take_turns),
+            ("RESIDENT", variant.resident),
             ("LOADER_GROUPS", variant.loader_groups),
             ("STAGES", variant.stages),
             ("RAW_STAGES", variant.raw_stages),
@@ -185,13 +187,24 @@ class ImplicitGemm:
         )
         return Launch(
             source=KernelSource(self.name, problem.dtype, wide, kernel_constants),
-            grid=(min(items, device.multiprocessors), 1, 1),
+            grid=(_blocks(items, row_groups, device, variant), 1, 1),
             block=128 * (variant.loader_groups + _CONSUMERS),
             shared_bytes=_shared_bytes(gather, variant, operations, tile),
             geometry=geometry,
             prologue=prologue,
             workspace_bytes=row_groups * steps * operations * operation_bytes,
         )
+
+
+def _steps(gather: Gather, variant: GemmVariant) -> int:
+    """Depth of the whole product in instructions, which take 32 bytes of channels each."""
+    return math.ceil(gather.src_channels * DTYPE_BYTES[gather.dtype] / 32 / variant.k_steps) * variant.k_steps
+
+
+def _blocks(items: int, row_groups: int, device: DeviceInfo, variant: GemmVariant) -> int:
+    """Thread blocks; those with resident weights stay with one row group."""
+    most = device.multiprocessors
+    return min(items, most // row_groups * row_groups if variant.resident else most)
 
 
 def _raw_pitch(halo: int, size: int) -> int:
@@ -203,8 +216,11 @@ def _raw_pitch(halo: int, size: int) -> int:
 def _shared_bytes(gather: Gather, variant: GemmVariant, operations: int, tile: Tile) -> int:
     size = DTYPE_BYTES[gather.dtype]
     stage = variant.parts * 2 * variant.k_steps * tile.allocated * 16
-    stage += variant.k_steps * operations * variant.parts * 2 * _ROWS * 16
-    total = variant.stages * stage
+    step = operations * variant.parts * 2 * _ROWS * 16
+    if variant.resident:
+        total = variant.stages * stage + _steps(gather, variant) * step
+    else:
+        total = variant.stages * (stage + variant.k_steps * step)
     if not gather.src.channels_last:
         total += variant.loader_groups * variant.raw_stages * variant.k_steps * 32 * _raw_pitch(tile.halo, size)
     if not gather.dst.channels_last:
@@ -237,14 +253,18 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
                 pixel_blocks = math.ceil(cells / 256)
                 multiple = 8 if wgmma else 16
                 for pixels in {c // pixel_blocks // multiple * multiple for c in (cells, max(cells // 2, 16))}:
-                    for part in parts:
-                        for k_steps in (1, 2, 4):
-                            for stages in (4, 3, 2) if not channels_last else (4, 6):
-                                for take_turns in (True, False) if wgmma else (False,):
-                                    yield GemmVariant(
-                                        pixels, pixel_blocks, channel_blocks, lines, k_steps, stages, 2, part,
-                                        take_turns, 2 if wgmma else 1, wgmma,
-                                    )  # fmt: skip
+                    settings = itertools.product(parts, (1, 2, 4), (True, False) if wgmma else (False,), (True, False))
+                    for part, k_steps, take_turns, resident in settings:
+                        groups = math.ceil(blocks / channel_blocks) * math.ceil(len(taps.lines) / lines) * problem.groups
+                        if resident and (not wgmma or groups > device.multiprocessors // 4):
+                            continue
+                        # Copies in place are waited for by those who multiply: they take more stages (see LOOKAHEAD).
+                        for loaders, stages in ((2, (4, 6)), (1, (3,))) if channels_last else ((2, (2, 3, 4)),):
+                            for count in stages:
+                                yield GemmVariant(
+                                    pixels, pixel_blocks, channel_blocks, lines, k_steps, count, 2, part,
+                                    take_turns, resident, loaders if wgmma else 1, wgmma,
+                                )  # fmt: skip
 
 
 def _tf32(problem: ConvTransposeProblem) -> bool:
@@ -366,36 +386,81 @@ def _store_vector(gather: Gather, tile: Tile) -> int:
     return 1
 
 
+@dataclass(frozen=True)
+class _Costs:
+    """Multiprocessor cycles of the parts of an item, fitted to the times of an H200 (docs/performance.md)."""
+
+    instruction: float = 1.195  # a matrix instruction, over what the cores and shared memory take
+    issue: float = 3.4  # each instruction
+    stage: float = 870.0  # barriers and latencies of a stage, for the group that loads it
+    copy_rows: float = 80.0  # a warp's copies, channels first
+    copy_pixels: float = 580.0  # and channels last
+    convert: float = 140.0  # a chunk of 32 pixels turned around, for each warp
+    moved: float = 20.5  # bytes per cycle from the L2 cache
+    store: float = 520.0  # an item
+    store_rows: float = 28.6  # a thread's value, channels first
+    store_pixels: float = 40.8  # and channels last
+    overlap: float = 0.33  # of the shorter of loading and multiplying, what does not hide behind the longer
+    launch: float = 14000.0
+    few_stages: float = 0.1  # more time for every stage less than four
+
+
+_COSTS = _Costs()
+
+
 def _seconds(
     problem: ConvTransposeProblem, gather: Gather, device: DeviceInfo, variant: GemmVariant
 ) -> tuple[float, str]:
     """Predicted time: waves of items, each the slower of loading and multiplying its stages, and then storing."""
     tile = _tile(gather, variant, problem.batch, device)
     assert tile is not None
+    return estimate(gather, problem, device, variant, tile, _COSTS)
+
+
+def estimate(
+    gather: Gather,
+    problem: ConvTransposeProblem,
+    device: DeviceInfo,
+    variant: GemmVariant,
+    tile: Tile,
+    costs: _Costs,
+) -> tuple[float, str]:
+    """Predicted seconds of a variant, and whether bytes or instructions bound it."""
     taps = _Taps.of(gather.axes)
     size = DTYPE_BYTES[gather.dtype]
-    steps = math.ceil(gather.src_channels * size / 32 / variant.k_steps) * variant.k_steps
-    products = 3 if variant.parts == 2 else 1
     operations = taps.operations(variant)
+    stages = _steps(gather, variant) // variant.k_steps
+    chunks = 2 * variant.k_steps
     sharers = 1 if variant.take_turns else _CONSUMERS
-    instruction = max(variant.pixels / 2, 16 + variant.pixels / 4) * variant.pixel_blocks * sharers
-    if not variant.wgmma:
-        instruction *= 2.2
-    multiply = steps * operations * products * instruction * 1.15
-    # What a stage moves through the L2 cache, and what its loaders do.
-    moved = steps * variant.parts * operations * 2 * _ROWS * 16 + tile.halo * steps * 32
-    per_pixel = {16: 9, 4: 18, 2: 40}[tile.copy_bytes] if not gather.src.channels_last else 10
-    load = steps * (400 / variant.k_steps + tile.halo / variant.loader_groups / 32 * per_pixel)
-    load = max(load, moved / 30)
-    stored = variant.cells * variant.channel_blocks * variant.lines * _ROWS * gather.axes[2].stride * size
-    epilogue = stored / (12 if variant.take_turns else 24) + 500
-    together = max(multiply, load)
-    total = max(together, (multiply + epilogue) / 2) if variant.take_turns else together + epilogue
+    last = gather.src.channels_last
+
+    width = max(variant.pixels / 2, 16 + variant.pixels / 4) * (1 if variant.wgmma else 2.2)
+    instructions = variant.k_steps * operations * variant.pixel_blocks * sharers * (3 if variant.parts == 2 else 1)
+    multiply = stages * instructions * (costs.instruction * width + costs.issue)
+
+    vector = tile.copy_bytes // size
+    pieces = 1 if tile.copy_bytes == 16 else 16 // size
+    copies = tile.halo * chunks / 128 * pieces if last else math.ceil(tile.halo / vector / 32) * chunks * 4 / size
+    turned = 0 if last and size == 2 else math.ceil(tile.halo / 32) * chunks / 4
+    load = costs.stage + (costs.copy_pixels if last else costs.copy_rows) * copies + costs.convert * turned * variant.parts
+    load *= stages / variant.loader_groups
+    weights = 0 if variant.resident else variant.k_steps * operations * variant.parts * 2 * _ROWS * 16
+    load = max(load, stages * (weights + tile.halo * chunks * 16) / costs.moved)
+
+    row_blocks = variant.channel_blocks * variant.lines * taps.owned_w
+    values = variant.group_cells / 2 * row_blocks * gather.axes[2].stride / taps.owned_w
+    store = costs.store + values * (costs.store_pixels if gather.dst.channels_last else costs.store_rows)
+
+    main = max(multiply, load) + costs.overlap * min(multiply, load)
+    main *= 1 + costs.few_stages * max(0, 4 - variant.stages)
+    total = max(main, (multiply + store) / 2) if variant.take_turns else main + store
     row_groups = gather.groups * math.ceil(gather.dst_channels / (_ROWS * variant.channel_blocks))
     row_groups *= math.ceil(len(taps.lines) / variant.lines)
     items = tile.count * row_groups
-    waves = math.ceil(items / device.multiprocessors) if items < 8 * device.multiprocessors else items / device.multiprocessors
-    cycles = waves * total + 4000
-    floor = problem.bytes / device.copy_bytes_per_second * 1.1
+    waves = items / device.multiprocessors
+    if waves < 8:
+        waves = math.ceil(waves)
+    cycles = max(waves, 2 if variant.take_turns else 1) * total + costs.launch
+    floor = problem.bytes / (0.8 * device.copy_bytes_per_second)
     busy = cycles / device.clock_hz
-    return max(floor, busy) + 0.1 * min(floor, busy), "bytes" if floor > busy else "instructions"
+    return max(floor, busy), "bytes" if floor > busy else "instructions"

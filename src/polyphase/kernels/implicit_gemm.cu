@@ -8,7 +8,8 @@
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in memory, and
 // then turned around (channels innermost) and rounded on their way from shared to shared memory. The others multiply, each
 // its part of the tile, or each a tile of its own (TAKE_TURNS): then one stores while the other multiplies. Blocks stay, and
-// take every gridDim.x-th item: the next tile is being loaded while the last one is stored.
+// take every gridDim.x-th item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then
+// the items of a block are of one row group, and stages are pixels alone.
 
 constexpr int LOADERS = 128;  // threads that load one stage
 constexpr int THREADS = (LOADER_GROUPS + CONSUMERS) * 128;
@@ -19,6 +20,8 @@ constexpr int STAGE_CHANNELS = K_STEPS * STEP_CHANNELS;
 constexpr int STAGE_CHUNKS = 2 * K_STEPS;
 constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
 constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;
+constexpr int WEIGHT_SLOT = RESIDENT ? 0 : WEIGHT_STAGE;  // bytes of weights in a stage
+constexpr int RESIDENT_WEIGHTS = RESIDENT ? STAGES_OF_ITEM * WEIGHT_STAGE : 0;
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // the pixels are copied to where they are used
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
@@ -444,9 +447,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int thread = threadIdx.x;
   const int warp_group = __shfl_sync(0xffffffffu, thread / 128, 0);
   const int pixel_stage = PARTS * STAGE_CHUNKS * g.chunk_bytes;  // bytes
-  const int stage_bytes = WEIGHT_STAGE + pixel_stage;
+  const int stage_bytes = WEIGHT_SLOT + pixel_stage;
   const int raw_stage = STAGE_CHANNELS * g.raw_pitch * (int)sizeof(scalar_t);
-  unsigned char* raw = shared_memory + STAGES * stage_bytes;
+  unsigned char* const resident = shared_memory + STAGES * stage_bytes;
+  unsigned char* raw = resident + RESIDENT_WEIGHTS;
   scalar_t* const staging = (scalar_t*)(raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage));
   unsigned* const halo = (unsigned*)(staging + (DST_CHANNELS_LAST ? 0 : CONSUMERS * 4 * 8 * STAGING_PITCH));
 
@@ -485,6 +489,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
+  for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
+    *(Vector<unsigned, 4>*)(resident + i) =
+        *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.row_groups) * RESIDENT_WEIGHTS + i);
+  publish_shared();
   __syncthreads();
 
   if (warp_group >= CONSUMERS) {
@@ -513,7 +521,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         if (IN_PLACE) {
           barrier_wait(empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
-          loader.load(base, ahead.stage, shared_memory + slot_ahead.index * stage_bytes + WEIGHT_STAGE);
+          loader.load(base, ahead.stage, shared_memory + slot_ahead.index * stage_bytes + WEIGHT_SLOT);
           slot_ahead.skip(LOADER_GROUPS);
         } else {
           loader.load(base, ahead.stage, raw + copy_ahead.index * raw_stage);
@@ -529,17 +537,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (new_weights) weights = packed + (long long)(now.index % g.row_groups) * (STAGES_OF_ITEM * (long long)WEIGHT_STAGE);
       if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if BULK_COPY
-      if (loader.thread == 0) bulk_copy(shared_address(stage), weights + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
+      if (!RESIDENT && loader.thread == 0)
+        bulk_copy(shared_address(stage), weights + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
       copies_wait<LOOKAHEAD - 1>();
 #else
       copies_wait<LOOKAHEAD - 1>();
-      for (int i = loader.thread * 16; i < WEIGHT_STAGE; i += LOADERS * 16)
+      for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
         copy_async<16>(shared_address(stage + i), weights + now.stage * WEIGHT_STAGE + i, true);
       copies_commit();
 #endif
       threads_sync(1 + loader_group, LOADERS);
       start_copy();
-      loader.convert(IN_PLACE ? stage + WEIGHT_STAGE : raw + copy_now.index * raw_stage, stage + WEIGHT_STAGE);
+      loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT);
 #if !BULK_COPY
       copies_wait<1>();
 #endif
@@ -571,8 +580,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
       for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
         barrier_wait(full + 8 * slot.index, slot.parity);
-        const unsigned weights = shared_address(shared_memory + slot.index * stage_bytes);
-        const unsigned pixels = weights + WEIGHT_STAGE + part * (GROUP_CELLS * 16);
+        const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
+        const unsigned weights = RESIDENT ? shared_address(resident) + stage * WEIGHT_STAGE : held;
+        const unsigned pixels = held + WEIGHT_SLOT + part * (GROUP_CELLS * 16);
         products_begin();
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
