@@ -6,10 +6,11 @@ bodies run every variant on a GPU in ``test_gpu.py``.
 
 from __future__ import annotations
 
+import random
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import pytest
@@ -17,8 +18,9 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats
-from polyphase.algorithms import weight_grad
+from polyphase.algorithms import implicit_gemm, weight_grad
 from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.algorithms.implicit_gemm import GemmVariant, ImplicitGemm
 from polyphase.device import DeviceInfo
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -88,6 +90,13 @@ def test_variant_is_exact(problem: ConvTransposeProblem, pass_: Pass, candidate:
     assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
 
 
+def best(
+    algorithm: str, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None = None
+) -> tuple[Candidate, Launch]:
+    """An algorithm's first variant, whether the planner takes it or another's."""
+    return next(each for each in launches(problem, pass_, H200, layouts) if each[0].algorithm == algorithm)
+
+
 def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeProblem:
     """The layer with images of ``width`` columns on the side that the pass reads."""
     height = 17 if layer.stride[0] == 1 else 5
@@ -123,8 +132,7 @@ def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
         problem = wide(layer, pass_, width)
         for aligned in (True, False):
             layouts = replace(Layouts.dense(problem), aligned=aligned)
-            candidate, launch = launches(problem, pass_, H200, layouts)[0]
-            assert launch.source.kernel == "gather_tiled"
+            candidate, launch = best("gather_tiled", problem, pass_, layouts)
             sources.add(launch.source)
             seed = zlib.crc32(f"{problem} {pass_} {aligned}".encode())
             assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
@@ -138,7 +146,7 @@ def test_wide_images_meet_every_path() -> None:
         for formatted in formats(layer):
             for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
                 for width in WIDTHS:
-                    _, launch = launches(wide(formatted, pass_, width), pass_, H200)[0]
+                    _, launch = best("gather_tiled", wide(formatted, pass_, width), pass_)
                     (_, _, along_h, along_w), source, rows = tiles(launch)
                     met.add(("along h", along_h > 1, formatted.channels_last, source))
                     met.add(("along w", along_w > 1, formatted.channels_last, source))
@@ -193,9 +201,10 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_offsets(dtype: str, pass_: Pass) -> None:
     """The variant for tensors beyond 4 GiB, on a small one: its offsets have 64 bits everywhere."""
     problem = make((2, 3, 5, 7), 4, 3, 2, 1, dtype=dtype, bias=True)
-    candidate, launch = launches(problem, pass_, H200)[0]
+    algorithm = "weight_grad" if pass_ is Pass.WEIGHT_GRAD else "gather_tiled"
+    candidate, launch = best(algorithm, problem, pass_)
     beyond = replace(problem, batch=1, input_size=(2**16, 2**15))
-    _, huge = launches(beyond, pass_, H200)[0]
+    _, huge = best(algorithm, beyond, pass_)
     assert huge.source.wide_offsets
     if huge.source == launch.source:  # of kernels that know no other
         return
@@ -209,7 +218,97 @@ def test_wide_offsets(dtype: str, pass_: Pass) -> None:
 def test_offsets_widen_at_4_gib() -> None:
     """A 3-D image of one channel beyond 4 GiB needs 64 bits for offsets within a tile; one just below does not."""
     sizes = (1024, 1024, 1023), (1024, 1024, 1024)
-    sources = [launches(make((1, 1, *size), 1, 1), Pass.FORWARD, H200)[0][1].source for size in sizes]
+    sources = [best("gather_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].source for size in sizes]
     assert [source.wide_offsets for source in sources] == [False, True]
     for below, beyond in pairwise(sources):
         assert replace(beyond, wide_offsets=False) == below
+
+
+# Products on tensor cores. A GPU of two multiprocessors: blocks take several tiles, warp groups take turns.
+FEW = replace(H200, multiprocessors=2)
+
+GEMM_LAYERS = {
+    "few, odd channels": make((2, 5, 9, 11), 3, 3, 1, 1, bias=True),
+    "several stages, rows beyond a block": make((2, 37, 5, 6), 70, 4, 2, 1, bias=True),
+    "four blocks of channels": make((3, 20, 3, 4), 259, 2, 2),
+    "mixed, grouped, dilated": make((2, 20, 5, 9), 12, (3, 5), (2, 3), (1, 2), (1, 1), 4, True, (2, 1)),
+    "phases without taps": make((2, 17, 4, 5), 16, (2, 3), (2, 4), (1, 0), (1, 3), dilation=(2, 2), bias=True),
+    "kernel < stride": make((2, 16, 5, 8), 20, 2, (3, 4), 0, 1, bias=True),
+    "cropped": make((1, 24, 6, 7), 17, 5, 2, 6),
+    "many small images": make((41, 33, 2, 3), 18, 3, 2, 1, 1, bias=True),
+    "wide": make((2, 16, 3, 264), 16, 3, 1, 1),
+    "tall": make((1, 18, 150, 2), 16, (5, 1), 2, (1, 0), bias=True),
+    "1-D": make((2, 70, 77), 16, 4, 2, 1),
+    "1-D, long reach": make((1, 20, 340), 16, 2, dilation=700),
+    "3-D": make((2, 17, 3, 4, 5), 16, (3, 2, 4), (1, 1, 2), (1, 0, 1), bias=True),
+    "3-D, long reach": make((1, 16, 4, 2, 4), 16, (2, 1, 1), dilation=(80, 1, 1)),
+}
+
+
+@dataclass(frozen=True)
+class GemmCase:
+    """A variant of implicit_gemm, and how the tensors lie."""
+
+    problem: ConvTransposeProblem
+    layouts: Layouts
+    variant: GemmVariant
+
+    def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
+        launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant)
+        return [(Candidate("implicit_gemm", self.variant, 0.0, ""), launch)]
+
+    def kinds(self) -> set[tuple[object, ...]]:
+        """What a sample should meet: every setting with every instruction, layout and size of elements; kinds of tiles."""
+        each, bits16 = self.variant, self.problem.dtype != "float32"
+        src_last, dst_last = self.layouts.input[1] == 1, self.layouts.output[1] == 1
+        settings = [(field.name, getattr(each, field.name)) for field in fields(each) if field.name != "pixels"]
+        met: set[tuple[object, ...]] = {(each.wgmma, each.take_turns, *setting) for setting in settings}
+        met |= {(side, *setting) for side in ((src_last, dst_last), bits16) for setting in settings}
+        _, images, *rest = struct.unpack_from("<20i", self.offers(FEW)[0][1].geometry, 2 * 56)
+        met |= {("tiles", axis, count > 1, src_last) for axis, count in enumerate(rest[3:7])}
+        copy_bytes, store_vector = rest[-2:]
+        return met | {("copy", copy_bytes, bits16, src_last), ("store", store_vector, bits16, dst_last), (images > 1,)}
+
+
+def gemm_layouts(problem: ConvTransposeProblem) -> list[Layouts]:
+    """The problem's own format, aligned and not; and with channels last on the input's side alone."""
+    dense = Layouts.dense(problem)
+    found = [dense, replace(dense, aligned=False, weight_channels_last=True)]
+    if problem.dims > 1:
+        found.append(replace(dense, input=Layouts.dense(replace(problem, channels_last=True)).input))
+    return found
+
+
+def gemm_cases(most: int) -> Iterator[ParameterSet]:
+    """Of each layer, dtype and format as many variants, up to ``most``, as meet another kind."""
+    met: set[tuple[object, ...]] = set()
+    for name, layer in GEMM_LAYERS.items():
+        for formatted in formats(layer):
+            for dtype, tf32 in (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False)):
+                problem = replace(formatted, dtype=dtype, tf32=tf32)
+                rng = random.Random(str(problem))
+                found = gemm_variants(problem)
+                for i in range(most):
+                    case = max(rng.sample(found, min(len(found), 60)), key=lambda case: len(case.kinds() - met))
+                    if i > 0 and case.kinds() <= met:
+                        break
+                    met |= case.kinds()
+                    order = "last" if formatted.channels_last else "first"
+                    yield pytest.param(case, id=f"{name}-{order}-{dtype}{'-tf32' if tf32 else ''}-{i}")
+
+
+def gemm_variants(problem: ConvTransposeProblem) -> list[GemmCase]:
+    """Every variant that is feasible on few multiprocessors, with every layout."""
+    return [
+        GemmCase(problem, layouts, variant)
+        for layouts in gemm_layouts(problem)
+        for variant in implicit_gemm._feasible(problem, FEW, layouts)
+    ]
+
+
+@pytest.mark.parametrize("case", list(gemm_cases(1)))
+def test_products(case: GemmCase) -> None:
+    """Settings of implicit_gemm beyond what the planner likes best for small layers."""
+    seed = zlib.crc32(str(case).encode())
+    for candidate, launch in case.offers(FEW):
+        assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))

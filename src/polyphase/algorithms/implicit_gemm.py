@@ -21,6 +21,9 @@ _MAX_OPERATIONS = 512
 _MAX_SIDE = 1023, 63, 63  # of a tile: cells of a row, slabs, images (Pixel in the kernel packs them)
 _STATIC_SHARED = 9 << 10  # barriers, distances and positions
 _OFFERED = 8
+# Loading groups, and the stages they may have, by whether channels come last. Copies in place are waited for by those
+# who multiply: they take more stages (see LOOKAHEAD in the kernel).
+_LOADERS = {False: ((2, (2, 3, 4)), (4, (4, 6))), True: ((2, (4, 6)), (4, (6, 8)), (1, (3,)))}
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class GemmVariant:
     def cells(self) -> int:
         """Cells of a tile, those in its halo included."""
         return self.group_cells * (1 if self.take_turns else _CONSUMERS)
+
+    @property
+    def loader_threads(self) -> int:
+        """Threads that load; the registers of those who multiply leave no more."""
+        return 256 if self.wgmma and self.loader_groups > 1 else 128
 
     @property
     def group_cells(self) -> int:
@@ -153,6 +161,7 @@ class ImplicitGemm:
             ("TAKE_TURNS", variant.take_turns),
             ("RESIDENT", variant.resident),
             ("LOADER_GROUPS", variant.loader_groups),
+            ("LOADER_THREADS", variant.loader_threads),
             ("STAGES", variant.stages),
             ("RAW_STAGES", variant.raw_stages),
             ("WGMMA", variant.wgmma),
@@ -188,7 +197,7 @@ class ImplicitGemm:
         return Launch(
             source=KernelSource(self.name, problem.dtype, wide, kernel_constants),
             grid=(_blocks(items, row_groups, device, variant), 1, 1),
-            block=128 * (variant.loader_groups + _CONSUMERS),
+            block=variant.loader_threads + 128 * _CONSUMERS,
             shared_bytes=_shared_bytes(gather, variant, operations, tile),
             geometry=geometry,
             prologue=prologue,
@@ -259,7 +268,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
                         if resident and (not wgmma or groups > device.multiprocessors // 4):
                             continue
                         # Copies in place are waited for by those who multiply: they take more stages (see LOOKAHEAD).
-                        for loaders, stages in ((2, (4, 6)), (1, (3,))) if channels_last else ((2, (2, 3, 4)),):
+                        for loaders, stages in _LOADERS[channels_last]:
                             for count in stages:
                                 yield GemmVariant(
                                     pixels, pixel_blocks, channel_blocks, lines, k_steps, count, 2, part,
@@ -283,8 +292,17 @@ def _feasible(problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layout
             yield variant
 
 
-def _copy_sizes(gather: Gather) -> list[int]:
-    """Bytes that one copy from global memory may have: whole chunks where all of them are aligned, and less."""
+def _rows_join(gather: Gather) -> bool:
+    """Whether neither a tap nor memory leaves a gap between the rows of a channel."""
+    alone = all(axis.shifts == (0, 0) for axis in gather.axes[1:])
+    return alone and gather.src.strides[3] == gather.src.shape[4] and gather.cells[2] == gather.src.shape[4]
+
+
+def _copy_sizes(gather: Gather, joined: bool = False) -> list[int]:
+    """Bytes that one copy from global memory may have: whole chunks where all of them are aligned, and less.
+
+    ``joined``: also across the ends of rows, where the rows of a channel and of a tile follow each other without gaps.
+    """
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.src.strides
     chunk = 16 // size
@@ -296,6 +314,8 @@ def _copy_sizes(gather: Gather) -> list[int]:
         for copied in (4, 16):
             count = copied // size
             if count > 1 and all(s % count == 0 for s in (gather.src.shape[4], batch, channel, depth, height)):
+                sizes.append(copied)
+            elif count > 1 and joined and _rows_join(gather) and all(s % count == 0 for s in (batch, channel, depth)):
                 sizes.append(copied)
     return sizes
 
@@ -324,19 +344,24 @@ def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
     back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
     reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
     result = []
-    for copy_bytes in _copy_sizes(gather):
+    joined_sizes = _copy_sizes(gather, joined=True)
+    for copy_bytes in joined_sizes:
         vector = 1 if gather.src.channels_last else copy_bytes // size
-        even = max(vector, 2)
+        joined = copy_bytes not in _copy_sizes(gather)  # only rows that follow each other without gaps are aligned
+        even = vector
         skew = -back[2] % vector
         lead = back[2] + skew
         widths = [width, *(math.ceil(math.ceil(width / n) / even) * even for n in range(2, math.ceil(width / 8) + 1))]
         for columns in dict.fromkeys(widths):
-            if columns > min(capacity, _MAX_SIDE[0]):
+            if columns > min(capacity, _MAX_SIDE[0]) or (joined and columns != width):
                 continue
             shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
             row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
+            row = columns if joined else row
             most = min(height, (capacity - columns) // row + 1)
             for rows in {math.ceil(height / math.ceil(height / max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}:
+                if joined and rows != height and rows * columns % vector:
+                    continue
                 whole = rows == height and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
                 slab = (back[1] + rows if whole else rows + reach[1]) * row
                 flat = (rows - 1) * row + columns

@@ -11,8 +11,8 @@
 // take every gridDim.x-th item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then
 // the items of a block are of one row group, and stages are pixels alone.
 
-constexpr int LOADERS = 128;  // threads that load one stage
-constexpr int THREADS = (LOADER_GROUPS + CONSUMERS) * 128;
+constexpr int LOADERS = LOADER_THREADS / LOADER_GROUPS;  // threads that load one stage
+constexpr int THREADS = LOADER_THREADS + CONSUMERS * 128;
 constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;  // warp groups that work on one item
 constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;   // cells of a warp group
 constexpr int CELLS = SHARERS * GROUP_CELLS;         // of an item
@@ -27,6 +27,8 @@ constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // the pixels are copied to where 
 constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
+// The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
+static_assert(STAGES >= LOADER_GROUPS, "too few stages");
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
@@ -377,29 +379,32 @@ struct Store {
   __device__ __forceinline__ void store_pixels(int depth, int height) const {
 #pragma unroll
     for (int j = 0; j < GROUP_CELLS / 8; ++j) {
-      int d, h, w, columns, offset;
-      if (!find(cells[8 * j + lane() % 4 * 2], d, h, w, columns, offset)) continue;
-      if (d + depth >= g.dst.size[0] || h + height >= g.dst.size[1]) continue;
-      scalar_t* const pixel = dst + offset + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
-      for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
-        const int first = channel(block, lane() / 4);
-        if (first >= DST_CHANNELS) continue;
-        float value[2][2 * DST_W];
+      for (int cell = 0; cell < 2; ++cell) {
+        int d, h, w, columns, offset;
+        if (!find(cells[8 * j + lane() % 4 * 2 + cell], d, h, w, columns, offset)) continue;
+        if (d + depth >= g.dst.size[0] || h + height >= g.dst.size[1]) continue;
+        scalar_t* const pixel = dst + offset + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) run<LINE>(value[half], block, j, half, start(first + half));
+        for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
+          const int first = channel(block, lane() / 4);
+          if (first >= DST_CHANNELS) continue;
+          float value[2][2 * DST_W];
 #pragma unroll
-        for (int i = 0; i < 2 * DST_W; ++i) {
-          if (i >= columns) continue;
-          Vector<scalar_t, 2> pair;
+          for (int half = 0; half < 2; ++half) run<LINE>(value[half], block, j, half, start(first + half));
 #pragma unroll
-          for (int half = 0; half < 2; ++half) narrow(value[half][i], pair.value[half]);
-          scalar_t* const to = pixel + i * g.dst.stride[4] + first;
-          if (g.store_vector == 2) {
-            *(Vector<scalar_t, 2>*)to = pair;
-          } else {
-            to[0] = pair.value[0];
-            if (first + 1 < DST_CHANNELS) to[1] = pair.value[1];
+          for (int i = 0; i < DST_W; ++i) {
+            if (i >= columns) continue;
+            Vector<scalar_t, 2> pair;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + i], pair.value[half]);
+            scalar_t* const to = pixel + i * g.dst.stride[4] + first;
+            if (g.store_vector == 2) {
+              *(Vector<scalar_t, 2>*)to = pair;
+            } else {
+              to[0] = pair.value[0];
+              if (first + 1 < DST_CHANNELS) to[1] = pair.value[1];
+            }
           }
         }
       }
@@ -498,9 +503,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (warp_group >= CONSUMERS) {
     registers_release();
     // The loading groups take stages in turn.
-    const int loader_group = warp_group - CONSUMERS;
+    const int loader_thread = thread - CONSUMERS * 128;
+    const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
     raw += loader_group * RAW_STAGES * raw_stage;
-    const Loader loader{g, halo, (int*)(halo + (1 + loader_group) * ceil_div(g.halo, copied)), thread % 128};
+    const Loader loader{g, halo, (int*)(halo + (1 + loader_group) * ceil_div(g.halo, copied)), loader_thread % LOADERS};
     Cursor ahead{(int)blockIdx.x, 0}, now{(int)blockIdx.x, 0};
     ahead.skip(loader_group), now.skip(loader_group);
     Slot<STAGES> slot, slot_ahead;

@@ -106,10 +106,10 @@ __device__ __forceinline__ void publish_shared() {}
 // Loaders need few registers, those who multiply need many: the block's registers change hands.
 #if WGMMA_INSTRUCTION && defined(__CUDA_ARCH__)
 __device__ __forceinline__ void registers_release() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_GROUPS == 1 ? 56 : 48));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 56 : 48));
 }
 __device__ __forceinline__ void registers_claim() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADER_GROUPS == 1 ? 224 : 208));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 224 : 208));
 }
 #else
 __device__ __forceinline__ void registers_release() {}
