@@ -37,7 +37,7 @@ constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 __host__ __device__ constexpr int piece_of(int cells) {
   return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
 }
-constexpr int PIECE = piece_of(128);
+constexpr int PIECE = DST_CHANNELS_LAST ? 8 : piece_of(128);
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int STAGING_PITCH = PIECE * DST_W + 8;
 
@@ -267,41 +267,38 @@ struct Store {
     if constexpr (owned) value[I] += sums[(block * LINES + LINE) * OWNED_W + index][j / (PIXELS / 8)][j % (PIXELS / 8) * 4 + 2 * half + I / DST_W];
     if constexpr (I + 1 < 2 * DST_W) run<LINE, I + 1>(value, block, j, half, start);
   }
-  __device__ __forceinline__ bool find(unsigned position, int& d, int& h, int& w, int& columns, int& offset) const {
-    Pixel p;
-    p.unpack(position);
-    d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W;
-    columns = min((g.cells[2] - p.w) * DST_W, g.dst.size[2] - w);  // from here on that are ours
-    offset = p.n * (int)g.dst.stride[0] + d * (int)g.dst.stride[2] + h * (int)g.dst.stride[3] +
-             w * (int)g.dst.stride[4];
-    return position != NOWHERE && item.n + p.n < g.batch;
-  }
-
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written.
   static constexpr int WIDE = 8 / (int)sizeof(scalar_t);  // elements of a wide store
-  static constexpr int ELEMENTS = ceil_div(PIECE * DST_W, 32);
+  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? 2 : ceil_div(PIECE * DST_W, 32);
 
-  // What a lane stores of every row of a piece: `g.store_vector` elements at a time.
+  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or its two cells.
   struct Elements {
     int offset[ELEMENTS];
-    int count[ELEMENTS];  // of the vector's elements, those that exist
+    int count[ELEMENTS];  // of the vector's or the cell's elements, those that exist
     int rows[ELEMENTS];   // rows of a slab (low half) and slabs that exist from the cell's first on
   };
 
   __device__ __forceinline__ void describe(int piece, Elements& elements) const {
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
-      const int element = (lane() + 32 * i) * g.store_vector, phase = element % DST_W;
-      const int cell = piece * PIECE + element / DST_W;
+      const int element = (lane() + 32 * i) * g.store_vector, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
+      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? lane() % 4 * 2 + i : element / DST_W);
       elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
-      if (element >= PIECE * DST_W || cell >= GROUP_CELLS) continue;
-      int d, h, w, columns, offset;
-      if (!find(cells[cell], d, h, w, columns, offset)) continue;
-      elements.count[i] = max(0, min(columns - phase, g.store_vector));
-      elements.offset[i] = offset + phase * (int)g.dst.stride[4];
+      if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
+      Pixel p;
+      p.unpack(cells[cell]);
+      if (cells[cell] == NOWHERE || item.n + p.n >= g.batch) continue;
+      const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
+      const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
+      elements.count[i] = max(0, min(columns, DST_CHANNELS_LAST ? DST_W : g.store_vector));
+      elements.offset[i] = p.n * (int)g.dst.stride[0] + d * (int)g.dst.stride[2] + h * (int)g.dst.stride[3] +
+                           w * (int)g.dst.stride[4];
       elements.rows[i] = min(g.dst.size[1] - h, 0x7fff) | min(g.dst.size[0] - d, 0x7fff) << 16;
     }
+  }
+  static __device__ __forceinline__ bool exists(const Elements& elements, int i, int depth, int height) {
+    return height < (elements.rows[i] & 0xffff) && depth < elements.rows[i] >> 16;
   }
 
   template <int COUNT>
@@ -313,8 +310,7 @@ struct Store {
     bool whole = first_channel + 8 <= DST_CHANNELS;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      const bool exists = height < (elements.rows[i] & 0xffff) && depth < elements.rows[i] >> 16;
-      count[i] = exists ? elements.count[i] : 0;
+      count[i] = exists(elements, i, depth, height) ? elements.count[i] : 0;
       whole = whole && (count[i] == COUNT || count[i] == 0);
     }
     const scalar_t* from = staging + lane() * COUNT;
@@ -376,35 +372,30 @@ struct Store {
 
   // Channels last: a thread's two rows are neighbouring channels, and eight lanes 16 of them.
   template <int LINE>
-  __device__ __forceinline__ void store_pixels(int depth, int height) const {
+  __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
 #pragma unroll
-    for (int j = 0; j < GROUP_CELLS / 8; ++j) {
+    for (int cell = 0; cell < 2; ++cell) {
+      if (!exists(elements, cell, depth, height)) continue;
+      scalar_t* const pixel = dst + elements.offset[cell] + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
-      for (int cell = 0; cell < 2; ++cell) {
-        int d, h, w, columns, offset;
-        if (!find(cells[8 * j + lane() % 4 * 2 + cell], d, h, w, columns, offset)) continue;
-        if (d + depth >= g.dst.size[0] || h + height >= g.dst.size[1]) continue;
-        scalar_t* const pixel = dst + offset + depth * g.dst.stride[2] + height * g.dst.stride[3];
+      for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
+        const int first = channel(block, lane() / 4);
+        if (first >= DST_CHANNELS) continue;
+        float value[2][2 * DST_W];
 #pragma unroll
-        for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
-          const int first = channel(block, lane() / 4);
-          if (first >= DST_CHANNELS) continue;
-          float value[2][2 * DST_W];
+        for (int half = 0; half < 2; ++half) run<LINE>(value[half], block, piece, half, start(first + half));
 #pragma unroll
-          for (int half = 0; half < 2; ++half) run<LINE>(value[half], block, j, half, start(first + half));
+        for (int i = 0; i < DST_W; ++i) {
+          if (i >= elements.count[cell]) continue;
+          Vector<scalar_t, 2> pair;
 #pragma unroll
-          for (int i = 0; i < DST_W; ++i) {
-            if (i >= columns) continue;
-            Vector<scalar_t, 2> pair;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + i], pair.value[half]);
-            scalar_t* const to = pixel + i * g.dst.stride[4] + first;
-            if (g.store_vector == 2) {
-              *(Vector<scalar_t, 2>*)to = pair;
-            } else {
-              to[0] = pair.value[0];
-              if (first + 1 < DST_CHANNELS) to[1] = pair.value[1];
-            }
+          for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + i], pair.value[half]);
+          scalar_t* const to = pixel + i * g.dst.stride[4] + first;
+          if (g.store_vector == 2) {
+            *(Vector<scalar_t, 2>*)to = pair;
+          } else {
+            to[0] = pair.value[0];
+            if (first + 1 < DST_CHANNELS) to[1] = pair.value[1];
           }
         }
       }
@@ -414,7 +405,7 @@ struct Store {
   template <int LINE>
   __device__ __forceinline__ void store_line(const Elements& elements, int piece, int depth, int height) const {
     if constexpr (DST_CHANNELS_LAST)
-      store_pixels<LINE>(depth, height);
+      store_pixels<LINE>(elements, piece, depth, height);
     else
       store_piece<LINE>(elements, piece, depth, height);
   }
@@ -430,9 +421,9 @@ struct Store {
   // The item's lines; and one item stores those that own no taps.
   __device__ __forceinline__ void operator()() const {
 #pragma unroll
-    for (int piece = 0; piece < (DST_CHANNELS_LAST ? 1 : PIECES); ++piece) {
+    for (int piece = 0; piece < PIECES; ++piece) {
       Elements elements;
-      if (!DST_CHANNELS_LAST) describe(piece, elements);
+      describe(piece, elements);
       store_lines(elements, piece);
       if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) {
 #pragma unroll 1
