@@ -38,7 +38,7 @@ from polyphase.jit import compiler, launcher
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
 from processes import run_python
-from test_kernels import PROBLEMS, WIDE_LAYERS, wide
+from test_kernels import PROBLEMS, WIDE_LAYERS, GemmCase, gemm_cases, wide
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +84,7 @@ class Case:
     problem: ConvTransposeProblem
     pass_: Pass
     aligned: bool = True
+    algorithm: str | None = None  # the only one whose variants are wanted
 
     @property
     def layouts(self) -> Layouts:
@@ -91,7 +92,11 @@ class Case:
 
     def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
         """All variants in float32; the first and the last of each algorithm in other dtypes, which they share."""
-        found = launches(self.problem, self.pass_, device, self.layouts)
+        found = [
+            (candidate, launch)
+            for candidate, launch in launches(self.problem, self.pass_, device, self.layouts)
+            if self.algorithm in (None, candidate.algorithm)
+        ]
         if self.problem.dtype == "float32":
             return found
         names = [candidate.algorithm for candidate, _ in found]
@@ -125,7 +130,7 @@ def variants(request: pytest.FixtureRequest) -> Gpu:
     executor = Gpu(0)
     device = DeviceInfo.of(executor.device)
     asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    offers = [offer for case in asked if isinstance(case, Case) for offer in case.offers(device)]
+    offers = [offer for case in asked if isinstance(case, (Case, GemmCase)) for offer in case.offers(device)]
     compile_ahead((launch.source for _, launch in offers), device.arch)
     return executor
 
@@ -136,6 +141,42 @@ def test_every_variant_is_exact(case: Case, variants: Gpu) -> None:
     """On poisoned outputs, amid guards."""
     for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
         assert_exact(case.problem, case.pass_, candidate, launch, case.layouts, variants)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", list(gemm_cases(20, DeviceInfo.of(DEVICE))) if torch.cuda.is_available() else [])
+def test_products(case: GemmCase, variants: Gpu) -> None:
+    """Settings of implicit_gemm beyond what the planner likes best, blocks that take many tiles each."""
+    for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
+        for _ in range(3):
+            assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, variants)
+
+
+# Layers that keep every multiprocessor busy: races show there, if anywhere.
+BUSY_LAYERS = {
+    "stride 1": make((5, 70, 45, 64), 130, 3, 1, 1),
+    "stride 2": make((16, 64, 45, 67), 64, 4, 2, 1, bias=True),
+    "small images": make((700, 64, 7, 7), 32, 3, 2, 1, 1, bias=True),
+    "1-D": make((6, 96, 3001), 48, 16, 8, 4),
+    "3-D": make((3, 48, 9, 20, 24), 40, (3, 2, 2), (1, 2, 2), (1, 0, 0)),
+}
+
+
+def busy_cases() -> Iterator[ParameterSet]:
+    for name, layer in BUSY_LAYERS.items():
+        for formatted in formats(layer):
+            for dtype, tf32 in (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False)):
+                problem = replace(formatted, dtype=dtype, tf32=tf32)
+                label = f"{name}-{'last' if formatted.channels_last else 'first'}-{dtype}{'-tf32' if tf32 else ''}"
+                yield pytest.param(Case(problem, Pass.FORWARD, algorithm="implicit_gemm"), id=label)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", list(busy_cases()))
+def test_products_of_busy_layers(case: Case, variants: Gpu) -> None:
+    for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
+        for _ in range(3):
+            assert_exact(case.problem, case.pass_, candidate, launch, case.layouts, variants)
 
 
 # Streams, graphs, threads, devices

@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import DTYPES, Emulator, assert_exact, formats
+from kernel_harness import DTYPES, Emulator, assert_exact, formats, reference, run
 from polyphase.algorithms import implicit_gemm, weight_grad
 from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.algorithms.implicit_gemm import GemmVariant, ImplicitGemm
@@ -237,6 +238,7 @@ GEMM_LAYERS = {
     "many small images": make((41, 33, 2, 3), 18, 3, 2, 1, 1, bias=True),
     "wide": make((2, 16, 3, 264), 16, 3, 1, 1),
     "tall": make((1, 18, 150, 2), 16, (5, 1), 2, (1, 0), bias=True),
+    "rows without gaps": make((2, 20, 8, 7), 16, 2, 2, bias=True),
     "1-D": make((2, 70, 77), 16, 4, 2, 1),
     "1-D, long reach": make((1, 20, 340), 16, 2, dilation=700),
     "3-D": make((2, 17, 3, 4, 5), 16, (3, 2, 4), (1, 1, 2), (1, 0, 1), bias=True),
@@ -263,7 +265,7 @@ class GemmCase:
         return list(struct.unpack_from("<20i", launch.geometry, 2 * 56))
 
     def kinds(self) -> set[tuple[object, ...]]:
-        """What a sample should meet: every setting with every instruction, layout and size of elements; kinds of tiles."""
+        """What a sample should meet: settings with every instruction, layout and element size; and kinds of tiles."""
         each, bits16 = self.variant, self.problem.dtype != "float32"
         src_last, dst_last = self.layouts.input[1] == 1, self.layouts.output[1] == 1
         settings = [(field.name, getattr(each, field.name)) for field in fields(each) if field.name != "pixels"]
@@ -283,7 +285,7 @@ def gemm_layouts(problem: ConvTransposeProblem) -> list[Layouts]:
     return found
 
 
-def gemm_cases(most: int) -> Iterator[ParameterSet]:
+def gemm_cases(most: int, device: DeviceInfo = H200) -> Iterator[ParameterSet]:
     """Of each layer, dtype and format as many variants, up to ``most``, as meet another kind."""
     met: set[tuple[object, ...]] = set()
     for name, layer in GEMM_LAYERS.items():
@@ -291,7 +293,7 @@ def gemm_cases(most: int) -> Iterator[ParameterSet]:
             for dtype, tf32 in (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False)):
                 problem = replace(formatted, dtype=dtype, tf32=tf32)
                 rng = random.Random(str(problem))
-                found = gemm_variants(problem)
+                found = gemm_variants(problem, device)
                 for i in range(min(most, len(found))):
                     case = max(rng.sample(found, min(len(found), 60)), key=lambda case: len(case.kinds() - met))
                     if i > 0 and case.kinds() <= met:
@@ -301,12 +303,12 @@ def gemm_cases(most: int) -> Iterator[ParameterSet]:
                     yield pytest.param(case, id=f"{name}-{order}-{dtype}{'-tf32' if tf32 else ''}-{i}")
 
 
-def gemm_variants(problem: ConvTransposeProblem) -> list[GemmCase]:
+def gemm_variants(problem: ConvTransposeProblem, device: DeviceInfo = H200) -> list[GemmCase]:
     """Every variant with every layout."""
     return [
         GemmCase(problem, layouts, variant)
         for layouts in gemm_layouts(problem)
-        for variant in implicit_gemm._feasible(problem, H200, layouts)
+        for variant in implicit_gemm._feasible(problem, device, layouts)
     ]
 
 
@@ -316,3 +318,49 @@ def test_products(case: GemmCase) -> None:
     seed = zlib.crc32(str(case).encode())
     for candidate, launch in case.offers(H200):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))
+
+
+def gemm_case(problem: ConvTransposeProblem, **settings: int) -> GemmCase:
+    """The first variant with such settings, the problem in its own format."""
+    return next(case for case in gemm_variants(problem) if settings.items() <= vars(case.variant).items())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("wgmma", "take_turns"), [(True, True), (True, False), (False, False)])
+def test_products_do_not_race(wgmma: bool, take_turns: bool, channels_last: bool) -> None:
+    """More stages than there are slots, and warps that run ahead of others or lag behind."""
+    problem = make((1, 64, 6, 7), 8, 3, 1, 1, channels_last=channels_last)
+    case = gemm_case(problem, wgmma=wgmma, take_turns=take_turns, k_steps=1)
+    for candidate, launch in case.offers(H200):
+        for seed in range(8):
+            assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))
+
+
+def tf32(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to the 11 significant bits of TF32, ties away from zero."""
+    bits = values.float().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).double()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_products_of_float32(parts: int, channels_last: bool) -> None:
+    """One part is TF32 rounded to nearest, two are as good as float32; with neither does an Inf become a NaN."""
+    problem = make((1, 20, 4, 5), 16, 4, 2, 1, tf32=parts == 1, channels_last=channels_last)
+    case = gemm_case(problem, parts=parts)
+    ((_, launch),) = case.offers(H200)
+    torch.manual_seed(3)
+    x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
+    out = run(problem, Pass.FORWARD, launch, case.layouts, (x, w)).double()
+    expected = reference(problem, Pass.FORWARD, (x, w) if parts == 2 else (tf32(x), tf32(w)))
+    scale = reference(problem, Pass.FORWARD, (x.abs(), w.abs()))
+    assert bool(((out - expected).abs() <= 2**-20 * scale).all())
+    w = w.abs()
+    w[:, ::2] = 0.5  # exact in TF32: its second part is zero
+    for value in (torch.inf, -torch.inf, torch.nan):
+        x[0, 3, 1, 2] = value
+        out = run(problem, Pass.FORWARD, launch, case.layouts, (x, w)).double()
+        expected = reference(problem, Pass.FORWARD, (x, w))
+        finite = expected.isfinite()
+        assert torch.equal(out[~finite].nan_to_num(7), expected[~finite].nan_to_num(7))
+        assert bool(out[finite].isfinite().all())

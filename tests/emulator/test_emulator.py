@@ -101,6 +101,12 @@ FAULTS = {
         r"deadlock: 8 of 64 threads \(the first: 0\) wait for ever in __syncwarp at f.cu:3, "
         r"56 of 64 threads \(the first: 8\) wait for ever in __syncthreads at f.cu:5"
     ),
+    "__shared__ emulator::Barrier b; emulator::barrier_init(&b, 65);\n__syncthreads(); emulator::barrier_arrive(&b);\n"
+    "emulator::barrier_wait(&b, 0);": (
+        r"deadlock: 64 of 64 threads \(the first: 0\) wait for ever in barrier_wait at f.cu:4"
+    ),
+    "__shared__ emulator::Barrier b; emulator::barrier_arrive(&b);": r"f.cu:2: the barrier was not initialised",
+    "__shared__ float x; emulator::copy_later(&x, 1.f);": "ended without waiting for its copies",
     "__syncwarp(0xff);": r"thread \(8, 0, 0\), f.cu:2: the lane is not in its own mask",
     "volatile char big[1 << 20]; for (int i = 0; i < 1 << 20; ++i) big[i] = 0;": "of the thread's stack",
     "while (*(volatile float*)out == 0) ;": "f.cu:2: still running when the time was up",
@@ -127,6 +133,80 @@ def test_a_warp_wide_matrix_product_on_the_host():
     out = torch.zeros(8, 8, dtype=torch.float64)
     kernel(body, "const double* left, const double* right, double* out").launch(1, 32, 0, [left, right, out])
     assert torch.equal(out, left @ right.T)
+
+
+RING = """
+    // Half of the threads fill slots of a ring, the others empty them; each slot has two mbarriers.
+    __shared__ float slots[2][32];
+    __shared__ emulator::Barrier full[2], empty[2];
+    if (threadIdx.x < 2) {
+        emulator::barrier_init(full + threadIdx.x, 32);
+        emulator::barrier_init(empty + threadIdx.x, 32);
+    }
+    __syncthreads();
+    for (int i = 0; i < 7; ++i) {
+        const int slot = i % 2, parity = i / 2 % 2;
+        if (threadIdx.x < 32) {
+            emulator::barrier_wait(empty + slot, parity ^ 1);
+            emulator::copy_later(&slots[slot][threadIdx.x], out[threadIdx.x] + i);
+            emulator::commit(emulator::Async::copies);
+            WAIT
+            emulator::barrier_arrive(full + slot);
+        } else {
+            emulator::barrier_wait(full + slot, parity);
+            out[threadIdx.x] += slots[slot][63 - threadIdx.x];
+            EMPTIED
+        }
+    }
+    emulator::wait(emulator::Async::copies, 0);"""
+WAIT, EMPTIED = "emulator::wait(emulator::Async::copies, 0);", "emulator::barrier_arrive(empty + slot);"
+
+
+def test_barriers_and_asynchronous_copies():
+    out = torch.arange(64.0)
+    kernel(RING.replace("WAIT", WAIT).replace("EMPTIED", EMPTIED)).launch_in_every_order(1, 64, 0, [out])
+    assert out[32:].tolist() == [i + 7 * (63 - i) + 21 for i in range(32, 64)]
+    for seed in range(8):  # warps that run ahead
+        kernel(RING.replace("WAIT", WAIT).replace("EMPTIED", EMPTIED)).launch(1, 64, 0, [out.clone()], seed)
+
+
+def test_copies_that_nobody_waits_for_have_not_come():
+    out = torch.arange(64.0)
+    kernel(RING.replace("WAIT", "emulator::wait(emulator::Async::copies, 1);").replace("EMPTIED", EMPTIED)).launch(
+        1, 64, 0, [out]
+    )
+    assert out[32:].isnan().all()
+
+
+def test_named_barriers():
+    body = """
+    __shared__ float values[96];
+    values[threadIdx.x] = threadIdx.x;
+    if (threadIdx.x < 64) {
+        emulator::threads_sync(1, THREADS);
+        out[threadIdx.x] = values[63 - threadIdx.x];
+    }"""
+    for seed in range(4):
+        out = torch.zeros(96)
+        kernel(body.replace("THREADS", "64")).launch(1, 96, 0, [out], seed)
+        assert out.tolist() == [*range(63, -1, -1), *[0] * 32]
+    with pytest.raises(EmulationError, match=r"deadlock: 64 of 96 threads .* wait for ever in threads_sync at f.cu:6"):
+        kernel(body.replace("THREADS", "96")).launch(1, 96, 0, [torch.zeros(96)])
+
+
+def test_addresses_of_shared_memory():
+    body = """
+    extern __shared__ __align__(16) unsigned char dynamic[];
+    __shared__ float fixed[16];
+    const std::size_t first = __cvta_generic_to_shared(dynamic), other = __cvta_generic_to_shared(fixed);
+    out[0] = first % 16, out[1] = other < first && first < 1 << 20;
+    *(float*)__cvta_shared_to_generic(first + 60) = 3, out[2] = ((float*)dynamic)[15];
+    *(float*)__cvta_shared_to_generic(other + 8) = 4, out[3] = fixed[2];"""
+    out = torch.zeros(4)
+    kernel(body).launch(1, 1, 64, [out])
+    assert out.tolist() == [0, 1, 3, 4]
+    with pytest.raises(EmulationError, match="lies not in shared memory"):
+        kernel("out[0] = __cvta_generic_to_shared(out);").launch(1, 1, 64, [out])
 
 
 def test_exited_threads_are_counted_out():

@@ -6,10 +6,10 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, extent
+from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides, extent
 from polyphase.algorithms.gather import Gather
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
@@ -117,19 +117,24 @@ class ImplicitGemm:
         gather = Gather.of(problem, pass_, Layouts.dense(problem))
         if gather.taps > 4096:
             return f"{gather.taps} taps are too many to list"
-        if not any(_feasible(problem, device, Layouts.dense(problem))):
+        if max(extent((2, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31:
+            return "offsets within a tile need more than 32 bits"
+        if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
             return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> list[Candidate]:
-        result = []
         gather = Gather.of(problem, pass_, layouts)
-        for variant in _feasible(problem, device, layouts):
-            seconds, bound = _seconds(problem, gather, device, variant)
-            result.append(Candidate(self.name, variant, seconds, bound))
-        return sorted(result, key=lambda candidate: candidate.seconds)[:_OFFERED]
+        result = []
+        for variant in _ranked(_typical(problem), device, gather.src.channels_last):
+            if (tile := _tile(gather, variant, problem.batch, device)) is not None:
+                seconds, bound = estimate(gather, problem, device, variant, tile)
+                result.append(Candidate(self.name, variant, seconds, bound))
+                if len(result) == _OFFERED:
+                    break
+        return result
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
@@ -250,9 +255,10 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
     """Every variant that the registers allow."""
     taps = _Taps.of(problem.axes3)
     blocks = math.ceil(problem.out_channels_per_group / _ROWS)
-    parts = (1, 2) if problem.dtype == "float32" and _tf32(problem) else (2,) if problem.dtype == "float32" else (1,)
+    parts = 1 if problem.dtype != "float32" or _tf32(problem) else 2
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
         sums = (144 if channels_last and taps.owned_w >= 3 else 160) if wgmma else 96
+        sums //= parts  # those of two parts are added up beside the cores
         for channel_blocks in {1, 2, 4} if blocks > 2 else {1, blocks}:
             for lines in range(1, len(taps.lines) + 1):
                 row_blocks = channel_blocks * lines * taps.owned_w
@@ -262,8 +268,8 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
                 pixel_blocks = math.ceil(cells / 256)
                 multiple = 8 if wgmma else 16
                 for pixels in {c // pixel_blocks // multiple * multiple for c in (cells, max(cells // 2, 16))}:
-                    settings = itertools.product(parts, (1, 2, 4), (True, False) if wgmma else (False,), (True, False))
-                    for part, k_steps, take_turns, resident in settings:
+                    settings = itertools.product((1, 2, 4), (True, False) if wgmma else (False,), (True, False))
+                    for k_steps, take_turns, resident in settings:
                         groups = math.ceil(blocks / channel_blocks) * math.ceil(len(taps.lines) / lines) * problem.groups
                         if resident and (not wgmma or groups > device.multiprocessors // 4):
                             continue
@@ -271,7 +277,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
                         for loaders, stages in _LOADERS[channels_last]:
                             for count in stages:
                                 yield GemmVariant(
-                                    pixels, pixel_blocks, channel_blocks, lines, k_steps, count, 2, part,
+                                    pixels, pixel_blocks, channel_blocks, lines, k_steps, count, 2, parts,
                                     take_turns, resident, loaders if wgmma else 1, wgmma,
                                 )  # fmt: skip
 
@@ -282,14 +288,28 @@ def _tf32(problem: ConvTransposeProblem) -> bool:
     return problem.tf32 and problem.groups == 1 and channels >= 16
 
 
-def _feasible(problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts) -> Iterator[GemmVariant]:
-    gather = Gather.of(problem, Pass.FORWARD, layouts)
-    if any(extent((2, 1, *side.shape[2:]), side.strides) >= 2**31 for side in (gather.src, gather.dst)):
-        return
-    taps = _Taps.of(problem.axes3)
-    for variant in _variants(problem, device, gather.src.channels_last):
-        if taps.operations(variant) <= _MAX_OPERATIONS and _tile(gather, variant, problem.batch, device) is not None:
-            yield variant
+def _typical(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at the size its variants are compared at, so that it keeps its kernel whatever images it meets."""
+    side = {1: 4096, 2: 64, 3: 32}[problem.dims]
+    sizes = tuple(max(side, axis.input_size(side * axis.stride)) for axis in problem.axes)
+    return replace(problem, batch=1024, input_size=sizes)
+
+
+@lru_cache(maxsize=4096)
+def _ranked(typical: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool) -> list[GemmVariant]:
+    """The variants that compute a layer of typical size, the fastest prediction first."""
+    dense = Layouts.dense(typical)
+    if src_channels_last != typical.channels_last:
+        dense = replace(dense, input=dense_strides(typical.input_shape, src_channels_last))
+    gather = Gather.of(typical, Pass.FORWARD, dense)
+    taps = _Taps.of(typical.axes3)
+    found = []
+    for variant in _variants(typical, device, src_channels_last):
+        if taps.operations(variant) > _MAX_OPERATIONS:
+            continue
+        if (tile := _tile(gather, variant, typical.batch, device)) is not None:
+            found.append((estimate(gather, typical, device, variant, tile)[0], -variant.stages, len(found), variant))
+    return [variant for *_, variant in sorted(found)]
 
 
 def _rows_join(gather: Gather) -> bool:
@@ -433,22 +453,13 @@ class _Costs:
 _COSTS = _Costs()
 
 
-def _seconds(
-    problem: ConvTransposeProblem, gather: Gather, device: DeviceInfo, variant: GemmVariant
-) -> tuple[float, str]:
-    """Predicted time: waves of items, each the slower of loading and multiplying its stages, and then storing."""
-    tile = _tile(gather, variant, problem.batch, device)
-    assert tile is not None
-    return estimate(gather, problem, device, variant, tile, _COSTS)
-
-
 def estimate(
     gather: Gather,
     problem: ConvTransposeProblem,
     device: DeviceInfo,
     variant: GemmVariant,
     tile: Tile,
-    costs: _Costs,
+    costs: _Costs = _COSTS,
 ) -> tuple[float, str]:
     """Predicted seconds of a variant, and whether bytes or instructions bound it."""
     taps = _Taps.of(gather.axes)
@@ -465,8 +476,10 @@ def estimate(
 
     vector = tile.copy_bytes // size
     pieces = 1 if tile.copy_bytes == 16 else 16 // size
-    copies = tile.halo * chunks / 128 * pieces if last else math.ceil(tile.halo / vector / 32) * chunks * 4 / size
-    turned = 0 if last and size == 2 else math.ceil(tile.halo / 32) * chunks / 4
+    warps = variant.loader_threads // variant.loader_groups // 32
+    rows = math.ceil(tile.halo / vector / 32) * chunks * 16 / size
+    copies = (tile.halo * chunks / 32 * pieces if last else rows) / warps
+    turned = 0 if last and size == 2 else math.ceil(math.ceil(tile.halo / 32) * chunks / warps)
     load = costs.stage + (costs.copy_pixels if last else costs.copy_rows) * copies + costs.convert * turned * variant.parts
     load *= stages / variant.loader_groups
     weights = 0 if variant.resident else variant.k_steps * operations * variant.parts * 2 * _ROWS * 16

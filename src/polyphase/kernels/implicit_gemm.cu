@@ -559,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   } else {
     registers_claim();
     Slot<STAGES> slot;
-    Sums sums;
+    Sums sums, totals;  // the latter for PARTS = 2
     const int turn = TAKE_TURNS ? warp_group : 0, part = TAKE_TURNS ? 0 : warp_group;
     slot.skip(turn * STAGES_OF_ITEM);
     unsigned turn_parity = 0;
@@ -592,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = 0; i < counts[block]; ++i) {
               const unsigned b = pixels + step * 2 * g.chunk_bytes + distance;
               distance = *++distances;  // in time for the next operation
-              const bool add = stage + step + i > 0;
+              const bool add = (PARTS == 1 && stage > 0) || step + i > 0;
 #pragma unroll
               for (int part = 0; part < PIXEL_BLOCKS; ++part) {
                 float(&to)[SUMS] = sums[block][part];
@@ -608,6 +608,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           }
         }
         products_commit();
+        if constexpr (PARTS == 2) {
+          // The cores cut sums off, and the loss grows with every addition: float32 adds up the stages, and rounds.
+          products_wait<0>();
+#pragma unroll
+          for (int block = 0; block < ROW_BLOCKS; ++block)
+#pragma unroll
+            for (int part = 0; part < PIXEL_BLOCKS; ++part)
+#pragma unroll
+              for (int i = 0; i < SUMS; ++i) {
+                if (stage > 0) sums[block][part][i] += totals[block][part][i];
+                totals[block][part][i] = sums[block][part][i];
+              }
+        }
         products_wait<1>();
         if (previous >= 0 && thread % 128 == 0) barrier_arrive(empty + 8 * previous);
         previous = slot.index;

@@ -22,8 +22,10 @@ __device__ __forceinline__ void split_tf32(float value, float& high, float& low)
   const float magnitude = value < 0 ? -value : value;
   if (magnitude < 3.4e38f)
     low = round_tf32(value - high);
+  else if (magnitude <= 3.402823466e38f)
+    high = value, low = 0;  // would round to Inf; the cores truncate
   else
-    high = value, low = 0;  // Inf and NaN pass; numbers that would round to Inf are truncated by the cores
+    high = 0, low = value;  // Inf meets the other operand's high part alone: the low one may be 0, or of another sign
 }
 
 // Element `i` of a chunk of weights, in all parts.
