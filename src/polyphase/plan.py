@@ -8,11 +8,11 @@ compiled already. Nothing is tried at run time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from polyphase.algorithms import ALGORITHMS
-from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts
+from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, typical
 from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
@@ -44,12 +44,9 @@ def plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts
         return Plan(problem, pass_, "portable")
     _check_integers(problem)
     layouts = layouts or Layouts.dense(problem)
-    # Algorithms are compared at one size, so that a layer keeps its kernel whatever images it meets.
-    typical = replace(
-        problem, batch=16, input_size=tuple(max(64, axis.input_size(64 * axis.stride)) for axis in problem.axes)
-    )
+    standard = typical(problem)
     offers = [
-        (candidates[0], algorithm, algorithm.candidates(typical, pass_, device, Layouts.dense(typical))[0].seconds)
+        (candidates[0], algorithm, algorithm.candidates(standard, pass_, device, Layouts.dense(standard))[0].seconds)
         for algorithm in ALGORITHMS
         if algorithm.refusal(problem, pass_, device) is None
         and (candidates := algorithm.candidates(problem, pass_, device, layouts))

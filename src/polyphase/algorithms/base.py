@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -116,6 +116,13 @@ class Algorithm(Protocol):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: Any
     ) -> Launch:
         """The launch of one variant."""
+
+
+def typical(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at the size that choices are made at, so that it keeps its kernel whatever images it meets."""
+    side = {1: 4096, 2: 64, 3: 32}[problem.dims]
+    sizes = tuple(max(side, axis.input_size(side * axis.stride)) for axis in problem.axes)
+    return replace(problem, batch=1024, input_size=sizes, output_padding=(0,) * problem.dims)
 
 
 def two_dimensions(blocks: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides, extent
+from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides, extent, typical
 from polyphase.algorithms.gather import Gather
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
@@ -18,12 +18,14 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 _ROWS = 64  # of a row block
 _CONSUMERS = 2  # warp groups that multiply
 _MAX_OPERATIONS = 512
+_MAX_PHASES = 512
 _MAX_SIDE = 1023, 63, 63  # of a tile: cells of a row, slabs, images (Pixel in the kernel packs them)
 _STATIC_SHARED = 9 << 10  # barriers, distances and positions
 _OFFERED = 8
+_RESERVE = 10 << 10  # left at the typical size, so that other sizes fit, too: unaligned rows take longer tables
 # Loading groups, and the stages they may have, by whether channels come last. Copies in place are waited for by those
 # who multiply: they take more stages (see LOOKAHEAD in the kernel).
-_LOADERS = {False: ((2, (2, 3, 4)), (4, (4, 6))), True: ((2, (4, 6)), (4, (6, 8)), (1, (3,)))}
+_LOADERS = {False: ((2, (2, 3, 4)),), True: ((4, (6, 8)), (1, (3,)))}
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ class ImplicitGemm:
         gather = Gather.of(problem, pass_, Layouts.dense(problem))
         if gather.taps > 4096:
             return f"{gather.taps} taps are too many to list"
-        if max(extent((2, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31:
-            return "offsets within a tile need more than 32 bits"
+        if gather.phases > _MAX_PHASES:
+            return f"{gather.phases} elements of a cell are too many for straight-line code (at most {_MAX_PHASES})"
         if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
             return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
         return None
@@ -128,7 +130,7 @@ class ImplicitGemm:
     ) -> list[Candidate]:
         gather = Gather.of(problem, pass_, layouts)
         result = []
-        for variant in _ranked(_typical(problem), device, gather.src.channels_last):
+        for variant in _ranked(typical(problem), device, gather.src.channels_last):
             if (tile := _tile(gather, variant, problem.batch, device)) is not None:
                 seconds, bound = estimate(gather, problem, device, variant, tile)
                 result.append(Candidate(self.name, variant, seconds, bound))
@@ -171,7 +173,7 @@ class ImplicitGemm:
             ("RAW_STAGES", variant.raw_stages),
             ("WGMMA", variant.wgmma),
         )
-        wide = False
+        wide = _wide(gather)
         operation_bytes = variant.parts * 2 * _ROWS * 16
         raw_pitch = _raw_pitch(tile.halo, size)
         geometry = gather.src.packed() + gather.dst.packed()
@@ -193,7 +195,7 @@ class ImplicitGemm:
         )
         chunks = row_groups * steps * operations * 2 * _ROWS
         prologue = Launch(
-            source=KernelSource("pack_weights", problem.dtype, wide, constants),
+            source=KernelSource("pack_weights", problem.dtype, False, tuple(c for c in constants if c[0] != "HAS_BIAS")),
             grid=(math.ceil(chunks / 256), 1, 1),
             block=256,
             shared_bytes=0,
@@ -240,7 +242,12 @@ def _shared_bytes(gather: Gather, variant: GemmVariant, operations: int, tile: T
     if not gather.dst.channels_last:
         total += _CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
     copied = 1 if gather.src.channels_last else tile.copy_bytes // size
-    return total + 4 * (1 + variant.loader_groups) * math.ceil(tile.halo / copied)
+    return total + (4 + (8 if _wide(gather) else 4) * variant.loader_groups) * math.ceil(tile.halo / copied) + 8
+
+
+def _wide(gather: Gather) -> bool:
+    """Whether offsets within an image need more than 32 bits."""
+    return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
 
 
 def _piece(stride: int, size: int) -> int:
@@ -288,27 +295,21 @@ def _tf32(problem: ConvTransposeProblem) -> bool:
     return problem.tf32 and problem.groups == 1 and channels >= 16
 
 
-def _typical(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at the size its variants are compared at, so that it keeps its kernel whatever images it meets."""
-    side = {1: 4096, 2: 64, 3: 32}[problem.dims]
-    sizes = tuple(max(side, axis.input_size(side * axis.stride)) for axis in problem.axes)
-    return replace(problem, batch=1024, input_size=sizes)
-
-
 @lru_cache(maxsize=4096)
-def _ranked(typical: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool) -> list[GemmVariant]:
+def _ranked(problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool) -> list[GemmVariant]:
     """The variants that compute a layer of typical size, the fastest prediction first."""
-    dense = Layouts.dense(typical)
-    if src_channels_last != typical.channels_last:
-        dense = replace(dense, input=dense_strides(typical.input_shape, src_channels_last))
-    gather = Gather.of(typical, Pass.FORWARD, dense)
-    taps = _Taps.of(typical.axes3)
+    dense = Layouts.dense(problem)
+    if src_channels_last != problem.channels_last:
+        dense = replace(dense, input=dense_strides(problem.input_shape, src_channels_last))
+    gather = Gather.of(problem, Pass.FORWARD, dense)
+    taps = _Taps.of(problem.axes3)
     found = []
-    for variant in _variants(typical, device, src_channels_last):
+    for variant in _variants(problem, device, src_channels_last):
         if taps.operations(variant) > _MAX_OPERATIONS:
             continue
-        if (tile := _tile(gather, variant, typical.batch, device)) is not None:
-            found.append((estimate(gather, typical, device, variant, tile)[0], -variant.stages, len(found), variant))
+        tile = _tile(gather, variant, problem.batch, device, _RESERVE)
+        if tile is not None:
+            found.append((estimate(gather, problem, device, variant, tile)[0], -variant.stages, len(found), variant))
     return [variant for *_, variant in sorted(found)]
 
 
@@ -341,9 +342,11 @@ def _copy_sizes(gather: Gather, joined: bool = False) -> list[int]:
 
 
 @lru_cache(maxsize=65536)
-def _tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo) -> Tile | None:
-    """The tile that covers the problem with the least work; None where none fits shared memory."""
-    limit = device.shared_bytes_per_block - _STATIC_SHARED
+def _tile(
+    gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo, reserve: int = 0
+) -> Tile | None:
+    """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
+    limit = device.shared_bytes_per_block - _STATIC_SHARED - reserve
     operations = _Taps.of(gather.axes).operations(variant)
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
@@ -364,8 +367,10 @@ def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
     back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
     reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
     result = []
-    joined_sizes = _copy_sizes(gather, joined=True)
-    for copy_bytes in joined_sizes:
+    # Several images only where offsets within the tile have 32 bits.
+    sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
+    addressable = min((2**31 - one) // max(1, stride) for stride, one in sides)
+    for copy_bytes in _copy_sizes(gather, joined=True):
         vector = 1 if gather.src.channels_last else copy_bytes // size
         joined = copy_bytes not in _copy_sizes(gather)  # only rows that follow each other without gaps are aligned
         even = vector
@@ -391,7 +396,7 @@ def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
                 image = (slabs + reach[0]) * slab
                 images = 1
                 if (slabs, rows, columns) == (depth, height, width):
-                    images = max(1, min(batch, _MAX_SIDE[2], (capacity - flat) // image + 1))
+                    images = max(1, min(batch, _MAX_SIDE[2], (capacity - flat) // image + 1, addressable))
                 span = reach[0] * slab + reach[1] * row + reach[2] + skew
                 tail = (ahead[1] * row if whole else 0) + ahead[2]
                 halo = images * image + math.ceil(tail / even) * even
@@ -435,18 +440,16 @@ def _store_vector(gather: Gather, tile: Tile) -> int:
 class _Costs:
     """Multiprocessor cycles of the parts of an item, fitted to the times of an H200 (docs/performance.md)."""
 
-    instruction: float = 1.195  # a matrix instruction, over what the cores and shared memory take
-    issue: float = 3.4  # each instruction
-    stage: float = 870.0  # barriers and latencies of a stage, for the group that loads it
-    copy_rows: float = 80.0  # a warp's copies, channels first
-    copy_pixels: float = 580.0  # and channels last
+    issue: float = 6.5  # each matrix instruction, above what the cores and shared memory take
+    stage: float = 770.0  # barriers and latencies of a stage, for the group that loads it
+    copy_rows: float = 70.0  # a warp's copies, channels first
+    copy_pixels: float = 145.0  # and channels last
     convert: float = 140.0  # a chunk of 32 pixels turned around, for each warp
-    moved: float = 20.5  # bytes per cycle from the L2 cache
-    store: float = 520.0  # an item
-    store_rows: float = 28.6  # a thread's value, channels first
-    store_pixels: float = 40.8  # and channels last
-    overlap: float = 0.33  # of the shorter of loading and multiplying, what does not hide behind the longer
-    launch: float = 14000.0
+    moved: float = 59.0  # bytes per cycle from the L2 cache
+    store_rows: float = 29.0  # a thread's value, channels first
+    store_pixels: float = 90.0  # and channels last
+    overlap: float = 0.71  # of the shorter of loading and multiplying, what does not hide behind the longer
+    launch: float = 29000.0
     few_stages: float = 0.1  # more time for every stage less than four
 
 
@@ -472,7 +475,7 @@ def estimate(
 
     width = max(variant.pixels / 2, 16 + variant.pixels / 4) * (1 if variant.wgmma else 2.2)
     instructions = variant.k_steps * operations * variant.pixel_blocks * sharers * (3 if variant.parts == 2 else 1)
-    multiply = stages * instructions * (costs.instruction * width + costs.issue)
+    multiply = stages * instructions * (width + costs.issue)
 
     vector = tile.copy_bytes // size
     pieces = 1 if tile.copy_bytes == 16 else 16 // size
@@ -487,7 +490,7 @@ def estimate(
 
     row_blocks = variant.channel_blocks * variant.lines * taps.owned_w
     values = variant.group_cells / 2 * row_blocks * gather.axes[2].stride / taps.owned_w
-    store = costs.store + values * (costs.store_pixels if gather.dst.channels_last else costs.store_rows)
+    store = values * (costs.store_pixels if gather.dst.channels_last else costs.store_rows)
 
     main = max(multiply, load) + costs.overlap * min(multiply, load)
     main *= 1 + costs.few_stages * max(0, 4 - variant.stages)

@@ -62,7 +62,7 @@ class KernelSource:
             f"typedef {scalar} scalar_t;       // of the tensors",
             f"typedef {accumulator} accum_t;  // of every sum",
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
-            *(f"constexpr {_declare(name, value)};" for name, value in self.constants),
+            *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name != "WGMMA"),
         ]
         constants = dict(self.constants)
         if "WGMMA" in constants:

@@ -29,6 +29,7 @@ constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES -
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
 static_assert(STAGES >= LOADER_GROUPS, "too few stages");
+static_assert(OPERATIONS <= CHANNEL_BLOCKS * TAPS, "an operation is a tap");
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
@@ -37,7 +38,7 @@ constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 __host__ __device__ constexpr int piece_of(int cells) {
   return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
 }
-constexpr int PIECE = DST_CHANNELS_LAST ? 8 : piece_of(128);
+constexpr int PIECE = DST_CHANNELS_LAST ? (GROUP_CELLS % 16 == 0 ? 16 : 8) : piece_of(128);
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int STAGING_PITCH = PIECE * DST_W + 8;
 
@@ -73,6 +74,12 @@ struct Pixel {
   }
 };
 constexpr unsigned NOWHERE = 0xffffffffu;
+constexpr offset_t PADDING = ~(offset_t)0;
+
+// Elements from a tensor's first of a batch entry and channel; offset_t has 32 bits where those suffice.
+__device__ __forceinline__ offset_t offset_of(const Tensor5& t, int n, int d, int h, int w) {
+  return byte_offset<char>(t, n, d, h, w);
+}
 
 struct Item {
   int n, d, h, w;  // the tile's first cell
@@ -113,7 +120,7 @@ struct Slot {
 struct Loader {
   const Geometry& g;
   const unsigned* halo;  // position of each copied run of pixels, or NOWHERE
-  int* offsets;          // and where it lies in the source, from the tile's batch entry and channel; -1 for padding
+  offset_t* offsets;     // and where it lies in the source, from the tile's batch entry and channel, in elements
   int thread;
 
   __device__ __forceinline__ void find_pixels(const Item& item) const {
@@ -126,9 +133,7 @@ struct Loader {
       const int w = item.w + p.w + first_offset(AXIS_W) - g.skew;
       const bool inside = position != NOWHERE && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
                           (unsigned)h < (unsigned)g.src.size[1] && (unsigned)w < (unsigned)g.src.size[2];
-      offsets[i] = inside ? p.n * (int)g.src.stride[0] + d * (int)g.src.stride[2] + h * (int)g.src.stride[3] +
-                                w * (int)g.src.stride[4]
-                          : -1;
+      offsets[i] = inside ? offset_of(g.src, p.n, d, h, w) : PADDING;
     }
   }
 
@@ -148,12 +153,12 @@ struct Loader {
     const scalar_t* const first = base + warp * g.src.stride[1];
     raw += warp * g.raw_pitch;
     for (int v = thread % 32; v * COUNT < g.halo; v += 32) {
-      const int offset = offsets[v];
-      const scalar_t* from = first + max(offset, 0);
+      const offset_t offset = offsets[v];
+      const scalar_t* from = first + (offset == PADDING ? 0 : offset);
       unsigned char* to = (unsigned char*)(raw + v * COUNT);
 #pragma unroll 4
       for (int i = 0; i < STAGE_CHANNELS / WARPS; ++i) {
-        const bool exists = offset >= 0 && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + warp + i * WARPS < SRC_CHANNELS);
+        const bool exists = offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + warp + i * WARPS < SRC_CHANNELS);
         copy<BYTES>(to, exists ? from : base, exists);
         from += WARPS * g.src.stride[1];
         to += WARPS * g.raw_pitch * (int)sizeof(scalar_t);
@@ -170,10 +175,10 @@ struct Loader {
     to += chunk * g.chunk_bytes;
 #pragma unroll 4
     for (int pixel = thread / STAGE_CHUNKS; pixel < g.halo; pixel += LOADERS / STAGE_CHUNKS) {
-      const int offset = offsets[pixel];
+      const offset_t offset = offsets[pixel];
 #pragma unroll
       for (int i = 0; i < CHUNK; i += COUNT) {
-        const bool exists = offset >= 0 && channel + chunk * CHUNK + i < SRC_CHANNELS;
+        const bool exists = offset != PADDING && channel + chunk * CHUNK + i < SRC_CHANNELS;
         copy<BYTES>(to + pixel * 16 + i * (int)sizeof(scalar_t), exists ? from + offset + i : base, exists);
       }
     }
@@ -270,11 +275,11 @@ struct Store {
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written.
   static constexpr int WIDE = 8 / (int)sizeof(scalar_t);  // elements of a wide store
-  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? 2 : ceil_div(PIECE * DST_W, 32);
+  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? PIECE / 4 : ceil_div(PIECE * DST_W, 32);
 
-  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or its two cells.
+  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or its cells, two of every eight.
   struct Elements {
-    int offset[ELEMENTS];
+    offset_t offset[ELEMENTS];
     int count[ELEMENTS];  // of the vector's or the cell's elements, those that exist
     int rows[ELEMENTS];   // rows of a slab (low half) and slabs that exist from the cell's first on
   };
@@ -283,7 +288,7 @@ struct Store {
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
       const int element = (lane() + 32 * i) * g.store_vector, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
-      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? lane() % 4 * 2 + i : element / DST_W);
+      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? i / 2 * 8 + lane() % 4 * 2 + i % 2 : element / DST_W);
       elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
       if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
       Pixel p;
@@ -291,13 +296,14 @@ struct Store {
       if (cells[cell] == NOWHERE || item.n + p.n >= g.batch) continue;
       const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
       const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
+      if (d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
       elements.count[i] = max(0, min(columns, DST_CHANNELS_LAST ? DST_W : g.store_vector));
-      elements.offset[i] = p.n * (int)g.dst.stride[0] + d * (int)g.dst.stride[2] + h * (int)g.dst.stride[3] +
-                           w * (int)g.dst.stride[4];
+      elements.offset[i] = offset_of(g.dst, p.n, d, h, w);
       elements.rows[i] = min(g.dst.size[1] - h, 0x7fff) | min(g.dst.size[0] - d, 0x7fff) << 16;
     }
   }
   static __device__ __forceinline__ bool exists(const Elements& elements, int i, int depth, int height) {
+    if (DST_D * DST_H == 1) return true;  // else cells may exist in part
     return height < (elements.rows[i] & 0xffff) && depth < elements.rows[i] >> 16;
   }
 
@@ -374,7 +380,7 @@ struct Store {
   template <int LINE>
   __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
 #pragma unroll
-    for (int cell = 0; cell < 2; ++cell) {
+    for (int cell = 0; cell < ELEMENTS; ++cell) {
       if (!exists(elements, cell, depth, height)) continue;
       scalar_t* const pixel = dst + elements.offset[cell] + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
@@ -383,13 +389,13 @@ struct Store {
         if (first >= DST_CHANNELS) continue;
         float value[2][2 * DST_W];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) run<LINE>(value[half], block, piece, half, start(first + half));
+        for (int half = 0; half < 2; ++half) run<LINE>(value[half], block, piece * (PIECE / 8) + cell / 2, half, start(first + half));
 #pragma unroll
         for (int i = 0; i < DST_W; ++i) {
           if (i >= elements.count[cell]) continue;
           Vector<scalar_t, 2> pair;
 #pragma unroll
-          for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + i], pair.value[half]);
+          for (int half = 0; half < 2; ++half) narrow(value[half][cell % 2 * DST_W + i], pair.value[half]);
           scalar_t* const to = pixel + i * g.dst.stride[4] + first;
           if (g.store_vector == 2) {
             *(Vector<scalar_t, 2>*)to = pair;
@@ -497,7 +503,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int loader_thread = thread - CONSUMERS * 128;
     const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
     raw += loader_group * RAW_STAGES * raw_stage;
-    const Loader loader{g, halo, (int*)(halo + (1 + loader_group) * ceil_div(g.halo, copied)), loader_thread % LOADERS};
+    const int table = ceil_div(g.halo, copied);
+    const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table, loader_thread % LOADERS};
     Cursor ahead{(int)blockIdx.x, 0}, now{(int)blockIdx.x, 0};
     ahead.skip(loader_group), now.skip(loader_group);
     Slot<STAGES> slot, slot_ahead;
