@@ -74,11 +74,12 @@ def launches(
 def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
     """The kernels that the planner can choose for a layer at any batch and image size: each algorithm's first."""
     layouts = Layouts.dense(problem)
-    return [
-        algorithm.launch(problem, pass_, device, layouts, candidates[0].variant).source
+    firsts = [
+        algorithm.launch(problem, pass_, device, layouts, candidates[0].variant)
         for algorithm in _able(problem, pass_, device)
         if (candidates := algorithm.candidates(problem, pass_, device, layouts))
     ]
+    return [launch.source for first in firsts for launch in (first, first.prologue) if launch is not None]
 
 
 def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
