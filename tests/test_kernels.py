@@ -335,7 +335,7 @@ def gemm_case(problem: ConvTransposeProblem, **settings: int) -> GemmCase:
 @pytest.mark.parametrize(("wgmma", "take_turns"), [(True, True), (True, False), (False, False)])
 def test_products_do_not_race(wgmma: bool, take_turns: bool, channels_last: bool) -> None:
     """More tiles and stages than there are slots, and warps that run ahead of others or lag behind."""
-    problem = make((24, 32, 6, 7), 8, 3, 1, 1, channels_last=channels_last)
+    problem = make((16, 24, 4, 5), 8, 3, 1, 1, channels_last=channels_last)
     case = gemm_case(problem, wgmma=wgmma, take_turns=take_turns, k_steps=1)
     for candidate, launch in case.offers(H200):
         for seed in range(8):

@@ -22,7 +22,7 @@ _MAX_PHASES = 512
 _MAX_SIDE = 1023, 63, 63  # of a tile: cells of a row, slabs, images (Pixel in the kernel packs them)
 _STATIC_SHARED = 9 << 10  # barriers, distances and positions
 _OFFERED = 8
-_RESERVE = 10 << 10  # left at the typical size, so that other sizes fit, too: unaligned rows take longer tables
+_RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 # Loading groups, and the stages they may have, by whether channels come last. Copies in place are waited for by those
 # who multiply: they take more stages (see LOOKAHEAD in the kernel).
 _LOADERS = {False: ((2, (2, 3, 4)),), True: ((4, (6, 8)), (1, (3,)))}
@@ -229,9 +229,10 @@ def _raw_pitch(halo: int, size: int) -> int:
     return whole if size == 4 else math.ceil((whole - 8) / 64) * 64 + 8
 
 
-def _shared_bytes(gather: Gather, variant: GemmVariant, operations: int, tile: Tile) -> int:
+def _shared_bytes(gather: Gather, variant: GemmVariant, operations: int, tile: Tile, aligned: bool = True) -> int:
+    """Dynamic shared memory of a tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
     size = DTYPE_BYTES[gather.dtype]
-    stage = variant.parts * 2 * variant.k_steps * tile.allocated * 16
+    stage = variant.parts * 2 * variant.k_steps * (tile.allocated + (0 if aligned else 32)) * 16
     step = operations * variant.parts * 2 * _ROWS * 16
     if variant.resident:
         total = variant.stages * stage + _steps(gather, variant) * step
@@ -241,7 +242,7 @@ def _shared_bytes(gather: Gather, variant: GemmVariant, operations: int, tile: T
         total += variant.loader_groups * variant.raw_stages * variant.k_steps * 32 * _raw_pitch(tile.halo, size)
     if not gather.dst.channels_last:
         total += _CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
-    copied = 1 if gather.src.channels_last else tile.copy_bytes // size
+    copied = 1 if gather.src.channels_last or not aligned else tile.copy_bytes // size
     return total + (4 + (8 if _wide(gather) else 4) * variant.loader_groups) * math.ceil(tile.halo / copied) + 8
 
 
@@ -297,20 +298,26 @@ def _tf32(problem: ConvTransposeProblem) -> bool:
 
 @lru_cache(maxsize=4096)
 def _ranked(problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool) -> list[GemmVariant]:
-    """The variants that compute a layer of typical size, the fastest prediction first."""
-    dense = Layouts.dense(problem)
-    if src_channels_last != problem.channels_last:
-        dense = replace(dense, input=dense_strides(problem.input_shape, src_channels_last))
-    gather = Gather.of(problem, Pass.FORWARD, dense)
-    taps = _Taps.of(problem.axes3)
-    found = []
-    for variant in _variants(problem, device, src_channels_last):
-        if taps.operations(variant) > _MAX_OPERATIONS:
-            continue
-        tile = _tile(gather, variant, problem.batch, device, _RESERVE)
-        if tile is not None:
-            found.append((estimate(gather, problem, device, variant, tile)[0], -variant.stages, len(found), variant))
-    return [variant for *_, variant in sorted(found)]
+    """The variants that compute a layer of typical size, the fastest prediction first.
+
+    A quarter of the say has the prediction for tiny images, which leave much of a wide tile empty.
+    """
+    sizes = problem, replace(problem, input_size=tuple(axis.input_size(8 * axis.stride) + 8 for axis in problem.axes))
+    scores: dict[GemmVariant, float] = {}
+    for sized, weight in zip(sizes, (0.75, 0.25)):
+        dense = Layouts.dense(sized)
+        if src_channels_last != sized.channels_last:
+            dense = replace(dense, input=dense_strides(sized.input_shape, src_channels_last))
+        gather = Gather.of(sized, Pass.FORWARD, dense)
+        taps = _Taps.of(sized.axes3)
+        for variant in _variants(sized, device, src_channels_last):
+            if taps.operations(variant) > _MAX_OPERATIONS:
+                continue
+            tile = _tile(gather, variant, sized.batch, device, _RESERVE)
+            seconds = math.inf if tile is None else estimate(gather, sized, device, variant, tile)[0]
+            scores[variant] = scores.get(variant, 0.0) + weight * math.log(seconds)
+    fitting = [variant for variant, score in scores.items() if score < math.inf]
+    return sorted(fitting, key=lambda variant: (scores[variant], -variant.stages))
 
 
 def _rows_join(gather: Gather) -> bool:
@@ -351,7 +358,8 @@ def _tile(
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
     tiles = _tiles(gather, variant.cells, batch, banks)
-    return next((tile for tile in tiles if _shared_bytes(gather, variant, operations, tile) <= limit), None)
+    fits = (tile for tile in tiles if _shared_bytes(gather, variant, operations, tile, not reserve) <= limit)
+    return next(fits, None)
 
 
 @lru_cache(maxsize=65536)
@@ -443,12 +451,13 @@ class _Costs:
     issue: float = 6.5  # each matrix instruction, above what the cores and shared memory take
     stage: float = 770.0  # barriers and latencies of a stage, for the group that loads it
     copy_rows: float = 70.0  # a warp's copies, channels first
-    copy_pixels: float = 145.0  # and channels last
+    copy_pixels: float = 200.0  # and channels last
     convert: float = 140.0  # a chunk of 32 pixels turned around, for each warp
     moved: float = 59.0  # bytes per cycle from the L2 cache
     store_rows: float = 29.0  # a thread's value, channels first
-    store_pixels: float = 90.0  # and channels last
-    overlap: float = 0.71  # of the shorter of loading and multiplying, what does not hide behind the longer
+    odd_stride: float = 4.0  # times that and the bytes of a value, where a thread's elements are no vector
+    store_pixels: float = 50.0  # and channels last
+    overlap: float = 0.4  # of the shorter of loading and multiplying, what does not hide behind the longer
     launch: float = 29000.0
     few_stages: float = 0.1  # more time for every stage less than four
 
@@ -489,8 +498,10 @@ def estimate(
     load = max(load, stages * (weights + tile.halo * chunks * 16) / costs.moved)
 
     row_blocks = variant.channel_blocks * variant.lines * taps.owned_w
-    values = variant.group_cells / 2 * row_blocks * gather.axes[2].stride / taps.owned_w
-    store = values * (costs.store_pixels if gather.dst.channels_last else costs.store_rows)
+    values = variant.group_cells / 2 * row_blocks * gather.phases / (taps.owned_w * len(taps.lines))
+    stride = gather.axes[2].stride
+    rows = costs.store_rows * (1 if stride & (stride - 1) == 0 else costs.odd_stride * size)
+    store = values * (costs.store_pixels if gather.dst.channels_last else rows)
 
     main = max(multiply, load) + costs.overlap * min(multiply, load)
     main *= 1 + costs.few_stages * max(0, 4 - variant.stages)
