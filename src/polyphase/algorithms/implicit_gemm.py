@@ -457,7 +457,7 @@ class _Costs:
     store_rows: float = 29.0  # a thread's value, channels first
     odd_stride: float = 4.0  # times that and the bytes of a value, where a thread's elements are no vector
     store_pixels: float = 50.0  # and channels last
-    overlap: float = 0.4  # of the shorter of loading and multiplying, what does not hide behind the longer
+    overlap: float = 0.5  # of the shorter of loading and multiplying, what does not hide behind the longer
     launch: float = 29000.0
     few_stages: float = 0.1  # more time for every stage less than four
 
