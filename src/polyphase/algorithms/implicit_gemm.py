@@ -19,7 +19,7 @@ _ROWS = 64  # of a row block
 _CONSUMERS = 2  # warp groups that multiply
 _MAX_OPERATIONS = 512
 _MAX_PHASES = 512
-_MAX_SIDE = 1023, 63, 63  # of a tile: cells of a row, slabs, images (Pixel in the kernel packs them)
+_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
 _STATIC_SHARED = 9 << 10  # barriers, distances and positions
 _OFFERED = 8
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
@@ -195,7 +195,9 @@ class ImplicitGemm:
         )
         chunks = row_groups * steps * operations * 2 * _ROWS
         prologue = Launch(
-            source=KernelSource("pack_weights", problem.dtype, False, tuple(c for c in constants if c[0] != "HAS_BIAS")),
+            source=KernelSource(
+                "pack_weights", problem.dtype, False, tuple(c for c in constants if c[0] != "HAS_BIAS")
+            ),
             grid=(math.ceil(chunks / 256), 1, 1),
             block=256,
             shared_bytes=0,
@@ -278,7 +280,9 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
                 for pixels in {c // pixel_blocks // multiple * multiple for c in (cells, max(cells // 2, 16))}:
                     settings = itertools.product((1, 2, 4), (True, False) if wgmma else (False,), (True, False))
                     for k_steps, take_turns, resident in settings:
-                        groups = math.ceil(blocks / channel_blocks) * math.ceil(len(taps.lines) / lines) * problem.groups
+                        groups = (
+                            math.ceil(blocks / channel_blocks) * math.ceil(len(taps.lines) / lines) * problem.groups
+                        )
                         if resident and (not wgmma or groups > device.multiprocessors // 4):
                             continue
                         # Copies in place are waited for by those who multiply: they take more stages (see LOOKAHEAD).
@@ -341,17 +345,14 @@ def _copy_sizes(gather: Gather, joined: bool = False) -> list[int]:
     if width == 1 and gather.aligned:
         for copied in (4, 16):
             count = copied // size
-            if count > 1 and all(s % count == 0 for s in (gather.src.shape[4], batch, channel, depth, height)):
-                sizes.append(copied)
-            elif count > 1 and joined and _rows_join(gather) and all(s % count == 0 for s in (batch, channel, depth)):
+            rows = depth if joined and _rows_join(gather) else math.gcd(gather.src.shape[4], depth, height)
+            if count > 1 and all(s % count == 0 for s in (rows, batch, channel)):
                 sizes.append(copied)
     return sizes
 
 
 @lru_cache(maxsize=65536)
-def _tile(
-    gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo, reserve: int = 0
-) -> Tile | None:
+def _tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
     """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
     limit = device.shared_bytes_per_block - _STATIC_SHARED - reserve
     operations = _Taps.of(gather.axes).operations(variant)
@@ -384,7 +385,10 @@ def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
         even = vector
         skew = -back[2] % vector
         lead = back[2] + skew
-        widths = [width, *(math.ceil(math.ceil(width / n) / even) * even for n in range(2, math.ceil(width / 8) + 1))]
+        widest = min(width, capacity, _MAX_SIDE[0])
+        least = math.ceil(width / widest)
+        parts = range(least, min(math.ceil(width / 8), least + 128) + 1)
+        widths = (math.ceil(math.ceil(width / n) / even) * even if n > 1 else width for n in parts)
         for columns in dict.fromkeys(widths):
             if columns > min(capacity, _MAX_SIDE[0]) or (joined and columns != width):
                 continue
@@ -400,6 +404,8 @@ def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
                 flat = (rows - 1) * row + columns
                 slabs = min(depth, _MAX_SIDE[1], (capacity - flat) // slab + 1)
                 slabs = math.ceil(depth / math.ceil(depth / slabs))
+                if row > _MAX_SIDE[0] or rows + reach[1] > _MAX_SIDE[0] or slabs + reach[0] > _MAX_SIDE[1]:
+                    continue
                 flat += (slabs - 1) * slab
                 image = (slabs + reach[0]) * slab
                 images = 1
@@ -419,7 +425,7 @@ def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
                 )
                 pitch = image, slab, row
                 result.append(Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles))
-    per_copy = {16: 0.3, 4: 0.6, 2: 1.0}
+    per_copy = {16: 0.3, 4: 0.6, 2: 4.0}  # two bytes pass registers
 
     def work(tile: Tile) -> float:
         # Short rows move parts of memory's lines.
@@ -492,7 +498,9 @@ def estimate(
     rows = math.ceil(tile.halo / vector / 32) * chunks * 16 / size
     copies = (tile.halo * chunks / 32 * pieces if last else rows) / warps
     turned = 0 if last and size == 2 else math.ceil(math.ceil(tile.halo / 32) * chunks / warps)
-    load = costs.stage + (costs.copy_pixels if last else costs.copy_rows) * copies + costs.convert * turned * variant.parts
+    load = (
+        costs.stage + (costs.copy_pixels if last else costs.copy_rows) * copies + costs.convert * turned * variant.parts
+    )
     load *= stages / variant.loader_groups
     weights = 0 if variant.resident else variant.k_steps * operations * variant.parts * 2 * _ROWS * 16
     load = max(load, stages * (weights + tile.halo * chunks * 16) / costs.moved)

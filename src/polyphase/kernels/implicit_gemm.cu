@@ -3,13 +3,14 @@
 // A tile of cells and the halo around it lie in shared memory as one flat run of pixels, every row of the halo behind
 // the one before: 16 bytes (CHUNK channels) a pixel, chunk by chunk. In that run a tap is a constant distance, so the
 // pixels that a tap needs for PIXELS neighbouring cells are the operand of one instruction, at another address
-// (matrix.cuh), and a tile is read once for all its taps. Cells of the run that lie in the halo are computed and not stored.
+// (matrix.cuh), and a tile is read once for all its taps. Cells of the run that lie in the halo are computed and not
+// stored.
 //
-// Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in memory, and
-// then turned around (channels innermost) and rounded on their way from shared to shared memory. The others multiply, each
-// its part of the tile, or each a tile of its own (TAKE_TURNS): then one stores while the other multiplies. Blocks stay, and
-// take every gridDim.x-th item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then
-// the items of a block are of one row group, and stages are pixels alone.
+// Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
+// memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. The others
+// multiply, each its part of the tile, or each a tile of its own (TAKE_TURNS): then one stores while the other
+// multiplies. Blocks stay, and take every gridDim.x-th item: the next tile is being loaded while the last one is
+// stored. RESIDENT weights stay, too: then the items of a block are of one row group, and stages are pixels alone.
 
 constexpr int LOADERS = LOADER_THREADS / LOADER_GROUPS;  // threads that load one stage
 constexpr int THREADS = LOADER_THREADS + CONSUMERS * 128;
@@ -45,18 +46,18 @@ constexpr int STAGING_PITCH = PIECE * DST_W + 8;
 struct Geometry {
   Tensor5 src, dst;
   int batch;
-  int images;       // batch entries of a tile
-  int cells[3];     // of a tile, along depth, height and width
-  int tiles[4];     // along batch, depth, height and width
-  int items;        // tiles by groups by channel groups by line groups
-  int row_groups;   // items of a tile
-  int pitch[3];     // pixels of the run from one image, slab and row to the next
-  int halo;         // pixels of the run that are loaded
-  int raw_pitch;    // pixels of the run in a copied stage
-  int chunk_bytes;  // of the run in a stage
-  int skew;         // columns before the first that is needed, so that copies are aligned
-  int copy_bytes;   // of one copy: 16, 4 or 2
-  int store_vector; // elements of a store
+  int images;        // batch entries of a tile
+  int cells[3];      // of a tile, along depth, height and width
+  int tiles[4];      // along batch, depth, height and width
+  int items;         // tiles by groups by channel groups by line groups
+  int row_groups;    // items of a tile
+  int pitch[3];      // pixels of the run from one image, slab and row to the next
+  int halo;          // pixels of the run that are loaded
+  int raw_pitch;     // pixels of the run in a copied stage
+  int chunk_bytes;   // of the run in a stage
+  int skew;          // columns before the first that is needed, so that copies are aligned
+  int copy_bytes;    // of one copy: 16, 4 or 2
+  int store_vector;  // elements of a store
 };
 
 // Position of a pixel in a run.
@@ -100,11 +101,18 @@ struct Item {
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[CONSUMERS];        // of each warp group to multiply
+  unsigned long long turn[CONSUMERS];            // of each warp group to multiply
   int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
-  int counts[ROW_BLOCKS * LINE_GROUPS];      // operations of each row block
-  unsigned cells[CELLS];                     // position of each cell of the run, or NOWHERE
+  int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
+  unsigned cells[CELLS];                         // position of each cell of the run, or NOWHERE
 };
+
+// A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
+constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
+__device__ __forceinline__ void release(unsigned barrier) {
+  if (RELEASES > 1) __syncwarp();
+  if (threadIdx.x % (128 / RELEASES) == 0) barrier_arrive(barrier);
+}
 
 // A slot of a ring, and the parity of its barriers.
 template <int SLOTS>
@@ -158,7 +166,8 @@ struct Loader {
       unsigned char* to = (unsigned char*)(raw + v * COUNT);
 #pragma unroll 4
       for (int i = 0; i < STAGE_CHANNELS / WARPS; ++i) {
-        const bool exists = offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + warp + i * WARPS < SRC_CHANNELS);
+        const bool exists =
+            offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + warp + i * WARPS < SRC_CHANNELS);
         copy<BYTES>(to, exists ? from : base, exists);
         from += WARPS * g.src.stride[1];
         to += WARPS * g.raw_pitch * (int)sizeof(scalar_t);
@@ -189,12 +198,17 @@ struct Loader {
     const int channel = stage * STAGE_CHANNELS;
     base += channel * g.src.stride[1];
     if constexpr (IN_PLACE) {
-      if (g.copy_bytes == 16) copy_pixels<16>(base, channel, to);
-      else copy_pixels<sizeof(scalar_t)>(base, channel, to);
+      if (g.copy_bytes == 16)
+        copy_pixels<16>(base, channel, to);
+      else
+        copy_pixels<sizeof(scalar_t)>(base, channel, to);
     } else {
-      if (g.copy_bytes == 16) copy_rows<16>(base, channel, (scalar_t*)to);
-      else if (sizeof(scalar_t) == 2 && g.copy_bytes == 4) copy_rows<4>(base, channel, (scalar_t*)to);
-      else copy_rows<sizeof(scalar_t)>(base, channel, (scalar_t*)to);
+      if (g.copy_bytes == 16)
+        copy_rows<16>(base, channel, (scalar_t*)to);
+      else if (sizeof(scalar_t) == 2 && g.copy_bytes == 4)
+        copy_rows<4>(base, channel, (scalar_t*)to);
+      else
+        copy_rows<sizeof(scalar_t)>(base, channel, (scalar_t*)to);
     }
   }
 
@@ -220,7 +234,8 @@ struct Loader {
       } else {
         // Four matrices of 8 channels by 8 pixels are turned around at once.
         unsigned turned[4];
-        const scalar_t* const row = (const scalar_t*)copied + (chunk * 8 + lane % 8) * g.raw_pitch + first + lane / 8 * 8;
+        const scalar_t* const row =
+            (const scalar_t*)copied + (chunk * 8 + lane % 8) * g.raw_pitch + first + lane / 8 * 8;
         load_matrices<true>(turned, shared_address(row));
 #pragma unroll
         for (int k = 0; k < 4; ++k) ((unsigned*)target)[32 * k + lane] = turned[k];
@@ -269,7 +284,9 @@ struct Store {
     constexpr bool owned = LINE >= 0 && has_taps(AXIS_W, I % DST_W);
     constexpr int index = owned_before(AXIS_W, I % DST_W);
     value[I] = start;
-    if constexpr (owned) value[I] += sums[(block * LINES + LINE) * OWNED_W + index][j / (PIXELS / 8)][j % (PIXELS / 8) * 4 + 2 * half + I / DST_W];
+    if constexpr (owned)
+      value[I] +=
+          sums[(block * LINES + LINE) * OWNED_W + index][j / (PIXELS / 8)][j % (PIXELS / 8) * 4 + 2 * half + I / DST_W];
     if constexpr (I + 1 < 2 * DST_W) run<LINE, I + 1>(value, block, j, half, start);
   }
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
@@ -326,7 +343,8 @@ struct Store {
       for (int row = 0; row < 8; ++row) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
-          if (count[i] > 0) *(Run*)(to + elements.offset[i]) = *(const Run*)(from + row * STAGING_PITCH + 32 * COUNT * i);
+          if (count[i] > 0)
+            *(Run*)(to + elements.offset[i]) = *(const Run*)(from + row * STAGING_PITCH + 32 * COUNT * i);
         to += g.dst.stride[1];
       }
       return;
@@ -337,7 +355,8 @@ struct Store {
       for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int k = 0; k < COUNT; ++k)
-          if (k < count[i]) to[elements.offset[i] + k * g.dst.stride[4]] = from[row * STAGING_PITCH + 32 * COUNT * i + k];
+          if (k < count[i])
+            to[elements.offset[i] + k * g.dst.stride[4]] = from[row * STAGING_PITCH + 32 * COUNT * i + k];
       to += g.dst.stride[1];
     }
   }
@@ -389,7 +408,8 @@ struct Store {
         if (first >= DST_CHANNELS) continue;
         float value[2][2 * DST_W];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) run<LINE>(value[half], block, piece * (PIECE / 8) + cell / 2, half, start(first + half));
+        for (int half = 0; half < 2; ++half)
+          run<LINE>(value[half], block, piece * (PIECE / 8) + cell / 2, half, start(first + half));
 #pragma unroll
         for (int i = 0; i < DST_W; ++i) {
           if (i >= elements.count[cell]) continue;
@@ -461,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, LOADERS);
-      barrier_init(empty + 8 * i, SHARERS);
+      barrier_init(empty + 8 * i, SHARERS * RELEASES);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
     barriers_publish();
@@ -504,7 +524,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
     raw += loader_group * RAW_STAGES * raw_stage;
     const int table = ceil_div(g.halo, copied);
-    const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table, loader_thread % LOADERS};
+    const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
+                        loader_thread % LOADERS};
     Cursor ahead{(int)blockIdx.x, 0}, now{(int)blockIdx.x, 0};
     ahead.skip(loader_group), now.skip(loader_group);
     Slot<STAGES> slot, slot_ahead;
@@ -538,7 +559,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < LOOKAHEAD; ++i) start_copy();
     while (now.index < g.items) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
-      if (new_weights) weights = packed + (long long)(now.index % g.row_groups) * (STAGES_OF_ITEM * (long long)WEIGHT_STAGE);
+      if (new_weights)
+        weights = packed + (long long)(now.index % g.row_groups) * (STAGES_OF_ITEM * (long long)WEIGHT_STAGE);
       if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if BULK_COPY
       if (!RESIDENT && loader.thread == 0)
@@ -602,7 +624,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
               const bool add = (PARTS == 1 && stage > 0) || step + i > 0;
 #pragma unroll
               for (int part = 0; part < PIXEL_BLOCKS; ++part) {
-                float(&to)[SUMS] = sums[block][part];
+                float (&to)[SUMS] = sums[block][part];
                 const unsigned from = b + part * (PIXELS * 16);
                 if (PARTS == 2) {
                   add_product(to, a, from + STAGE_CHUNKS * g.chunk_bytes, g.chunk_bytes, add);
@@ -629,12 +651,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
               }
         }
         products_wait<1>();
-        if (previous >= 0 && thread % 128 == 0) barrier_arrive(empty + 8 * previous);
+        if (previous >= 0) release(empty + 8 * previous);
         previous = slot.index;
         slot.skip(1);
       }
       products_wait<0>();
-      if (thread % 128 == 0) barrier_arrive(empty + 8 * previous);
+      release(empty + 8 * previous);
       if (TAKE_TURNS) {
         slot.skip(STAGES_OF_ITEM);
         if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));

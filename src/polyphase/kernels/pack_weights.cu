@@ -17,8 +17,7 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS)
   Operation operation;
   const bool exists = find_operation(operation_index, outer % LINE_GROUPS * LINES, operation);
   const int out = (outer / LINE_GROUPS * CHANNEL_BLOCKS + operation.channel_block) * ROWS + channel_of_row(row);
-  const int tap =
-      (operation.depth_tap * AXIS_H.kernel + operation.height_tap) * AXIS_W.kernel + operation.width_tap;
+  const int tap = (operation.depth_tap * AXIS_H.kernel + operation.height_tap) * AXIS_W.kernel + operation.width_tap;
   alignas(16) scalar_t parts[PARTS][CHUNK];
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) {
@@ -27,8 +26,7 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS)
     const long long first = (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS;
     prepare(inside ? read(weight + first + weight_offset(in, out, tap)) : zero<scalar_t>(), parts, i);
   }
-  unsigned char* const target =
-      packed + (index / (ROWS * 2) * OPERATION_BYTES + (chunk * ROWS + row) * 16);
+  unsigned char* const target = packed + (index / (ROWS * 2) * OPERATION_BYTES + (chunk * ROWS + row) * 16);
 #pragma unroll
   for (int part = 0; part < PARTS; ++part)
     *(Vector<scalar_t, CHUNK>*)(target + part * (2 * ROWS * 16)) = *(const Vector<scalar_t, CHUNK>*)parts[part];

@@ -45,12 +45,16 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 #else
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 #endif
 }
 
@@ -94,10 +98,9 @@ __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.asy
 // One thread copies contiguous bytes; `barrier` completes when they have come.
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-      "r"(bytes), "r"(barrier)
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 #else
 __device__ __forceinline__ void publish_shared() {}

@@ -1,14 +1,15 @@
 // Products on tensor cores: a group of 128 threads adds A · B to its accumulators, where A is 64 rows and B is PIXELS
-// columns of two chunks each, 16 bytes a row and chunk, in shared memory. Rows are 16 bytes apart, the second chunk `A_CHUNK`
-// or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is an address.
+// columns of two chunks each, 16 bytes a row and chunk, in shared memory. Rows are 16 bytes apart, the second chunk
+// `A_CHUNK` or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is
+// an address.
 //
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 
-// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each the
-// four bytes `lane % 4` of row lane / 4. TRANSPOSED exchanges rows and columns of 16-bit elements.
+// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
+// the four bytes `lane % 4` of row lane / 4. TRANSPOSED exchanges rows and columns of 16-bit elements.
 template <bool TRANSPOSED = false>
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
 #ifdef __CUDA_ARCH__

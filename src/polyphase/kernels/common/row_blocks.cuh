@@ -1,7 +1,7 @@
 // How the forward pass becomes products of matrices: rows of weights, blocks of rows, and the taps of each block.
 //
-// A phase of the output that owns taps is a product of its own: 64 output channels (rows) by input channels, summed over
-// the taps of the phase. A row block is 64 channels of one phase. A thread block computes CHANNEL_BLOCKS · LINES ·
+// A phase of the output that owns taps is a product of its own: 64 output channels (rows) by input channels, summed
+// over the taps of the phase. A row block is 64 channels of one phase. A thread block computes CHANNEL_BLOCKS · LINES ·
 // OWNED_W of them: all phases along the width, so that lines of the output are written whole; LINES of the phases along
 // depth and height that own taps.
 //
@@ -42,7 +42,7 @@ __host__ __device__ constexpr int owned_phase(Axis axis, int index) {
 constexpr int OWNED_H = owned_phases(AXIS_H), OWNED_W = owned_phases(AXIS_W);
 constexpr int OWNED_LINES = owned_phases(AXIS_D) * OWNED_H;  // phases along depth and height
 constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * LINES * OWNED_W;
-constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, CHANNEL_BLOCKS * ROWS);
+constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, CHANNEL_BLOCKS* ROWS);
 constexpr int LINE_GROUPS = ceil_div(OWNED_LINES, LINES);
 
 struct Operation {
@@ -51,7 +51,8 @@ struct Operation {
 
 __device__ __forceinline__ int taps_of_line(int line) {
   if (line >= OWNED_LINES) return 0;
-  return tap_count(AXIS_D, owned_phase(AXIS_D, line / OWNED_H)) * tap_count(AXIS_H, owned_phase(AXIS_H, line % OWNED_H));
+  return tap_count(AXIS_D, owned_phase(AXIS_D, line / OWNED_H)) *
+         tap_count(AXIS_H, owned_phase(AXIS_H, line % OWNED_H));
 }
 
 // Taps of row block `block` of a thread block whose first line is `first_line`.
