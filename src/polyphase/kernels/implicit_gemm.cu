@@ -258,6 +258,16 @@ struct Cursor {
 
 typedef float Sums[ROW_BLOCKS][PIXEL_BLOCKS][SUMS];
 
+template <class Function>
+__device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& totals) {
+#pragma unroll
+  for (int block = 0; block < ROW_BLOCKS; ++block)
+#pragma unroll
+    for (int part = 0; part < PIXEL_BLOCKS; ++part)
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) function(sums[block][part][i], totals[block][part][i]);
+}
+
 // Stores what one warp has summed: 16 channels of each row block, all cells of its warp group's part of the run.
 struct Store {
   const Geometry& g;
@@ -603,6 +613,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
       if (TAKE_TURNS) barrier_wait(turns + 8 * turn, turn_parity ^ (turn == 0));
       turn_parity ^= 1;
+      if constexpr (PARTS == 2) for_each([](float& sum, float& total) { total = 0, clear(sum); }, sums, totals);
 #pragma unroll 1
       for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
         barrier_wait(full + 8 * slot.index, slot.parity);
@@ -621,7 +632,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = 0; i < counts[block]; ++i) {
               const unsigned b = pixels + step * 2 * g.chunk_bytes + distance;
               distance = *++distances;  // in time for the next operation
-              const bool add = (PARTS == 1 && stage > 0) || step + i > 0;
+              const bool add = PARTS == 2 || stage + step + i > 0;
 #pragma unroll
               for (int part = 0; part < PIXEL_BLOCKS; ++part) {
                 float (&to)[SUMS] = sums[block][part];
@@ -630,7 +641,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                   add_product(to, a, from + STAGE_CHUNKS * g.chunk_bytes, g.chunk_bytes, add);
                   add_product(to, a + 2 * A_CHUNK, from, g.chunk_bytes, true);
                 }
-                add_product(to, a, from, g.chunk_bytes, PARTS == 2 || add);
+                add_product(to, a, from, g.chunk_bytes, add);
               }
               a += OPERATION_BYTES;
             }
@@ -640,22 +651,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if constexpr (PARTS == 2) {
           // The cores cut sums off, and the loss grows with every addition: float32 adds up the stages, and rounds.
           products_wait<0>();
-#pragma unroll
-          for (int block = 0; block < ROW_BLOCKS; ++block)
-#pragma unroll
-            for (int part = 0; part < PIXEL_BLOCKS; ++part)
-#pragma unroll
-              for (int i = 0; i < SUMS; ++i) {
-                if (stage > 0) sums[block][part][i] += totals[block][part][i];
-                totals[block][part][i] = sums[block][part][i];
-              }
+          for_each([](float& sum, float& total) { total += sum, clear(sum); }, sums, totals);
+        } else {
+          products_wait<1>();
         }
-        products_wait<1>();
         if (previous >= 0) release(empty + 8 * previous);
         previous = slot.index;
         slot.skip(1);
       }
       products_wait<0>();
+      if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
       release(empty + 8 * previous);
       if (TAKE_TURNS) {
         slot.skip(STAGES_OF_ITEM);

@@ -8,6 +8,14 @@
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 
+// Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
+__device__ __forceinline__ void clear(float& sum) {
+  sum = 0;
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+f"(sum));
+#endif
+}
+
 // Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
 // the four bytes `lane % 4` of row lane / 4. TRANSPOSED exchanges rows and columns of 16-bit elements.
 template <bool TRANSPOSED = false>
