@@ -267,8 +267,8 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: 
     blocks = math.ceil(problem.out_channels_per_group / _ROWS)
     parts = 1 if problem.dtype != "float32" or _tf32(problem) else 2
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
-        sums = (144 if channels_last and taps.owned_w >= 3 else 160) if wgmma else 96
-        sums //= parts  # those of two parts are added up beside the cores
+        sums = (144 if channels_last and taps.owned_w >= 3 else 160) if wgmma else 80
+        sums //= 1 if parts == 1 else 2 if wgmma else 3  # those of two parts are added up beside the cores
         for channel_blocks in {1, 2, 4} if blocks > 2 else {1, blocks}:
             for lines in range(1, len(taps.lines) + 1):
                 row_blocks = channel_blocks * lines * taps.owned_w
