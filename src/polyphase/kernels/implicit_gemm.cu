@@ -136,11 +136,6 @@ struct Slot {
   }
 };
 
-template <int COUNT>
-struct Bytes {
-  static constexpr int count = COUNT;
-};
-
 struct Loader {
   const Geometry& g;
   const unsigned* halo;  // position of each copied run of pixels, or NOWHERE
@@ -231,31 +226,28 @@ struct Loader {
     }
   }
 
-  // By the bytes that one copy may have.
-  template <class Copy>
-  __device__ __forceinline__ void by_size(Copy copy_all) const {
-    if (g.copy_bytes == 16)
-      copy_all(Bytes<16>());
-    else if (!SRC_CHANNELS_LAST && g.copy_bytes == 8)
-      copy_all(Bytes<8>());
-    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && g.copy_bytes == 4)
-      copy_all(Bytes<4>());
+  template <int BYTES>
+  __device__ __forceinline__ void copy_stage(const scalar_t* base, int channel, unsigned char* to) const {
+    if constexpr (SRC_CHANNELS_LAST)
+      copy_pixels<BYTES>(base, channel, to);
+    else if constexpr (PIXELS_INNERMOST)
+      copy_blocks<BYTES>(base, channel, to);
     else
-      copy_all(Bytes<sizeof(scalar_t)>());
+      copy_rows<BYTES>(base, channel, (scalar_t*)to);
   }
 
   // A stage of the tile that `find_pixels` has seen; `base` is its first channel's first element.
   __device__ __forceinline__ void load(const scalar_t* base, int stage, unsigned char* to) const {
     const int channel = stage * STAGE_CHANNELS;
     base += channel * g.src.stride[1];
-    by_size([&](auto bytes) {
-      if constexpr (SRC_CHANNELS_LAST)
-        copy_pixels<decltype(bytes)::count>(base, channel, to);
-      else if constexpr (PIXELS_INNERMOST)
-        copy_blocks<decltype(bytes)::count>(base, channel, to);
-      else
-        copy_rows<decltype(bytes)::count>(base, channel, (scalar_t*)to);
-    });
+    if (g.copy_bytes == 16)
+      copy_stage<16>(base, channel, to);
+    else if (!SRC_CHANNELS_LAST && g.copy_bytes == 8)
+      copy_stage<8>(base, channel, to);
+    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && g.copy_bytes == 4)
+      copy_stage<4>(base, channel, to);
+    else
+      copy_stage<sizeof(scalar_t)>(base, channel, to);
   }
 
   // A copied stage as the tensor cores take it: warps take a chunk of 32 pixels at a time.
