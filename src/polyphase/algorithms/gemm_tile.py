@@ -55,8 +55,7 @@ def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile, aligned: bool
         total = variant.stages * (stage + variant.k_steps * weights)
     if not (gather.src.channels_last or variant.innermost):
         total += variant.loader_groups * RAW_STAGES * variant.k_steps * 2 * CHUNK_BYTES * raw_pitch(tile.halo, size)
-    if not gather.dst.channels_last:
-        total += CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
+    total += CONSUMERS * 4 * _staging_bytes(gather, size)
     copied = 1 if gather.src.channels_last or not aligned else tile.copy_bytes // size
     return total + (4 + (8 if wide(gather) else 4) * variant.loader_groups) * math.ceil(tile.halo / copied) + 8
 
@@ -73,12 +72,15 @@ def wide(gather: Gather) -> bool:
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
 
 
-def _piece(stride: int, size: int) -> int:
-    """Elements of a row that a warp turns around at once (``PIECE`` in the kernel)."""
+def _staging_bytes(gather: Gather, size: int) -> int:
+    """What a warp turns around at once before it stores (``STAGING`` in the kernel)."""
+    if gather.dst.channels_last:
+        return 32 * (80 if size == 4 else 48)
+    stride = gather.axes[2].stride
     cells = 128
     while cells > 8 and cells * stride * size > 256:
         cells //= 2
-    return cells * stride
+    return 8 * (cells * stride + 8) * size
 
 
 def _pixels_join(gather: Gather) -> bool:
@@ -213,8 +215,8 @@ def store_vector(gather: Gather, tile: Tile) -> int:
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
     if gather.dst.channels_last:
-        even = gather.dst_channels % 2 == 0 and all(s % 2 == 0 for s in (batch, depth, height, width))
-        return 2 if even else 1
+        wide = 16 // size
+        return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride
     for count in (8 // size, 2):
         rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)

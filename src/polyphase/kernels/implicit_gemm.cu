@@ -46,9 +46,11 @@ constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 __host__ __device__ constexpr int piece_of(int cells) {
   return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
 }
-constexpr int PIECE = DST_CHANNELS_LAST ? (GROUP_CELLS % 16 == 0 ? 16 : 8) : piece_of(128);
+constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
-constexpr int STAGING_PITCH = PIECE * DST_W + 8;
+// What a warp turns around at a time: 8 channels of a piece, or the 16 of its cells, pixels apart so that banks differ.
+constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? (sizeof(scalar_t) == 4 ? 20 : 24) : PIECE * DST_W + 8;
+constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 
 struct Geometry {
   Tensor5 src, dst;
@@ -340,10 +342,11 @@ struct Store {
   }
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written.
-  static constexpr int WIDE = 8 / (int)sizeof(scalar_t);  // elements of a wide store
-  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? PIECE / 4 : ceil_div(PIECE * DST_W, 32);
+  static constexpr int WIDE = (DST_CHANNELS_LAST ? 16 : 8) / (int)sizeof(scalar_t);  // elements of a wide store
+  static constexpr int VECTORS_OF_PIXEL = 16 / WIDE;                                 // with channels last
+  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? VECTORS_OF_PIXEL : ceil_div(PIECE * DST_W, 32);
 
-  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or its cells, two of every eight.
+  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or of every 32 vectors one.
   struct Elements {
     offset_t offset[ELEMENTS];
     int count[ELEMENTS];  // of the vector's or the cell's elements, those that exist
@@ -354,7 +357,7 @@ struct Store {
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
       const int element = (lane() + 32 * i) * g.store_vector, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
-      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? i / 2 * 8 + lane() % 4 * 2 + i % 2 : element / DST_W);
+      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? (lane() + 32 * i) / VECTORS_OF_PIXEL : element / DST_W);
       elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
       if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
       Pixel p;
@@ -447,35 +450,49 @@ struct Store {
       }
   }
 
-  // Channels last: a thread's two rows are neighbouring channels, and eight lanes 16 of them.
+  // Channels last: a thread's two rows are neighbouring channels, and eight lanes hold 16 of them. The warp turns one
+  // phase of a piece around, so that a lane stores 16 bytes.
   template <int LINE>
   __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
+    scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
-    for (int cell = 0; cell < ELEMENTS; ++cell) {
-      if (!exists(elements, cell, depth, height)) continue;
-      scalar_t* const pixel = dst + elements.offset[cell] + depth * g.dst.stride[2] + height * g.dst.stride[3];
+    for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
+      const int first_channel = channel(block, 0), pair_channel = channel(block, lane() / 4);
+      const float first[2] = {start(pair_channel), start(pair_channel + 1)};
 #pragma unroll
-      for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
-        const int first = channel(block, lane() / 4);
-        if (first >= DST_CHANNELS) continue;
-        float value[2][2 * DST_W];
+      for (int phase = 0; phase < DST_W; ++phase) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          run<LINE>(value[half], block, piece * (PIECE / 8) + cell / 2, half, start(first + half));
+        for (int j = 0; j < PIECE / 8; ++j) {
+          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+          float value[2][2 * DST_W];
 #pragma unroll
-        for (int i = 0; i < DST_W; ++i) {
-          if (i >= elements.count[cell]) continue;
-          Vector<scalar_t, 2> pair;
+          for (int half = 0; half < 2; ++half)
+            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, first[half]);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) narrow(value[half][cell % 2 * DST_W + i], pair.value[half]);
-          scalar_t* const to = pixel + i * g.dst.stride[4] + first;
-          if (g.store_vector == 2) {
-            *(Vector<scalar_t, 2>*)to = pair;
-          } else {
-            to[0] = pair.value[0];
-            if (first + 1 < DST_CHANNELS) to[1] = pair.value[1];
+          for (int cell = 0; cell < 2; ++cell) {
+            Vector<scalar_t, 2> pair;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + phase], pair.value[half]);
+            *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + lane() / 4 * 2) = pair;
           }
         }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) {
+          if (phase >= elements.count[i] || !exists(elements, i, depth, height)) continue;
+          const int vector = lane() + 32 * i, from_channel = vector % VECTORS_OF_PIXEL * WIDE;
+          const scalar_t* const from = staging + vector / VECTORS_OF_PIXEL * STAGING_PITCH + from_channel;
+          const int remaining = DST_CHANNELS - first_channel - from_channel;
+          scalar_t* const to = line + elements.offset[i] + phase * g.dst.stride[4] + first_channel + from_channel;
+          if (g.store_vector == WIDE && remaining > 0) {
+            *(Vector<scalar_t, WIDE>*)to = *(const Vector<scalar_t, WIDE>*)from;
+          } else {
+#pragma unroll
+            for (int k = 0; k < WIDE; ++k)
+              if (k < remaining) to[k] = from[k];
+          }
+        }
+        __syncwarp();
       }
     }
   }
@@ -526,7 +543,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   unsigned char* const resident = shared_memory + STAGES * stage_bytes;
   unsigned char* raw = resident + RESIDENT_WEIGHTS;
   scalar_t* const staging = (scalar_t*)(raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage));
-  unsigned* const halo = (unsigned*)(staging + (DST_CHANNELS_LAST ? 0 : CONSUMERS * 4 * 8 * STAGING_PITCH));
+  unsigned* const halo = (unsigned*)(staging + CONSUMERS * 4 * STAGING);
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
@@ -722,7 +739,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                         shared.cells + cell_part * GROUP_CELLS,
                         dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1],
                         bias + first_channel,
-                        staging + thread / 32 * (8 * STAGING_PITCH)};
+                        staging + thread / 32 * STAGING};
       store();
     }
   }
