@@ -7,70 +7,108 @@ from dataclasses import dataclass
 
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gemm_tile import Tile
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, GemmVariant, Product
+from polyphase.algorithms.gemm_variant import CHUNK_BYTES, ROWS, GemmVariant, Product
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Multiprocessor cycles of the parts of an item, fitted to the times of an H200 (docs/performance.md)."""
+class _Costs:
+    """Multiprocessor cycles, fitted to the times of 1,700 variants on an H200 (docs/performance.md)."""
 
-    issue: float = 6.5  # each matrix instruction, above what the cores and shared memory take
-    stage: float = 770.0  # barriers and latencies of a stage, for the group that loads it
-    copy_rows: float = 70.0  # a warp's copies, channels first
-    copy_pixels: float = 200.0  # and channels last
-    convert: float = 140.0  # a chunk of 32 pixels turned around, for each warp
-    moved: float = 32.0  # bytes per cycle from the L2 cache
-    store_rows: float = 29.0  # a thread's value, channels first
-    odd_stride: float = 4.0  # times that and the bytes of a value, where a thread's elements are no vector
-    store_pixels: float = 50.0  # and channels last
-    overlap: float = 0.5  # of the shorter of loading and multiplying, what does not hide behind the longer
-    launch: float = 29000.0
-    few_stages: float = 0.1  # more time for every stage less than four
+    shared: float = 0.82 / 128  # a byte through shared memory, beside the products
+    issue: float = 12.0  # each matrix instruction, above what the cores and shared memory take
+    wait: float = 8.0  # for a stage, by those who multiply
+    stage: float = 860.0  # barriers and latencies of a stage, for the group that loads it
+    copy_rows: float = 94.0  # a warp's copies, channels first
+    copy_blocks: float = 270.0  # those that keep pixels innermost
+    copy_pixels: float = 224.0  # and channels last
+    convert: float = 210.0  # a chunk of 32 pixels turned around, for each warp
+    moved: float = 1 / 44  # a byte from the L2 cache
+    slot: float = 2290.0  # from a stage that is free to the same stage full, beside the products
+    slot_in_place: float = 1850.0
+    value_rows: float = 36.0  # a thread's value stored, channels first
+    value_pixels: float = 68.0  # and channels last
+    partial_lines: float = 1.2  # times that, where an item stores every other line
+    odd_stride: float = 1.07  # times that and the bytes of a value, where a thread's elements are no vector
+    launch: float = 28000.0
+    overlap: float = 2.84  # exponents of the norms that add what goes on at the same time
+    turns: float = 3.24
+    other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
 
 
-COSTS = Costs()
+_COSTS = _Costs()
 
 
 def estimate(
-    gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, bytes_moved: int, costs: Costs = COSTS
+    gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, layer_bytes: int
 ) -> tuple[float, str]:
-    """Predicted seconds of a variant, and whether ``bytes_moved``, those of the layer, or instructions bound it."""
+    """Predicted seconds of a variant, and whether ``layer_bytes`` or instructions bound it."""
+    costs = _COSTS
     product = Product.of(gather, variant)
-    size = DTYPE_BYTES[gather.dtype]
-    stages = product.steps // variant.k_steps
-    chunks = 2 * variant.k_steps
-    last = gather.src.channels_last
-
-    width = max(variant.pixels / 2, 16 + variant.pixels / 4) * (1 if variant.wgmma else 2.2)
-    instructions = product.steps * product.operations * variant.pixel_blocks * (3 if variant.parts == 2 else 1)
-    multiply = instructions * (width + costs.issue) * variant.sharers
-
-    vector = tile.copy_bytes // size
-    pieces = 1 if tile.copy_bytes == 16 else 16 // size
-    warps = variant.loader_threads // variant.loader_groups // 32
-    rows = math.ceil(tile.halo / vector / 32) * chunks * 16 / size
-    copies = (tile.halo * chunks / 32 * pieces if last else rows) / warps
-    turned = 0 if (last and size == 2) or variant.innermost else math.ceil(math.ceil(tile.halo / 32) * chunks / warps)
-    copy = costs.copy_pixels if last else costs.copy_rows
-    load = stages * (costs.stage + copy * copies + costs.convert * turned * variant.parts) / variant.loader_groups
-    weights = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
-    load = max(load, (weights + stages * tile.halo * chunks * CHUNK_BYTES) / costs.moved)
-
-    owned = product.row_blocks // variant.channel_blocks * product.line_groups
-    values = variant.group_cells / 2 * product.row_blocks * gather.phases / owned
-    stride = gather.axes[2].stride
-    rows = costs.store_rows * (1 if stride & (stride - 1) == 0 else costs.odd_stride * size)
-    store = values * (costs.store_pixels if gather.dst.channels_last else rows)
-
-    main = max(multiply, load) + costs.overlap * min(multiply, load)
-    main *= 1 + costs.few_stages * max(0, 4 - variant.stages)
-    total = max(main, (multiply + store) / 2) if variant.split == "turns" else main + store
+    turns = variant.split == "turns"
+    multiply, load, moved, slots = _main_loop(gather, variant, tile, product)
+    main = _norm(costs.overlap, multiply, load, moved, slots)
+    store = _store(gather, variant, product)
+    item = _norm(costs.turns, main, (multiply + store) / 2) if turns else main + store
     waves = tile.count * product.row_groups / variant.row_parts / device.multiprocessors
     if waves < 8:
         waves = math.ceil(waves)
-    cycles = max(waves, 2 if variant.split == "turns" else 1) * total + costs.launch
-    floor = bytes_moved / (0.8 * device.copy_bytes_per_second)
-    busy = cycles / device.clock_hz
+    busy = (max(waves, 2 if turns else 1) * item + costs.launch) / device.clock_hz
+    floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
     return max(floor, busy), "bytes" if floor > busy else "instructions"
+
+
+def _norm(exponent: float, *parts: float) -> float:
+    return float(sum(part**exponent for part in parts) ** (1 / exponent))
+
+
+def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> tuple[float, float, float, float]:
+    """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
+    costs = _COSTS
+    size = DTYPE_BYTES[gather.dtype]
+    last = gather.src.channels_last
+    in_place = last or variant.innermost
+    stages = product.steps // variant.k_steps
+    chunks = 2 * variant.k_steps
+    weight_bytes = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
+    pixel_bytes = stages * tile.halo * chunks * CHUNK_BYTES
+
+    instructions = product.steps * product.operations * variant.pixel_blocks * variant.sharers
+    instructions *= 3 if variant.parts == 2 else 1
+    operand_bytes = instructions * 2 * CHUNK_BYTES * (ROWS + variant.pixels)
+    passes = (1 if size == 2 and in_place else 3) * (1 if variant.parts == 1 else 4 / 3)
+    shared = (operand_bytes + passes * pixel_bytes + weight_bytes) * costs.shared
+    products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else costs.other_instruction)
+    multiply = products + costs.issue * instructions + costs.wait * stages * variant.sharers
+
+    warps = variant.loader_threads // variant.loader_groups // 32
+    vectors = tile.halo / (tile.copy_bytes // size)
+    if last:
+        pieces = CHUNK_BYTES // tile.copy_bytes
+        copies = costs.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
+    elif variant.innermost:
+        copies = costs.copy_blocks * math.ceil(vectors / (4 * warps)) * chunks
+    else:
+        copies = costs.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
+    turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
+    load = stages * (costs.stage + copies + costs.convert * turned) / variant.loader_groups
+
+    free = variant.stages - (variant.loader_groups if in_place else 0)
+    slots = (stages * (costs.slot_in_place if in_place else costs.slot) + multiply) / free
+    return multiply, load, (pixel_bytes + weight_bytes) * costs.moved, slots
+
+
+def _store(gather: Gather, variant: GemmVariant, product: Product) -> float:
+    """Cycles of an item's stores."""
+    costs = _COSTS
+    owned = product.row_blocks // variant.channel_blocks * product.line_groups
+    values = variant.group_cells / 2 * product.row_blocks * gather.phases / owned
+    stride = gather.axes[2].stride
+    if gather.dst.channels_last:
+        value = costs.value_pixels
+    elif stride & (stride - 1):
+        value = costs.value_rows * costs.odd_stride * DTYPE_BYTES[gather.dtype]
+    else:
+        value = costs.value_rows
+    return values * value * (costs.partial_lines if product.line_groups > 1 else 1)

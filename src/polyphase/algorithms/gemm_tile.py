@@ -45,19 +45,31 @@ def raw_pitch(halo: int, size: int) -> int:
 
 def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile, aligned: bool = True) -> int:
     """Dynamic shared memory of a tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
-    size = DTYPE_BYTES[gather.dtype]
-    product = Product.of(gather, variant)
-    weights = variant.row_parts * product.step_bytes(variant)
-    stage = variant.parts * 2 * variant.k_steps * (tile.allocated + (0 if aligned else 32)) * CHUNK_BYTES
-    if variant.resident:
-        total = variant.stages * stage + product.steps * weights
-    else:
-        total = variant.stages * (stage + variant.k_steps * weights)
-    if not (gather.src.channels_last or variant.innermost):
-        total += variant.loader_groups * RAW_STAGES * variant.k_steps * 2 * CHUNK_BYTES * raw_pitch(tile.halo, size)
-    total += CONSUMERS * 4 * _staging_bytes(gather, size)
-    copied = 1 if gather.src.channels_last or not aligned else tile.copy_bytes // size
-    return total + (4 + (8 if wide(gather) else 4) * variant.loader_groups) * math.ceil(tile.halo / copied) + 8
+    return _SharedBytes(gather, variant).of(tile, aligned)
+
+
+class _SharedBytes:
+    """Dynamic shared memory of the tiles of a variant."""
+
+    def __init__(self, gather: Gather, variant: GemmVariant) -> None:
+        self.size = DTYPE_BYTES[gather.dtype]
+        self.src_channels_last = gather.src.channels_last
+        product = Product.of(gather, variant)
+        weights = variant.row_parts * product.step_bytes(variant)
+        weights *= product.steps if variant.resident else variant.stages * variant.k_steps
+        self.fixed = weights + CONSUMERS * 4 * _staging_bytes(gather, self.size) + 8
+        chunks = 2 * variant.k_steps
+        self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
+        in_place = self.src_channels_last or variant.innermost
+        self.raw = 0 if in_place else variant.loader_groups * RAW_STAGES * chunks * CHUNK_BYTES
+        self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
+
+    def of(self, tile: Tile, aligned: bool) -> int:
+        """Of one tile."""
+        copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
+        total = self.fixed + self.allocated * (tile.allocated + (0 if aligned else 32))
+        total += self.raw * raw_pitch(tile.halo, self.size) if self.raw else 0
+        return total + self.table * -(-tile.halo // copied)
 
 
 def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
@@ -114,22 +126,27 @@ def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceIn
     limit = device.shared_bytes_per_block - static - reserve
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
+    shared = _SharedBytes(gather, variant)
     for tile in _tiles(gather, variant.cells, batch, banks):
-        if tile.run >= variant.innermost and shared_bytes(gather, variant, tile, not reserve) <= limit:
+        if tile.run >= variant.innermost and shared.of(tile, not reserve) <= limit:
             return tile
     return None
 
 
 @lru_cache(maxsize=65536)
 def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
-    """Tiles of at most ``capacity`` cells, those in their halo included; least work first."""
+    """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory."""
     # Several images only where offsets within the tile have 32 bits.
     sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
     images = min((2**31 - one) // max(1, stride) for stride, one in sides)
     pixels = math.prod(gather.cells)
     if _pixels_join(gather) and images > capacity // max(1, pixels) + 2 and (batch + 1) * pixels < 2**31 - capacity:
         return [_run(gather, capacity, batch, banks)]
-    return sorted(_boxes(gather, capacity, batch, banks, images), key=lambda tile: _work(tile, capacity))
+    found: list[Tile] = []
+    for tile in sorted(_boxes(gather, capacity, batch, banks, images), key=lambda tile: _work(tile, capacity)):
+        if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
+            found.append(tile)
+    return found
 
 
 def _work(tile: Tile, capacity: int) -> float:

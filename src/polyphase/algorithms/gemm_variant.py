@@ -20,7 +20,7 @@ RAW_STAGES = 2  # copied stages of a loading group that are not turned around ye
 
 # Loading groups, and the stages they may have, by whether they copy in place. Such copies are waited for by those who
 # multiply: they take more stages (see LOOKAHEAD in the kernel).
-_LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)),), True: ((4, (8, 6)), (1, (3,)))}
+_LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)),), True: ((4, (12, 8, 6)), (1, (4, 3)))}
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,14 @@ def uses_tf32(problem: ConvTransposeProblem) -> bool:
 
 def variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool) -> Iterator[GemmVariant]:
     """Every variant that the registers allow; ``channels_last`` is the source's memory format."""
+    for family in families(problem, device, channels_last):
+        yield from family
+
+
+def families(
+    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool
+) -> Iterator[tuple[GemmVariant, ...]]:
+    """The `variants`, those together that differ in nothing but their stages: most stages first."""
     taps = Taps.of(problem.axes3)
     blocks = math.ceil(problem.out_channels_per_group / ROWS)
     parts = 1 if problem.dtype != "float32" or uses_tf32(problem) else 2
@@ -159,11 +167,13 @@ def variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: b
                     (True, False) if wgmma and runs else (False,),
                 ):
                     for loaders, stages in _LOADERS[channels_last or innermost]:
-                        for count in stages:
-                            yield GemmVariant(
+                        yield tuple(
+                            GemmVariant(
                                 pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
                                 split, resident, innermost, loaders if wgmma else 1, wgmma,
-                            )  # fmt: skip
+                            )
+                            for count in stages
+                        )  # fmt: skip
 
 
 def _accumulators(parts: int, wgmma: bool, strided_pixels: bool) -> int:

@@ -11,7 +11,7 @@ from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides,
 from polyphase.algorithms.gather import MAX_PHASES, Gather
 from polyphase.algorithms.gemm_cost import estimate
 from polyphase.algorithms.gemm_tile import best_tile, raw_pitch, shared_bytes, store_vector, wide
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, ROWS, GemmVariant, Product, variants
+from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, ROWS, GemmVariant, Product, families
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -149,18 +149,39 @@ def ranked(problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last:
 
     A quarter of the say has the prediction for tiny images, which leave much of a wide tile empty.
     """
-    sizes = problem, replace(problem, input_size=tuple(axis.input_size(8 * axis.stride) + 8 for axis in problem.axes))
+    typical_size, tiny = (
+        _sized_gather(sized, src_channels_last)
+        for sized in (
+            problem,
+            replace(problem, input_size=tuple(axis.input_size(8 * axis.stride) + 8 for axis in problem.axes)),
+        )
+    )
     scores: dict[GemmVariant, float] = {}
-    for sized, weight in zip(sizes, (0.75, 0.25)):
-        dense = Layouts.dense(sized)
-        if src_channels_last != sized.channels_last:
-            dense = replace(dense, input=dense_strides(sized.input_shape, src_channels_last))
-        gather = Gather.of(sized, Pass.FORWARD, dense)
-        for variant in list(scores) or variants(sized, device, src_channels_last):
-            if Product.of(gather, variant).operations > _MAX_OPERATIONS:
+    for family in families(problem, device, src_channels_last):
+        if Product.of(typical_size, family[0]).operations > _MAX_OPERATIONS:
+            continue
+        fastest: tuple[float, GemmVariant] | None = None
+        for variant in family:
+            if (seconds := _seconds(typical_size, variant, problem.batch, device)) is None:
                 continue
-            tile = best_tile(gather, variant, sized.batch, device, _RESERVE)
-            seconds = math.inf if tile is None else estimate(gather, variant, tile, device, sized.bytes)[0]
-            scores[variant] = scores.get(variant, 0.0) + weight * math.log(seconds)
-    fitting = [variant for variant, score in scores.items() if score < math.inf]
-    return sorted(fitting, key=lambda variant: (scores[variant], -variant.stages))
+            if fastest is not None and seconds >= fastest[0]:
+                break  # fewer stages only pay for a better tile
+            fastest = seconds, variant
+        if fastest is not None:
+            seconds, variant = fastest
+            if (tiny_seconds := _seconds(tiny, variant, problem.batch, device)) is not None:
+                scores[variant] = 0.75 * math.log(seconds) + 0.25 * math.log(tiny_seconds)
+    return sorted(scores, key=lambda variant: scores[variant])
+
+
+def _sized_gather(problem: ConvTransposeProblem, src_channels_last: bool) -> Gather:
+    dense = Layouts.dense(problem)
+    if src_channels_last != problem.channels_last:
+        dense = replace(dense, input=dense_strides(problem.input_shape, src_channels_last))
+    return Gather.of(problem, Pass.FORWARD, dense)
+
+
+def _seconds(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo) -> float | None:
+    """The prediction, whatever the bytes; None where no tile fits."""
+    tile = best_tile(gather, variant, batch, device, _RESERVE)
+    return None if tile is None else estimate(gather, variant, tile, device, 0)[0]
