@@ -14,26 +14,28 @@ from polyphase.problem import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class _Costs:
-    """Multiprocessor cycles, fitted to the times of 1,700 variants on an H200 (docs/performance.md)."""
+    """Multiprocessor cycles, fitted to the times of 2,367 variants on an H200 (docs/performance.md)."""
 
-    shared: float = 0.82 / 128  # a byte through shared memory, beside the products
-    issue: float = 12.0  # each matrix instruction, above what the cores and shared memory take
-    wait: float = 8.0  # for a stage, by those who multiply
-    stage: float = 860.0  # barriers and latencies of a stage, for the group that loads it
-    copy_rows: float = 94.0  # a warp's copies, channels first
-    copy_blocks: float = 270.0  # those that keep pixels innermost
-    copy_pixels: float = 224.0  # and channels last
-    convert: float = 210.0  # a chunk of 32 pixels turned around, for each warp
-    moved: float = 1 / 44  # a byte from the L2 cache
-    slot: float = 2290.0  # from a stage that is free to the same stage full, beside the products
-    slot_in_place: float = 1850.0
-    value_rows: float = 36.0  # a thread's value stored, channels first
-    value_pixels: float = 68.0  # and channels last
-    partial_lines: float = 1.2  # times that, where an item stores every other line
-    odd_stride: float = 1.07  # times that and the bytes of a value, where a thread's elements are no vector
-    launch: float = 28000.0
-    overlap: float = 2.84  # exponents of the norms that add what goes on at the same time
-    turns: float = 3.24
+    shared: float = 0.86 / 128  # a byte through shared memory, beside the products
+    issue: float = 13.0  # each matrix instruction, above what the cores and shared memory take
+    wait: float = 16.0  # for a stage, by those who multiply
+    stage: float = 810.0  # barriers and latencies of a stage, for the group that loads it
+    stage_in_place: float = 650.0
+    copy_rows: float = 105.0  # a warp's copies, channels first
+    copy_blocks: float = 290.0  # those that keep pixels innermost
+    copy_pixels: float = 253.0  # and channels last
+    convert: float = 182.0  # a chunk of 32 pixels turned around, for each warp
+    moved: float = 1 / 48  # a byte from the L2 cache
+    slot: float = 2020.0  # from a stage that is free to the same stage full, beside the products
+    slot_in_place: float = 1640.0
+    slot_use: float = 1.36  # of the products of a stage, what its slot is held for them
+    value_rows: float = 36.7  # a thread's value stored, channels first
+    value_pixels: float = 63.6  # and channels last
+    partial_lines: float = 1.31  # times that, where an item stores every other line
+    odd_stride: float = 1.2  # times that and the bytes of a value, where a thread's elements are no vector
+    launch: float = 29700.0
+    overlap: float = 3.16  # exponents of the norms that add what goes on at the same time
+    turns: float = 2.81
     other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
 
 
@@ -92,10 +94,12 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     else:
         copies = costs.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
     turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
-    load = stages * (costs.stage + copies + costs.convert * turned) / variant.loader_groups
+    latency = costs.stage_in_place if in_place else costs.stage
+    load = stages * (latency + copies + costs.convert * turned) / variant.loader_groups
 
     free = variant.stages - (variant.loader_groups if in_place else 0)
-    slots = (stages * (costs.slot_in_place if in_place else costs.slot) + multiply) / free
+    slot = costs.slot_in_place if in_place else costs.slot
+    slots = (stages * slot + costs.slot_use * multiply) / free
     return multiply, load, (pixel_bytes + weight_bytes) * costs.moved, slots
 
 

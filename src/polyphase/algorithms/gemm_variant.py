@@ -20,7 +20,7 @@ RAW_STAGES = 2  # copied stages of a loading group that are not turned around ye
 
 # Loading groups, and the stages they may have, by whether they copy in place. Such copies are waited for by those who
 # multiply: they take more stages (see LOOKAHEAD in the kernel).
-_LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)),), True: ((4, (12, 8, 6)), (1, (4, 3)))}
+_LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)),), True: ((4, (12, 8)), (1, (4, 3)))}
 
 
 @dataclass(frozen=True)
