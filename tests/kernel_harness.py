@@ -56,7 +56,8 @@ class Emulator:
             return
         kernel = EmulatedKernel(launch.source.text, launch.source.kernel)
         geometry = (ctypes.c_ubyte * len(launch.geometry)).from_buffer_copy(launch.geometry)
-        arguments = (launch.grid, launch.block, launch.shared_bytes, [*tensors, geometry])
+        parameters = [*tensors, geometry] if launch.geometry else tensors
+        arguments = (launch.grid, launch.block, launch.shared_bytes, parameters)
         if self.order is None:
             kernel.launch_in_every_order(*arguments)
         else:

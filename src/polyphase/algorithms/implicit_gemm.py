@@ -126,14 +126,26 @@ def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tu
 
 
 def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Launch:
-    constants = tuple(c for c in _packing(gather, variant, product) if c[0] != "HAS_BIAS")
-    chunks = product.row_groups * product.steps * product.operations * 2 * ROWS
+    places = product.line_groups * product.operations // variant.channel_blocks
+    row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
+    # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
+    # memory, channels or taps, stay long.
+    if gather.weight_channels_last:
+        slabs = [(ROWS, taps) for taps in (16, 8, 4, 2, 1)]
+    else:
+        slabs = [(channels, min(places, 128)) for channels in (64, 32, 16)]
+    for channels, taps in slabs:
+        blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
+        if channels * taps <= 1024 and blocks >= 256:
+            break
+    constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
+    constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps)]
     return Launch(
-        source=KernelSource("pack_weights", gather.dtype, False, constants),
-        grid=(math.ceil(chunks / 256), 1, 1),
+        source=KernelSource("pack_weights", gather.dtype, False, tuple(constants)),
+        grid=(blocks, 1, 1),
         block=256,
         shared_bytes=0,
-        geometry=struct.pack("<i", gather.groups),
+        geometry=b"",
     )
 
 

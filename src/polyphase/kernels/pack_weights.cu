@@ -2,32 +2,136 @@
 //
 //     [step][operation][part][chunk of two][row of 64][16 bytes]
 //
-// One thread makes one chunk of one row in all its parts. Rows and channels that do not exist are zero.
+// Rows, channels and operations that do not exist are zero.
+//
+// A thread block takes a slab through shared memory: CHUNK input channels, SLAB_CHANNELS output channels, SLAB_TAPS
+// taps. It reads the slab in the order in which weights lie in memory, so that each is read once, and writes a run of
+// SLAB_CHANNELS rows for every tap. Both loops give an output channel and a tap to a thread: the first moves the input
+// channels of the pair one by one, the second makes them a chunk.
 
-extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS)
-    pack_weights(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed, const int groups) {
-  constexpr int OUTER = CHANNEL_GROUPS * LINE_GROUPS;
-  const long long index = (long long)blockIdx.x * 256 + threadIdx.x;
-  const int row = index % ROWS, chunk = index / ROWS % 2;
-  const int operation_index = index / (ROWS * 2) % OPERATIONS;
-  const int rest = index / (ROWS * 2 * OPERATIONS);
-  const int step = rest % STEPS, outer = rest / STEPS % OUTER, group = rest / (STEPS * OUTER);
-  if (group >= groups) return;
+constexpr int THREADS = 256;
+constexpr int ROW_SLABS = CHANNEL_GROUPS * CHANNEL_BLOCKS * (ROWS / SLAB_CHANNELS);
+constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;  // of a block of channels and a group of lines
+constexpr int PLACES = LINE_GROUPS * CHANNEL_OPERATIONS;         // the taps, and operations that do not exist
+constexpr int TAP_SLABS = ceil_div(PLACES, SLAB_TAPS);
+constexpr int STAGED = SLAB_TAPS < TAPS ? SLAB_TAPS : TAPS;
+constexpr int PAIRS = SLAB_CHANNELS * STAGED;
+constexpr int BATCH = PAIRS > 3 * THREADS ? 4 : ceil_div(PAIRS, THREADS);  // pairs that a thread reads at once
+constexpr bool TAPS_INNERMOST = WEIGHT_STRIDE_TAP <= WEIGHT_STRIDE_OUT;
+constexpr int BANK = 4 / (int)sizeof(scalar_t);             // elements of a bank
+constexpr int PITCH = (ceil_div(STAGED, BANK) | 1) * BANK;  // odd in banks: a warp's rows lie in different ones
+static_assert(SLAB_CHANNELS % 16 == 0, "channel_of_row keeps 16 rows together");
 
-  Operation operation;
-  const bool exists = find_operation(operation_index, outer % LINE_GROUPS * LINES, operation);
-  const int out = (outer / LINE_GROUPS * CHANNEL_BLOCKS + operation.channel_block) * ROWS + channel_of_row(row);
-  const int tap = (operation.depth_tap * AXIS_H.kernel + operation.height_tap) * AXIS_W.kernel + operation.width_tap;
-  alignas(16) scalar_t parts[PARTS][CHUNK];
-#pragma unroll
-  for (int i = 0; i < CHUNK; ++i) {
-    const int in = step * STEP_CHANNELS + chunk * CHUNK + i;
-    const bool inside = exists && out < DST_CHANNELS && in < SRC_CHANNELS;
-    const long long first = (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS;
-    prepare(inside ? read(weight + first + weight_offset(in, out, tap)) : zero<scalar_t>(), parts, i);
+// The output channel and the tap of a slab's pair, in the order in which weights lie in memory.
+__device__ __forceinline__ int out_of(int pair) { return TAPS_INNERMOST ? pair / STAGED : pair % SLAB_CHANNELS; }
+__device__ __forceinline__ int tap_of(int pair) { return TAPS_INNERMOST ? pair % STAGED : pair / SLAB_CHANNELS; }
+
+// A tap of an axis, and the phases that own taps.
+struct Standing {
+  int phase;   // how many come before its own
+  int before;  // taps of those
+  int index;   // taps of its own phase that come before it
+  int count;   // taps of its own phase
+};
+
+__device__ __forceinline__ Standing standing_of(Axis axis, int tap) {
+  const int step = tap_step(axis);
+  Standing standing = {0, 0, tap / step, ceil_div(axis.kernel - tap % step, step)};
+  for (int first = 0; first < step && first < axis.kernel; ++first)  // the first taps of all phases
+    if (phase_of(axis, first) < phase_of(axis, tap)) {
+      ++standing.phase;
+      standing.before += ceil_div(axis.kernel - first, step);
+    }
+  return standing;
+}
+
+// Operations of a block of channels and a group of lines that exist.
+__device__ __forceinline__ int existing_operations(int line_group) {
+  int taps = 0;
+  for (int i = 0; i < LINES; ++i) taps += taps_of_line(line_group * LINES + i);
+  return LINE_GROUPS == 1 ? TAPS : taps * AXIS_W.kernel;
+}
+
+// The inverse of `find_operation`: the operation of a tap, counted from the first of the first group of lines as the
+// packed weights of one step are. Behind the last tap follow the operations that do not exist.
+__device__ __forceinline__ int place_of(int tap, int channel_block) {
+  constexpr int LINE_GROUP = STEPS * OPERATIONS;
+  if (tap >= TAPS) {
+    int index = tap - TAPS;
+    for (int line_group = 0;; ++line_group) {
+      const int existing = existing_operations(line_group), missing = CHANNEL_OPERATIONS - existing;
+      if (index < missing) return line_group * LINE_GROUP + CHANNEL_BLOCKS * existing + channel_block * missing + index;
+      index -= missing;
+    }
   }
-  unsigned char* const target = packed + (index / (ROWS * 2) * OPERATION_BYTES + (chunk * ROWS + row) * 16);
+  const Standing d = standing_of(AXIS_D, tap / (AXIS_H.kernel * AXIS_W.kernel));
+  const Standing h = standing_of(AXIS_H, tap / AXIS_W.kernel % AXIS_H.kernel);
+  const Standing w = standing_of(AXIS_W, tap % AXIS_W.kernel);
+  const int line = d.phase * OWNED_H + h.phase, line_group = line / LINES;
+  int before = 0;
+  for (int other = line_group * LINES; other < line; ++other) before += taps_of_line(other);
+  const int index = (d.index * h.count + h.index) * w.count + w.index;
+  return line_group * LINE_GROUP + channel_block * existing_operations(line_group) + before * AXIS_W.kernel +
+         d.count * h.count * w.before + index;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    pack_weights(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
+  __shared__ scalar_t slab[CHUNK][SLAB_CHANNELS * PITCH];
+  __shared__ int places[SLAB_TAPS];
+  const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;
+  const int chunk = blockIdx.x / (ROW_SLABS * TAP_SLABS) % (2 * STEPS);
+  const int group = blockIdx.x / (ROW_SLABS * TAP_SLABS) / (2 * STEPS);
+  const int first_in = chunk * CHUNK, first_out = row_slab * SLAB_CHANNELS, first_place = tap_slab * SLAB_TAPS;
+  const int channel_block = first_out / ROWS % CHANNEL_BLOCKS;
+
+  const scalar_t* const origin = weight + (long long)(group * SRC_CHANNELS + first_in) * WEIGHT_STRIDE_IN +
+                                 weight_offset(0, first_out, first_place);
+  for (int first = threadIdx.x; first < PAIRS; first += BATCH * THREADS) {
+    scalar_t values[BATCH][CHUNK];  // on their way together
 #pragma unroll
-  for (int part = 0; part < PARTS; ++part)
-    *(Vector<scalar_t, CHUNK>*)(target + part * (2 * ROWS * 16)) = *(const Vector<scalar_t, CHUNK>*)parts[part];
+    for (int k = 0; k < BATCH; ++k) {
+      const int pair = first + k * THREADS, out = out_of(pair), tap = tap_of(pair);
+      const bool inside = pair < PAIRS && first_out + out < DST_CHANNELS && first_place + tap < TAPS;
+      const scalar_t* const from = origin + weight_offset(0, out, tap);
+#pragma unroll
+      for (int in = 0; in < CHUNK; ++in) {
+        const bool exists = inside && first_in + in < SRC_CHANNELS;
+        values[k][in] = exists ? read(from + (long long)in * WEIGHT_STRIDE_IN) : zero<scalar_t>();
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      const int pair = first + k * THREADS;
+      if (pair >= PAIRS) break;
+#pragma unroll
+      for (int in = 0; in < CHUNK; ++in) slab[in][out_of(pair) * PITCH + tap_of(pair)] = values[k][in];
+    }
+  }
+  // The last threads have the fewest weights to read.
+  for (int i = THREADS - 1 - (int)threadIdx.x; i < SLAB_TAPS && first_place + i < PLACES; i += THREADS)
+    places[i] = place_of(first_place + i, channel_block);
+  __syncthreads();
+
+  const int outer = group * CHANNEL_GROUPS + first_out / (CHANNEL_BLOCKS * ROWS);
+  unsigned char* const target = packed +
+                                ((long long)outer * LINE_GROUPS * STEPS + chunk / 2) * OPERATIONS * OPERATION_BYTES +
+                                (chunk % 2 * ROWS + first_out % ROWS) * 16;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < SLAB_CHANNELS * SLAB_TAPS; i += THREADS) {
+    const int row = i % SLAB_CHANNELS, tap = i / SLAB_CHANNELS;
+    if (first_place + tap >= PLACES) break;
+    const bool exists = first_place + tap < TAPS;
+    scalar_t values[CHUNK];
+#pragma unroll
+    for (int in = 0; in < CHUNK; ++in)
+      values[in] = exists ? slab[in][channel_of_row(row) * PITCH + tap] : zero<scalar_t>();
+    alignas(16) scalar_t parts[PARTS][CHUNK];
+#pragma unroll
+    for (int in = 0; in < CHUNK; ++in) prepare(values[in], parts, in);
+    unsigned char* const to = target + (long long)places[tap] * OPERATION_BYTES + row * 16;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+      *(Vector<scalar_t, CHUNK>*)(to + part * (2 * ROWS * 16)) = *(const Vector<scalar_t, CHUNK>*)parts[part];
+  }
 }
