@@ -1,6 +1,6 @@
 """Executes CUDA C++ kernels on the CPU: the very source, its barriers included, where there is no GPU.
 
-A kernel's source (one string, no headers, no inline PTX outside ``__CUDA_ARCH__``) is compiled by g++ behind
+A kernel's source (one string, no headers, inline PTX only where ``EMULATOR`` is undefined) is compiled by g++ behind
 ``cuda_shim.h`` and run by ``runtime.cpp``, which makes every thread of a block a fiber. Found, and reported as
 `EmulationError` with block, thread and line: accesses outside of a buffer or of shared memory, misaligned vectors,
 indices outside of an array, signed overflow, deadlocks, endless loops. A race shows as a result that depends on the

@@ -345,7 +345,7 @@ def _copy_sizes(gather: Gather, joined: bool = False) -> list[int]:
     if width == 1 and gather.aligned:
         for copied in (4, 16):
             count = copied // size
-            rows = depth if joined and _rows_join(gather) else math.gcd(gather.src.shape[4], depth, height)
+            rows = depth if joined and _rows_join(gather) else math.gcd(math.gcd(gather.src.shape[4], depth), height)
             if count > 1 and all(s % count == 0 for s in (rows, batch, channel)):
                 sizes.append(copied)
     return sizes

@@ -112,6 +112,15 @@ def resources_of(source: KernelSource, arch: str) -> Resources:
     )
 
 
+def settled(source: KernelSource, arch: str) -> KernelSource:
+    """The kernel with the limit on its registers that it is compiled with.
+
+    Raises as `compile_kernel` does.
+    """
+    _compiler_version()
+    return _compile_without_spills(source, arch)[0]
+
+
 def _number(log: str, pattern: str) -> int:
     return sum(int(match) for match in re.findall(pattern, log))
 
