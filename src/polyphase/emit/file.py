@@ -62,7 +62,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         command: what emits it again.
 
     Raises:
-        EmitError: names that clash, or an architecture without kernels.
+        EmitError: the model's file defines a name that the emitted file needs.
         UnsupportedError: no algorithm computes a pass there.
         CompilationError: a kernel does not compile.
     """
@@ -72,8 +72,6 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     for name, problem in model.layers.items():
         choices: dict[str, dict[Pass, support.Choice]] = {}
         for device in devices:
-            if not device.is_cuda:
-                raise EmitError(f"there are no kernels for {device.arch}")
             choices[device.arch] = {}
             for pass_ in Pass:
                 candidate, sources = _plan(problem, pass_, device)
@@ -161,7 +159,11 @@ class _Literals:
         if is_dataclass(value):
             items = [f"{f.name}={self.of(getattr(value, f.name), names, inner)}" for f in fields(value)]
             return _bracketed(self._name(type(value), names) + "(", items, ")", indent)
-        if value is None or isinstance(value, (bool, int, float, str, tuple)):
+        if isinstance(value, str):
+            return f'"{value}"'
+        if isinstance(value, tuple):
+            return "(" + ", ".join(self.of(item, names) for item in value) + ",)"[len(value) != 1 :]
+        if value is None or isinstance(value, (bool, int, float)):
             return repr(value)
         return self._name(type(value), names) + "()"  # an algorithm, which has no state
 
@@ -257,7 +259,8 @@ def _kernels(kernels: dict[str, list[KernelSource]]) -> str:
     for arch, sources in kernels.items():
         lines.append(f'KERNELS["{arch}"] = [')
         for source in sources:
-            lines.append(f'    ("{source.kernel}", {_quoted(source.specialisation)}, {source.files}),')
+            files = ", ".join(f'"{file}"' for file in source.files)
+            lines.append(f'    ("{source.kernel}", {_quoted(source.specialisation)}, ({files})),')
         lines.append("]")
     return "\n".join(lines)
 

@@ -111,7 +111,7 @@ def kernel_number(arch: str, source: KernelSource) -> int:
     """Which kernel of the file ``source`` is. How many blocks should be resident was settled by the compiler."""
 
     def significant(text: str) -> list[str]:
-        return [line for line in text.splitlines() if "MIN_BLOCKS" not in line]
+        return [line for line in text.splitlines() if line and "MIN_BLOCKS" not in line]
 
     wanted = significant(source.specialisation)
     for number, (name, specialisation, _) in enumerate(KERNELS[arch]):
