@@ -53,7 +53,14 @@ def emit(
     from polyphase.errors import CompilationError, UnsupportedError
 
     devices = _devices(arch)
-    words = ["python", "-m", "polyphase", "emit", *(["--layer", layer] if layer else []), *([str(file)] if file else [])]
+    words = [
+        "python",
+        "-m",
+        "polyphase",
+        "emit",
+        *(["--layer", layer] if layer else []),
+        *([str(file)] if file else []),
+    ]
     words += ["--arch", ",".join(device.arch for device in devices)]
     words += ["--dtype", dtype.value] if dtype else []
     words += ["--strict-fp32"] if strict_fp32 else []

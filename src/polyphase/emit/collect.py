@@ -75,7 +75,9 @@ def _defined(statement: ast.stmt) -> list[str]:
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return [statement.name]
     if isinstance(statement, ast.Assign):
-        return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        return [
+            node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        ]
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
         return [statement.target.id]
     return []
@@ -91,8 +93,8 @@ class Found:
     imports: dict[str, str] = field(default_factory=dict)
 
 
-def collect(roots: Collection[Key], attributes: Collection[str] = ()) -> Found:
-    """Everything that ``roots`` use, if methods and attributes of the names ``attributes`` are used on them."""
+def collect(roots: Collection[Key], attributes: Collection[str] = (), given: Collection[Key] = ()) -> Found:
+    """Everything that ``roots`` use but what is ``given``; ``attributes`` are names of methods that are called too."""
     found = Found(attributes=set(attributes))
     wanted = set(roots)
     while True:
@@ -110,7 +112,7 @@ def collect(roots: Collection[Key], attributes: Collection[str] = ()) -> Found:
                         raise ValueError(f"{module_name}.{name} imports {node.module} where an emitted file cannot")
                     elif isinstance(node, ast.Name):
                         key = _resolve(module, node.id, found)
-                        if key is not None:
+                        if key is not None and key not in given:
                             (found.types if id(node) in annotations else wanted).add(key)
         wanted -= found.keys
         if not wanted and before == (len(found.keys), len(found.attributes)):

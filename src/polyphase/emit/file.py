@@ -40,7 +40,7 @@ _HERE = Path(__file__).parent
 _SUPPORT = support.__name__
 # What runs an emitted file calls these by name, or PyTorch does.
 _CALLED = {"launch", "forward", "backward"}
-_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "LAYERS", "CLASSES", "ModelNew"}
+_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "LAYERS", "CLASSES"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         UnsupportedError: no algorithm computes a pass there.
         CompilationError: a kernel does not compile.
     """
-    plans, remarks = [], []
+    plans: list[tuple[str, str, str, str]] = []
+    remarks: list[str] = []
     kernels: dict[str, list[KernelSource]] = {device.arch: [] for device in devices}
     layers = []
     for name, problem in model.layers.items():
@@ -85,7 +86,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     literals = _Literals()
     layers_text = literals.of(layers)
     roots = literals.roots | {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
-    found = collect([*roots, (_SUPPORT, "use_kernels")], _CALLED)
+    found = collect([*roots, (_SUPPORT, "use_kernels")], _CALLED, {(_SUPPORT, name) for name in _FILLED_IN})
     names = distinct_names(found, model.defined)
     _check_names(model, found)
     layers_text = literals.of(layers, names)

@@ -116,7 +116,9 @@ def _model(
         if module.padding_mode != "zeros":
             raise EmitError(f"{name}: {shown} has padding_mode={module.padding_mode!r}; 'zeros' alone is supported")
         if path not in traced:
-            raise EmitError(f"{name}: {shown} is not called with the inputs of get_inputs(), so its sizes are not known")
+            raise EmitError(
+                f"{name}: {shown} is not called with the inputs of get_inputs(), so its sizes are not known"
+            )
         problem = traced[path]
         if problem is None:
             raise EmitError(f"{name}: {shown} has a dtype without kernels")

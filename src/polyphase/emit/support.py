@@ -1,8 +1,7 @@
 """What an emitted file does when it runs: it builds its kernels, launches them, and takes over its model's layers.
 
 `polyphase.emit.file` copies this module into every file that it writes, with what it uses of the package. So it keeps to
-Python 3.8 and PyTorch 1.13, catches nothing, and its functions import nothing. The names without a value are filled in
-there.
+Python 3.8 and PyTorch 1.13, catches nothing, and its functions import nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +22,6 @@ from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import SHARED_FILES, KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
-
-FILES: dict[str, str]  # CUDA, by name
-KERNELS: dict[str, list[tuple[str, str, tuple[str, ...]]]]  # by architecture: name, constants, files
-BINDING: str
-LAUNCHER: str
-LAYERS: list[Layer]
-CLASSES: dict[type, type]  # PyTorch's modules, to those that take their place
 
 
 @dataclass(frozen=True)
@@ -61,6 +53,14 @@ def layouts_of(problem: ConvTransposeProblem, pass_: Pass, aligned: bool = True)
     dense = Layouts.dense(problem)
     last = dense.weight_channels_last and pass_ is not Pass.WEIGHT_GRAD
     return Layouts(dense.input, dense.output, last, aligned)
+
+
+# Filled in when a file is emitted.
+FILES: dict[str, str] = {}  # CUDA, by name
+KERNELS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}  # by architecture: name, constants, files
+BINDING = LAUNCHER = ""
+LAYERS: list[Layer] = []
+CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their place
 
 
 # The kernels: built once for each architecture, by nvcc.
@@ -202,7 +202,7 @@ def run(
     second: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One computation of layer ``number`` from two operands: of input, weight and gradient of the output, in this order.
+    """One computation of layer ``number`` from two of input, weight and gradient of the output.
 
     The gradient of the weight comes as partial sums of parts of the input, which are added in a fixed order.
     """
@@ -309,7 +309,8 @@ def forward_of(module: Any, input: torch.Tensor, output_size: Any) -> torch.Tens
     size = [axis.output_size(n, more) for axis, n, more in zip(problem.axes, batch.shape[2:], extra)]
     if min(size) < 1:
         raise RuntimeError(f"the output would have size {tuple(size)}, and every size must be at least 1")
-    output = KernelFunction.apply(batch, module.weight, module.bias, module.emitted_layer, tuple(extra))
+    apply: Any = KernelFunction.apply
+    output: torch.Tensor = apply(batch, module.weight, module.bias, module.emitted_layer, tuple(extra))
     return output if batch is input else output.squeeze(0)
 
 
