@@ -60,7 +60,7 @@ class Timer:
         return Timing.of(self._events(call, count) if self.device.type == "cuda" else self._clocks(call, count))
 
     def means(self, calls: Sequence[Callable[[], object]], count: int = 100, warmups: int = 3) -> list[float]:
-        """The mean milliseconds of each call over ``count``, in four rounds in turn, so that none meets other clocks."""
+        """Mean milliseconds of each call over ``count``, in four rounds in turn, so that none meets other clocks."""
         for call in calls:
             for _ in range(warmups):
                 call()

@@ -39,7 +39,7 @@ def check(
     emitted: Annotated[
         Path | None,
         typer.Option(
-            help="Check this file, which `emit` made of FILE: by KernelBench's rules, and against float64. Needs a GPU.",
+            help="Check what `emit` made of FILE: by KernelBench's rules, and against float64. Needs a GPU.",
             metavar="OUT.py",
             show_default=False,
         ),

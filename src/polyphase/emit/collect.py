@@ -36,7 +36,8 @@ class _Module:
 @cache
 def _module(name: str) -> _Module:
     spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     text = Path(spec.origin).read_text(encoding="utf-8")
     tree = ast.parse(text)
     module = _Module(name, text.splitlines(), ast.get_docstring(tree) or "", {}, {}, {})
@@ -134,9 +135,9 @@ def _resolve(module: _Module, name: str, found: Found) -> Key | None:
         return module.name, name
     if name in module.ours:
         return _origin(module.ours[name])
-    if name in module.theirs:
-        if found.imports.setdefault(name, module.theirs[name]) != module.theirs[name]:
-            raise ValueError(f"{name} is {found.imports[name]!r} in one module and {module.theirs[name]!r} in another")
+    statement = module.theirs.get(name)
+    if statement is not None and found.imports.setdefault(name, statement) != statement:
+        raise ValueError(f"{name} is {found.imports[name]!r} in one module and {statement!r} in another")
     return None
 
 

@@ -114,7 +114,8 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
 def _plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Candidate, list[KernelSource]]:
     """What the planner chooses, and its kernels at the layer's size and at a typical one."""
     chosen = plan(of_pass(problem, pass_), pass_, device, layouts_of(problem, pass_))
-    assert chosen.candidate is not None and chosen.launch is not None
+    assert chosen.candidate is not None
+    assert chosen.launch is not None
     algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == chosen.algorithm)
     standard = typical(problem)
     usual = algorithm.launch(
@@ -198,14 +199,14 @@ def _target(statement: str) -> str:
 
 def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, str, str]]) -> str:
     lines = [
-        f"{title}, emitted by polyphase {polyphase.__version__}: the model with its transposed convolutions computed by "
+        f"{title}, emitted by polyphase {polyphase.__version__}: a model whose transposed convolutions are computed by "
         "CUDA kernels of their own, in one file that needs PyTorch and nvcc alone.",
         "",
-        "ModelNew, at the end, has the constructor, parameters, state_dict and random numbers of Model. It takes inputs "
-        "of any batch and image size and of any strides, on CUDA devices of the architectures below, and gives the "
-        "first derivatives. The kernels are built when they are first needed, which takes about a minute; PyTorch keeps "
-        "what it has built. Runs with PyTorch 1.13 or newer on Python 3.8 or newer; sm_90a takes CUDA 12, sm_80 the one "
-        "that PyTorch was built with, 11.7 or newer.",
+        "ModelNew, at the end, has the constructor, parameters, state_dict and random numbers of Model. It takes "
+        "inputs of any batch and image size and of any strides, on GPUs of the architectures below, and gives first "
+        "derivatives. The kernels are built when they are first needed, which takes about a minute; PyTorch keeps what "
+        "it has built. Made for PyTorch 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a "
+        "takes nvcc 12, later architectures what knows them.",
         "",
     ]
     for name, problem in model.layers.items():
@@ -213,7 +214,7 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
         lines += [f"    {arch}, {pass_}: {described}" for layer, arch, pass_, described in plans if layer == name]
         if problem.dtype == "float32":
             lines.append(
-                "    float32 may be rounded to TF32, as PyTorch's own convolutions do by default (not with --strict-fp32)"
+                "    float32 may be rounded to TF32, as in PyTorch's own convolutions by default (--strict-fp32: not)"
                 if problem.tf32
                 else "    float32 is not rounded to TF32"
             )
@@ -268,7 +269,8 @@ def _kernels(kernels: dict[str, list[KernelSource]]) -> str:
 
 def _quoted(text: str) -> str:
     """``text`` between newlines, as a raw string."""
-    assert '"""' not in text and not text.endswith(("\\", '"'))
+    assert '"""' not in text
+    assert not text.endswith(("\\", '"'))
     return f'r"""\n{text}"""'
 
 

@@ -1,7 +1,7 @@
 """Python text made fit for an emitted file, apart from which it stays as it was written.
 
-- Annotations that older Pythons cannot evaluate become strings. (``from __future__ import annotations`` would have to be
-  the first line, and KernelBench puts lines of its own before it.)
+- Annotations that older Pythons cannot evaluate become strings. (``from __future__ import annotations`` would have to
+  be the first line, and KernelBench puts lines of its own before it.)
 - Docstrings that KernelBench's patterns take for statements (`polyphase.emit.rules`) become comments.
 - Names that two modules define become distinct.
 """

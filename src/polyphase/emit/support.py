@@ -1,7 +1,7 @@
 """What an emitted file does when it runs: it builds its kernels, launches them, and takes over its model's layers.
 
-`polyphase.emit.file` copies this module into every file that it writes, with what it uses of the package. So it keeps to
-Python 3.8 and PyTorch 1.13, catches nothing, and its functions import nothing.
+`polyphase.emit.file` copies this module into every file that it writes, with what it uses of the package. So it keeps
+to Python 3.8 and PyTorch 1.13, catches nothing, and its functions import nothing.
 """
 
 from __future__ import annotations
