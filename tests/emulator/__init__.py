@@ -88,7 +88,8 @@ def _compile(source: str, name: str) -> Path:
     folder = _runtime()[0] / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.cu").write_text(
-        _DYNAMIC_SHARED.sub(r"\1* const& \2 = reinterpret_cast<\1* const&>(emulator::dynamic_shared);", source)
+        _DYNAMIC_SHARED.sub(r"\1* const& \2 = reinterpret_cast<\1* const&>(emulator::dynamic_shared);", source),
+        encoding="utf-8",
     )
     (folder / "emulated.cpp").write_text(  # the namespace keeps the source's names from clashing with the headers'
         f'#include "cuda_shim.h"\nnamespace {{\n#include "{name}.cu"\n}}\n'

@@ -88,7 +88,7 @@ def build(arch: str) -> Any:
     return load_inline(
         name="polyphase_" + hashlib.sha256((arch + BINDING + source).encode()).hexdigest()[:16],
         cpp_sources=[BINDING],
-        cuda_sources=[source],
+        cuda_sources=[source.encode("ascii", "replace").decode()],  # written in the locale's encoding, whatever that is
         functions=["launch"],
         extra_cflags=[*standard],
         # An architecture that is named keeps PyTorch from adding others.
