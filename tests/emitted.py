@@ -19,7 +19,7 @@ def load(text: str, name: str = "emitted_file") -> ModuleType:
     """The text as a module. KernelBench executes it behind lines of its own, so this does too."""
     module = ModuleType(name)
     sys.modules[name] = module
-    exec(compile("import os\n" + text, f"{name}.py", "exec"), module.__dict__)
+    exec(compile("import os\n" + text, f"{name}.py", "exec", dont_inherit=True), module.__dict__)
     return module
 
 

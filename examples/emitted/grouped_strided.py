@@ -39,7 +39,6 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.cpp_extension import load_inline
 
 if TYPE_CHECKING:  # for annotations
@@ -2454,9 +2453,12 @@ class KernelFunction(torch.autograd.Function):
         return run(Pass.FORWARD, number, tuple(input.shape), output_padding, input, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: "Any", grad: "torch.Tensor") -> "tuple[Any, ...]":
         """The gradients of input, weight and bias, those that are needed."""
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "the kernels of this file give first derivatives alone, and create_graph=True asks for more"
+            )
         input, weight = ctx.saved_tensors
         constants = (ctx.number, tuple(input.shape), ctx.output_padding)
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
