@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import random
 import re
 import shlex
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner, Result
 
@@ -24,6 +26,10 @@ import nvrtc11
 from emitted import load, on_the_emulator
 from polyphase.__main__ import app
 from polyphase.algorithms.base import Launch
+from polyphase.bench.check import Options
+from polyphase.bench.check_emitted import check_emitted, load_emitted
+from polyphase.bench.check_report import show_emitted
+from polyphase.bench.model_file import ModelFile
 from polyphase.device import DeviceInfo
 from polyphase.emit import rules
 from polyphase.emit.file import emit
@@ -526,6 +532,65 @@ def test_names_of_the_model_come_first(texts: dict[str, str]) -> None:
     module: Any = load(texts["two layers"])
     assert isinstance(module.Side(3), nn.ConvTranspose2d)
     assert module.Gather.__annotations__["src"] == "gather_Side"
+
+
+# The check of an emitted file, with the emulator for a GPU
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> tuple[Any, ModelFile]:
+    """An emitted file as `check --emitted` loads it, and its original."""
+    original, output = tmp_path / "two_layers.py", tmp_path / "out.py"
+    original.write_text(TWO_LAYERS)
+    output.write_text(emitted_file(original, "sm_80"), encoding="utf-8")
+    file = load_emitted(output)
+    on_the_emulator(sys.modules[file.make_model.__module__], "sm_80")
+    return file, ModelFile.load(original)
+
+
+@needs_emulator
+def test_check_emitted_compares_and_times(checked: tuple[ModelFile, ModelFile]) -> None:
+    result = check_emitted(*checked, Options(torch.device("cpu"), trials=2))
+    assert result.ok, result.problems
+    assert [(number, share) for number, _, share in result.trials] == [(1, 0.0), (2, 0.0)]
+    assert {"output", "∂ input 0", "∂ body.0.weight", "∂ body.2.weight"} <= {found.what for found in result.findings}
+    assert min(result.emitted_ms or 0, result.package_ms or 0, result.torch_ms or 0) > 0
+    text = io.StringIO()
+    show_emitted(Console(file=text, width=200), result)
+    assert "trial 2, 2×3×6×7: passes KernelBench's rule" in text.getvalue()
+    assert "agrees with its original" in text.getvalue()
+
+
+@needs_emulator
+def test_check_emitted_finds_what_is_wrong(
+    checked: tuple[ModelFile, ModelFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emitted, original = checked
+    module: Any = sys.modules[emitted.make_model.__module__]
+    options = Options(torch.device("cpu"), trials=1)
+    right = module.run
+
+    def wrong_in(wanted: str) -> Callable[..., torch.Tensor]:
+        def run(pass_: Any, *arguments: Any) -> torch.Tensor:
+            result: torch.Tensor = right(pass_, *arguments)
+            return result * 1.01 if pass_.name == wanted else result
+
+        return run
+
+    monkeypatch.setattr(module, "run", wrong_in("FORWARD"))
+    assert "fail KernelBench's rule in trial 1" in check_emitted(emitted, original, options).problems[0]
+    monkeypatch.setattr(module, "run", wrong_in("WEIGHT_GRAD"))
+    problems = check_emitted(emitted, original, options).problems
+    assert any("∂ again.weight" in problem and "further from float64 than allowed" in problem for problem in problems)
+    monkeypatch.setattr(module, "run", right)
+
+    class Other(emitted.make_model):  # type: ignore
+        def __init__(self, *args: Any) -> None:
+            torch.rand(1)
+            super().__init__(*args)
+
+    problems = check_emitted(replace(emitted, make_model=Other), original, options).problems
+    assert problems == ["under one seed, the emitted model has other parameters than the original"]
 
 
 # The command line
