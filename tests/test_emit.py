@@ -8,6 +8,7 @@ import random
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 import emulator
 import nvrtc11
-from emitted import load, on_the_emulator
+from emitted import binding_on_the_cpu, load, on_the_emulator
 from polyphase.__main__ import app
 from polyphase.algorithms.base import Launch
 from polyphase.bench.check import Options
@@ -399,6 +400,25 @@ def test_a_model_of_several_layers(texts: dict[str, str]) -> None:
     torch.testing.assert_close(new.again(x, output_size=[13, 15]), model.again(x, output_size=[13, 15]))
     assert len(module.LAYERS) == 2
     assert extension.launches
+
+
+@needs_emulator
+@pytest.mark.slow
+def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> None:
+    """The C++ between Python and a launch, built for the CPU: pointers, a missing tensor, bytes, sizes, errors."""
+    binding = binding_on_the_cpu(small.BINDING, tmp_path)
+    first, second = torch.rand(3), torch.rand(4)
+    binding.launch(3, struct.pack("<i", -5), 2**31 - 1, 5, 6, 256, 1024, [first, None, second])
+    assert binding.launched() == [
+        *(3, 2**31 - 1, 5, 6, 256, 1, 1, 1024, 7),
+        *(first.data_ptr(), 0, second.data_ptr(), -5),
+    ]
+    with pytest.raises(RuntimeError, match="kernel 2 takes 2 tensors and 4 bytes, given 1 tensors and 3 bytes"):
+        binding.launch(2, b"abc", 1, 1, 1, 32, 0, [first])
+    with pytest.raises(RuntimeError, match="all tensors must be on one CUDA device, got cpu and meta"):
+        binding.launch(2, b"abcd", 1, 1, 1, 32, 0, [first, torch.empty(3, device="meta")])
+    with pytest.raises(RuntimeError, match="CUDA error 1"):
+        binding.launch(1, b"abcd", 1, 1, 1, 32, 13, [first])
 
 
 # What it refuses
