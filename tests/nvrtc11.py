@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
-MISSING = (
-    "needs NVRTC of CUDA 11: pip install nvidia-cuda-nvrtc-cu11, or name the folder of libnvrtc.so.11.2 in NVRTC_11"
-)
+MISSING = "needs NVRTC of CUDA 11, the folder of which NVRTC_11 names (.ci/run installs it)"
 
 
 @functools.cache
 def library() -> Any:
     """The library, or None where it is not installed."""
-    for folder in _folders():
-        if (folder / "libnvrtc.so.11.2").exists():
-            for builtins in folder.glob("libnvrtc-builtins.so.11*"):
-                ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
-            return ctypes.CDLL(str(folder / "libnvrtc.so.11.2"))
-    return None
-
-
-def _folders() -> list[Path]:
-    named = os.environ.get("NVRTC_11")
-    spec = importlib.util.find_spec("nvidia")
-    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
-    return [*([Path(named)] if named else []), *(place / "cuda_nvrtc" / "lib" for place in places)]
+    folder = Path(os.environ.get("NVRTC_11", "none"))
+    if not (folder / "libnvrtc.so.11.2").exists():
+        return None
+    for builtins in folder.glob("libnvrtc-builtins.so.11*"):
+        ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(folder / "libnvrtc.so.11.2"))
 
 
 def compile_kernels(text: str, arch: str) -> None:
