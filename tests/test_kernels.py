@@ -19,10 +19,12 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, reference, run
-from polyphase.algorithms import implicit_gemm, weight_grad
+from polyphase.algorithms import gemm_variant, weight_grad
 from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.implicit_gemm import GemmVariant, ImplicitGemm
+from polyphase.algorithms.gemm_tile import best_tile
+from polyphase.algorithms.gemm_variant import GemmVariant
+from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.device import DeviceInfo
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -242,6 +244,7 @@ GEMM_LAYERS = {
     "wide": make((2, 16, 3, 264), 16, 3, 1, 1),
     "tall": make((1, 18, 150, 2), 16, (5, 1), 2, (1, 0), bias=True),
     "rows without gaps": make((2, 20, 8, 7), 16, 2, 2, bias=True),
+    "images without gaps": make((23, 20, 4, 4), 16, 2, 2),
     "1-D": make((2, 70, 77), 16, 4, 2, 1),
     "1-D, long reach": make((1, 20, 340), 16, 2, dilation=700),
     "3-D": make((2, 17, 3, 4, 5), 16, (3, 2, 4), (1, 1, 2), (1, 0, 1), bias=True),
@@ -265,18 +268,22 @@ class GemmCase:
     def numbers(self, device: DeviceInfo) -> list[int]:
         """The kernel's `Geometry` behind the tensors."""
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant)
-        return list(struct.unpack_from("<20i", launch.geometry, 2 * 56))
+        return list(struct.unpack_from("<21i", launch.geometry, 2 * 56))
 
     def kinds(self) -> set[tuple[object, ...]]:
         """What a sample should meet: settings with every instruction, layout and element size; and kinds of tiles."""
         each, bits16 = self.variant, self.problem.dtype != "float32"
         src_last, dst_last = self.layouts.input[1] == 1, self.layouts.output[1] == 1
         settings = [(field.name, getattr(each, field.name)) for field in fields(each) if field.name != "pixels"]
-        met: set[tuple[object, ...]] = {(each.wgmma, each.take_turns, *setting) for setting in settings}
+        met: set[tuple[object, ...]] = {(each.wgmma, each.split, *setting) for setting in settings}
         met |= {(side, *setting) for side in ((src_last, dst_last), bits16) for setting in settings}
-        _, images, *rest, copy_bytes, store_vector = self.numbers(H200)
+        _, images, *rest, copy_bytes, store_vector, run = self.numbers(H200)
         met |= {("tiles", axis, count > 1, src_last) for axis, count in enumerate(rest[3:7])}
-        return met | {("copy", copy_bytes, bits16, src_last), ("store", store_vector, bits16, dst_last), (images > 1,)}
+        return met | {
+            ("copy", copy_bytes, bits16, src_last),
+            ("store", store_vector, bits16, dst_last),
+            (images > 1, run),
+        }
 
 
 def gemm_layouts(problem: ConvTransposeProblem) -> list[Layouts]:
@@ -312,8 +319,8 @@ def gemm_variants(problem: ConvTransposeProblem, device: DeviceInfo = H200) -> l
     found = []
     for layouts in gemm_layouts(problem):
         gather = Gather.of(problem, Pass.FORWARD, layouts)
-        for variant in implicit_gemm._variants(problem, device, gather.src.channels_last):
-            if implicit_gemm._tile(gather, variant, problem.batch, device) is not None:
+        for variant in gemm_variant.variants(problem, device, gather.src.channels_last):
+            if best_tile(gather, variant, problem.batch, device) is not None:
                 found.append(GemmCase(problem, layouts, variant))
     return found
 
@@ -326,17 +333,18 @@ def test_products(case: GemmCase) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))
 
 
-def gemm_case(problem: ConvTransposeProblem, **settings: int) -> GemmCase:
+def gemm_case(problem: ConvTransposeProblem, **settings: object) -> GemmCase:
     """The first variant with such settings, the problem in its own format."""
     return next(case for case in gemm_variants(problem) if settings.items() <= vars(case.variant).items())
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize(("wgmma", "take_turns"), [(True, True), (True, False), (False, False)])
-def test_products_do_not_race(wgmma: bool, take_turns: bool, channels_last: bool) -> None:
+@pytest.mark.parametrize(("wgmma", "split"), [(True, "turns"), (True, "rows"), (True, "cells"), (False, "cells")])
+def test_products_do_not_race(wgmma: bool, split: str, channels_last: bool) -> None:
     """More tiles and stages than there are slots, and warps that run ahead of others or lag behind."""
-    problem = make((16, 24, 4, 5), 8, 3, 1, 1, channels_last=channels_last)
-    case = gemm_case(problem, wgmma=wgmma, take_turns=take_turns, k_steps=1)
+    channels = 128 if split == "rows" else 8
+    problem = make((16, 24, 4, 5), channels, 3, 1, 1, channels_last=channels_last, tf32=True)
+    case = gemm_case(problem, wgmma=wgmma, split=split, k_steps=1)
     for candidate, launch in case.offers(H200):
         for seed in range(8):
             assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))

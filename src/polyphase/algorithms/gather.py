@@ -16,6 +16,9 @@ from polyphase.algorithms.base import Layouts, Strides, channels_innermost, exte
 from polyphase.jit.source import Constant
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 
+#: Destination elements of a cell, or of a thread, that straight-line code may have.
+MAX_PHASES = 512
+
 
 @dataclass(frozen=True)
 class Side:

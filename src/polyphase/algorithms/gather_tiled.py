@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, two_dimensions
-from polyphase.algorithms.gather import Gather
+from polyphase.algorithms.gather import MAX_PHASES, Gather
 from polyphase.algorithms.tile_cost import Counts, TiledVariant, cycles_per_result, registers, thread_cycles
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import KernelSource
@@ -19,7 +19,6 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 # Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
 _MAX_UNROLLED = 1600
 _MAX_ACCUMULATORS = 96
-_MAX_STORED = 512  # destination elements of a thread, those without taps included
 _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 _REGISTERS = 65536
 _OFFERED = 8
@@ -60,8 +59,8 @@ class GatherTiled:
             return f"{gather.owned} phases do not fit a thread's registers (at most {_MAX_ACCUMULATORS})"
         if problem.channels_last and min(gather.src_channels, gather.dst_channels) < 4 and problem.groups > 4:
             return "channels_last groups of less than 4 channels would leave its lanes far apart in memory"
-        if gather.phases > _MAX_STORED:
-            return f"{gather.phases} elements of a cell are too many for straight-line code (at most {_MAX_STORED})"
+        if gather.phases > MAX_PHASES:
+            return f"{gather.phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
         if not _variants(_Layer(gather)):
             return "the halo of a tile does not fit the registers in flight"
         if not any(
@@ -258,7 +257,7 @@ def legal_variants(gather: Gather) -> Iterator[tuple[TiledVariant, Counts]]:
             continue
         if dst > 16 or gather.owned * dst * cells_h * cells_w > _MAX_ACCUMULATORS:
             continue
-        if gather.phases * dst * cells_h * cells_w > _MAX_STORED:
+        if gather.phases * dst * cells_h * cells_w > MAX_PHASES:
             continue
         vector = _dst_vector(gather, dst)
         for lanes, of_dst, of_src, channels in itertools.product((64, 128, 256), (1, 2, 4), src_slices, stages):

@@ -8,21 +8,25 @@
 //
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
 // memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. The others
-// multiply, each its part of the tile, or each a tile of its own (TAKE_TURNS): then one stores while the other
-// multiplies. Blocks stay, and take every gridDim.x-th item: the next tile is being loaded while the last one is
-// stored. RESIDENT weights stay, too: then the items of a block are of one row group, and stages are pixels alone.
+// multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or a tile of its own
+// (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take every gridDim.x-th item: the next tile
+// is being loaded while the last one is stored. RESIDENT weights stay, too: then the items of a block are of the same
+// row groups, and stages are pixels alone.
 
 constexpr int LOADERS = LOADER_THREADS / LOADER_GROUPS;  // threads that load one stage
 constexpr int THREADS = LOADER_THREADS + CONSUMERS * 128;
-constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;  // warp groups that work on one item
-constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;   // cells of a warp group
-constexpr int CELLS = SHARERS * GROUP_CELLS;         // of an item
+constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;    // warp groups that work on one item
+constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;     // cells of a warp group
+constexpr int ROW_PARTS = SPLIT_ROWS ? CONSUMERS : 1;  // row groups of an item
+constexpr int CELL_PARTS = SHARERS / ROW_PARTS;
+constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of an item
 constexpr int STAGE_CHANNELS = K_STEPS * STEP_CHANNELS;
 constexpr int STAGE_CHUNKS = 2 * K_STEPS;
 constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
-constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;
-constexpr int WEIGHT_SLOT = RESIDENT ? 0 : WEIGHT_STAGE;  // bytes of weights in a stage
-constexpr int RESIDENT_WEIGHTS = RESIDENT ? STAGES_OF_ITEM * WEIGHT_STAGE : 0;
+constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes of a row group's weights in a stage
+constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // and in all stages
+constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
+constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // the pixels are copied to where they are used
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
@@ -49,15 +53,16 @@ struct Geometry {
   int images;        // batch entries of a tile
   int cells[3];      // of a tile, along depth, height and width
   int tiles[4];      // along batch, depth, height and width
-  int items;         // tiles by groups by channel groups by line groups
-  int row_groups;    // items of a tile
+  int items;         // tiles by the row groups, ROW_PARTS at a time
+  int tile_items;    // of one tile
   int pitch[3];      // pixels of the run from one image, slab and row to the next
   int halo;          // pixels of the run that are loaded
   int raw_pitch;     // pixels of the run in a copied stage
   int chunk_bytes;   // of the run in a stage
   int skew;          // columns before the first that is needed, so that copies are aligned
-  int copy_bytes;    // of one copy: 16, 4 or 2
+  int copy_bytes;    // of one copy: 16, 8, 4 or 2
   int store_vector;  // elements of a store
+  int run;           // whether tiles are runs of CELLS cells across rows and images, which taps without reach allow
 };
 
 // Position of a pixel in a run.
@@ -84,17 +89,20 @@ __device__ __forceinline__ offset_t offset_of(const Tensor5& t, int n, int d, in
 
 struct Item {
   int n, d, h, w;  // the tile's first cell
+  int first;       // in a run: of the cells of batch entry n
   int group, channel_group, line_group, row_group;
 
-  __device__ __forceinline__ void locate(const Geometry& g, int index) {
-    row_group = index % g.row_groups, index /= g.row_groups;
+  // `part` is the row group among the item's.
+  __device__ __forceinline__ void locate(const Geometry& g, int index, int part) {
+    row_group = index % g.tile_items * ROW_PARTS + part, index /= g.tile_items;
     line_group = row_group % LINE_GROUPS;
     channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
     group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
     w = index % g.tiles[3] * g.cells[2], index /= g.tiles[3];
     h = index % g.tiles[2] * g.cells[1], index /= g.tiles[2];
     d = index % g.tiles[1] * g.cells[0], index /= g.tiles[1];
-    n = index * g.images;
+    n = g.run ? index * CELLS / g.pitch[0] : index * g.images;
+    first = g.run ? index * CELLS - n * g.pitch[0] : 0;
   }
 };
 
@@ -134,9 +142,12 @@ struct Loader {
   __device__ __forceinline__ void find_pixels(const Item& item) const {
     const int copied = IN_PLACE ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
     for (int i = thread; i * copied < g.halo; i += LOADERS) {
-      const unsigned position = halo[i];
+      const unsigned position = g.run ? 0 : halo[i];
       Pixel p;
-      p.unpack(position);
+      if (g.run)
+        p.locate(g, item.first + i * copied);
+      else
+        p.unpack(position);
       const int d = item.d + p.d + first_offset(AXIS_D), h = item.h + p.h + first_offset(AXIS_H);
       const int w = item.w + p.w + first_offset(AXIS_W) - g.skew;
       const bool inside = position != NOWHERE && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
@@ -205,6 +216,8 @@ struct Loader {
     } else {
       if (g.copy_bytes == 16)
         copy_rows<16>(base, channel, (scalar_t*)to);
+      else if (g.copy_bytes == 8)
+        copy_rows<8>(base, channel, (scalar_t*)to);
       else if (sizeof(scalar_t) == 2 && g.copy_bytes == 4)
         copy_rows<4>(base, channel, (scalar_t*)to);
       else
@@ -273,7 +286,8 @@ struct Store {
   const Geometry& g;
   const Item& item;
   const Sums& sums;
-  const unsigned* cells;  // positions of the warp group's part of the run
+  int first_cell;         // of the warp group, among the tile's
+  const unsigned* cells;  // and the positions of its cells
   scalar_t* dst;          // the item's first channel, the tile's first batch entry
   const scalar_t* bias;   // of the item's first channel
   scalar_t* staging;      // of the warp
@@ -319,8 +333,11 @@ struct Store {
       elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
       if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
       Pixel p;
-      p.unpack(cells[cell]);
-      if (cells[cell] == NOWHERE || item.n + p.n >= g.batch) continue;
+      if (g.run)
+        p.locate(g, item.first + first_cell + cell);
+      else
+        p.unpack(cells[cell]);
+      if ((!g.run && cells[cell] == NOWHERE) || item.n + p.n >= g.batch) continue;
       const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
       const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
       if (d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
@@ -523,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
-        *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.row_groups) * RESIDENT_WEIGHTS + i);
+        *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
   publish_shared();
   __syncthreads();
 
@@ -548,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (ahead.index < g.items) {
         if (new_item) {
           Item item;
-          item.locate(g, ahead.index);
+          item.locate(g, ahead.index, 0);
           base = src + item.n * g.src.stride[0] + (long long)item.group * SRC_CHANNELS * g.src.stride[1];
           threads_sync(1 + loader_group, LOADERS);  // all have copied the tile before
           loader.find_pixels(item);
@@ -569,17 +586,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < LOOKAHEAD; ++i) start_copy();
     while (now.index < g.items) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
-      if (new_weights)
-        weights = packed + (long long)(now.index % g.row_groups) * (STAGES_OF_ITEM * (long long)WEIGHT_STAGE);
+      if (new_weights) weights = packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM);
       if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if BULK_COPY
       if (!RESIDENT && loader.thread == 0)
-        bulk_copy(shared_address(stage), weights + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
+        for (int part = 0; part < ROW_PARTS; ++part)
+          bulk_copy(shared_address(stage + part * WEIGHT_STAGE),
+                    weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
       copies_wait<LOOKAHEAD - 1>();
 #else
       copies_wait<LOOKAHEAD - 1>();
       for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
-        copy_async<16>(shared_address(stage + i), weights + now.stage * WEIGHT_STAGE + i, true);
+        copy_async<16>(shared_address(stage + i),
+                       weights + i / WEIGHT_STAGE * WEIGHT_ITEM + now.stage * WEIGHT_STAGE + i % WEIGHT_STAGE, true);
       copies_commit();
 #endif
       threads_sync(1 + loader_group, LOADERS);
@@ -599,12 +618,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     registers_claim();
     Slot<STAGES> slot;
     Sums sums, totals;  // the latter for PARTS = 2
-    const int turn = TAKE_TURNS ? warp_group : 0, part = TAKE_TURNS ? 0 : warp_group;
+    const int turn = TAKE_TURNS ? warp_group : 0;
+    const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
     slot.skip(turn * STAGES_OF_ITEM);
     unsigned turn_parity = 0;
     for (int index = blockIdx.x + turn * gridDim.x; index < g.items; index += CONSUMERS / SHARERS * gridDim.x) {
       Item item;
-      item.locate(g, index);
+      item.locate(g, index, row_part);
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)
@@ -618,8 +638,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
         barrier_wait(full + 8 * slot.index, slot.parity);
         const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
-        const unsigned weights = RESIDENT ? shared_address(resident) + stage * WEIGHT_STAGE : held;
-        const unsigned pixels = held + WEIGHT_SLOT + part * (GROUP_CELLS * 16);
+        const unsigned weights = RESIDENT
+                                     ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
+                                     : held + row_part * WEIGHT_STAGE;
+        const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * 16);
         products_begin();
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
@@ -671,7 +693,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const Store store{g,
                         item,
                         sums,
-                        shared.cells + part * GROUP_CELLS,
+                        cell_part * GROUP_CELLS,
+                        shared.cells + cell_part * GROUP_CELLS,
                         dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1],
                         bias + first_channel,
                         staging + thread / 32 * (8 * STAGING_PITCH)};

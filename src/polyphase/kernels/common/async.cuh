@@ -13,14 +13,15 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 #ifndef EMULATOR
 
-// 16 or 4 bytes from global to shared memory; zeros where `exists` is false.
+// 16, 8 or 4 bytes from global to shared memory; zeros where `exists` is false.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
   const int size = exists ? BYTES : 0;
   if (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size)
+                 : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

@@ -1,0 +1,223 @@
+"""The tiles of `implicit_gemm`: which cells a thread block takes at once, and how they lie in shared memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from polyphase.algorithms.base import extent
+from polyphase.algorithms.gather import Gather
+from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, GemmVariant, Product
+from polyphase.device import DeviceInfo
+from polyphase.problem import DTYPE_BYTES
+
+_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
+_MAX_STATIC_SHARED = 48 << 10
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The cells of a block and how their halo lies in shared memory, in pixels (see `Geometry` in the kernel)."""
+
+    images: int
+    cells: tuple[int, int, int]
+    pitch: tuple[int, int, int]  # from one image, slab and row to the next
+    halo: int
+    allocated: int
+    skew: int
+    copy_bytes: int
+    tiles: tuple[int, int, int, int]
+    run: bool = False  # of cells of any rows and images, one after the other
+
+    @property
+    def count(self) -> int:
+        """Tiles of the whole problem."""
+        return math.prod(self.tiles)
+
+
+def raw_pitch(halo: int, size: int) -> int:
+    """Pixels of a channel in a copied stage. Eight 16-byte rows of half precision lie in different banks."""
+    whole = math.ceil(halo / 32) * 32
+    return whole if size == 4 else math.ceil((whole - 8) / 64) * 64 + 8
+
+
+def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile, aligned: bool = True) -> int:
+    """Dynamic shared memory of a tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
+    size = DTYPE_BYTES[gather.dtype]
+    product = Product.of(gather, variant)
+    weights = variant.row_parts * product.step_bytes(variant)
+    stage = variant.parts * 2 * variant.k_steps * (tile.allocated + (0 if aligned else 32)) * CHUNK_BYTES
+    if variant.resident:
+        total = variant.stages * stage + product.steps * weights
+    else:
+        total = variant.stages * (stage + variant.k_steps * weights)
+    if not gather.src.channels_last:
+        total += variant.loader_groups * RAW_STAGES * variant.k_steps * 2 * CHUNK_BYTES * raw_pitch(tile.halo, size)
+    if not gather.dst.channels_last:
+        total += CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
+    copied = 1 if gather.src.channels_last or not aligned else tile.copy_bytes // size
+    return total + (4 + (8 if wide(gather) else 4) * variant.loader_groups) * math.ceil(tile.halo / copied) + 8
+
+
+def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
+    """The kernel's ``Shared``: barriers, distances of operations, positions of cells."""
+    barriers = 8 * (2 * variant.stages + CONSUMERS)
+    numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
+    return barriers + 4 * numbers + 4
+
+
+def wide(gather: Gather) -> bool:
+    """Whether offsets within an image need more than 32 bits."""
+    return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
+
+
+def _piece(stride: int, size: int) -> int:
+    """Elements of a row that a warp turns around at once (``PIECE`` in the kernel)."""
+    cells = 128
+    while cells > 8 and cells * stride * size > 256:
+        cells //= 2
+    return cells * stride
+
+
+def _pixels_join(gather: Gather) -> bool:
+    """Whether the pixels of an image follow each other in memory, and no tap reads beside its cell."""
+    sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
+    alone = all(axis.shifts == (0, 0) for axis in gather.axes) and gather.cells == sizes
+    return alone and strides[1] == sizes[2] * strides[2] and (sizes[0] == 1 or strides[0] == sizes[1] * strides[1])
+
+
+def _copy_sizes(gather: Gather, row: int) -> list[int]:
+    """Bytes that one copy from global memory may have, where ``row`` pixels and their whole rows are copied so."""
+    size = DTYPE_BYTES[gather.dtype]
+    batch, channel, depth, height, width = gather.src.strides
+    if gather.src.channels_last:
+        chunk = CHUNK_BYTES // size
+        whole = gather.src_channels % chunk == 0 and all(s % chunk == 0 for s in (batch, depth, height, width))
+        return [CHUNK_BYTES] if whole and gather.aligned else [size]
+    sizes = [size]
+    if width == 1 and gather.aligned:
+        counts = [copied // size for copied in (4, 8, 16) if copied > size]
+        sizes += [count * size for count in counts if all(s % count == 0 for s in (row, batch, channel))]
+    return sizes
+
+
+@lru_cache(maxsize=65536)
+def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
+    """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
+    static = _static_shared_bytes(variant, Product.of(gather, variant))
+    if static > _MAX_STATIC_SHARED:
+        return None
+    limit = device.shared_bytes_per_block - static - reserve
+    # Chunks of a pixel lie in different banks, where they are copied together.
+    banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
+    for tile in _tiles(gather, variant.cells, batch, banks):
+        if shared_bytes(gather, variant, tile, not reserve) <= limit:
+            return tile
+    return None
+
+
+@lru_cache(maxsize=65536)
+def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
+    """Tiles of at most ``capacity`` cells, those in their halo included; least work first."""
+    # Several images only where offsets within the tile have 32 bits.
+    sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
+    images = min((2**31 - one) // max(1, stride) for stride, one in sides)
+    pixels = math.prod(gather.cells)
+    if _pixels_join(gather) and images > capacity // max(1, pixels) + 2 and (batch + 1) * pixels < 2**31 - capacity:
+        return [_run(gather, capacity, batch, banks)]
+    return sorted(_boxes(gather, capacity, batch, banks, images), key=lambda tile: _work(tile, capacity))
+
+
+def _work(tile: Tile, capacity: int) -> float:
+    """What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
+    per_pixel = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
+    rows = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0  # short rows move parts of memory's lines
+    return tile.count * (capacity + per_pixel * tile.halo) * rows
+
+
+def _run(gather: Gather, capacity: int, batch: int, banks: int) -> Tile:
+    """Cells in the order of memory, whatever rows and images they belong to."""
+    depth, height, width = gather.cells
+    pixels = depth * height * width
+    tiles = (math.ceil(batch * pixels / capacity), 1, 1, 1)
+    pitch = pixels, height * width, width
+    copy_bytes = max(_copy_sizes(gather, pixels))
+    return Tile(1, gather.cells, pitch, capacity, _allocated(capacity, banks), 0, copy_bytes, tiles, run=True)
+
+
+def _allocated(pixels: int, banks: int) -> int:
+    """Pixels of a run in shared memory: chunks of 32 are turned around, and chunks of channels lie in other banks."""
+    whole = math.ceil(pixels / 32) * 32
+    return whole + (banks - whole) % 8 if banks else whole
+
+
+def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: int) -> Iterator[Tile]:
+    """Boxes of cells, which lie in a run of pixels with the halo between them.
+
+    A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
+    wide as the image: all of it is padding then. So it is with rows, between images.
+    """
+    size = DTYPE_BYTES[gather.dtype]
+    depth, height, width = gather.cells
+    ahead = [max(0, -axis.shifts[0]) for axis in gather.axes]  # pixels that any tap needs behind a cell
+    back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
+    reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
+    whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
+    for copy_bytes in _copy_sizes(gather, whole_rows):
+        even = 1 if gather.src.channels_last else copy_bytes // size
+        skew = -back[2] % even
+        lead = back[2] + skew
+        widest = min(width, capacity, _MAX_SIDE[0])
+        least = math.ceil(width / widest)
+        parts = range(least, min(math.ceil(width / 8), least + 128) + 1)
+        widths = (math.ceil(math.ceil(width / n) / even) * even if n > 1 else width for n in parts)
+        for columns in dict.fromkeys(widths):
+            if columns > min(capacity, _MAX_SIDE[0]):
+                continue
+            shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
+            row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
+            most = min(height, (capacity - columns) // row + 1)
+            for rows in {math.ceil(height / math.ceil(height / max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}:
+                whole = rows == height and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
+                slab = (back[1] + rows if whole else rows + reach[1]) * row
+                flat = (rows - 1) * row + columns
+                most_slabs = min(depth, _MAX_SIDE[1] - reach[0], (capacity - flat) // slab + 1)
+                if row > _MAX_SIDE[0] or rows + reach[1] > _MAX_SIDE[0] or most_slabs < 1:
+                    continue
+                for slabs in {1, math.ceil(depth / math.ceil(depth / most_slabs))}:
+                    used = flat + (slabs - 1) * slab
+                    image = (slabs + reach[0]) * slab
+                    images = 1
+                    if (slabs, rows, columns) == (depth, height, width):
+                        images = max(1, min(batch, _MAX_SIDE[2], (capacity - used) // image + 1, addressable))
+                    span = reach[0] * slab + reach[1] * row + reach[2] + skew
+                    tail = (ahead[1] * row if whole else 0) + ahead[2]
+                    halo = images * image + math.ceil(tail / even) * even
+                    allocated = max(_allocated(halo, 0), capacity + span)
+                    if banks:
+                        allocated += (banks - allocated) % 8
+                    tiles = (
+                        math.ceil(batch / images),
+                        math.ceil(depth / slabs),
+                        math.ceil(height / rows),
+                        math.ceil(width / columns),
+                    )
+                    pitch = image, slab, row
+                    yield Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles)
+
+
+def store_vector(gather: Gather, tile: Tile) -> int:
+    """Elements of a store, where every row allows the widest that the kernel has; else 1."""
+    size = DTYPE_BYTES[gather.dtype]
+    batch, channel, depth, height, width = gather.dst.strides
+    if gather.dst.channels_last:
+        even = gather.dst_channels % 2 == 0 and all(s % 2 == 0 for s in (batch, depth, height, width))
+        return 2 if even else 1
+    stride = gather.axes[2].stride
+    for count in (8 // size, 2):
+        rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
+        if width == 1 and rows and all(s % count == 0 for s in (batch, channel, depth, height)):
+            return count
+    return 1

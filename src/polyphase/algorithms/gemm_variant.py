@@ -1,0 +1,179 @@
+"""What `implicit_gemm` can be specialised to: its variants, and what one of them makes of a layer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from polyphase.algorithms.gather import Gather
+from polyphase.device import DeviceInfo
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
+
+ROWS = 64  # of a row block
+CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
+CONSUMERS = 2  # warp groups that multiply
+_WIDEST = 192  # pixels of an instruction: its sums must fit the registers that a thread has at launch
+RAW_STAGES = 2  # copied stages of a loading group that are not turned around yet
+
+# Loading groups, and the stages they may have, by whether channels come last. Copies in place are waited for by those
+# who multiply: they take more stages (see LOOKAHEAD in the kernel).
+_LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)),), True: ((4, (8, 6)), (1, (3,)))}
+
+
+@dataclass(frozen=True)
+class GemmVariant:
+    """One specialisation of the kernel.
+
+    ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
+    group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
+    ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
+    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
+    whether Hopper's instruction is used, or ``mma.sync``.
+    """
+
+    pixels: int
+    pixel_blocks: int
+    channel_blocks: int
+    lines: int
+    k_steps: int
+    stages: int
+    parts: int
+    split: str
+    resident: bool
+    loader_groups: int
+    wgmma: bool
+
+    @property
+    def group_cells(self) -> int:
+        """Cells of a warp group."""
+        return self.pixels * self.pixel_blocks
+
+    @property
+    def cells(self) -> int:
+        """Cells of a tile, those in its halo included."""
+        return self.group_cells * (CONSUMERS if self.split == "cells" else 1)
+
+    @property
+    def row_parts(self) -> int:
+        """Row groups of an item."""
+        return CONSUMERS if self.split == "rows" else 1
+
+    @property
+    def sharers(self) -> int:
+        """Warp groups that multiply the same item."""
+        return 1 if self.split == "turns" else CONSUMERS
+
+    @property
+    def loader_threads(self) -> int:
+        """Threads that load; the registers of those who multiply leave no more."""
+        return 256 if self.wgmma and self.loader_groups > 1 else 128
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What the layer's phases come to (kernels/common/row_blocks.cuh)."""
+
+    owned_w: int
+    lines: tuple[int, ...]  # taps of each phase along depth and height that owns any
+    along_w: int  # taps of all phases along the width
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(axes: tuple[Axis, Axis, Axis]) -> Taps:
+        """The taps of a layer."""
+        depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
+        return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product that a variant makes of a pass, in row groups of ``channel_blocks`` and ``lines``."""
+
+    row_blocks: int  # of a row group
+    row_groups: int  # of the layer
+    line_groups: int
+    operations: int  # taps of the row group that has most
+    steps: int  # depth in instructions
+
+    @staticmethod
+    @lru_cache(maxsize=65536)
+    def of(gather: Gather, variant: GemmVariant) -> Product:
+        """The product of a variant."""
+        taps = Taps.of(gather.axes)
+        lines = variant.lines
+        groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
+        channel_groups = math.ceil(gather.dst_channels / (ROWS * variant.channel_blocks))
+        depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
+        return Product(
+            row_blocks=variant.channel_blocks * lines * taps.owned_w,
+            row_groups=gather.groups * channel_groups * len(groups),
+            line_groups=len(groups),
+            operations=max(groups) * taps.along_w * variant.channel_blocks,
+            steps=math.ceil(depth / variant.k_steps) * variant.k_steps,
+        )
+
+    def step_bytes(self, variant: GemmVariant) -> int:
+        """Packed weights of one step of a row group."""
+        return self.operations * variant.parts * 2 * ROWS * CHUNK_BYTES
+
+    def weight_bytes(self, variant: GemmVariant) -> int:
+        """Packed weights of a row group."""
+        return self.steps * self.step_bytes(variant)
+
+
+def uses_tf32(problem: ConvTransposeProblem) -> bool:
+    """Whether rounding to TF32 is allowed, and PyTorch would do so too: it computes narrow layers in full float32."""
+    channels = min(problem.in_channels_per_group, problem.out_channels_per_group)
+    return problem.tf32 and problem.groups == 1 and channels >= 16
+
+
+def variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool) -> Iterator[GemmVariant]:
+    """Every variant that the registers allow; ``channels_last`` is the source's memory format."""
+    taps = Taps.of(problem.axes3)
+    blocks = math.ceil(problem.out_channels_per_group / ROWS)
+    parts = 1 if problem.dtype != "float32" or uses_tf32(problem) else 2
+    for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
+        sums = _accumulators(parts, wgmma, channels_last and taps.owned_w >= 3)
+        for channel_blocks in {1, 2, 4} if blocks > 2 else {1, blocks}:
+            for lines in range(1, len(taps.lines) + 1):
+                if len(taps.lines) % lines:
+                    continue
+                row_groups = math.ceil(blocks / channel_blocks) * (len(taps.lines) // lines)
+                for pixels, pixel_blocks in _widths(2 * sums // (channel_blocks * lines * taps.owned_w), wgmma):
+                    settings = itertools.product((1, 2, 4), _splits(row_groups, wgmma), (True, False))
+                    for k_steps, split, resident in settings:
+                        if resident and (not wgmma or row_groups * problem.groups > device.multiprocessors // 4):
+                            continue
+                        for loaders, stages in _LOADERS[channels_last]:
+                            for count in stages:
+                                yield GemmVariant(
+                                    pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
+                                    split, resident, loaders if wgmma else 1, wgmma,
+                                )  # fmt: skip
+
+
+def _accumulators(parts: int, wgmma: bool, strided_pixels: bool) -> int:
+    """Sums of a thread that leave it registers enough; those of two parts are added up beside the cores."""
+    if not wgmma:
+        return 80 // (1 if parts == 1 else 3)
+    return (144 if strided_pixels else 160) // parts
+
+
+def _widths(cells: int, wgmma: bool) -> list[tuple[int, int]]:
+    """Pixels of an instruction and their number, for at most ``cells`` cells and for fewer."""
+    multiple = 8 if wgmma else 16
+    found = []
+    for share in (20, 18, 16, 13, 10):  # images are seldom as wide as registers allow
+        blocks = math.ceil(cells * share / 20 / _WIDEST)
+        pixels = cells * share // 20 // blocks // multiple * multiple if blocks else 0
+        if pixels >= 16:
+            found.append((pixels, blocks))
+    return list(dict.fromkeys(found))
+
+
+def _splits(row_groups: int, wgmma: bool) -> tuple[str, ...]:
+    """What warp groups may share out; ``row_groups`` are those of one of the layer's groups."""
+    return ("cells", *(("rows",) if row_groups % CONSUMERS == 0 else ()), *(("turns",) if wgmma else ()))
