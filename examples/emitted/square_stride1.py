@@ -8,8 +8,8 @@
 # knows them.
 #
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32
-#     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
-#         raw_stages=2, parts=1, take_turns=True, resident=False, loader_groups=2, wgmma=True)
+#     sm_90a, forward: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
+#         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True)
 #     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=16, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
 #         stage_channels=4, loads=4, min_blocks=3, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=64, columns=64, thread_rows=8, thread_columns=8, k_slices=4, depth=32,
@@ -26,6 +26,7 @@ import hashlib
 import math
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -449,14 +450,15 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 #ifndef EMULATOR
 
-// 16 or 4 bytes from global to shared memory; zeros where `exists` is false.
+// 16, 8 or 4 bytes from global to shared memory; zeros where `exists` is false.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
   const int size = exists ? BYTES : 0;
   if (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size)
+                 : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -705,21 +707,25 @@ FILES["implicit_gemm.cu"] = r"""
 //
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
 // memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. The others
-// multiply, each its part of the tile, or each a tile of its own (TAKE_TURNS): then one stores while the other
-// multiplies. Blocks stay, and take every gridDim.x-th item: the next tile is being loaded while the last one is
-// stored. RESIDENT weights stay, too: then the items of a block are of one row group, and stages are pixels alone.
+// multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or a tile of its own
+// (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take every gridDim.x-th item: the next tile
+// is being loaded while the last one is stored. RESIDENT weights stay, too: then the items of a block are of the same
+// row groups, and stages are pixels alone.
 
 constexpr int LOADERS = LOADER_THREADS / LOADER_GROUPS;  // threads that load one stage
 constexpr int THREADS = LOADER_THREADS + CONSUMERS * 128;
-constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;  // warp groups that work on one item
-constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;   // cells of a warp group
-constexpr int CELLS = SHARERS * GROUP_CELLS;         // of an item
+constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;    // warp groups that work on one item
+constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;     // cells of a warp group
+constexpr int ROW_PARTS = SPLIT_ROWS ? CONSUMERS : 1;  // row groups of an item
+constexpr int CELL_PARTS = SHARERS / ROW_PARTS;
+constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of an item
 constexpr int STAGE_CHANNELS = K_STEPS * STEP_CHANNELS;
 constexpr int STAGE_CHUNKS = 2 * K_STEPS;
 constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
-constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;
-constexpr int WEIGHT_SLOT = RESIDENT ? 0 : WEIGHT_STAGE;  // bytes of weights in a stage
-constexpr int RESIDENT_WEIGHTS = RESIDENT ? STAGES_OF_ITEM * WEIGHT_STAGE : 0;
+constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes of a row group's weights in a stage
+constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // and in all stages
+constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
+constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // the pixels are copied to where they are used
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
@@ -746,15 +752,16 @@ struct Geometry {
   int images;        // batch entries of a tile
   int cells[3];      // of a tile, along depth, height and width
   int tiles[4];      // along batch, depth, height and width
-  int items;         // tiles by groups by channel groups by line groups
-  int row_groups;    // items of a tile
+  int items;         // tiles by the row groups, ROW_PARTS at a time
+  int tile_items;    // of one tile
   int pitch[3];      // pixels of the run from one image, slab and row to the next
   int halo;          // pixels of the run that are loaded
   int raw_pitch;     // pixels of the run in a copied stage
   int chunk_bytes;   // of the run in a stage
   int skew;          // columns before the first that is needed, so that copies are aligned
-  int copy_bytes;    // of one copy: 16, 4 or 2
+  int copy_bytes;    // of one copy: 16, 8, 4 or 2
   int store_vector;  // elements of a store
+  int run;           // whether tiles are runs of CELLS cells across rows and images, which taps without reach allow
 };
 
 // Position of a pixel in a run.
@@ -781,17 +788,20 @@ __device__ __forceinline__ offset_t offset_of(const Tensor5& t, int n, int d, in
 
 struct Item {
   int n, d, h, w;  // the tile's first cell
+  int first;       // in a run: of the cells of batch entry n
   int group, channel_group, line_group, row_group;
 
-  __device__ __forceinline__ void locate(const Geometry& g, int index) {
-    row_group = index % g.row_groups, index /= g.row_groups;
+  // `part` is the row group among the item's.
+  __device__ __forceinline__ void locate(const Geometry& g, int index, int part) {
+    row_group = index % g.tile_items * ROW_PARTS + part, index /= g.tile_items;
     line_group = row_group % LINE_GROUPS;
     channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
     group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
     w = index % g.tiles[3] * g.cells[2], index /= g.tiles[3];
     h = index % g.tiles[2] * g.cells[1], index /= g.tiles[2];
     d = index % g.tiles[1] * g.cells[0], index /= g.tiles[1];
-    n = index * g.images;
+    n = g.run ? index * CELLS / g.pitch[0] : index * g.images;
+    first = g.run ? index * CELLS - n * g.pitch[0] : 0;
   }
 };
 
@@ -831,9 +841,12 @@ struct Loader {
   __device__ __forceinline__ void find_pixels(const Item& item) const {
     const int copied = IN_PLACE ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
     for (int i = thread; i * copied < g.halo; i += LOADERS) {
-      const unsigned position = halo[i];
+      const unsigned position = g.run ? 0 : halo[i];
       Pixel p;
-      p.unpack(position);
+      if (g.run)
+        p.locate(g, item.first + i * copied);
+      else
+        p.unpack(position);
       const int d = item.d + p.d + first_offset(AXIS_D), h = item.h + p.h + first_offset(AXIS_H);
       const int w = item.w + p.w + first_offset(AXIS_W) - g.skew;
       const bool inside = position != NOWHERE && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
@@ -902,6 +915,8 @@ struct Loader {
     } else {
       if (g.copy_bytes == 16)
         copy_rows<16>(base, channel, (scalar_t*)to);
+      else if (g.copy_bytes == 8)
+        copy_rows<8>(base, channel, (scalar_t*)to);
       else if (sizeof(scalar_t) == 2 && g.copy_bytes == 4)
         copy_rows<4>(base, channel, (scalar_t*)to);
       else
@@ -970,7 +985,8 @@ struct Store {
   const Geometry& g;
   const Item& item;
   const Sums& sums;
-  const unsigned* cells;  // positions of the warp group's part of the run
+  int first_cell;         // of the warp group, among the tile's
+  const unsigned* cells;  // and the positions of its cells
   scalar_t* dst;          // the item's first channel, the tile's first batch entry
   const scalar_t* bias;   // of the item's first channel
   scalar_t* staging;      // of the warp
@@ -1016,8 +1032,11 @@ struct Store {
       elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
       if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
       Pixel p;
-      p.unpack(cells[cell]);
-      if (cells[cell] == NOWHERE || item.n + p.n >= g.batch) continue;
+      if (g.run)
+        p.locate(g, item.first + first_cell + cell);
+      else
+        p.unpack(cells[cell]);
+      if ((!g.run && cells[cell] == NOWHERE) || item.n + p.n >= g.batch) continue;
       const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
       const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
       if (d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
@@ -1220,7 +1239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
-        *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.row_groups) * RESIDENT_WEIGHTS + i);
+        *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
   publish_shared();
   __syncthreads();
 
@@ -1245,7 +1264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (ahead.index < g.items) {
         if (new_item) {
           Item item;
-          item.locate(g, ahead.index);
+          item.locate(g, ahead.index, 0);
           base = src + item.n * g.src.stride[0] + (long long)item.group * SRC_CHANNELS * g.src.stride[1];
           threads_sync(1 + loader_group, LOADERS);  // all have copied the tile before
           loader.find_pixels(item);
@@ -1266,17 +1285,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < LOOKAHEAD; ++i) start_copy();
     while (now.index < g.items) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
-      if (new_weights)
-        weights = packed + (long long)(now.index % g.row_groups) * (STAGES_OF_ITEM * (long long)WEIGHT_STAGE);
+      if (new_weights) weights = packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM);
       if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if BULK_COPY
       if (!RESIDENT && loader.thread == 0)
-        bulk_copy(shared_address(stage), weights + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
+        for (int part = 0; part < ROW_PARTS; ++part)
+          bulk_copy(shared_address(stage + part * WEIGHT_STAGE),
+                    weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
       copies_wait<LOOKAHEAD - 1>();
 #else
       copies_wait<LOOKAHEAD - 1>();
       for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
-        copy_async<16>(shared_address(stage + i), weights + now.stage * WEIGHT_STAGE + i, true);
+        copy_async<16>(shared_address(stage + i),
+                       weights + i / WEIGHT_STAGE * WEIGHT_ITEM + now.stage * WEIGHT_STAGE + i % WEIGHT_STAGE, true);
       copies_commit();
 #endif
       threads_sync(1 + loader_group, LOADERS);
@@ -1296,12 +1317,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     registers_claim();
     Slot<STAGES> slot;
     Sums sums, totals;  // the latter for PARTS = 2
-    const int turn = TAKE_TURNS ? warp_group : 0, part = TAKE_TURNS ? 0 : warp_group;
+    const int turn = TAKE_TURNS ? warp_group : 0;
+    const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
     slot.skip(turn * STAGES_OF_ITEM);
     unsigned turn_parity = 0;
     for (int index = blockIdx.x + turn * gridDim.x; index < g.items; index += CONSUMERS / SHARERS * gridDim.x) {
       Item item;
-      item.locate(g, index);
+      item.locate(g, index, row_part);
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)
@@ -1315,8 +1337,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
         barrier_wait(full + 8 * slot.index, slot.parity);
         const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
-        const unsigned weights = RESIDENT ? shared_address(resident) + stage * WEIGHT_STAGE : held;
-        const unsigned pixels = held + WEIGHT_SLOT + part * (GROUP_CELLS * 16);
+        const unsigned weights = RESIDENT
+                                     ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
+                                     : held + row_part * WEIGHT_STAGE;
+        const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * 16);
         products_begin();
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
@@ -1368,7 +1392,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const Store store{g,
                         item,
                         sums,
-                        shared.cells + part * GROUP_CELLS,
+                        cell_part * GROUP_CELLS,
+                        shared.cells + cell_part * GROUP_CELLS,
                         dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1],
                         bias + first_channel,
                         staging + thread / 32 * (8 * STAGING_PITCH)};
@@ -2185,9 +2210,10 @@ constexpr int PARTS = 1;
 constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
-constexpr int PIXELS = 160;
+constexpr int PIXELS = 144;
 constexpr int PIXEL_BLOCKS = 2;
 constexpr int CONSUMERS = 2;
+constexpr bool SPLIT_ROWS = false;
 constexpr bool TAKE_TURNS = true;
 constexpr bool RESIDENT = false;
 constexpr int LOADER_GROUPS = 2;
@@ -2198,14 +2224,14 @@ constexpr int RAW_STAGES = 2;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 // sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.
 #ifndef EMULATOR
-__device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, unsigned long long b,
                                       bool add) {
   asm volatile(
-      "{ .reg .pred add; setp.ne.b32 add, %82, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n160k8.f32.tf32.tf32 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, "
-      "%80, %81, add, 1, 1; }"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]), "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]), "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79])
+      "{ .reg .pred add; setp.ne.b32 add, %74, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n144k8.f32.tf32.tf32 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, "
+      "%72, %73, add, 1, 1; }"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71])
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
@@ -3112,7 +3138,7 @@ class GatherTiled:
             source=source,
             grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
             block=variant.threads,
-            shared_bytes=_gather_tiled_shared_bytes(gather, variant, lanes),
+            shared_bytes=_shared_bytes(gather, variant, lanes),
             geometry=geometry,
         )
 
@@ -3153,7 +3179,7 @@ class _TileSize:
         return _round_up(self.width, split)
 
 
-def _gather_tiled_shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> int:
+def _shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> int:
     accumulator = 8 if gather.dtype == "float64" else 4
     tile = _TileSize.of(gather, variant, lanes)
     weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
@@ -3173,7 +3199,7 @@ def _fits(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", d
     width = lanes[3] * variant.cells_w
     return (
         _TileSize.of(gather, variant, lanes).loads(variant) <= variant.loads
-        and _gather_tiled_shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
+        and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
         and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
     )
 
@@ -3197,7 +3223,7 @@ def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") ->
                 if not _fits(gather, variant, lanes, device):
                     continue
                 tiles = math.prod(math.ceil(n / m) for n, m in zip((batch, depths, heights, widths), lanes))
-                shared = _gather_tiled_shared_bytes(gather, variant, lanes) + 1024
+                shared = _shared_bytes(gather, variant, lanes) + 1024
                 crowding = max(1.0, min(variant.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
                 # Short rows leave memory transactions half empty, on their way in and out.
                 row = width * variant.cells_w
@@ -3229,24 +3255,26 @@ def _aligned_rows(gather: "Gather", variant: "TiledVariant") -> bool:
     return whole_rows and width == 1 and all(stride % run == 0 for stride in (batch, channel, depth, height))
 
 # =====================================================================================================================
-# polyphase/algorithms/implicit_gemm.py
+# polyphase/algorithms/gemm_variant.py
 # =====================================================================================================================
 #
-# The forward pass on tensor cores, ``kernels/implicit_gemm.cu``: variants, tiles, cost and launch.
+# What `implicit_gemm` can be specialised to: its variants, and what one of them makes of a layer.
 
-_ROWS = 64  # of a row block
-_CONSUMERS = 2  # warp groups that multiply
-_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
-_STATIC_SHARED = 9 << 10  # barriers, distances and positions
+ROWS = 64  # of a row block
+CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
+CONSUMERS = 2  # warp groups that multiply
+RAW_STAGES = 2  # copied stages of a loading group that are not turned around yet
 
 
 @dataclass(frozen=True)
 class GemmVariant:
     """One specialisation of the kernel.
 
-    ``pixels`` of the tile and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp group's
-    accumulators. ``parts`` is 2 where float32 is split in two TF32 numbers, ``k_steps`` the depth of a stage in
-    instructions, ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``.
+    ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
+    group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
+    ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
+    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
+    whether Hopper's instruction is used, or ``mma.sync``.
     """
 
     pixels: int
@@ -3255,27 +3283,92 @@ class GemmVariant:
     lines: int
     k_steps: int
     stages: int
-    raw_stages: int
     parts: int
-    take_turns: bool
+    split: str
     resident: bool
     loader_groups: int
     wgmma: bool
 
     @property
+    def group_cells(self) -> int:
+        """Cells of a warp group."""
+        return self.pixels * self.pixel_blocks
+
+    @property
     def cells(self) -> int:
         """Cells of a tile, those in its halo included."""
-        return self.group_cells * (1 if self.take_turns else _CONSUMERS)
+        return self.group_cells * (CONSUMERS if self.split == "cells" else 1)
+
+    @property
+    def row_parts(self) -> int:
+        """Row groups of an item."""
+        return CONSUMERS if self.split == "rows" else 1
 
     @property
     def loader_threads(self) -> int:
         """Threads that load; the registers of those who multiply leave no more."""
         return 256 if self.wgmma and self.loader_groups > 1 else 128
 
-    @property
-    def group_cells(self) -> int:
-        """Cells of a warp group."""
-        return self.pixels * self.pixel_blocks
+
+@dataclass(frozen=True)
+class Taps:
+    """What the layer's phases come to (kernels/common/row_blocks.cuh)."""
+
+    owned_w: int
+    lines: "tuple[int, ...]"  # taps of each phase along depth and height that owns any
+    along_w: int  # taps of all phases along the width
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(axes: "tuple[Axis, Axis, Axis]") -> "Taps":
+        """The taps of a layer."""
+        depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
+        return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
+
+
+@dataclass(frozen=True)
+class Product:
+    # The product that a variant makes of a pass, in row groups of ``channel_blocks`` and ``lines``.
+
+    row_blocks: int  # of a row group
+    row_groups: int  # of the layer
+    line_groups: int
+    operations: int  # taps of the row group that has most
+    steps: int  # depth in instructions
+
+    @staticmethod
+    @lru_cache(maxsize=65536)
+    def of(gather: "Gather", variant: "GemmVariant") -> "Product":
+        """The product of a variant."""
+        taps = Taps.of(gather.axes)
+        lines = variant.lines
+        groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
+        channel_groups = math.ceil(gather.dst_channels / (ROWS * variant.channel_blocks))
+        depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
+        return Product(
+            row_blocks=variant.channel_blocks * lines * taps.owned_w,
+            row_groups=gather.groups * channel_groups * len(groups),
+            line_groups=len(groups),
+            operations=max(groups) * taps.along_w * variant.channel_blocks,
+            steps=math.ceil(depth / variant.k_steps) * variant.k_steps,
+        )
+
+    def step_bytes(self, variant: "GemmVariant") -> int:
+        """Packed weights of one step of a row group."""
+        return self.operations * variant.parts * 2 * ROWS * CHUNK_BYTES
+
+    def weight_bytes(self, variant: "GemmVariant") -> int:
+        """Packed weights of a row group."""
+        return self.steps * self.step_bytes(variant)
+
+# =====================================================================================================================
+# polyphase/algorithms/gemm_tile.py
+# =====================================================================================================================
+#
+# The tiles of `implicit_gemm`: which cells a thread block takes at once, and how they lie in shared memory.
+
+_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
+_MAX_STATIC_SHARED = 48 << 10
 
 
 @dataclass(frozen=True)
@@ -3290,6 +3383,7 @@ class Tile:
     skew: int
     copy_bytes: int
     tiles: "tuple[int, int, int, int]"
+    run: bool = False  # of cells of any rows and images, one after the other
 
     @property
     def count(self) -> int:
@@ -3297,141 +3391,38 @@ class Tile:
         return math.prod(self.tiles)
 
 
-@dataclass(frozen=True)
-class _Taps:
-    """What the layer's phases come to (kernels/common/row_blocks.cuh)."""
-
-    owned_w: int
-    lines: "tuple[int, ...]"  # taps of each phase along depth and height that owns any
-    along_w: int  # taps of all phases along the width
-
-    @classmethod
-    def of(cls, axes: "tuple[Axis, Axis, Axis]") -> "_Taps":
-        depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
-        return cls(len(width), tuple(d * h for d in depth for h in height), sum(width))
-
-    def operations(self, variant: "GemmVariant") -> int:
-        """Taps of the busiest thread block."""
-        groups = (self.lines[i : i + variant.lines] for i in range(0, len(self.lines), variant.lines))
-        return max(sum(group) for group in groups) * self.along_w * variant.channel_blocks
-
-
-class ImplicitGemm:
-    """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
-
-    name = "implicit_gemm"
-
-    def launch(
-        self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "GemmVariant"
-    ) -> "Launch":
-        gather = Gather.of(problem, pass_, layouts)
-        taps = _Taps.of(problem.axes3)
-        operations = taps.operations(variant)
-        tile = _tile(gather, variant, problem.batch, device)
-        assert tile is not None
-        size = DTYPE_BYTES[problem.dtype]
-        steps = _steps(gather, variant)
-        channel_groups = math.ceil(gather.dst_channels / (_ROWS * variant.channel_blocks))
-        row_groups = gather.groups * channel_groups * math.ceil(len(taps.lines) / variant.lines)
-        items = tile.count * row_groups
-        constants = gather.constants(
-            CHANNEL_BLOCKS=variant.channel_blocks,
-            LINES=variant.lines,
-            K_STEPS=variant.k_steps,
-            PARTS=variant.parts,
-            OPERATIONS=operations,
-            MIN_BLOCKS=1,
-        )
-        kernel_constants: tuple[tuple[str, Constant], ...] = (
-            *constants,
-            ("SRC_CHANNELS_LAST", gather.src.channels_last),
-            ("PIXELS", variant.pixels),
-            ("PIXEL_BLOCKS", variant.pixel_blocks),
-            ("CONSUMERS", _CONSUMERS),
-            ("TAKE_TURNS", variant.take_turns),
-            ("RESIDENT", variant.resident),
-            ("LOADER_GROUPS", variant.loader_groups),
-            ("LOADER_THREADS", variant.loader_threads),
-            ("STAGES", variant.stages),
-            ("RAW_STAGES", variant.raw_stages),
-            ("WGMMA", variant.wgmma),
-        )
-        wide = _wide(gather)
-        operation_bytes = variant.parts * 2 * _ROWS * 16
-        raw_pitch = _raw_pitch(tile.halo, size)
-        geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack(
-            "<20i",
-            problem.batch,
-            tile.images,
-            *tile.cells,
-            *tile.tiles,
-            items,
-            row_groups,
-            *tile.pitch,
-            tile.halo,
-            raw_pitch,
-            tile.allocated * 16,
-            tile.skew,
-            tile.copy_bytes,
-            _store_vector(gather, tile),
-        )
-        chunks = row_groups * steps * operations * 2 * _ROWS
-        prologue = Launch(
-            source=KernelSource(
-                "pack_weights", problem.dtype, False, tuple(c for c in constants if c[0] != "HAS_BIAS")
-            ),
-            grid=(math.ceil(chunks / 256), 1, 1),
-            block=256,
-            shared_bytes=0,
-            geometry=struct.pack("<i", gather.groups),
-        )
-        return Launch(
-            source=KernelSource(self.name, problem.dtype, wide, kernel_constants),
-            grid=(_blocks(items, row_groups, device, variant), 1, 1),
-            block=variant.loader_threads + 128 * _CONSUMERS,
-            shared_bytes=_implicit_gemm_shared_bytes(gather, variant, operations, tile),
-            geometry=geometry,
-            prologue=prologue,
-            workspace_bytes=row_groups * steps * operations * operation_bytes,
-        )
-
-
-def _steps(gather: "Gather", variant: "GemmVariant") -> int:
-    """Depth of the whole product in instructions, which take 32 bytes of channels each."""
-    return math.ceil(gather.src_channels * DTYPE_BYTES[gather.dtype] / 32 / variant.k_steps) * variant.k_steps
-
-
-def _blocks(items: int, row_groups: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
-    """Thread blocks; those with resident weights stay with one row group."""
-    most = device.multiprocessors
-    return min(items, most // row_groups * row_groups if variant.resident else most)
-
-
-def _raw_pitch(halo: int, size: int) -> int:
+def raw_pitch(halo: int, size: int) -> int:
     """Pixels of a channel in a copied stage. Eight 16-byte rows of half precision lie in different banks."""
     whole = math.ceil(halo / 32) * 32
     return whole if size == 4 else math.ceil((whole - 8) / 64) * 64 + 8
 
 
-def _implicit_gemm_shared_bytes(gather: "Gather", variant: "GemmVariant", operations: int, tile: "Tile", aligned: bool = True) -> int:
+def shared_bytes(gather: "Gather", variant: "GemmVariant", tile: "Tile", aligned: bool = True) -> int:
     """Dynamic shared memory of a tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
     size = DTYPE_BYTES[gather.dtype]
-    stage = variant.parts * 2 * variant.k_steps * (tile.allocated + (0 if aligned else 32)) * 16
-    step = operations * variant.parts * 2 * _ROWS * 16
+    product = Product.of(gather, variant)
+    weights = variant.row_parts * product.step_bytes(variant)
+    stage = variant.parts * 2 * variant.k_steps * (tile.allocated + (0 if aligned else 32)) * CHUNK_BYTES
     if variant.resident:
-        total = variant.stages * stage + _steps(gather, variant) * step
+        total = variant.stages * stage + product.steps * weights
     else:
-        total = variant.stages * (stage + variant.k_steps * step)
+        total = variant.stages * (stage + variant.k_steps * weights)
     if not gather.src.channels_last:
-        total += variant.loader_groups * variant.raw_stages * variant.k_steps * 32 * _raw_pitch(tile.halo, size)
+        total += variant.loader_groups * RAW_STAGES * variant.k_steps * 2 * CHUNK_BYTES * raw_pitch(tile.halo, size)
     if not gather.dst.channels_last:
-        total += _CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
+        total += CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
     copied = 1 if gather.src.channels_last or not aligned else tile.copy_bytes // size
-    return total + (4 + (8 if _wide(gather) else 4) * variant.loader_groups) * math.ceil(tile.halo / copied) + 8
+    return total + (4 + (8 if wide(gather) else 4) * variant.loader_groups) * math.ceil(tile.halo / copied) + 8
 
 
-def _wide(gather: "Gather") -> bool:
+def _static_shared_bytes(variant: "GemmVariant", product: "Product") -> int:
+    """The kernel's ``Shared``: barriers, distances of operations, positions of cells."""
+    barriers = 8 * (2 * variant.stages + CONSUMERS)
+    numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
+    return barriers + 4 * numbers + 4
+
+
+def wide(gather: "Gather") -> bool:
     """Whether offsets within an image need more than 32 bits."""
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
 
@@ -3444,48 +3435,80 @@ def _piece(stride: int, size: int) -> int:
     return cells * stride
 
 
-def _rows_join(gather: "Gather") -> bool:
-    """Whether neither a tap nor memory leaves a gap between the rows of a channel."""
-    alone = all(axis.shifts == (0, 0) for axis in gather.axes[1:])
-    return alone and gather.src.strides[3] == gather.src.shape[4] and gather.cells[2] == gather.src.shape[4]
+def _pixels_join(gather: "Gather") -> bool:
+    """Whether the pixels of an image follow each other in memory, and no tap reads beside its cell."""
+    sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
+    alone = all(axis.shifts == (0, 0) for axis in gather.axes) and gather.cells == sizes
+    return alone and strides[1] == sizes[2] * strides[2] and (sizes[0] == 1 or strides[0] == sizes[1] * strides[1])
 
 
-def _copy_sizes(gather: "Gather", joined: bool = False) -> "list[int]":
-    """Bytes that one copy from global memory may have: whole chunks where all of them are aligned, and less.
-
-    ``joined``: also across the ends of rows, where the rows of a channel and of a tile follow each other without gaps.
-    """
+def _copy_sizes(gather: "Gather", row: int) -> "list[int]":
+    """Bytes that one copy from global memory may have, where ``row`` pixels and their whole rows are copied so."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.src.strides
-    chunk = 16 // size
     if gather.src.channels_last:
+        chunk = CHUNK_BYTES // size
         whole = gather.src_channels % chunk == 0 and all(s % chunk == 0 for s in (batch, depth, height, width))
-        return [16] if whole and gather.aligned else [size]
+        return [CHUNK_BYTES] if whole and gather.aligned else [size]
     sizes = [size]
     if width == 1 and gather.aligned:
-        for copied in (4, 16):
-            count = copied // size
-            rows = depth if joined and _rows_join(gather) else math.gcd(math.gcd(gather.src.shape[4], depth), height)
-            if count > 1 and all(s % count == 0 for s in (rows, batch, channel)):
-                sizes.append(copied)
+        counts = [copied // size for copied in (4, 8, 16) if copied > size]
+        sizes += [count * size for count in counts if all(s % count == 0 for s in (row, batch, channel))]
     return sizes
 
 
 @lru_cache(maxsize=65536)
-def _tile(gather: "Gather", variant: "GemmVariant", batch: int, device: "DeviceInfo", reserve: int = 0) -> "Tile | None":
+def best_tile(gather: "Gather", variant: "GemmVariant", batch: int, device: "DeviceInfo", reserve: int = 0) -> "Tile | None":
     """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
-    limit = device.shared_bytes_per_block - _STATIC_SHARED - reserve
-    operations = _Taps.of(gather.axes).operations(variant)
+    static = _static_shared_bytes(variant, Product.of(gather, variant))
+    if static > _MAX_STATIC_SHARED:
+        return None
+    limit = device.shared_bytes_per_block - static - reserve
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
-    tiles = _tiles(gather, variant.cells, batch, banks)
-    fits = (tile for tile in tiles if _implicit_gemm_shared_bytes(gather, variant, operations, tile, not reserve) <= limit)
-    return next(fits, None)
+    for tile in _tiles(gather, variant.cells, batch, banks):
+        if shared_bytes(gather, variant, tile, not reserve) <= limit:
+            return tile
+    return None
 
 
 @lru_cache(maxsize=65536)
 def _tiles(gather: "Gather", capacity: int, batch: int, banks: int) -> "list[Tile]":
-    """Tiles whose cells, with the halo between them, are a run of at most ``capacity`` pixels; least work first.
+    """Tiles of at most ``capacity`` cells, those in their halo included; least work first."""
+    # Several images only where offsets within the tile have 32 bits.
+    sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
+    images = min((2**31 - one) // max(1, stride) for stride, one in sides)
+    pixels = math.prod(gather.cells)
+    if _pixels_join(gather) and images > capacity // max(1, pixels) + 2 and (batch + 1) * pixels < 2**31 - capacity:
+        return [_run(gather, capacity, batch, banks)]
+    return sorted(_boxes(gather, capacity, batch, banks, images), key=lambda tile: _work(tile, capacity))
+
+
+def _work(tile: "Tile", capacity: int) -> float:
+    # What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers.
+    per_pixel = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
+    rows = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0  # short rows move parts of memory's lines
+    return tile.count * (capacity + per_pixel * tile.halo) * rows
+
+
+def _run(gather: "Gather", capacity: int, batch: int, banks: int) -> "Tile":
+    """Cells in the order of memory, whatever rows and images they belong to."""
+    depth, height, width = gather.cells
+    pixels = depth * height * width
+    tiles = (math.ceil(batch * pixels / capacity), 1, 1, 1)
+    pitch = pixels, height * width, width
+    copy_bytes = max(_copy_sizes(gather, pixels))
+    return Tile(1, gather.cells, pitch, capacity, _allocated(capacity, banks), 0, copy_bytes, tiles, run=True)
+
+
+def _allocated(pixels: int, banks: int) -> int:
+    """Pixels of a run in shared memory: chunks of 32 are turned around, and chunks of channels lie in other banks."""
+    whole = math.ceil(pixels / 32) * 32
+    return whole + (banks - whole) % 8 if banks else whole
+
+
+def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable: int) -> "Iterator[Tile]":
+    """Boxes of cells, which lie in a run of pixels with the halo between them.
 
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
     wide as the image: all of it is padding then. So it is with rows, between images.
@@ -3495,67 +3518,51 @@ def _tiles(gather: "Gather", capacity: int, batch: int, banks: int) -> "list[Til
     ahead = [max(0, -axis.shifts[0]) for axis in gather.axes]  # pixels that any tap needs behind a cell
     back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
     reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
-    result = []
-    # Several images only where offsets within the tile have 32 bits.
-    sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
-    addressable = min((2**31 - one) // max(1, stride) for stride, one in sides)
-    for copy_bytes in _copy_sizes(gather, joined=True):
-        vector = 1 if gather.src.channels_last else copy_bytes // size
-        joined = copy_bytes not in _copy_sizes(gather)  # only rows that follow each other without gaps are aligned
-        even = vector
-        skew = -back[2] % vector
+    whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
+    for copy_bytes in _copy_sizes(gather, whole_rows):
+        even = 1 if gather.src.channels_last else copy_bytes // size
+        skew = -back[2] % even
         lead = back[2] + skew
         widest = min(width, capacity, _MAX_SIDE[0])
         least = math.ceil(width / widest)
         parts = range(least, min(math.ceil(width / 8), least + 128) + 1)
         widths = (math.ceil(math.ceil(width / n) / even) * even if n > 1 else width for n in parts)
         for columns in dict.fromkeys(widths):
-            if columns > min(capacity, _MAX_SIDE[0]) or (joined and columns != width):
+            if columns > min(capacity, _MAX_SIDE[0]):
                 continue
             shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
             row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
-            row = columns if joined else row
             most = min(height, (capacity - columns) // row + 1)
             for rows in {math.ceil(height / math.ceil(height / max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}:
-                if joined and rows != height and rows * columns % vector:
-                    continue
                 whole = rows == height and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
                 slab = (back[1] + rows if whole else rows + reach[1]) * row
                 flat = (rows - 1) * row + columns
-                slabs = min(depth, _MAX_SIDE[1], (capacity - flat) // slab + 1)
-                slabs = math.ceil(depth / math.ceil(depth / slabs))
-                if row > _MAX_SIDE[0] or rows + reach[1] > _MAX_SIDE[0] or slabs + reach[0] > _MAX_SIDE[1]:
+                most_slabs = min(depth, _MAX_SIDE[1] - reach[0], (capacity - flat) // slab + 1)
+                if row > _MAX_SIDE[0] or rows + reach[1] > _MAX_SIDE[0] or most_slabs < 1:
                     continue
-                flat += (slabs - 1) * slab
-                image = (slabs + reach[0]) * slab
-                images = 1
-                if (slabs, rows, columns) == (depth, height, width):
-                    images = max(1, min(batch, _MAX_SIDE[2], (capacity - flat) // image + 1, addressable))
-                span = reach[0] * slab + reach[1] * row + reach[2] + skew
-                tail = (ahead[1] * row if whole else 0) + ahead[2]
-                halo = images * image + math.ceil(tail / even) * even
-                allocated = max(math.ceil(halo / 32) * 32, capacity + span)
-                if banks:
-                    allocated += (banks - allocated) % 8
-                tiles = (
-                    math.ceil(batch / images),
-                    math.ceil(depth / slabs),
-                    math.ceil(height / rows),
-                    math.ceil(width / columns),
-                )
-                pitch = image, slab, row
-                result.append(Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles))
-    per_copy = {16: 0.3, 4: 0.6, 2: 4.0}  # two bytes pass registers
-
-    def work(tile: "Tile") -> float:
-        # Short rows move parts of memory's lines.
-        row = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0
-        return tile.count * (capacity + per_copy[tile.copy_bytes] * tile.halo) * row
-
-    return sorted(result, key=work)
+                for slabs in {1, math.ceil(depth / math.ceil(depth / most_slabs))}:
+                    used = flat + (slabs - 1) * slab
+                    image = (slabs + reach[0]) * slab
+                    images = 1
+                    if (slabs, rows, columns) == (depth, height, width):
+                        images = max(1, min(batch, _MAX_SIDE[2], (capacity - used) // image + 1, addressable))
+                    span = reach[0] * slab + reach[1] * row + reach[2] + skew
+                    tail = (ahead[1] * row if whole else 0) + ahead[2]
+                    halo = images * image + math.ceil(tail / even) * even
+                    allocated = max(_allocated(halo, 0), capacity + span)
+                    if banks:
+                        allocated += (banks - allocated) % 8
+                    tiles = (
+                        math.ceil(batch / images),
+                        math.ceil(depth / slabs),
+                        math.ceil(height / rows),
+                        math.ceil(width / columns),
+                    )
+                    pitch = image, slab, row
+                    yield Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles)
 
 
-def _store_vector(gather: "Gather", tile: "Tile") -> int:
+def store_vector(gather: "Gather", tile: "Tile") -> int:
     """Elements of a store, where every row allows the widest that the kernel has; else 1."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
@@ -3568,6 +3575,102 @@ def _store_vector(gather: "Gather", tile: "Tile") -> int:
         if width == 1 and rows and all(s % count == 0 for s in (batch, channel, depth, height)):
             return count
     return 1
+
+# =====================================================================================================================
+# polyphase/algorithms/implicit_gemm.py
+# =====================================================================================================================
+#
+# The forward pass on tensor cores, ``kernels/implicit_gemm.cu``: choice and launch of a variant.
+
+class ImplicitGemm:
+    """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
+
+    name = "implicit_gemm"
+
+    def launch(
+        self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "GemmVariant"
+    ) -> "Launch":
+        gather = Gather.of(problem, pass_, layouts)
+        product = Product.of(gather, variant)
+        tile = best_tile(gather, variant, problem.batch, device)
+        assert tile is not None
+        tile_items = product.row_groups // variant.row_parts
+        items = tile.count * tile_items
+        geometry = gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack(
+            "<21i4x",
+            problem.batch,
+            tile.images,
+            *tile.cells,
+            *tile.tiles,
+            items,
+            tile_items,
+            *tile.pitch,
+            tile.halo,
+            raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
+            tile.allocated * CHUNK_BYTES,
+            tile.skew,
+            tile.copy_bytes,
+            store_vector(gather, tile),
+            tile.run,
+        )
+        return Launch(
+            source=KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product)),
+            grid=(_blocks(items, tile_items, device, variant), 1, 1),
+            block=variant.loader_threads + 128 * CONSUMERS,
+            shared_bytes=shared_bytes(gather, variant, tile),
+            geometry=geometry,
+            prologue=_pack_weights(gather, variant, product),
+            workspace_bytes=product.row_groups * product.weight_bytes(variant),
+        )
+
+    @staticmethod
+    def _constants(gather: "Gather", variant: "GemmVariant", product: "Product") -> "tuple[tuple[str, Constant], ...]":
+        return (
+            *_packing(gather, variant, product),
+            ("SRC_CHANNELS_LAST", gather.src.channels_last),
+            ("PIXELS", variant.pixels),
+            ("PIXEL_BLOCKS", variant.pixel_blocks),
+            ("CONSUMERS", CONSUMERS),
+            ("SPLIT_ROWS", variant.split == "rows"),
+            ("TAKE_TURNS", variant.split == "turns"),
+            ("RESIDENT", variant.resident),
+            ("LOADER_GROUPS", variant.loader_groups),
+            ("LOADER_THREADS", variant.loader_threads),
+            ("STAGES", variant.stages),
+            ("RAW_STAGES", RAW_STAGES),
+            ("WGMMA", variant.wgmma),
+        )
+
+
+def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "tuple[tuple[str, Constant], ...]":
+    """The constants that decide how weights are packed."""
+    return gather.constants(
+        CHANNEL_BLOCKS=variant.channel_blocks,
+        LINES=variant.lines,
+        K_STEPS=variant.k_steps,
+        PARTS=variant.parts,
+        OPERATIONS=product.operations,
+        MIN_BLOCKS=1,
+    )
+
+
+def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") -> "Launch":
+    constants = tuple(c for c in _packing(gather, variant, product) if c[0] != "HAS_BIAS")
+    chunks = product.row_groups * product.steps * product.operations * 2 * ROWS
+    return Launch(
+        source=KernelSource("pack_weights", gather.dtype, False, constants),
+        grid=(math.ceil(chunks / 256), 1, 1),
+        block=256,
+        shared_bytes=0,
+        geometry=struct.pack("<i", gather.groups),
+    )
+
+
+def _blocks(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
+    """Thread blocks; those with resident weights stay with their row groups."""
+    most = device.multiprocessors
+    return min(items, most // tile_items * tile_items if variant.resident else most)
 
 # =====================================================================================================================
 # polyphase/algorithms/weight_grad.py
@@ -4005,15 +4108,14 @@ LAYERS = [
                 Pass.FORWARD: Choice(
                     algorithm=ImplicitGemm(),
                     variant=GemmVariant(
-                        pixels=160,
+                        pixels=144,
                         pixel_blocks=2,
                         channel_blocks=1,
                         lines=1,
                         k_steps=1,
                         stages=4,
-                        raw_stages=2,
                         parts=1,
-                        take_turns=True,
+                        split="turns",
                         resident=False,
                         loader_groups=2,
                         wgmma=True,
