@@ -1305,7 +1305,7 @@ class DeviceInfo:
     shared_bytes_per_multiprocessor: int = 0
 
     @staticmethod
-    def of(device: "torch.device") -> "DeviceInfo":
+    def of(device: torch.device) -> "DeviceInfo":
         """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
         import torch
 
@@ -2244,7 +2244,7 @@ class Choice:
     # What computes a pass: an algorithm and its variant.
 
     algorithm: "Algorithm"
-    variant: "Any"
+    variant: Any
 
 
 @dataclass(frozen=True)
@@ -2284,7 +2284,7 @@ def cuda_source(arch: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def build(arch: str) -> "Any":
+def build(arch: str) -> Any:
     """The extension module for one architecture. Takes a minute the first time; PyTorch keeps what it has built."""
     source = cuda_source(arch)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -2300,7 +2300,7 @@ def build(arch: str) -> "Any":
     )
 
 
-def arch_of(device: "torch.device") -> str:
+def arch_of(device: torch.device) -> str:
     """The architecture of a GPU. Raises `UnsupportedError` where this file has no kernels for it."""
     major, minor = torch.cuda.get_device_capability(device)
     for arch in KERNELS:
@@ -2332,13 +2332,13 @@ def kernel_number(arch: str, source: "KernelSource") -> int:
 class Call:
     """A prepared call. Launches are what the extension's ``launch`` takes before the tensors."""
 
-    extension: "Any"
+    extension: Any
     launch: "tuple[Any, ...]"
     prologue: "tuple[Any, ...] | None"
     workspace_bytes: int
     planes: int
     shape: "tuple[int, ...]"
-    memory_format: "torch.memory_format"
+    memory_format: torch.memory_format
 
 
 _calls: "dict[tuple[Any, ...], Call]" = {}
@@ -2350,7 +2350,7 @@ def prepare(
     layer: "Layer",
     input_shape: "tuple[int, ...]",
     output_padding: "tuple[int, ...]",
-    device: "torch.device",
+    device: torch.device,
     aligned: bool,
 ) -> "Call":
     """What a call of these sizes launches, as the package itself decides it."""
@@ -2387,7 +2387,7 @@ def arguments(arch: str, launch: "Launch") -> "tuple[Any, ...]":
     return (kernel_number(arch, launch.source), launch.geometry, *launch.grid, launch.block, launch.shared_bytes)
 
 
-def memory_format(problem: "ConvTransposeProblem") -> "torch.memory_format":
+def memory_format(problem: "ConvTransposeProblem") -> torch.memory_format:
     """The format of the tensors that the layer's kernels take and give."""
     if not problem.channels_last:
         return torch.contiguous_format
@@ -2399,10 +2399,10 @@ def run(
     number: int,
     input_shape: "tuple[int, ...]",
     output_padding: "tuple[int, ...]",
-    first: "torch.Tensor",
-    second: "torch.Tensor",
+    first: torch.Tensor,
+    second: torch.Tensor,
     bias: "torch.Tensor | None" = None,
-) -> "torch.Tensor":
+) -> torch.Tensor:
     """One computation of layer ``number`` from two of input, weight and gradient of the output.
 
     The gradient of the weight comes as partial sums of parts of the input, which are added in a fixed order.
@@ -2437,13 +2437,13 @@ class KernelFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: "Any",
-        input: "torch.Tensor",
-        weight: "torch.Tensor",
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
         bias: "torch.Tensor | None",
         number: int,
         output_padding: "tuple[int, ...]",
-    ) -> "torch.Tensor":
+    ) -> torch.Tensor:
         """The output, ``(N, C_out, *spatial)``."""
         dense = memory_format(LAYERS[number].problem)
         input, weight = input.contiguous(memory_format=dense), weight.contiguous(memory_format=dense)
@@ -2453,7 +2453,7 @@ class KernelFunction(torch.autograd.Function):
         return run(Pass.FORWARD, number, tuple(input.shape), output_padding, input, weight, bias)
 
     @staticmethod
-    def backward(ctx: "Any", grad: "torch.Tensor") -> "tuple[Any, ...]":
+    def backward(ctx: Any, grad: torch.Tensor) -> "tuple[Any, ...]":
         """The gradients of input, weight and bias, those that are needed."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
@@ -2472,7 +2472,7 @@ class KernelFunction(torch.autograd.Function):
         )
 
 
-def check(module: "Any", input: "torch.Tensor", problem: "ConvTransposeProblem") -> None:
+def check(module: Any, input: torch.Tensor, problem: "ConvTransposeProblem") -> None:
     """Raises `UnsupportedError` for a device or dtype that has no kernels here, RuntimeError for shapes."""
     wanted = getattr(torch, problem.dtype)
     for role, tensor in (("input", input), ("weight", module.weight), ("bias", module.bias)):
@@ -2497,7 +2497,7 @@ def check(module: "Any", input: "torch.Tensor", problem: "ConvTransposeProblem")
         )
 
 
-def forward_of(module: "Any", input: "torch.Tensor", output_size: "Any") -> "torch.Tensor":
+def forward_of(module: Any, input: torch.Tensor, output_size: Any) -> torch.Tensor:
     """The forward method of the modules below."""
     problem = LAYERS[module.emitted_layer].problem
     batch = input if input.dim() != problem.dims + 1 else input.unsqueeze(0)
@@ -2518,12 +2518,12 @@ def forward_of(module: "Any", input: "torch.Tensor", output_size: "Any") -> "tor
 class ConvTranspose2d(nn.ConvTranspose2d):
     """PyTorch's module on the kernels of this file."""
 
-    def forward(self, input: "torch.Tensor", output_size: "Any" = None) -> "torch.Tensor":
+    def forward(self, input: torch.Tensor, output_size: Any = None) -> torch.Tensor:
         """``(N, C_in, H, W)`` or ``(C_in, H, W)`` to ``(N, C_out, H_out, W_out)`` or without ``N``."""
         return forward_of(self, input, output_size)
 
 
-def constants(layer: "Any") -> "tuple[Any, ...]":
+def constants(layer: Any) -> "tuple[Any, ...]":
     """What a layer's kernels are made for; of a module, or of a problem."""
     return (
         *(layer.in_channels, layer.out_channels, tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.padding)),
@@ -2531,7 +2531,7 @@ def constants(layer: "Any") -> "tuple[Any, ...]":
     )
 
 
-def use_kernels(model: "nn.Module") -> None:
+def use_kernels(model: nn.Module) -> None:
     """Changes the class of the model's transposed convolutions, in place: parameters and all else stay what they are.
 
     Raises `UnsupportedError` for a layer that this file was not emitted for.
@@ -2702,7 +2702,7 @@ class Model(nn.Module):
             bias=bias,
         )
 
-    def forward(self, x: "torch.Tensor") -> "torch.Tensor":
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.conv_transpose2d(x)
 
 
@@ -2719,6 +2719,6 @@ def get_init_inputs() -> "list[object]":
 class ModelNew(Model):
     """`Model` with its transposed convolutions computed by the kernels above."""
 
-    def __init__(self, *args: "Any", **kwargs: "Any") -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # the same parameters, made of the same random numbers
         use_kernels(self)

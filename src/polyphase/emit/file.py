@@ -299,6 +299,6 @@ def _model_new(names: dict[Key, str]) -> str:
 class ModelNew(Model):
     """`Model` with its transposed convolutions computed by the kernels above."""
 
-    def __init__(self, *args: "Any", **kwargs: "Any") -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # the same parameters, made of the same random numbers
         {use_kernels}(self)'''

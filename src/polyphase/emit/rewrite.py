@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from polyphase.emit.rules import breaks_a_rule
 
-_PLAIN = {"int", "float", "bool", "str", "bytes", "None"}
+# What any Python evaluates in an emitted file, which imports the last three.
+_PLAIN = re.compile(r"int|float|bool|str|bytes|None|Any|torch(\.\w+)+|nn\.\w+")
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _Scope = (*_Function, ast.ClassDef)
 
@@ -64,9 +65,9 @@ def _body(function: ast.AST) -> Iterator[ast.AST]:
 
 def _annotations(tree: ast.AST, text: str, names: Mapping[str, str]) -> Iterator[_Edit]:
     for annotation in evaluated_annotations(tree):
-        if isinstance(annotation, ast.Constant) or (isinstance(annotation, ast.Name) and annotation.id in _PLAIN):
-            continue
         written = ast.unparse(annotation).replace('"', "'")
+        if isinstance(annotation, ast.Constant) or _PLAIN.fullmatch(written):
+            continue
         for old, new in names.items():
             written = re.sub(rf"\b{old}\b", new, written)
         yield _replace(annotation, f'"{written}"')
