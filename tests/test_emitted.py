@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from dataclasses import replace
@@ -248,16 +249,22 @@ def test_other_layers_are_refused() -> None:
         module.ModelNew(5)
 
 
-def test_it_is_built_for_its_architecture_alone(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(small, "load_inline", lambda **options: asked.append(options))
+@pytest.mark.parametrize("before", [None, "Hopper"])
+def test_it_is_built_for_its_architecture_alone(
+    small: Any, before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        small, "load_inline", lambda **options: asked.append((options["name"], os.environ["TORCH_CUDA_ARCH_LIST"]))
+    )
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", before)
     for arch in ("sm_80", "sm_90a", "sm_80"):
         small.build(arch)
-    assert [options["extra_cuda_cflags"][-1] for options in asked] == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90a,code=sm_90a",
-    ]
-    assert len({options["name"] for options in asked}) == 2
+    assert [arch for _, arch in asked] == ["8.0", "9.0a"]
+    assert len({name for name, _ in asked}) == 2
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == before
     small.build.cache_clear()
 
 

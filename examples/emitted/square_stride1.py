@@ -4,8 +4,8 @@
 # ModelNew, at the end, has the constructor, parameters, state_dict and random numbers of Model. It takes inputs of any
 # batch and image size and of any strides, on GPUs of the architectures below, and gives first derivatives. The kernels
 # are built when they are first needed, which takes about a minute; PyTorch keeps what it has built. Made for PyTorch
-# 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a takes nvcc 12, later architectures what
-# knows them.
+# 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a takes nvcc 12 and PyTorch 2.2, later
+# architectures what knows them.
 #
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32
 #     sm_90a, forward: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
@@ -24,6 +24,7 @@
 
 import hashlib
 import math
+import os
 import re
 import struct
 from collections.abc import Iterator
@@ -3821,15 +3822,22 @@ def build(arch: str) -> Any:
     source = cuda_source(arch)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     standard = ["-std=c++17"] if version < (2, 1) else []  # the default later on
-    return load_inline(
+    # Only by this variable will every PyTorch build for one architecture and no other, which could not have its
+    # instructions.
+    before = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    major, minor = re.fullmatch(r"sm_(\d+)(\d[af]?)", arch).groups()  # type: ignore[union-attr]
+    os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
+    extension = load_inline(
         name="polyphase_" + hashlib.sha256((arch + BINDING + source).encode()).hexdigest()[:16],
         cpp_sources=[BINDING],
-        cuda_sources=[source.encode("ascii", "replace").decode()],  # written in the locale's encoding, whatever that is
+        cuda_sources=[source.encode("ascii", "replace").decode()],  # written in the locale's encoding, whatever it is
         functions=["launch"],
         extra_cflags=[*standard],
-        # An architecture that is named keeps PyTorch from adding others.
-        extra_cuda_cflags=[*standard, f"-gencode=arch=compute_{arch[3:]},code={arch}"],
+        extra_cuda_cflags=[*standard],
     )
+    del os.environ["TORCH_CUDA_ARCH_LIST"]
+    os.environ.update({} if before is None else {"TORCH_CUDA_ARCH_LIST": before})
+    return extension
 
 
 def arch_of(device: torch.device) -> str:

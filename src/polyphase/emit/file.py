@@ -206,7 +206,7 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
         "inputs of any batch and image size and of any strides, on GPUs of the architectures below, and gives first "
         "derivatives. The kernels are built when they are first needed, which takes about a minute; PyTorch keeps what "
         "it has built. Made for PyTorch 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a "
-        "takes nvcc 12, later architectures what knows them.",
+        "takes nvcc 12 and PyTorch 2.2, later architectures what knows them.",
         "",
     ]
     for name, problem in model.layers.items():

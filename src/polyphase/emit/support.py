@@ -7,6 +7,7 @@ to Python 3.8 and PyTorch 1.13, catches nothing, and its functions import nothin
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -84,15 +85,22 @@ def build(arch: str) -> Any:
     source = cuda_source(arch)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     standard = ["-std=c++17"] if version < (2, 1) else []  # the default later on
-    return load_inline(
+    # Only by this variable will every PyTorch build for one architecture and no other, which could not have its
+    # instructions.
+    before = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    major, minor = re.fullmatch(r"sm_(\d+)(\d[af]?)", arch).groups()  # type: ignore[union-attr]
+    os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
+    extension = load_inline(
         name="polyphase_" + hashlib.sha256((arch + BINDING + source).encode()).hexdigest()[:16],
         cpp_sources=[BINDING],
-        cuda_sources=[source.encode("ascii", "replace").decode()],  # written in the locale's encoding, whatever that is
+        cuda_sources=[source.encode("ascii", "replace").decode()],  # written in the locale's encoding, whatever it is
         functions=["launch"],
         extra_cflags=[*standard],
-        # An architecture that is named keeps PyTorch from adding others.
-        extra_cuda_cflags=[*standard, f"-gencode=arch=compute_{arch[3:]},code={arch}"],
+        extra_cuda_cflags=[*standard],
     )
+    del os.environ["TORCH_CUDA_ARCH_LIST"]
+    os.environ.update({} if before is None else {"TORCH_CUDA_ARCH_LIST": before})
+    return extension
 
 
 def arch_of(device: torch.device) -> str:
