@@ -41,13 +41,15 @@ LAYERS = (
 )
 
 TWO_LAYERS = '''
+# A licence.
+"""A model of several layers: its text takes names of the package's, and a word that KernelBench forbids: pass."""
 from __future__ import annotations
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from torch.nn import Module as Layer
 
-def Side(channels: int) -> nn.Module:
-    """The helper has a name of the package's, and a word that KernelBench's check forbids: pass."""
+def Side(channels: int) -> Layer:
+    """The transposed convolution that makes the first step, and the last: try: except it."""
     return nn.ConvTranspose2d(channels, 4, 2, stride=2)
 
 class Model(nn.Module):

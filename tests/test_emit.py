@@ -211,3 +211,6 @@ def test_names_of_the_model_come_first() -> None:
     module: Any = load(emitted("two layers"))
     assert isinstance(module.Side(3), nn.ConvTranspose2d)
     assert module.Gather.__annotations__["src"] == "gather_Side"
+    assert module.Layer is nn.Module
+    assert type(module.LAYERS[0]).__name__ == "support_Layer"
+    assert "\n# A licence.\n# A model of several layers: its text" in emitted("two layers")

@@ -84,12 +84,11 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     settled_kernels = {arch: _settled(sources, arch, remarks) for arch, sources in kernels.items()}
 
     literals = _Literals()
-    layers_text = literals.of(layers)
+    literals.of(layers)  # notes what it names
     roots = literals.roots | {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
     found = collect([*roots, (_SUPPORT, "use_kernels")], _CALLED, {(_SUPPORT, name) for name in _FILLED_IN})
-    names = distinct_names(found, model.defined)
+    names = distinct_names(found, model.defined | set(model.imported))
     _check_names(model, found)
-    layers_text = literals.of(layers, names)
     parts = [
         _header(model, title, command, plans),
         _imports(found, names),
@@ -102,7 +101,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _raw("BINDING", (_HERE / "binding.cpp").read_text(encoding="utf-8")),
         *_host(found, names),
         _section("What was emitted: layers, and what computes their passes"),
-        f"LAYERS = {layers_text}",
+        f"LAYERS = {literals.of(layers, names)}",
         _classes(model, names),
         _section("The model"),
         model.source.strip("\n"),

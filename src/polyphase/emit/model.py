@@ -147,7 +147,7 @@ def _read(name: str, text: str, layers: dict[str, ConvTransposeProblem]) -> Mode
         raise EmitError(f"{name} defines ModelNew, which is what the emitted file will define")
     if isinstance(tree.body[0], ast.Expr) and ast.get_docstring(tree) is not None:
         comment = [f"# {line}".rstrip() for line in (ast.get_docstring(tree) or "").splitlines()]
-        kept[: tree.body[0].end_lineno] = [*comment]
+        kept[tree.body[0].lineno - 1 : tree.body[0].end_lineno] = comment
     return Model(rewrite("\n".join(kept)), layers, frozenset(defined), imported)
 
 
