@@ -350,6 +350,18 @@ def test_products_do_not_race(wgmma: bool, split: str, channels_last: bool) -> N
             assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))
 
 
+@pytest.mark.parametrize(("size", "copied"), [((4, 4), 16), ((3, 4), 8), ((2, 5), 4), ((3, 3), 2)])
+@pytest.mark.parametrize("innermost", [False, True])
+def test_products_of_runs(size: tuple[int, int], copied: int, innermost: bool) -> None:
+    """Tiles that hold images in part, copied in vectors of every size."""
+    problem = make((37, 40, *size), 70, 2, 2, bias=True, dtype="bfloat16")
+    case = gemm_case(problem, innermost=innermost, wgmma=True, pixels=80, k_steps=1)
+    *_, copy_bytes, _, run = case.numbers(H200)
+    assert (copy_bytes, run) == (copied, 1)
+    for candidate, launch in case.offers(H200):
+        assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(0))
+
+
 def tf32(values: torch.Tensor) -> torch.Tensor:
     """Rounded to the 11 significant bits of TF32, ties away from zero."""
     bits = values.float().view(torch.int32)

@@ -33,6 +33,7 @@ import math
 import os
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -1583,15 +1584,17 @@ class KernelSource:
         ]
         constants = dict(self.constants)
         if "WGMMA" in constants:
-            lines += _matrix_instructions(self.dtype, int(constants["PIXELS"]), bool(constants["WGMMA"]))  # type: ignore
+            lines += _matrix_instructions(self.dtype, constants)
         return "\n".join(lines) + "\n"
 
 
-def _matrix_instructions(dtype: str, columns: int, wgmma: bool) -> "list[str]":
+def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
     """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
+    columns, wgmma, innermost = (constants[name] for name in ("PIXELS", "WGMMA", "PIXELS_INNERMOST"))
+    assert isinstance(columns, int)
     depth, operand = _OPERANDS[dtype]
     lines = [
-        f"#define WGMMA_INSTRUCTION {int(wgmma)}",
+        f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
     ]
     if not wgmma:
@@ -1599,7 +1602,7 @@ def _matrix_instructions(dtype: str, columns: int, wgmma: bool) -> "list[str]":
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    transposed = ", 0, 0" if depth == 16 else ""
+    transposed = f", 0, {innermost:d}" if depth == 16 else ""
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",

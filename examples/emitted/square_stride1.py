@@ -9,7 +9,7 @@
 #
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32
 #     sm_90a, forward: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
-#         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True)
+#         parts=1, split=turns, resident=False, innermost=False, loader_groups=2, wgmma=True)
 #     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=16, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
 #         stage_channels=4, loads=4, min_blocks=3, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=64, columns=64, thread_rows=8, thread_columns=8, k_slices=4, depth=32,
@@ -27,7 +27,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -564,6 +564,8 @@ FILES["common/matrix.cuh"] = r"""
 // `A_CHUNK` or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is
 // an address.
 //
+// Half precision with PIXELS_INNERMOST: in B, blocks of eight columns have channels for rows, each with eight pixels.
+//
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 
 constexpr int A_CHUNK = 64 * 16;
@@ -623,9 +625,12 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
     float sum = add ? sums[index] : 0;
     for (int chunk = 0; chunk < 2; ++chunk) {
       const Chunk& left = *(const Chunk*)__cvta_shared_to_generic(a + chunk * A_CHUNK + row * 16);
-      const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(b + chunk * b_chunk + column * 16);
-      for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i)
-        sum += operand(left.value[i]) * operand(right.value[i]);
+      for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
+        const unsigned block = b + chunk * b_chunk + column / 8 * 128;
+        const int major = PIXELS_INNERMOST ? i : column % 8, minor = PIXELS_INNERMOST ? column % 8 : i;
+        const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(block + major * 16);
+        sum += operand(left.value[i]) * operand(right.value[minor]);
+      }
     }
     sums[index] = sum;
   }
@@ -727,7 +732,10 @@ constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes o
 constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // and in all stages
 constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
-constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // the pixels are copied to where they are used
+// The pixels are copied to where they are used: channels last, or as the cores can take PIXELS_INNERMOST.
+constexpr bool IN_PLACE = SRC_CHANNELS_LAST || PIXELS_INNERMOST;
+static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
+              "not on the cores");
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
@@ -840,7 +848,7 @@ struct Loader {
   int thread;
 
   __device__ __forceinline__ void find_pixels(const Item& item) const {
-    const int copied = IN_PLACE ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
+    const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
     for (int i = thread; i * copied < g.halo; i += LOADERS) {
       const unsigned position = g.run ? 0 : halo[i];
       Pixel p;
@@ -904,25 +912,47 @@ struct Loader {
     }
   }
 
+  // Channels first, as they are used: lanes take the eight channels of a chunk, each neighbouring pixels of one.
+  template <int BYTES>
+  __device__ __forceinline__ void copy_blocks(const scalar_t* base, int channel, unsigned char* to) const {
+    constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
+    const int row = thread % 8;
+    for (int v = thread / 8; v * COUNT < g.halo; v += LOADERS / 8) {
+      const offset_t offset = offsets[v];
+      const scalar_t* from = base + row * g.src.stride[1] + (offset == PADDING ? 0 : offset);
+      unsigned char* target = to + v * COUNT / 8 * 128 + row * 16 + v * COUNT % 8 * (int)sizeof(scalar_t);
+#pragma unroll
+      for (int chunk = 0; chunk < STAGE_CHUNKS; ++chunk) {
+        const bool exists = offset != PADDING && channel + chunk * CHUNK + row < SRC_CHANNELS;
+        copy<BYTES>(target, exists ? from : base, exists);
+        from += CHUNK * g.src.stride[1];
+        target += g.chunk_bytes;
+      }
+    }
+  }
+
+  template <int BYTES>
+  __device__ __forceinline__ void copy_stage(const scalar_t* base, int channel, unsigned char* to) const {
+    if constexpr (SRC_CHANNELS_LAST)
+      copy_pixels<BYTES>(base, channel, to);
+    else if constexpr (PIXELS_INNERMOST)
+      copy_blocks<BYTES>(base, channel, to);
+    else
+      copy_rows<BYTES>(base, channel, (scalar_t*)to);
+  }
+
   // A stage of the tile that `find_pixels` has seen; `base` is its first channel's first element.
   __device__ __forceinline__ void load(const scalar_t* base, int stage, unsigned char* to) const {
     const int channel = stage * STAGE_CHANNELS;
     base += channel * g.src.stride[1];
-    if constexpr (IN_PLACE) {
-      if (g.copy_bytes == 16)
-        copy_pixels<16>(base, channel, to);
-      else
-        copy_pixels<sizeof(scalar_t)>(base, channel, to);
-    } else {
-      if (g.copy_bytes == 16)
-        copy_rows<16>(base, channel, (scalar_t*)to);
-      else if (g.copy_bytes == 8)
-        copy_rows<8>(base, channel, (scalar_t*)to);
-      else if (sizeof(scalar_t) == 2 && g.copy_bytes == 4)
-        copy_rows<4>(base, channel, (scalar_t*)to);
-      else
-        copy_rows<sizeof(scalar_t)>(base, channel, (scalar_t*)to);
-    }
+    if (g.copy_bytes == 16)
+      copy_stage<16>(base, channel, to);
+    else if (!SRC_CHANNELS_LAST && g.copy_bytes == 8)
+      copy_stage<8>(base, channel, to);
+    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && g.copy_bytes == 4)
+      copy_stage<4>(base, channel, to);
+    else
+      copy_stage<sizeof(scalar_t)>(base, channel, to);
   }
 
   // A copied stage as the tensor cores take it: warps take a chunk of 32 pixels at a time.
@@ -1214,7 +1244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     barriers_publish();
   }
   // Positions are the same for every tile.
-  const int copied = IN_PLACE ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
+  const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
   for (int i = thread; i * copied < g.halo; i += THREADS) {
     Pixel p;
     p.locate(g, i * copied);
@@ -2211,6 +2241,7 @@ constexpr int PARTS = 1;
 constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
+constexpr bool PIXELS_INNERMOST = false;
 constexpr int PIXELS = 144;
 constexpr int PIXEL_BLOCKS = 2;
 constexpr int CONSUMERS = 2;
@@ -2697,15 +2728,17 @@ class KernelSource:
         ]
         constants = dict(self.constants)
         if "WGMMA" in constants:
-            lines += _matrix_instructions(self.dtype, int(constants["PIXELS"]), bool(constants["WGMMA"]))  # type: ignore
+            lines += _matrix_instructions(self.dtype, constants)
         return "\n".join(lines) + "\n"
 
 
-def _matrix_instructions(dtype: str, columns: int, wgmma: bool) -> "list[str]":
+def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
     """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
+    columns, wgmma, innermost = (constants[name] for name in ("PIXELS", "WGMMA", "PIXELS_INNERMOST"))
+    assert isinstance(columns, int)
     depth, operand = _OPERANDS[dtype]
     lines = [
-        f"#define WGMMA_INSTRUCTION {int(wgmma)}",
+        f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
     ]
     if not wgmma:
@@ -2713,7 +2746,7 @@ def _matrix_instructions(dtype: str, columns: int, wgmma: bool) -> "list[str]":
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    transposed = ", 0, 0" if depth == 16 else ""
+    transposed = f", 0, {innermost:d}" if depth == 16 else ""
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",
@@ -3274,8 +3307,9 @@ class GemmVariant:
     ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
     group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
-    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
-    whether Hopper's instruction is used, or ``mma.sync``.
+    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
+    ``innermost`` whether pixels stay innermost on their way to the cores, ``wgmma`` whether Hopper's instruction is
+    used, or ``mma.sync``.
     """
 
     pixels: int
@@ -3287,6 +3321,7 @@ class GemmVariant:
     parts: int
     split: str
     resident: bool
+    innermost: bool
     loader_groups: int
     wgmma: bool
 
@@ -3325,6 +3360,11 @@ class Taps:
         """The taps of a layer."""
         depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
         return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
+
+    @staticmethod
+    def stay_in_cells(axes: "tuple[Axis, Axis, Axis]") -> bool:
+        """Whether no tap reads beside its cell."""
+        return all(axis.shifts == (0, 0) for axis in axes)
 
 
 @dataclass(frozen=True)
@@ -3408,7 +3448,7 @@ def shared_bytes(gather: "Gather", variant: "GemmVariant", tile: "Tile", aligned
         total = variant.stages * stage + product.steps * weights
     else:
         total = variant.stages * (stage + variant.k_steps * weights)
-    if not gather.src.channels_last:
+    if not (gather.src.channels_last or variant.innermost):
         total += variant.loader_groups * RAW_STAGES * variant.k_steps * 2 * CHUNK_BYTES * raw_pitch(tile.halo, size)
     if not gather.dst.channels_last:
         total += CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
@@ -3417,10 +3457,10 @@ def shared_bytes(gather: "Gather", variant: "GemmVariant", tile: "Tile", aligned
 
 
 def _static_shared_bytes(variant: "GemmVariant", product: "Product") -> int:
-    """The kernel's ``Shared``: barriers, distances of operations, positions of cells."""
+    """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
     barriers = 8 * (2 * variant.stages + CONSUMERS)
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
-    return barriers + 4 * numbers + 4
+    return math.ceil((barriers + 4 * numbers) / 128) * 128
 
 
 def wide(gather: "Gather") -> bool:
@@ -3439,7 +3479,7 @@ def _piece(stride: int, size: int) -> int:
 def _pixels_join(gather: "Gather") -> bool:
     """Whether the pixels of an image follow each other in memory, and no tap reads beside its cell."""
     sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
-    alone = all(axis.shifts == (0, 0) for axis in gather.axes) and gather.cells == sizes
+    alone = Taps.stay_in_cells(gather.axes) and gather.cells == sizes
     return alone and strides[1] == sizes[2] * strides[2] and (sizes[0] == 1 or strides[0] == sizes[1] * strides[1])
 
 
@@ -3468,7 +3508,7 @@ def best_tile(gather: "Gather", variant: "GemmVariant", batch: int, device: "Dev
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
     for tile in _tiles(gather, variant.cells, batch, banks):
-        if shared_bytes(gather, variant, tile, not reserve) <= limit:
+        if tile.run >= variant.innermost and shared_bytes(gather, variant, tile, not reserve) <= limit:
             return tile
     return None
 
@@ -3630,6 +3670,7 @@ class ImplicitGemm:
         return (
             *_packing(gather, variant, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
+            ("PIXELS_INNERMOST", variant.innermost),
             ("PIXELS", variant.pixels),
             ("PIXEL_BLOCKS", variant.pixel_blocks),
             ("CONSUMERS", CONSUMERS),
@@ -4125,6 +4166,7 @@ LAYERS = [
                         parts=1,
                         split="turns",
                         resident=False,
+                        innermost=False,
                         loader_groups=2,
                         wgmma=True,
                     ),

@@ -52,7 +52,7 @@ def estimate(
     warps = variant.loader_threads // variant.loader_groups // 32
     rows = math.ceil(tile.halo / vector / 32) * chunks * 16 / size
     copies = (tile.halo * chunks / 32 * pieces if last else rows) / warps
-    turned = 0 if last and size == 2 else math.ceil(math.ceil(tile.halo / 32) * chunks / warps)
+    turned = 0 if (last and size == 2) or variant.innermost else math.ceil(math.ceil(tile.halo / 32) * chunks / warps)
     copy = costs.copy_pixels if last else costs.copy_rows
     load = stages * (costs.stage + copy * copies + costs.convert * turned * variant.parts) / variant.loader_groups
     weights = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from polyphase.algorithms.base import extent
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, GemmVariant, Product
+from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, GemmVariant, Product, Taps
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES
 
@@ -53,7 +53,7 @@ def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile, aligned: bool
         total = variant.stages * stage + product.steps * weights
     else:
         total = variant.stages * (stage + variant.k_steps * weights)
-    if not gather.src.channels_last:
+    if not (gather.src.channels_last or variant.innermost):
         total += variant.loader_groups * RAW_STAGES * variant.k_steps * 2 * CHUNK_BYTES * raw_pitch(tile.halo, size)
     if not gather.dst.channels_last:
         total += CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
@@ -62,10 +62,10 @@ def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile, aligned: bool
 
 
 def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
-    """The kernel's ``Shared``: barriers, distances of operations, positions of cells."""
+    """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
     barriers = 8 * (2 * variant.stages + CONSUMERS)
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
-    return barriers + 4 * numbers + 4
+    return math.ceil((barriers + 4 * numbers) / 128) * 128
 
 
 def wide(gather: Gather) -> bool:
@@ -84,7 +84,7 @@ def _piece(stride: int, size: int) -> int:
 def _pixels_join(gather: Gather) -> bool:
     """Whether the pixels of an image follow each other in memory, and no tap reads beside its cell."""
     sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
-    alone = all(axis.shifts == (0, 0) for axis in gather.axes) and gather.cells == sizes
+    alone = Taps.stay_in_cells(gather.axes) and gather.cells == sizes
     return alone and strides[1] == sizes[2] * strides[2] and (sizes[0] == 1 or strides[0] == sizes[1] * strides[1])
 
 
@@ -113,7 +113,7 @@ def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceIn
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
     for tile in _tiles(gather, variant.cells, batch, banks):
-        if shared_bytes(gather, variant, tile, not reserve) <= limit:
+        if tile.run >= variant.innermost and shared_bytes(gather, variant, tile, not reserve) <= limit:
             return tile
     return None
 

@@ -18,8 +18,8 @@ CONSUMERS = 2  # warp groups that multiply
 _WIDEST = 192  # pixels of an instruction: its sums must fit the registers that a thread has at launch
 RAW_STAGES = 2  # copied stages of a loading group that are not turned around yet
 
-# Loading groups, and the stages they may have, by whether channels come last. Copies in place are waited for by those
-# who multiply: they take more stages (see LOOKAHEAD in the kernel).
+# Loading groups, and the stages they may have, by whether they copy in place. Such copies are waited for by those who
+# multiply: they take more stages (see LOOKAHEAD in the kernel).
 _LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)),), True: ((4, (8, 6)), (1, (3,)))}
 
 
@@ -30,8 +30,9 @@ class GemmVariant:
     ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
     group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
-    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
-    whether Hopper's instruction is used, or ``mma.sync``.
+    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
+    ``innermost`` whether pixels stay innermost on their way to the cores, ``wgmma`` whether Hopper's instruction is
+    used, or ``mma.sync``.
     """
 
     pixels: int
@@ -43,6 +44,7 @@ class GemmVariant:
     parts: int
     split: str
     resident: bool
+    innermost: bool
     loader_groups: int
     wgmma: bool
 
@@ -86,6 +88,11 @@ class Taps:
         """The taps of a layer."""
         depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
         return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
+
+    @staticmethod
+    def stay_in_cells(axes: tuple[Axis, Axis, Axis]) -> bool:
+        """Whether no tap reads beside its cell."""
+        return all(axis.shifts == (0, 0) for axis in axes)
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,7 @@ def variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: b
     taps = Taps.of(problem.axes3)
     blocks = math.ceil(problem.out_channels_per_group / ROWS)
     parts = 1 if problem.dtype != "float32" or uses_tf32(problem) else 2
+    runs = not channels_last and DTYPE_BYTES[problem.dtype] == 2 and Taps.stay_in_cells(problem.axes3)
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
         sums = _accumulators(parts, wgmma, channels_last and taps.owned_w >= 3)
         for channel_blocks in {1, 2, 4} if blocks > 2 else {1, blocks}:
@@ -142,17 +150,20 @@ def variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: b
                 if len(taps.lines) % lines:
                     continue
                 row_groups = math.ceil(blocks / channel_blocks) * (len(taps.lines) // lines)
-                for pixels, pixel_blocks in _widths(2 * sums // (channel_blocks * lines * taps.owned_w), wgmma):
-                    settings = itertools.product((1, 2, 4), _splits(row_groups, wgmma), (True, False))
-                    for k_steps, split, resident in settings:
-                        if resident and (not wgmma or row_groups * problem.groups > device.multiprocessors // 4):
-                            continue
-                        for loaders, stages in _LOADERS[channels_last]:
-                            for count in stages:
-                                yield GemmVariant(
-                                    pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
-                                    split, resident, loaders if wgmma else 1, wgmma,
-                                )  # fmt: skip
+                may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
+                for (pixels, pixel_blocks), k_steps, split, resident, innermost in itertools.product(
+                    _widths(2 * sums // (channel_blocks * lines * taps.owned_w), wgmma),
+                    (1, 2, 4),
+                    _splits(row_groups, wgmma),
+                    (True, False) if may_reside else (False,),
+                    (True, False) if wgmma and runs else (False,),
+                ):
+                    for loaders, stages in _LOADERS[channels_last or innermost]:
+                        for count in stages:
+                            yield GemmVariant(
+                                pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
+                                split, resident, innermost, loaders if wgmma else 1, wgmma,
+                            )  # fmt: skip
 
 
 def _accumulators(parts: int, wgmma: bool, strided_pixels: bool) -> int:

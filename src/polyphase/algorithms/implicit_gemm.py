@@ -98,6 +98,7 @@ class ImplicitGemm:
         return (
             *_packing(gather, variant, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
+            ("PIXELS_INNERMOST", variant.innermost),
             ("PIXELS", variant.pixels),
             ("PIXEL_BLOCKS", variant.pixel_blocks),
             ("CONSUMERS", CONSUMERS),

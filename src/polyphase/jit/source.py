@@ -5,6 +5,7 @@ The text includes nothing, so that NVRTC needs no headers and one string is the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -69,7 +70,7 @@ class KernelSource:
         ]
         constants = dict(self.constants)
         if "WGMMA" in constants:
-            lines += _matrix_instructions(self.dtype, int(constants["PIXELS"]), bool(constants["WGMMA"]))  # type: ignore
+            lines += _matrix_instructions(self.dtype, constants)
         return "\n".join(lines) + "\n"
 
     @property
@@ -84,11 +85,13 @@ class KernelSource:
         return "\n".join([*map(read, SHARED_FILES), self.specialisation, *map(read, self.files)])
 
 
-def _matrix_instructions(dtype: str, columns: int, wgmma: bool) -> list[str]:
+def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[str]:
     """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
+    columns, wgmma, innermost = (constants[name] for name in ("PIXELS", "WGMMA", "PIXELS_INNERMOST"))
+    assert isinstance(columns, int)
     depth, operand = _OPERANDS[dtype]
     lines = [
-        f"#define WGMMA_INSTRUCTION {int(wgmma)}",
+        f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
     ]
     if not wgmma:
@@ -96,7 +99,7 @@ def _matrix_instructions(dtype: str, columns: int, wgmma: bool) -> list[str]:
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    transposed = ", 0, 0" if depth == 16 else ""
+    transposed = f", 0, {innermost:d}" if depth == 16 else ""
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",

@@ -27,7 +27,10 @@ constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes o
 constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // and in all stages
 constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
-constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // the pixels are copied to where they are used
+// The pixels are copied to where they are used: channels last, or as the cores can take PIXELS_INNERMOST.
+constexpr bool IN_PLACE = SRC_CHANNELS_LAST || PIXELS_INNERMOST;
+static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
+              "not on the cores");
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
@@ -140,7 +143,7 @@ struct Loader {
   int thread;
 
   __device__ __forceinline__ void find_pixels(const Item& item) const {
-    const int copied = IN_PLACE ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
+    const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
     for (int i = thread; i * copied < g.halo; i += LOADERS) {
       const unsigned position = g.run ? 0 : halo[i];
       Pixel p;
@@ -204,25 +207,47 @@ struct Loader {
     }
   }
 
+  // Channels first, as they are used: lanes take the eight channels of a chunk, each neighbouring pixels of one.
+  template <int BYTES>
+  __device__ __forceinline__ void copy_blocks(const scalar_t* base, int channel, unsigned char* to) const {
+    constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
+    const int row = thread % 8;
+    for (int v = thread / 8; v * COUNT < g.halo; v += LOADERS / 8) {
+      const offset_t offset = offsets[v];
+      const scalar_t* from = base + row * g.src.stride[1] + (offset == PADDING ? 0 : offset);
+      unsigned char* target = to + v * COUNT / 8 * 128 + row * 16 + v * COUNT % 8 * (int)sizeof(scalar_t);
+#pragma unroll
+      for (int chunk = 0; chunk < STAGE_CHUNKS; ++chunk) {
+        const bool exists = offset != PADDING && channel + chunk * CHUNK + row < SRC_CHANNELS;
+        copy<BYTES>(target, exists ? from : base, exists);
+        from += CHUNK * g.src.stride[1];
+        target += g.chunk_bytes;
+      }
+    }
+  }
+
+  template <int BYTES>
+  __device__ __forceinline__ void copy_stage(const scalar_t* base, int channel, unsigned char* to) const {
+    if constexpr (SRC_CHANNELS_LAST)
+      copy_pixels<BYTES>(base, channel, to);
+    else if constexpr (PIXELS_INNERMOST)
+      copy_blocks<BYTES>(base, channel, to);
+    else
+      copy_rows<BYTES>(base, channel, (scalar_t*)to);
+  }
+
   // A stage of the tile that `find_pixels` has seen; `base` is its first channel's first element.
   __device__ __forceinline__ void load(const scalar_t* base, int stage, unsigned char* to) const {
     const int channel = stage * STAGE_CHANNELS;
     base += channel * g.src.stride[1];
-    if constexpr (IN_PLACE) {
-      if (g.copy_bytes == 16)
-        copy_pixels<16>(base, channel, to);
-      else
-        copy_pixels<sizeof(scalar_t)>(base, channel, to);
-    } else {
-      if (g.copy_bytes == 16)
-        copy_rows<16>(base, channel, (scalar_t*)to);
-      else if (g.copy_bytes == 8)
-        copy_rows<8>(base, channel, (scalar_t*)to);
-      else if (sizeof(scalar_t) == 2 && g.copy_bytes == 4)
-        copy_rows<4>(base, channel, (scalar_t*)to);
-      else
-        copy_rows<sizeof(scalar_t)>(base, channel, (scalar_t*)to);
-    }
+    if (g.copy_bytes == 16)
+      copy_stage<16>(base, channel, to);
+    else if (!SRC_CHANNELS_LAST && g.copy_bytes == 8)
+      copy_stage<8>(base, channel, to);
+    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && g.copy_bytes == 4)
+      copy_stage<4>(base, channel, to);
+    else
+      copy_stage<sizeof(scalar_t)>(base, channel, to);
   }
 
   // A copied stage as the tensor cores take it: warps take a chunk of 32 pixels at a time.
@@ -514,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     barriers_publish();
   }
   // Positions are the same for every tile.
-  const int copied = IN_PLACE ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
+  const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
   for (int i = thread; i * copied < g.halo; i += THREADS) {
     Pixel p;
     p.locate(g, i * copied);

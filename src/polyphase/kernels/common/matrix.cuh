@@ -3,6 +3,8 @@
 // `A_CHUNK` or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is
 // an address.
 //
+// Half precision with PIXELS_INNERMOST: in B, blocks of eight columns have channels for rows, each with eight pixels.
+//
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 
 constexpr int A_CHUNK = 64 * 16;
@@ -62,9 +64,12 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
     float sum = add ? sums[index] : 0;
     for (int chunk = 0; chunk < 2; ++chunk) {
       const Chunk& left = *(const Chunk*)__cvta_shared_to_generic(a + chunk * A_CHUNK + row * 16);
-      const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(b + chunk * b_chunk + column * 16);
-      for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i)
-        sum += operand(left.value[i]) * operand(right.value[i]);
+      for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
+        const unsigned block = b + chunk * b_chunk + column / 8 * 128;
+        const int major = PIXELS_INNERMOST ? i : column % 8, minor = PIXELS_INNERMOST ? column % 8 : i;
+        const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(block + major * 16);
+        sum += operand(left.value[i]) * operand(right.value[minor]);
+      }
     }
     sums[index] = sum;
   }
