@@ -63,7 +63,7 @@ def emit_and_build(job: tuple[Path, Path, str]) -> tuple[Path, float, str]:
     """Emits a model and builds its kernels: where to, the seconds it took, and what went wrong."""
     model, output, dtype = job
     started = time.perf_counter()
-    emit = [sys.executable, "-m", "polyphase", "emit", shown(model), "--dtype", dtype, "-o", str(output)]
+    emit = [sys.executable, "-m", "polyphase", "emit", shown(model), "--dtype", dtype, "-o", shown(output)]
     build = (
         "import importlib.util, sys, torch; spec = importlib.util.spec_from_file_location('emitted', sys.argv[1]); "
         "sys.modules['emitted'] = module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module); "
