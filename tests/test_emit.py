@@ -153,7 +153,7 @@ def test_its_kernels_compile_together(arch: str) -> None:
 
 @pytest.mark.parametrize("name", ["grouped_strided", "every_parameter", "square_stride1", LAYERS[3]])
 def test_its_kernels_for_sm_80_compile_with_cuda_11(name: str) -> None:
-    if nvrtc11.library() is None:
+    if not nvrtc11.available():
         pytest.skip(nvrtc11.MISSING)
     nvrtc11.compile_kernels(kernels_of(load(emitted(name)), "sm_80"), "sm_80")
 
