@@ -121,8 +121,8 @@ def test_changed_kernel_files_are_other_entries(directory: Path, monkeypatch: py
     from polyphase.jit import source
 
     compiled()
-    read = source._read
-    monkeypatch.setattr(source, "_read", lambda name: read(name) + "\n// edited\n")
+    read = source.read
+    monkeypatch.setattr(source, "read", lambda name: read(name) + "\n// edited\n")
     edited = replace(SOURCE)  # the text of SOURCE itself is made already
     assert edited.text != SOURCE.text
     assert compiled(edited)[1] == 1

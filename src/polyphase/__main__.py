@@ -1,4 +1,4 @@
-"""The command line: ``python -m polyphase check | bench | explain | env | compile``."""
+"""The command line: ``python -m polyphase check | bench | explain | emit | env | compile``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typer
 from polyphase.commands.bench import bench
 from polyphase.commands.check import check
 from polyphase.commands.compile import compile_kernels
+from polyphase.commands.emit import emit
 from polyphase.commands.env import env
 from polyphase.commands.explain import explain
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command()(check)
 app.command()(bench)
 app.command()(explain)
+app.command()(emit)
 app.command()(env)
 app.command("compile")(compile_kernels)
 

@@ -7,7 +7,7 @@ The rates serve the cost model alone: they rank candidates, and no result depend
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from polyphase.errors import UnsupportedError
@@ -66,7 +66,7 @@ _TYPICAL = (
 )
 
 
-@cache
+@lru_cache(maxsize=64)
 def _of_cuda(index: int) -> DeviceInfo:
     import torch
 

@@ -1,6 +1,6 @@
 """Executes CUDA C++ kernels on the CPU: the very source, its barriers included, where there is no GPU.
 
-A kernel's source (one string, no headers, no inline PTX outside ``__CUDA_ARCH__``) is compiled by g++ behind
+A kernel's source (one string, no headers, inline PTX only where ``EMULATOR`` is undefined) is compiled by g++ behind
 ``cuda_shim.h`` and run by ``runtime.cpp``, which makes every thread of a block a fiber. Found, and reported as
 `EmulationError` with block, thread and line: accesses outside of a buffer or of shared memory, misaligned vectors,
 indices outside of an array, signed overflow, deadlocks, endless loops. A race shows as a result that depends on the
@@ -88,7 +88,8 @@ def _compile(source: str, name: str) -> Path:
     folder = _runtime()[0] / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.cu").write_text(
-        _DYNAMIC_SHARED.sub(r"\1* const& \2 = reinterpret_cast<\1* const&>(emulator::dynamic_shared);", source)
+        _DYNAMIC_SHARED.sub(r"\1* const& \2 = reinterpret_cast<\1* const&>(emulator::dynamic_shared);", source),
+        encoding="utf-8",
     )
     (folder / "emulated.cpp").write_text(  # the namespace keeps the source's names from clashing with the headers'
         f'#include "cuda_shim.h"\nnamespace {{\n#include "{name}.cu"\n}}\n'

@@ -1,6 +1,9 @@
 // The vocabulary of CUDA C++ for a host compiler: included before a kernel's source, which then compiles unchanged.
-// `__CUDA_ARCH__` stays undefined, so sources take their host branches. runtime.cpp defines what is only declared here.
+// Sources take their host branches by `EMULATOR`: `__CUDA_ARCH__` is undefined here, but also where nvcc reads a kernel for
+// the host. runtime.cpp defines what is only declared here.
 #pragma once
+
+#define EMULATOR 1
 
 #include <math.h>
 

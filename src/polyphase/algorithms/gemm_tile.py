@@ -183,7 +183,7 @@ def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: i
     ahead = [max(0, -axis.shifts[0]) for axis in gather.axes]  # pixels that any tap needs behind a cell
     back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
     reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
-    whole_rows = math.gcd(gather.src.shape[4], *gather.src.strides[2:4])
+    whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
     for copy_bytes in _copy_sizes(gather, whole_rows):
         even = 1 if gather.src.channels_last else copy_bytes // size
         skew = -back[2] % even

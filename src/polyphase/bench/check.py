@@ -107,7 +107,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
     if not swapped.swapped:
         result.problems.append("the model has no transposed convolution that can be accelerated: nothing to check")
         return result
-    trial = _Trial(model, fast, options, result, progress)
+    trial = Trial(model, fast, options, result, progress)
     inputs, shapes = first, _shapes(first)
     for number in range(1, options.trials + 1):
         inputs = result.cut.apply(inputs)
@@ -130,7 +130,7 @@ def _cut(model: nn.Module, inputs: Sequence[Any], options: Options) -> Cut:
     return find_cut(model, inputs, CPU_FLOPS) if options.device.type == "cpu" else Cut()
 
 
-class _Trial:
+class Trial:
     """The three copies of a model, run side by side."""
 
     def __init__(

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from polyphase.bench.check import CheckResult
+from polyphase.bench.check import CheckResult, Finding
+from polyphase.bench.check_emitted import EmittedResult
 from polyphase.bench.report import error, milliseconds
 
 
@@ -14,7 +15,7 @@ def show(console: Console, result: CheckResult) -> None:
     """Print a check: what was swapped, the plans, every comparison, the times, and the verdict."""
     console.print(result.swapped)
     console.print(f"inputs: {result.cut}", markup=False)
-    for table, rows in ((_plans(result), result.plans), (_findings(result), result.findings)):
+    for table, rows in ((_plans(result), result.plans), (_findings(result.findings), result.findings)):
         if rows:
             console.print(table)
     if result.races:
@@ -27,6 +28,26 @@ def show(console: Console, result: CheckResult) -> None:
         console.print("✓ the same as PyTorch, to the accuracy of its dtype", style="bold green")
 
 
+def show_emitted(console: Console, result: EmittedResult) -> None:
+    """Print the check of an emitted file: KernelBench's trials, float64, the times, and the verdict."""
+    for number, sizes, share in result.trials:
+        verdict = "passes" if share == 0 else f"fails on {share:.2%} of the elements"
+        console.print(f"trial {number}, {sizes}: {verdict} KernelBench's rule", markup=False)
+    if result.findings:
+        console.print(_findings(result.findings))
+    if result.emitted_ms and result.package_ms and result.torch_ms:
+        console.print(
+            f"forward, mean of 100: {milliseconds(result.emitted_ms)} ms; the package's modules "
+            f"{milliseconds(result.package_ms)} ms ({result.emitted_ms / result.package_ms:.3f} of it); PyTorch "
+            f"{milliseconds(result.torch_ms)} ms ({result.torch_ms / result.emitted_ms:.2f}× as long)",
+            markup=False,
+        )
+    for problem in result.problems:
+        console.print(f"✗ {problem}", style="bold red", markup=False)
+    if result.ok:
+        console.print("✓ the emitted model agrees with its original", style="bold green")
+
+
 def _plans(result: CheckResult) -> Table:
     table = Table(title="Plans", title_justify="left")
     for name in ("layer", "problem", "pass", "plan"):
@@ -36,7 +57,7 @@ def _plans(result: CheckResult) -> Table:
     return table
 
 
-def _findings(result: CheckResult) -> Table:
+def _findings(findings: list[Finding]) -> Table:
     title = "Against float64: error is ‖x − ref64‖ / ‖ref64‖; worst is the largest error of an element over its limit"
     table = Table(title=title, title_justify="left")
     for name in ("trial", "inputs", "what"):
@@ -44,7 +65,7 @@ def _findings(result: CheckResult) -> Table:
     for name in ("polyphase error", "PyTorch error", "worst", "elements"):
         table.add_column(name, justify="right")
     table.add_column("")
-    for found in result.findings:
+    for found in findings:
         values = found.comparison
         table.add_row(
             str(found.trial),

@@ -31,6 +31,20 @@ class ModelFileError(ValueError):
     """A model file that cannot be loaded or lacks one of its three names."""
 
 
+def run_file(path: Path, prefix: str) -> Any:
+    """The module that the file at ``path`` makes. Raises `ModelFileError`, with what the file raises as its cause."""
+    spec = importlib.util.spec_from_file_location(f"{prefix}_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ModelFileError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as failure:
+        raise ModelFileError(f"{path} does not run: {type(failure).__name__}: {failure}") from failure
+    return module
+
+
 @dataclass(frozen=True)
 class ModelFile:
     """The three names of a model file."""
@@ -43,15 +57,7 @@ class ModelFile:
     @classmethod
     def load(cls, path: Path) -> ModelFile:
         """Run the file at ``path``. Raises `ModelFileError`; what the file itself raises comes as its cause."""
-        spec = importlib.util.spec_from_file_location(f"polyphase_model_{path.stem}", path)
-        if spec is None or spec.loader is None:
-            raise ModelFileError(f"{path} is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
-        try:
-            spec.loader.exec_module(module)
-        except Exception as failure:
-            raise ModelFileError(f"{path} does not run: {type(failure).__name__}: {failure}") from failure
+        module = run_file(path, "polyphase_model")
         missing = [name for name in ("Model", "get_inputs", "get_init_inputs") if not hasattr(module, name)]
         if missing:
             raise ModelFileError(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from polyphase.commands.options import Dtype, device_of, model_files
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from polyphase.bench.check import Options
 
 
 def check(
@@ -31,6 +36,14 @@ def check(
     grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Compare and time gradients too.")] = True,
     time: Annotated[bool, typer.Option("--time/--no-time", help="Time both.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of weights, inputs and projections.")] = 42,
+    emitted: Annotated[
+        Path | None,
+        typer.Option(
+            help="Check what `emit` made of FILE: by KernelBench's rules, and against float64. Needs a GPU.",
+            metavar="OUT.py",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Accelerate a copy of a model, compare it with float64 and with PyTorch, and time both.
 
@@ -48,6 +61,9 @@ def check(
     place = device_of(device)
     options = Options(place, getattr(torch, dtype.value), scale, trials, grad, time, seed)
     console = report.make_console()
+    if emitted is not None:
+        _check_emitted(console, emitted, paths, options)
+        return
     wrong = []
     for path in paths:
         console.rule(f"[bold]{path}[/bold]")
@@ -66,3 +82,31 @@ def check(
         console.print(f"{len(wrong)} of {len(paths)} models are wrong: {', '.join(map(str, wrong))}", style="bold red")
         raise typer.Exit(1)
     console.print(f"{len(paths)} of {len(paths)} models agree with float64 and PyTorch", style="bold green")
+
+
+def _check_emitted(console: Console, emitted: Path, paths: list[Path], options: Options) -> None:
+    from polyphase.bench.check_emitted import check_emitted, load_emitted
+    from polyphase.bench.check_report import show_emitted
+    from polyphase.bench.environment import device_name
+    from polyphase.bench.model_file import ModelFile, ModelFileError
+    from polyphase.bench.report import make_console
+
+    if len(paths) != 1:
+        raise typer.BadParameter(f"an emitted file is compared with one model, got {len(paths)}", param_hint="FILE")
+    model_files([emitted], "--emitted")
+    if options.device.type != "cuda":
+        raise typer.BadParameter(
+            f"an emitted file runs on a GPU alone, and the device is {options.device}", param_hint="--emitted"
+        )
+    if options.scale is not None:
+        raise typer.BadParameter("an emitted file is checked on whole inputs", param_hint="--scale")
+    console.rule(f"[bold]{emitted}[/bold], made of {paths[0]}")
+    console.print(f"{options.dtype} on {options.device} ({device_name('cuda')}), seed {options.seed}", markup=False)
+    try:
+        with make_console(stderr=True).status("building the kernels") as status:
+            result = check_emitted(load_emitted(emitted), ModelFile.load(paths[0]), options, status.update)
+    except ModelFileError as failure:
+        raise typer.BadParameter(str(failure), param_hint="--emitted") from None
+    show_emitted(console, result)
+    if not result.ok:
+        raise typer.Exit(1)

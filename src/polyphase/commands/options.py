@@ -71,9 +71,9 @@ def layers_of(texts: list[str]) -> list[NamedLayer]:
         raise typer.BadParameter(str(failure), param_hint="--layer") from None
 
 
-def model_files(paths: list[Path]) -> list[Path]:
+def model_files(paths: list[Path], option: str = "FILE") -> list[Path]:
     """The paths, if each is a file. Raises `typer.BadParameter`."""
     for path in paths:
         if not path.is_file():
-            raise typer.BadParameter(f"{path} is not a file", param_hint="FILE")
+            raise typer.BadParameter(f"{path} is not a file", param_hint=option)
     return paths

@@ -112,6 +112,15 @@ def resources_of(source: KernelSource, arch: str) -> Resources:
     )
 
 
+@lru_cache(maxsize=256)
+def settled(source: KernelSource, arch: str) -> KernelSource:
+    """The kernel with the limit on its registers that it is compiled with. Raises as `compile_kernel` does."""
+    if source.min_blocks <= 1:
+        return source
+    _compiler_version()
+    return _compile_without_spills(source, arch)[0]
+
+
 def _number(log: str, pattern: str) -> int:
     return sum(int(match) for match in re.findall(pattern, log))
 

@@ -22,6 +22,9 @@ _TYPES = {
     "bfloat16": ("bfloat16", "float"),
 }
 
+#: Files that no constant changes, before everything else.
+SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
+
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
     "implicit_gemm": ("tensor_float", "row_blocks", "async", "matrix"),
@@ -55,8 +58,8 @@ class KernelSource:
         return replace(self, constants=tuple({**dict(self.constants), "MIN_BLOCKS": blocks}.items()))
 
     @cached_property
-    def text(self) -> str:
-        """What the compiler gets."""
+    def specialisation(self) -> str:
+        """What this kernel's text has that others of the same file have not: types, constants, instructions."""
         scalar, accumulator = _TYPES[self.dtype]
         lines = [
             f"// {self.kernel}, specialised by:",
@@ -68,10 +71,18 @@ class KernelSource:
         constants = dict(self.constants)
         if "WGMMA" in constants:
             lines += _matrix_instructions(self.dtype, constants)
-        blocks = [_read("common/types.cuh"), _read("common/axis.cuh"), "\n".join(lines) + "\n"]
-        blocks += [_read("common/geometry.cuh")]
-        blocks += [_read(f"common/{name}.cuh") for name in _BUILDING_BLOCKS.get(self.kernel, ())]
-        return "\n".join([*blocks, _read(f"{self.kernel}.cu")])
+        return "\n".join(lines) + "\n"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files under `KERNELS` that follow the specialisation; `SHARED_FILES` stand before it."""
+        blocks = ("geometry", *_BUILDING_BLOCKS.get(self.kernel, ()))
+        return (*(f"common/{name}.cuh" for name in blocks), f"{self.kernel}.cu")
+
+    @cached_property
+    def text(self) -> str:
+        """What the compiler gets."""
+        return "\n".join([*map(read, SHARED_FILES), self.specialisation, *map(read, self.files)])
 
 
 def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[str]:
@@ -92,7 +103,7 @@ def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",
-        "#ifdef __CUDA_ARCH__",
+        "#ifndef EMULATOR",
         f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], unsigned long long a, unsigned long long b,",
         "                                      bool add) {",
         "  asm volatile(",
@@ -116,5 +127,6 @@ def _declare(name: str, value: Constant) -> str:
 
 
 @cache
-def _read(name: str) -> str:
+def read(name: str) -> str:
+    """The text of a file under `KERNELS`."""
     return (KERNELS / name).read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-#ifdef __CUDA_ARCH__
+#ifndef EMULATOR
 
 // 16, 8 or 4 bytes from global to shared memory; zeros where `exists` is false.
 template <int BYTES>
@@ -108,7 +108,7 @@ __device__ __forceinline__ void publish_shared() {}
 #endif
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands.
-#if WGMMA_INSTRUCTION && defined(__CUDA_ARCH__)
+#if WGMMA_INSTRUCTION && !defined(EMULATOR)
 __device__ __forceinline__ void registers_release() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 56 : 48));
 }

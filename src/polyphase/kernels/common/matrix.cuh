@@ -13,7 +13,7 @@ constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 // Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
 __device__ __forceinline__ void clear(float& sum) {
   sum = 0;
-#ifdef __CUDA_ARCH__
+#ifndef EMULATOR
   asm volatile("" : "+f"(sum));
 #endif
 }
@@ -22,7 +22,7 @@ __device__ __forceinline__ void clear(float& sum) {
 // the four bytes `lane % 4` of row lane / 4. TRANSPOSED exchanges rows and columns of 16-bit elements.
 template <bool TRANSPOSED = false>
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
-#ifdef __CUDA_ARCH__
+#ifndef EMULATOR
   if (TRANSPOSED)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned addres
 #endif
 }
 
-#ifndef __CUDA_ARCH__
+#ifdef EMULATOR
 // The host computes each thread's accumulators one by one, of operands as the cores see them: TF32 is float32 without
 // its last 13 bits.
 __device__ __forceinline__ float operand(scalar_t value) {

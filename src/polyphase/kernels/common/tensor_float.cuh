@@ -2,7 +2,7 @@
 // truncate); PARTS = 2 keeps what rounding lost in a second TF32, and three products give float32's accuracy.
 
 __device__ __forceinline__ float round_tf32(float value) {
-#ifdef __CUDA_ARCH__
+#ifndef EMULATOR
   unsigned bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return __uint_as_float(bits);

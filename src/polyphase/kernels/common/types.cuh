@@ -20,7 +20,7 @@ __device__ __forceinline__ float widen(bfloat16 value) {
 }
 
 __device__ __forceinline__ float widen(float16 value) {
-#ifdef __CUDA_ARCH__
+#ifndef EMULATOR
   float wide;
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
   return wide;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void narrow(float value, bfloat16& out) {
 }
 
 __device__ __forceinline__ void narrow(float value, float16& out) {
-#ifdef __CUDA_ARCH__
+#ifndef EMULATOR
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
 #else
   union {
@@ -71,14 +71,14 @@ __device__ __forceinline__ T zero() {
 // Reads that no thread writes go through the read-only path.
 template <class T>
 __device__ __forceinline__ T read(const T* address) {
-#if defined(__CUDA_ARCH__)
+#ifndef EMULATOR
   return __ldg(address);
 #else
   return *address;
 #endif
 }
 
-#if defined(__CUDA_ARCH__)
+#ifndef EMULATOR
 __device__ __forceinline__ bfloat16 read(const bfloat16* address) {
   return bfloat16{__ldg((const unsigned short*)address)};
 }

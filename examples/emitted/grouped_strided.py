@@ -1,0 +1,2735 @@
+# examples/grouped_strided.py, emitted by polyphase 0.1.0: a model whose transposed convolutions are computed by CUDA
+# kernels of their own, in one file that needs PyTorch and nvcc alone.
+#
+# ModelNew, at the end, has the constructor, parameters, state_dict and random numbers of Model. It takes inputs of any
+# batch and image size and of any strides, on GPUs of the architectures below, and gives first derivatives. The kernels
+# are built when they are first needed, which takes about a minute; PyTorch keeps what it has built. Made for PyTorch
+# 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a takes nvcc 12 and PyTorch 2.2, later
+# architectures what knows them.
+#
+# Layer conv_transpose2d: 16×32×128×256 → 64, k=(3, 5), s=(2, 3), p=(1, 2), d=(2, 1), g=4, float32, tf32
+#     sm_80, forward: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=4, src_slices=1,
+#         stage_channels=4, loads=2, min_blocks=2, dst_vector=1)
+#     sm_80, input_grad: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
+#         stage_channels=1, loads=5, min_blocks=4, dst_vector=1)
+#     sm_80, weight_grad: weight_grad(rows=8, columns=128, thread_rows=8, thread_columns=8, k_slices=16, depth=32,
+#         min_blocks=1)
+#     sm_90a, forward: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=4, src_slices=1,
+#         stage_channels=4, loads=2, min_blocks=2, dst_vector=1)
+#     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
+#         stage_channels=1, loads=5, min_blocks=4, dst_vector=1)
+#     sm_90a, weight_grad: weight_grad(rows=8, columns=128, thread_rows=8, thread_columns=8, k_slices=16, depth=32,
+#         min_blocks=1)
+#     float32 may be rounded to TF32, as in PyTorch's own convolutions by default (--strict-fp32: not)
+#
+# It was made, and is made again, by
+#
+#     python -m polyphase emit examples/grouped_strided.py --arch sm_80,sm_90a -o examples/emitted/grouped_strided.py
+#
+# Apache License 2.0, as the package; not to be edited: what is wrong here is put right there.
+
+import hashlib
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property, lru_cache
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.cpp_extension import load_inline
+
+if TYPE_CHECKING:  # for annotations
+    Strides = tuple[int, int, int, int, int]
+    Constant = bool | int | Axis
+
+# =====================================================================================================================
+# The kernels, as they are in polyphase/kernels
+# =====================================================================================================================
+
+FILES = {}
+FILES["common/types.cuh"] = r"""
+// Storage types of 16 bits without any header, and their conversion to and from the type of the accumulator.
+// Every kernel computes in accum_t (float, or double for double) whatever the tensors hold.
+
+struct bfloat16 {
+  unsigned short bits;
+};
+struct float16 {
+  unsigned short bits;
+};
+
+__device__ __forceinline__ double widen(double value) { return value; }
+__device__ __forceinline__ float widen(float value) { return value; }
+
+__device__ __forceinline__ float widen(bfloat16 value) {
+  union {
+    unsigned int bits;
+    float number;
+  } wide = {(unsigned int)value.bits << 16};
+  return wide.number;
+}
+
+__device__ __forceinline__ float widen(float16 value) {
+#ifndef EMULATOR
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+  return wide;
+#else
+  union {
+    unsigned short bits;
+    _Float16 number;
+  } half = {value.bits};
+  return (float)half.number;
+#endif
+}
+
+// narrow: round to nearest, ties to even.
+__device__ __forceinline__ void narrow(double value, double& out) { out = value; }
+__device__ __forceinline__ void narrow(float value, float& out) { out = value; }
+
+__device__ __forceinline__ void narrow(float value, bfloat16& out) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+#else
+  union {
+    float number;
+    unsigned int bits;
+  } wide = {value};
+  const bool nan = (wide.bits & 0x7fffffffu) > 0x7f800000u;
+  out.bits = nan ? 0x7fff : (unsigned short)((wide.bits + 0x7fffu + ((wide.bits >> 16) & 1u)) >> 16);
+#endif
+}
+
+__device__ __forceinline__ void narrow(float value, float16& out) {
+#ifndef EMULATOR
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+#else
+  union {
+    _Float16 number;
+    unsigned short bits;
+  } half = {(_Float16)value};
+  out.bits = half.bits;
+#endif
+}
+
+// A zero of any storage type is all bits zero.
+template <class T>
+__device__ __forceinline__ T zero() {
+  return T{};
+}
+
+// Reads that no thread writes go through the read-only path.
+template <class T>
+__device__ __forceinline__ T read(const T* address) {
+#ifndef EMULATOR
+  return __ldg(address);
+#else
+  return *address;
+#endif
+}
+
+#ifndef EMULATOR
+__device__ __forceinline__ bfloat16 read(const bfloat16* address) {
+  return bfloat16{__ldg((const unsigned short*)address)};
+}
+__device__ __forceinline__ float16 read(const float16* address) {
+  return float16{__ldg((const unsigned short*)address)};
+}
+#endif
+
+// COUNT neighbouring elements, moved at once.
+template <class T, int COUNT>
+struct alignas(COUNT * sizeof(T)) Vector {
+  T value[COUNT];
+};
+
+// Four elements on their way from global memory, either one vector or four loads. They stay as they were loaded until
+// they are used: to take a vector of 16-bit elements apart would wait for the load.
+template <class T>
+struct Quad {
+  Vector<T, 4> elements;
+
+  __device__ __forceinline__ void clear() { elements = Vector<T, 4>{}; }
+  __device__ __forceinline__ void load(const T* from) { elements = *(const Vector<T, 4>*)from; }
+  __device__ __forceinline__ void load(int i, const T* from) { elements.value[i] = read(from); }
+  __device__ __forceinline__ T get(int i, bool /* whole */) const { return elements.value[i]; }
+};
+
+template <class T>
+struct Quad16 {
+  unsigned int words[4];  // two packed words, or one element each
+
+  __device__ __forceinline__ void clear() { words[0] = words[1] = words[2] = words[3] = 0; }
+  __device__ __forceinline__ void load(const T* from) {
+    const Vector<unsigned int, 2> packed = *(const Vector<unsigned int, 2>*)from;
+    words[0] = packed.value[0];
+    words[1] = packed.value[1];
+  }
+  __device__ __forceinline__ void load(int i, const T* from) { words[i] = read(from).bits; }
+  __device__ __forceinline__ T get(int i, bool whole) const {
+    return T{(unsigned short)(whole ? words[i / 2] >> (16 * (i % 2)) : words[i])};
+  }
+};
+
+template <>
+struct Quad<bfloat16> : Quad16<bfloat16> {};
+template <>
+struct Quad<float16> : Quad16<float16> {};
+"""
+FILES["common/axis.cuh"] = r"""
+// One spatial dimension of the layer, and the integer arithmetic of compile-time constants.
+
+struct Axis {
+  int kernel, stride, padding, dilation;
+};
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__host__ __device__ constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
+"""
+FILES["common/geometry.cuh"] = r"""
+// The layer on a grid of cells, one formula for the forward pass and the input gradient.
+//
+// The layer relates input element i and output element o by  o = i·stride + tap·dilation - padding.  Cut both into
+// cells of one input element and `stride` output elements. With "source" for what a pass reads and "destination" for
+// what it writes, either pass is, per dimension,
+//
+//     destination[cell·DST + dst_offset(tap)] += source[cell·SRC + src_offset(tap)] · weight[tap]
+//
+//     forward         DST = stride, SRC = 1       dst_offset = the tap's phase   src_offset = -(the tap's shift)
+//     input gradient  DST = 1,      SRC = stride  dst_offset = 0                 src_offset = tap·dilation - padding
+//
+// The specialisation defines AXIS_D, AXIS_H, AXIS_W (a missing dimension is a kernel of one tap) and INPUT_GRAD.
+
+__host__ __device__ constexpr int shift_of(Axis axis, int tap) {
+  return floor_div(tap * axis.dilation - axis.padding, axis.stride);
+}
+__host__ __device__ constexpr int phase_of(Axis axis, int tap) {
+  return tap * axis.dilation - axis.padding - shift_of(axis, tap) * axis.stride;
+}
+
+// Elements of a cell.
+__host__ __device__ constexpr int dst_cell(Axis axis) { return INPUT_GRAD ? 1 : axis.stride; }
+__host__ __device__ constexpr int src_cell(Axis axis) { return INPUT_GRAD ? axis.stride : 1; }
+
+__host__ __device__ constexpr int dst_offset(Axis axis, int tap) { return INPUT_GRAD ? 0 : phase_of(axis, tap); }
+__host__ __device__ constexpr int src_offset(Axis axis, int tap) {
+  return INPUT_GRAD ? tap * axis.dilation - axis.padding : -shift_of(axis, tap);
+}
+
+// The first and the last source offset of any tap: offsets rise with the tap in the input gradient and fall in the
+// forward pass.
+__host__ __device__ constexpr int first_offset(Axis axis) { return src_offset(axis, INPUT_GRAD ? 0 : axis.kernel - 1); }
+__host__ __device__ constexpr int last_offset(Axis axis) { return src_offset(axis, INPUT_GRAD ? axis.kernel - 1 : 0); }
+
+// Source elements that `cells` neighbouring cells read.
+__host__ __device__ constexpr int window(Axis axis, int cells) {
+  return (cells - 1) * src_cell(axis) + last_offset(axis) - first_offset(axis) + 1;
+}
+
+// Whether any tap writes destination element `offset` of a cell; the others are bias alone.
+__host__ __device__ constexpr bool has_taps(Axis axis, int offset) {
+  for (int tap = 0; tap < axis.kernel; ++tap)
+    if (dst_offset(axis, tap) == offset) return true;
+  return false;
+}
+
+constexpr int TAPS = AXIS_D.kernel * AXIS_H.kernel * AXIS_W.kernel;
+
+// Where tensors lie and how far they reach; strides in elements, in the order batch, channel, depth, height, width.
+struct Tensor5 {
+  long long stride[5];
+  int size[3];
+  int channels;
+};
+
+// Bytes from a tensor's first element of a channel to one of its positions; offset_t has 32 bits where those suffice.
+template <class T>
+__device__ __forceinline__ offset_t byte_offset(const Tensor5& t, int n, int d, int h, int w) {
+  return (offset_t)sizeof(T) * ((offset_t)n * (offset_t)t.stride[0] + (offset_t)d * (offset_t)t.stride[2] +
+                                (offset_t)h * (offset_t)t.stride[3] + (offset_t)w * (offset_t)t.stride[4]);
+}
+
+template <class T>
+__device__ __forceinline__ T* at(T* base, offset_t bytes) {
+  return (T*)((char*)base + bytes);
+}
+
+// Element offset of one weight of a group; IN and OUT are the layer's input and output channel. The specialisation
+// defines the strides: weights come as (C_in, C_out / groups, D, H, W) contiguous, or with channels last.
+__device__ __forceinline__ int weight_offset(int in, int out, int tap) {
+  return in * WEIGHT_STRIDE_IN + out * WEIGHT_STRIDE_OUT + tap * WEIGHT_STRIDE_TAP;
+}
+"""
+FILES["gather_tiled.cu"] = r"""
+// Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, in exact arithmetic.
+//
+//   destination[n, cd, cell·DST + dst_offset(tap)]  =
+//       bias[cd]  +  Σ source[n, cs, cell·SRC + src_offset(tap)] · w[cs, cd, tap]
+//
+// summed over the source channels cs of the group and over all taps (common/geometry.cuh has the offsets). For layers
+// whose taps unroll: weights × cells of a thread are straight-line code.
+//
+// Index mapping. A block owns a tile of cells in (n, d, h, w) and one or more items, one after the other: an item is a
+// group and BLOCK_DST of its destination channels. The threads are SRC_SLICES × DST_SLICES × LANES: a lane is CELLS_H ×
+// CELLS_W cells of the tile, lanes running along w, then h, d, n in extents chosen at launch; a destination slice is
+// DST_PER_THREAD channels; a source slice is its share of every stage's source channels, summed at the end of an item.
+// A thread keeps every phase of its cells in registers: CELLS_H × CELLS_W × (DST per cell) × DST_PER_THREAD
+// accumulators, of which those without taps cost nothing.
+//
+// Shared memory: two buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; two
+// buffers of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting
+// at a multiple of four source elements and split by residues so that lanes read neighbouring words at even strides
+// too; then where each element of a lane's row goes; then the sums of one source slice, or for each warp the row that
+// it turns into a whole output line.
+//
+// Synchronisation: step i+1 (a stage of an item) is loaded to registers while step i is computed, and stored to the
+// other buffer; one barrier a step suffices, since a buffer is written again only after the barrier that follows its
+// last reads. A warp's row is its own.
+
+struct Geometry {
+  Tensor5 src, dst;
+  int batch;
+  int lanes[4];  // extents of the lanes along n, d, h, w; their product is at most LANES
+  int tiles[4];  // tiles along n, d, h, w
+  int items;     // of the layer: groups × DST_BLOCKS
+  int items_per_block;
+  int aligned_src;   // whether quads of the source start at a multiple of their size, and none is cut by an edge
+  int aligned_rows;  // whether every RUN elements of the destination start at a multiple of their size
+};
+
+constexpr int SLICE_THREADS = LANES * DST_SLICES;
+constexpr int THREADS = SLICE_THREADS * SRC_SLICES;
+constexpr int BLOCK_DST = DST_PER_THREAD * DST_SLICES;
+constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, BLOCK_DST);
+constexpr int STAGES = ceil_div(SRC_CHANNELS, STAGE_CHANNELS);
+constexpr int WEIGHT_SLICE = round_up(TAPS * DST_PER_THREAD, 4);
+constexpr int WEIGHT_CHANNEL = DST_SLICES * WEIGHT_SLICE;
+constexpr int WEIGHT_STAGE = STAGE_CHANNELS * WEIGHT_CHANNEL;
+constexpr int WEIGHT_ITEMS = ceil_div(STAGE_CHANNELS * BLOCK_DST * TAPS, THREADS);
+constexpr int SLICE_CHANNELS = STAGE_CHANNELS / SRC_SLICES;
+// Source channels in one piece of straight-line code: a whole stage, unless that would crowd the instruction cache.
+constexpr int PRODUCTS = TAPS * DST_PER_THREAD * CELLS_H * CELLS_W;
+constexpr int CHANNELS_AT_ONCE = PRODUCTS * SLICE_CHANNELS <= 1024 ? SLICE_CHANNELS : 1;
+
+constexpr int DST_D = dst_cell(AXIS_D), DST_H = dst_cell(AXIS_H), DST_W = dst_cell(AXIS_W);
+constexpr int SRC_D = src_cell(AXIS_D), SRC_H = src_cell(AXIS_H), SRC_W = src_cell(AXIS_W);
+constexpr int SPLIT = SRC_W == 2 || SRC_W % 4 == 0 ? SRC_W : 1;  // odd strides meet no bank twice as they are
+constexpr int SKEW = first_offset(AXIS_W) - floor_div(first_offset(AXIS_W), 4) * 4;  // of a tile's first column
+constexpr int WINDOW_H = window(AXIS_H, CELLS_H), WINDOW_W = window(AXIS_W, CELLS_W);
+constexpr int RUN = CELLS_W * DST_W;  // neighbouring destination elements along w that a thread owns
+constexpr int ACCUMULATORS = CELLS_H * DST_D * DST_H * RUN * DST_PER_THREAD;
+
+static_assert(STAGE_CHANNELS % SRC_SLICES == 0, "every source slice takes the same share of a stage");
+static_assert(LANES % 32 == 0, "a warp lies in one slice");
+static_assert(!SRC_CHANNELS_LAST || STAGE_CHANNELS % 4 == 0, "a thread loads four channels at once");
+
+// The tile of the source, as every thread sees it.
+struct Tile {
+  int n, d, h, w;               // first batch entry and first cells
+  int size_d, size_h, size_w;   // source elements along each dimension, halo included, whole quads along w
+  int pitch;                    // elements of one residue of w in a row
+  int row, slab, image, plane;  // pitches of h, d, n and channel
+};
+
+__device__ __forceinline__ Tile make_tile(const Geometry& g, int tile) {
+  Tile t;
+  t.w = tile % g.tiles[3] * g.lanes[3] * CELLS_W;
+  tile /= g.tiles[3];
+  t.h = tile % g.tiles[2] * g.lanes[2] * CELLS_H;
+  tile /= g.tiles[2];
+  t.d = tile % g.tiles[1] * g.lanes[1];
+  t.n = tile / g.tiles[1] * g.lanes[0];
+  t.size_d = window(AXIS_D, g.lanes[1]);
+  t.size_h = window(AXIS_H, g.lanes[2] * CELLS_H);
+  t.size_w = round_up(SKEW + window(AXIS_W, g.lanes[3] * CELLS_W), 4);
+  t.pitch = ceil_div(t.size_w, SPLIT);
+  t.row = t.pitch * SPLIT;
+  t.slab = t.row * t.size_h;
+  t.image = t.slab * t.size_d;
+  t.plane = t.image * g.lanes[0];
+  return t;
+}
+
+// One stage of the source in flight, LOADS quads a thread: four neighbouring columns of a channel, or four neighbouring
+// channels of a position. Where a quad lies never changes, so the padding is zeroed once, and quads in the padding read
+// the first elements and store nothing.
+struct SourceLoader {
+  offset_t offsets[LOADS];  // bytes from the stage's first channel at the tile's first batch entry
+  int slots[LOADS];         // in a stage's planes; -1 for nothing to store
+  int channels[LOADS];      // of the stage
+  unsigned inside;          // four bits a quad: the elements that are not padding
+  int rounds;               // quads that any thread of the block has
+  Quad<scalar_t> values[LOADS];
+
+  __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int thread, accum_t* planes) {
+    const int columns = SRC_CHANNELS_LAST ? t.size_w : t.size_w / 4;
+    constexpr int CHANNELS = SRC_CHANNELS_LAST ? STAGE_CHANNELS / 4 : STAGE_CHANNELS;
+    const int count = CHANNELS * g.lanes[0] * t.size_d * t.size_h * columns;
+    rounds = ceil_div(count, THREADS);
+    inside = 0;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      offsets[i] = 0;
+      slots[i] = -1;
+      channels[i] = 0;
+      int index = thread + i * THREADS;
+      if (index >= count) continue;
+      if (SRC_CHANNELS_LAST) channels[i] = index % CHANNELS * 4, index /= CHANNELS;
+      const int w = index % columns * (SRC_CHANNELS_LAST ? 1 : 4);
+      index /= columns;
+      const int h = index % t.size_h;
+      index /= t.size_h;
+      const int d = index % t.size_d;
+      index /= t.size_d;
+      const int n = index % g.lanes[0];
+      if (!SRC_CHANNELS_LAST) channels[i] = index / g.lanes[0];
+
+      const int src_d = t.d * SRC_D + first_offset(AXIS_D) + d;
+      const int src_h = t.h * SRC_H + first_offset(AXIS_H) + h;
+      const int src_w = t.w * SRC_W + first_offset(AXIS_W) - SKEW + w;
+      const bool row_inside =
+          t.n + n < g.batch && (unsigned)src_d < (unsigned)g.src.size[0] && (unsigned)src_h < (unsigned)g.src.size[1];
+      unsigned mask = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (row_inside && (unsigned)(src_w + (SRC_CHANNELS_LAST ? 0 : j)) < (unsigned)g.src.size[2]) mask |= 1u << j;
+      inside |= mask << (4 * i);
+      const int slot = channels[i] * t.plane + n * t.image + d * t.slab + h * t.row + w % SPLIT * t.pitch + w / SPLIT;
+      if (mask) {
+        slots[i] = slot;
+        offsets[i] = byte_offset<scalar_t>(g.src, n, src_d, src_h, src_w) +
+                     (offset_t)channels[i] * (offset_t)(g.src.stride[1] * sizeof(scalar_t));
+      } else {
+        put(planes + slot, t, Vector<accum_t, 4>{});
+        put(planes + slot + STAGE_CHANNELS * t.plane, t, Vector<accum_t, 4>{});
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int stage) {
+    src += stage * STAGE_CHANNELS * g.src.stride[1];
+    const int remaining = SRC_CHANNELS - stage * STAGE_CHANNELS;
+    if (g.aligned_src) {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        if (i >= rounds) break;
+        const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining;
+        if (exists)
+          values[i].load(at(src, offsets[i]));
+        else
+          values[i].clear();
+      }
+    } else {
+      const long long step = SRC_CHANNELS_LAST ? g.src.stride[1] : g.src.stride[4];
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        if (i >= rounds) break;
+        values[i].clear();
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int channel = channels[i] + (SRC_CHANNELS_LAST ? j : 0);
+          const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining;
+          if (exists && inside >> (4 * i + j) & 1u) values[i].load(j, at(src, offsets[i]) + j * step);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Geometry& g, const Tile& t, accum_t* planes) const {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+      if (slots[i] >= 0) {
+        Vector<accum_t, 4> wide;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wide.value[j] = widen(values[i].get(j, g.aligned_src));
+        put(planes + slots[i], t, wide);
+      }
+  }
+
+  static __device__ __forceinline__ void put(accum_t* slot, const Tile& t, const Vector<accum_t, 4>& quad) {
+    if (!SRC_CHANNELS_LAST && SPLIT == 1) {
+      *(Vector<accum_t, 4>*)slot = quad;
+    } else if (!SRC_CHANNELS_LAST && SPLIT == 2) {
+      *(Vector<accum_t, 2>*)slot = Vector<accum_t, 2>{quad.value[0], quad.value[2]};
+      *(Vector<accum_t, 2>*)(slot + t.pitch) = Vector<accum_t, 2>{quad.value[1], quad.value[3]};
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) slot[j * (SRC_CHANNELS_LAST ? t.plane : t.pitch)] = quad.value[j];
+    }
+  }
+};
+
+// One stage of the weights in flight, read in the order in which they lie in memory.
+struct WeightLoader {
+  static constexpr int COUNT = STAGE_CHANNELS * BLOCK_DST * TAPS;
+  static constexpr int CHANNEL_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_OUT : WEIGHT_STRIDE_IN;
+  static constexpr int DST_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
+
+  int offsets[WEIGHT_ITEMS];  // elements from the stage's first weight
+  int slots[WEIGHT_ITEMS];    // in a stage's weights; -1 for nothing to store
+  scalar_t values[WEIGHT_ITEMS];
+
+  static __device__ __forceinline__ void locate(int item, int& channel, int& dst, int& tap) {
+    if (INPUT_GRAD) {
+      tap = item % TAPS, channel = item / TAPS % STAGE_CHANNELS, dst = item / (TAPS * STAGE_CHANNELS);
+    } else if (WEIGHT_STRIDE_OUT == 1) {
+      dst = item % BLOCK_DST, tap = item / BLOCK_DST % TAPS, channel = item / (BLOCK_DST * TAPS);
+    } else {
+      tap = item % TAPS, dst = item / TAPS % BLOCK_DST, channel = item / (TAPS * BLOCK_DST);
+    }
+  }
+
+  __device__ __forceinline__ void init(int thread) {
+#pragma unroll
+    for (int i = 0; i < WEIGHT_ITEMS; ++i) {
+      int channel, dst, tap;
+      locate(thread + i * THREADS, channel, dst, tap);
+      const bool exists = thread + i * THREADS < COUNT;
+      offsets[i] = exists ? channel * CHANNEL_STRIDE + dst * DST_STRIDE + tap * WEIGHT_STRIDE_TAP : 0;
+      slots[i] = exists ? channel * WEIGHT_CHANNEL + dst / DST_PER_THREAD * WEIGHT_SLICE + tap * DST_PER_THREAD +
+                              dst % DST_PER_THREAD
+                        : -1;
+    }
+  }
+
+  __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int stage, int thread) {
+    weight += stage * STAGE_CHANNELS * CHANNEL_STRIDE + dst_block * BLOCK_DST * DST_STRIDE;
+#pragma unroll
+    for (int i = 0; i < WEIGHT_ITEMS; ++i) {
+      bool exists = true;
+      if (SRC_CHANNELS % STAGE_CHANNELS != 0 || DST_CHANNELS % BLOCK_DST != 0) {
+        int channel, dst, tap;
+        locate(thread + i * THREADS, channel, dst, tap);
+        exists = channel + stage * STAGE_CHANNELS < SRC_CHANNELS && dst + dst_block * BLOCK_DST < DST_CHANNELS;
+      }
+      values[i] = exists ? read(weight + offsets[i]) : zero<scalar_t>();
+    }
+  }
+
+  __device__ __forceinline__ void store(accum_t* weights) const {
+#pragma unroll
+    for (int i = 0; i < WEIGHT_ITEMS; ++i)
+      if (slots[i] >= 0) weights[slots[i]] = widen(values[i]);
+  }
+};
+
+// A thread's cells: accumulators as [cell h][phase d][phase h][run along w][destination channel].
+struct Accumulators {
+  accum_t sum[CELLS_H][DST_D][DST_H][RUN][DST_PER_THREAD];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; ++i) (&sum[0][0][0][0][0])[i] = 0;
+  }
+
+  // One source channel. `corner` is the thread's first source element, `weights` its slice's taps.
+  __device__ __forceinline__ void accumulate(const accum_t* corner, const accum_t* weights, const Tile& t) {
+    accum_t tap_weights[WEIGHT_SLICE];
+#pragma unroll
+    for (int i = 0; i < WEIGHT_SLICE; i += 4) {
+      const Vector<accum_t, 4> four = *(const Vector<accum_t, 4>*)(weights + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) tap_weights[i + j] = four.value[j];
+    }
+#pragma unroll
+    for (int kd = 0; kd < AXIS_D.kernel; ++kd) {
+      const accum_t* slab = corner + (src_offset(AXIS_D, kd) - first_offset(AXIS_D)) * t.slab;
+      accum_t patch[WINDOW_H][WINDOW_W];
+#pragma unroll
+      for (int h = 0; h < WINDOW_H; ++h)
+#pragma unroll
+        for (int w = 0; w < WINDOW_W; ++w)
+          patch[h][w] = slab[h * t.row + (SKEW + w) % SPLIT * t.pitch + (SKEW + w) / SPLIT];
+#pragma unroll
+      for (int kh = 0; kh < AXIS_H.kernel; ++kh)
+#pragma unroll
+        for (int kw = 0; kw < AXIS_W.kernel; ++kw)
+#pragma unroll
+          for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
+#pragma unroll
+            for (int cell_w = 0; cell_w < CELLS_W; ++cell_w)
+#pragma unroll
+              for (int dst = 0; dst < DST_PER_THREAD; ++dst)
+                sum[cell_h][dst_offset(AXIS_D, kd)][dst_offset(AXIS_H, kh)][cell_w * DST_W + dst_offset(AXIS_W, kw)]
+                   [dst] += patch[cell_h * SRC_H + src_offset(AXIS_H, kh) - first_offset(AXIS_H)]
+                                 [cell_w * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)] *
+                            tap_weights[((kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw) * DST_PER_THREAD + dst];
+    }
+  }
+
+  // Sum of all source slices, in slice order, left in slice 0. Every thread of the block comes here.
+  __device__ __forceinline__ void reduce(accum_t* shared, int slice, int thread) {
+    accum_t* mine = shared + thread;
+#pragma unroll 1
+    for (int other = 1; other < SRC_SLICES; ++other) {
+      if (slice == other) {
+#pragma unroll
+        for (int i = 0; i < ACCUMULATORS; ++i) mine[i * SLICE_THREADS] = (&sum[0][0][0][0][0])[i];
+      }
+      __syncthreads();
+      if (slice == 0) {
+#pragma unroll
+        for (int i = 0; i < ACCUMULATORS; ++i) (&sum[0][0][0][0][0])[i] += mine[i * SLICE_THREADS];
+      }
+      __syncthreads();
+    }
+  }
+};
+
+// Where a lane's first cell lies in the destination.
+struct Place {
+  offset_t offset;           // bytes from the tile's first batch entry
+  int slabs, rows, columns;  // of the destination from there on; none for lanes beyond the tile or the batch
+
+  __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int lane) {
+    const int w = (t.w + lane % g.lanes[3] * CELLS_W) * DST_W;
+    lane /= g.lanes[3];
+    const int h = (t.h + lane % g.lanes[2] * CELLS_H) * DST_H;
+    lane /= g.lanes[2];
+    const int d = (t.d + lane % g.lanes[1]) * DST_D;
+    const int n = lane / g.lanes[1];
+    offset = byte_offset<scalar_t>(g.dst, n, d, h, w);
+    slabs = n < g.lanes[0] && t.n + n < g.batch ? g.dst.size[0] - d : 0;
+    rows = g.dst.size[1] - h;
+    columns = g.dst.size[2] - w;
+  }
+};
+
+// One element of a destination row: where it lies, and in how many of the lane's rows (low half) and slabs it exists.
+struct Element {
+  offset_t offset;
+  unsigned limits;
+};
+
+// Channels first. Every lane owns RUN neighbouring elements of a row. Where rows start aligned it stores them as one
+// vector; else a warp turns the rows of its lanes around in shared memory, so that neighbouring lanes store
+// neighbouring elements: either way whole lines are written. For the turned rows `elements` says where each element
+// goes.
+constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * sizeof(scalar_t) <= 16;
+
+__device__ __forceinline__ void describe_row(const Geometry& g, const Place& place, Element* elements) {
+#pragma unroll
+  for (int i = 0; i < RUN; ++i) {
+    const unsigned rows = i < place.columns ? max(0, min(place.rows, CELLS_H * DST_H)) : 0;
+    const unsigned slabs = max(0, min(place.slabs, DST_D));
+    elements[i] = Element{place.offset + i * (offset_t)(g.dst.stride[4] * sizeof(scalar_t)), rows | slabs << 16};
+  }
+}
+
+__device__ __forceinline__ void store_rows(const Geometry& g, const Place& place, const Accumulators& acc,
+                                           scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels,
+                                           accum_t* staging, const Element* elements, int in_warp) {
+  const bool vectors = VECTORS && g.aligned_rows;
+#pragma unroll
+  for (int channel = 0; channel < DST_PER_THREAD; ++channel) {
+    if (channel >= channels) break;
+    scalar_t* const plane = dst + channel * g.dst.stride[1];
+#pragma unroll
+    for (int d = 0; d < DST_D; ++d)
+#pragma unroll
+      for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
+#pragma unroll
+        for (int h = 0; h < DST_H; ++h) {
+          const int row = cell_h * DST_H + h;
+          scalar_t* const line = plane + d * g.dst.stride[2] + row * g.dst.stride[3];
+          accum_t value[RUN];
+#pragma unroll
+          for (int i = 0; i < RUN; ++i)
+            value[i] = HAS_BIAS ? acc.sum[cell_h][d][h][i][channel] + bias[channel] : acc.sum[cell_h][d][h][i][channel];
+          if (RUN == 1 || vectors) {
+            typedef Vector<scalar_t, RUN == 1 || VECTORS ? RUN : 1> Run;
+            Run run;
+#pragma unroll
+            for (int i = 0; i < (int)(sizeof(Run) / sizeof(scalar_t)); ++i) narrow(value[i], run.value[i]);
+            if (d < place.slabs && row < place.rows && place.columns > 0) *(Run*)at(line, place.offset) = run;
+            continue;
+          }
+          if (has_taps(AXIS_D, d) && has_taps(AXIS_H, h)) {  // else all elements of the row are alike
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) staging[in_warp * RUN + i] = value[i];
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) value[i] = staging[i * 32 + in_warp];
+          }
+#pragma unroll
+          for (int i = 0; i < RUN; ++i) {
+            const Element element = elements[i * 32 + in_warp];
+            if (row < (int)(element.limits & 0xffffu) && d < (int)(element.limits >> 16))
+              narrow(value[i], *at(line, element.offset));
+          }
+        }
+  }
+}
+
+// Channels last: a thread's channels are neighbours already.
+__device__ __forceinline__ void store_channels(const Geometry& g, const Place& place, const Accumulators& acc,
+                                               scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels) {
+#pragma unroll
+  for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
+#pragma unroll
+    for (int d = 0; d < DST_D; ++d)
+#pragma unroll
+      for (int h = 0; h < DST_H; ++h)
+#pragma unroll
+        for (int w = 0; w < RUN; ++w) {
+          const int row = cell_h * DST_H + h;
+          if (d >= place.slabs || row >= place.rows || w >= place.columns) continue;
+          scalar_t* const pixel =
+              at(dst + d * g.dst.stride[2] + row * g.dst.stride[3] + w * g.dst.stride[4], place.offset);
+#pragma unroll
+          for (int first = 0; first < DST_PER_THREAD; first += DST_VECTOR) {
+            if (first >= channels) break;
+            Vector<scalar_t, DST_VECTOR> vector;
+#pragma unroll
+            for (int i = 0; i < DST_VECTOR; ++i)
+              narrow(acc.sum[cell_h][d][h][w][first + i] + bias[first + i], vector.value[i]);
+            *(Vector<scalar_t, DST_VECTOR>*)(pixel + first) = vector;
+          }
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    gather_tiled(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
+                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Geometry g) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  const int thread = threadIdx.x;
+  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // the compiler knows now that a warp shares it
+  const int lane = thread % LANES;
+  const int dst_slice = warp / (LANES / 32) % DST_SLICES;
+  const int src_slice = warp / (SLICE_THREADS / 32);
+
+  const int tile_index = blockIdx.z * gridDim.y + blockIdx.y;
+  if (tile_index >= g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3]) return;
+  const int first_item = blockIdx.x * g.items_per_block;
+  const int items = min(g.items_per_block, g.items - first_item);
+  const Tile tile = make_tile(g, tile_index);
+  src += tile.n * g.src.stride[0];
+  dst += tile.n * g.dst.stride[0];
+
+  accum_t* const weights = (accum_t*)shared_memory;
+  accum_t* const planes = weights + 2 * WEIGHT_STAGE;
+  Element* const elements = (Element*)(planes + 2 * STAGE_CHANNELS * tile.plane);
+  accum_t* const epilogue = (accum_t*)(elements + (RUN > 1 ? LANES * RUN : 0));
+
+  // The lane's first source element in a plane.
+  const int lane_w = lane % g.lanes[3], lane_h = lane / g.lanes[3] % g.lanes[2];
+  const int lane_d = lane / (g.lanes[3] * g.lanes[2]) % g.lanes[1];
+  const int lane_n = min(lane / (g.lanes[3] * g.lanes[2] * g.lanes[1]), g.lanes[0] - 1);  // lanes beyond the tile idle
+  const int corner = lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.row +
+                     lane_w * CELLS_W * (SRC_W / SPLIT);
+
+  SourceLoader source;
+  WeightLoader taps;
+  Place place;
+  Accumulators acc;
+  source.init(g, tile, thread, planes);
+  taps.init(thread);
+  place.init(g, tile, lane);
+  if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(g, place, elements + lane * RUN);
+
+  int group = first_item / DST_BLOCKS, dst_block = first_item % DST_BLOCKS;
+  auto load = [&](int load_group, int load_block, int stage) {
+    source.load(g, src + (long long)load_group * SRC_CHANNELS * g.src.stride[1], stage);
+    taps.load(weight + (long long)load_group * SRC_CHANNELS * DST_CHANNELS * TAPS, load_block, stage, thread);
+  };
+
+  load(group, dst_block, 0);
+  int buffer = 0;
+#pragma unroll 1
+  for (int item = 0; item < items; ++item) {
+    const bool same_group = dst_block + 1 < DST_BLOCKS;
+    const int next_group = same_group ? group : group + 1, next_block = same_group ? dst_block + 1 : 0;
+    acc.clear();
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES; ++stage, buffer ^= 1) {
+      accum_t* const stage_planes = planes + buffer * STAGE_CHANNELS * tile.plane;
+      accum_t* const stage_weights = weights + buffer * WEIGHT_STAGE;
+      source.store(g, tile, stage_planes);
+      taps.store(stage_weights);
+      __syncthreads();
+      const bool last = stage + 1 == STAGES;
+      if (!last || item + 1 < items)
+        load(last ? next_group : group, last ? next_block : dst_block, last ? 0 : stage + 1);
+#pragma unroll(CHANNELS_AT_ONCE)
+      for (int i = 0; i < SLICE_CHANNELS; ++i) {
+        const int channel = src_slice * SLICE_CHANNELS + i;
+        acc.accumulate(stage_planes + channel * tile.plane + corner,
+                       stage_weights + channel * WEIGHT_CHANNEL + dst_slice * WEIGHT_SLICE, tile);
+      }
+    }
+
+    const int first_dst = dst_block * BLOCK_DST + dst_slice * DST_PER_THREAD;
+    const int channels = DST_CHANNELS - first_dst;  // that exist, from this slice's first on
+    const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
+    if (SRC_SLICES > 1) acc.reduce(epilogue, src_slice, thread % SLICE_THREADS);
+    if (src_slice == 0 && channels > 0) {
+      accum_t biases[DST_PER_THREAD];
+#pragma unroll
+      for (int i = 0; i < DST_PER_THREAD; ++i)
+        biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
+      scalar_t* const item_dst = dst + first_channel * g.dst.stride[1];
+      if (STAGES > 4) place.init(g, tile, lane);  // again, so that its registers serve the stages
+      if (DST_CHANNELS_LAST)
+        store_channels(g, place, acc, item_dst, biases, channels);
+      else
+        store_rows(g, place, acc, item_dst, biases, channels, epilogue + warp * (32 * RUN),
+                   elements + lane / 32 * (32 * RUN), lane % 32);
+    }
+    group = next_group;
+    dst_block = next_block;
+  }
+}
+"""
+FILES["weight_grad.cu"] = r"""
+// Direct kernel of the weight gradient, in exact arithmetic.
+//
+//   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
+//
+// A matrix product of each group: rows are the input channels, columns the pairs (co, tap), and the sum runs over the
+// K = batch × input positions. The second operand is gathered from the output gradient on its way to shared memory, one
+// element a (column, position), zero where it falls into the padding.
+//
+// Index mapping. A block owns ROWS × COLUMNS of one group and one contiguous part of K. Its threads are K_SLICES ×
+// (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage, summed at
+// the end in slice order. Blocks on different parts of K write to different planes of `partial`, which the caller sums
+// in order: the result does not depend on timing.
+//
+// Shared memory: two buffers of DEPTH × ROW_PITCH of x and DEPTH × COLUMN_PITCH of g, both [position][row or column],
+// padded so that stores along K do not meet in one bank; then every thread's sums as [K slice][sum][thread].
+//
+// Synchronisation: stage i+1 is loaded to registers while stage i is computed, and stored to the other buffer; one
+// barrier a stage suffices, since a buffer is written again only after the barrier that follows its last reads.
+
+struct Geometry {
+  Tensor5 x, g;
+  int batch, groups;
+  int parts;              // blocks along K
+  long long part_length;  // positions of a part
+  long long positions;    // K
+  long long plane;        // elements of one plane of `partial`: all weights
+};
+
+constexpr int COLUMNS_TOTAL = OUT_CHANNELS * TAPS;
+constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS);
+constexpr int COLUMN_BLOCKS = ceil_div(COLUMNS_TOTAL, COLUMNS);
+constexpr int ROW_THREADS = ROWS / THREAD_ROWS, COLUMN_THREADS = COLUMNS / THREAD_COLUMNS;
+constexpr int SLICE_THREADS = ROW_THREADS * COLUMN_THREADS;
+constexpr int THREADS = SLICE_THREADS * K_SLICES;
+constexpr int ROW_PITCH = round_up(ROWS, 4) + 4, COLUMN_PITCH = round_up(COLUMNS, 4) + 4;
+constexpr int X_ITEMS = ceil_div(ROWS * DEPTH, THREADS), G_ITEMS = ceil_div(COLUMNS * DEPTH, THREADS);
+constexpr int ROW_STEP = THREADS / DEPTH;  // rows or columns that the block loads at once
+
+constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS;
+constexpr int FLUSH = 2048 / DEPTH > 0 ? 2048 / DEPTH : 1;  // stages whose positions are summed in one chain
+constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);   // shared values of one stage
+
+static_assert(THREADS % DEPTH == 0, "a thread loads the same position of every stage");
+static_assert(DEPTH % K_SLICES == 0, "every K slice takes the same share of a stage");
+
+// How far the last tap of a dimension lies from the first.
+__host__ __device__ constexpr int reach(Axis axis) { return (axis.kernel - 1) * axis.dilation; }
+
+// A column: its channel of the output, and where its tap lies from tap 0.
+struct Column {
+  int channel, d, h, w;
+};
+
+__device__ __forceinline__ Column column_at(int column) {
+  const int tap = column % TAPS;
+  return {column / TAPS, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
+          tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation, tap % AXIS_W.kernel * AXIS_W.dilation};
+}
+
+// THREAD_ROWS or THREAD_COLUMNS neighbouring values from shared memory, 16 bytes at a time where they are that many.
+template <int COUNT>
+struct Values {
+  accum_t value[COUNT];
+
+  __device__ __forceinline__ void load(const accum_t* from) {
+    struct alignas((COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1) * sizeof(accum_t)) Chunk {
+      accum_t value[COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1];
+    };
+    constexpr int CHUNK = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += CHUNK) {
+      const Chunk chunk = *(const Chunk*)(from + i);
+#pragma unroll
+      for (int j = 0; j < CHUNK; ++j) value[i + j] = chunk.value[j];
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    weight_grad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* __restrict__ partial,
+                const Geometry g) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  int block = blockIdx.x;
+  const int row_block = block % ROW_BLOCKS;
+  block /= ROW_BLOCKS;
+  const int column_block = block % COLUMN_BLOCKS;
+  block /= COLUMN_BLOCKS;
+  const int group = block % g.groups;
+  const int part = block / g.groups;
+  const long long first = part * g.part_length;
+  const long long end = first + g.part_length < g.positions ? first + g.part_length : g.positions;
+
+  const int thread = threadIdx.x;
+  const int k_slice = thread / SLICE_THREADS;
+  const int row = thread % SLICE_THREADS / COLUMN_THREADS * THREAD_ROWS;
+  const int column = thread % COLUMN_THREADS * THREAD_COLUMNS;
+  const int load_k = thread % DEPTH, load_row = thread / DEPTH;
+
+  const int in_channel = row_block * ROWS, first_column = column_block * COLUMNS;
+  x += (long long)(group * IN_CHANNELS + in_channel) * g.x.stride[1];
+  grad += (long long)group * OUT_CHANNELS * g.g.stride[1];
+
+  // The columns that this thread loads: how far each lies from tap 0 of channel 0. Columns beyond the last repeat it.
+  long long column_offset[G_ITEMS];
+#pragma unroll
+  for (int i = 0; i < G_ITEMS; ++i) {
+    const Column c = column_at(first_column + load_row + i * ROW_STEP);
+    column_offset[i] = c.channel * g.g.stride[1] + c.d * g.g.stride[2] + c.h * g.g.stride[3] + c.w * g.g.stride[4];
+    if (first_column + load_row + i * ROW_STEP >= COLUMNS_TOTAL) column_offset[i] = 0;
+  }
+
+  // The position that this thread loads, which goes on by DEPTH every stage.
+  long long k = first + load_k;
+  long long rest = k;
+  int w = (int)(rest % g.x.size[2]);
+  rest /= g.x.size[2];
+  int h = (int)(rest % g.x.size[1]);
+  rest /= g.x.size[1];
+  int d = (int)(rest % g.x.size[0]);
+  long long n = rest / g.x.size[0];
+
+  scalar_t x_values[X_ITEMS], g_values[G_ITEMS];
+  auto load = [&]() {
+    const bool exists = k < end;
+    const scalar_t* x_at =
+        x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4] + load_row * g.x.stride[1];
+#pragma unroll
+    for (int i = 0; i < X_ITEMS; ++i, x_at += ROW_STEP * g.x.stride[1]) {
+      const int r = load_row + i * ROW_STEP;
+      x_values[i] = exists && r < ROWS && in_channel + r < IN_CHANNELS ? read(x_at) : zero<scalar_t>();
+    }
+    const int base_d = d * AXIS_D.stride - AXIS_D.padding;
+    const int base_h = h * AXIS_H.stride - AXIS_H.padding;
+    const int base_w = w * AXIS_W.stride - AXIS_W.padding;
+    const scalar_t* const g_at =
+        grad + n * g.g.stride[0] + base_d * g.g.stride[2] + base_h * g.g.stride[3] + base_w * g.g.stride[4];
+    const bool interior = base_d >= 0 && base_d + reach(AXIS_D) < g.g.size[0] && base_h >= 0 &&
+                          base_h + reach(AXIS_H) < g.g.size[1] && base_w >= 0 && base_w + reach(AXIS_W) < g.g.size[2];
+    if (exists && interior) {
+#pragma unroll
+      for (int i = 0; i < G_ITEMS; ++i) g_values[i] = read(g_at + column_offset[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < G_ITEMS; ++i) {
+        const Column c = column_at(first_column + load_row + i * ROW_STEP);
+        const bool inside = exists && first_column + load_row + i * ROW_STEP < COLUMNS_TOTAL &&
+                            (unsigned)(base_d + c.d) < (unsigned)g.g.size[0] &&
+                            (unsigned)(base_h + c.h) < (unsigned)g.g.size[1] &&
+                            (unsigned)(base_w + c.w) < (unsigned)g.g.size[2];
+        g_values[i] = inside ? read(g_at + column_offset[i]) : zero<scalar_t>();
+      }
+    }
+    k += DEPTH;
+    w += DEPTH;
+    while (w >= g.x.size[2]) {
+      w -= g.x.size[2];
+      if (++h < g.x.size[1]) continue;
+      h = 0;
+      if (++d < g.x.size[0]) continue;
+      d = 0;
+      ++n;
+    }
+  };
+
+  // Sums of FLUSH stages in registers, sums of those in shared memory: rounding grows with the root of the terms, and
+  // millions of positions in one chain would lose three digits.
+  accum_t sum[THREAD_ROWS][THREAD_COLUMNS] = {};
+  accum_t* const totals = (accum_t*)shared_memory + 2 * STAGE;
+  accum_t* const own = totals + k_slice * SUMS * SLICE_THREADS + thread % SLICE_THREADS;
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) own[i * SLICE_THREADS] = 0;
+  auto flush = [&]() {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
+      own[i * SLICE_THREADS] += (&sum[0][0])[i];
+      (&sum[0][0])[i] = 0;
+    }
+  };
+
+  load();
+  int until_flush = FLUSH;
+  int buffer = 0;
+#pragma unroll 1
+  for (long long stage = first; stage < end; stage += DEPTH, buffer ^= 1) {
+    accum_t* const x_tile = (accum_t*)shared_memory + buffer * STAGE;
+    accum_t* const g_tile = x_tile + DEPTH * ROW_PITCH;
+#pragma unroll
+    for (int i = 0; i < X_ITEMS; ++i)
+      if (load_row + i * ROW_STEP < ROWS) x_tile[load_k * ROW_PITCH + load_row + i * ROW_STEP] = widen(x_values[i]);
+#pragma unroll
+    for (int i = 0; i < G_ITEMS; ++i)
+      if (load_row + i * ROW_STEP < COLUMNS)
+        g_tile[load_k * COLUMN_PITCH + load_row + i * ROW_STEP] = widen(g_values[i]);
+    __syncthreads();
+    if (stage + DEPTH < end) load();
+#pragma unroll 4
+    for (int step = k_slice; step < DEPTH; step += K_SLICES) {
+      Values<THREAD_ROWS> a;
+      Values<THREAD_COLUMNS> b;
+      a.load(x_tile + step * ROW_PITCH + row);
+      b.load(g_tile + step * COLUMN_PITCH + column);
+#pragma unroll
+      for (int r = 0; r < THREAD_ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
+    }
+    if (--until_flush == 0) {
+      flush();
+      until_flush = FLUSH;
+    }
+  }
+  flush();
+
+  // Sum the K slices in order.
+  __syncthreads();
+  if (k_slice > 0) return;
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) {
+    accum_t total = own[i * SLICE_THREADS];
+#pragma unroll 1
+    for (int slice = 1; slice < K_SLICES; ++slice) total += own[(slice * SUMS + i) * SLICE_THREADS];
+    (&sum[0][0])[i] = total;
+  }
+
+  partial += part * g.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
+#pragma unroll
+  for (int r = 0; r < THREAD_ROWS; ++r)
+#pragma unroll
+    for (int c = 0; c < THREAD_COLUMNS; ++c) {
+      const int in = row_block * ROWS + row + r, global = column_block * COLUMNS + column + c;
+      if (in < IN_CHANNELS && global < COLUMNS_TOTAL) partial[(long long)in * COLUMNS_TOTAL + global] = sum[r][c];
+    }
+}
+"""
+
+# =====================================================================================================================
+# What each of them is made from: its name, its constants, its files
+# =====================================================================================================================
+
+KERNELS = {}
+KERNELS["sm_80"] = [
+    ("gather_tiled", r"""
+// gather_tiled, specialised by:
+typedef float scalar_t;       // of the tensors
+typedef float accum_t;  // of every sum
+typedef unsigned int offset_t;  // of offsets in bytes
+constexpr Axis AXIS_D = {1, 1, 0, 1};
+constexpr Axis AXIS_H = {3, 2, 1, 2};
+constexpr Axis AXIS_W = {5, 3, 2, 1};
+constexpr bool INPUT_GRAD = false;
+constexpr int SRC_CHANNELS = 8;
+constexpr int DST_CHANNELS = 16;
+constexpr bool HAS_BIAS = false;
+constexpr bool DST_CHANNELS_LAST = false;
+constexpr int WEIGHT_STRIDE_IN = 240;
+constexpr int WEIGHT_STRIDE_OUT = 15;
+constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr bool SRC_CHANNELS_LAST = false;
+constexpr int LANES = 64;
+constexpr int DST_PER_THREAD = 4;
+constexpr int CELLS_H = 4;
+constexpr int CELLS_W = 1;
+constexpr int DST_SLICES = 4;
+constexpr int SRC_SLICES = 1;
+constexpr int STAGE_CHANNELS = 4;
+constexpr int LOADS = 2;
+constexpr int DST_VECTOR = 1;
+constexpr int MIN_BLOCKS = 2;
+""", ("common/geometry.cuh", "gather_tiled.cu")),
+    ("gather_tiled", r"""
+// gather_tiled, specialised by:
+typedef float scalar_t;       // of the tensors
+typedef float accum_t;  // of every sum
+typedef unsigned int offset_t;  // of offsets in bytes
+constexpr Axis AXIS_D = {1, 1, 0, 1};
+constexpr Axis AXIS_H = {3, 2, 1, 2};
+constexpr Axis AXIS_W = {5, 3, 2, 1};
+constexpr bool INPUT_GRAD = true;
+constexpr int SRC_CHANNELS = 16;
+constexpr int DST_CHANNELS = 8;
+constexpr bool HAS_BIAS = false;
+constexpr bool DST_CHANNELS_LAST = false;
+constexpr int WEIGHT_STRIDE_IN = 240;
+constexpr int WEIGHT_STRIDE_OUT = 15;
+constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr bool SRC_CHANNELS_LAST = false;
+constexpr int LANES = 64;
+constexpr int DST_PER_THREAD = 4;
+constexpr int CELLS_H = 4;
+constexpr int CELLS_W = 1;
+constexpr int DST_SLICES = 2;
+constexpr int SRC_SLICES = 1;
+constexpr int STAGE_CHANNELS = 1;
+constexpr int LOADS = 5;
+constexpr int DST_VECTOR = 1;
+constexpr int MIN_BLOCKS = 4;
+""", ("common/geometry.cuh", "gather_tiled.cu")),
+    ("weight_grad", r"""
+// weight_grad, specialised by:
+typedef float scalar_t;       // of the tensors
+typedef float accum_t;  // of every sum
+typedef unsigned long long offset_t;  // of offsets in bytes
+constexpr Axis AXIS_D = {1, 1, 0, 1};
+constexpr Axis AXIS_H = {3, 2, 1, 2};
+constexpr Axis AXIS_W = {5, 3, 2, 1};
+constexpr bool INPUT_GRAD = false;
+constexpr int IN_CHANNELS = 8;
+constexpr int OUT_CHANNELS = 16;
+constexpr int WEIGHT_STRIDE_IN = 240;
+constexpr int WEIGHT_STRIDE_OUT = 15;
+constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr int ROWS = 8;
+constexpr int COLUMNS = 128;
+constexpr int THREAD_ROWS = 8;
+constexpr int THREAD_COLUMNS = 8;
+constexpr int K_SLICES = 16;
+constexpr int DEPTH = 32;
+constexpr int MIN_BLOCKS = 1;
+""", ("common/geometry.cuh", "weight_grad.cu")),
+]
+KERNELS["sm_90a"] = [
+    ("gather_tiled", r"""
+// gather_tiled, specialised by:
+typedef float scalar_t;       // of the tensors
+typedef float accum_t;  // of every sum
+typedef unsigned int offset_t;  // of offsets in bytes
+constexpr Axis AXIS_D = {1, 1, 0, 1};
+constexpr Axis AXIS_H = {3, 2, 1, 2};
+constexpr Axis AXIS_W = {5, 3, 2, 1};
+constexpr bool INPUT_GRAD = false;
+constexpr int SRC_CHANNELS = 8;
+constexpr int DST_CHANNELS = 16;
+constexpr bool HAS_BIAS = false;
+constexpr bool DST_CHANNELS_LAST = false;
+constexpr int WEIGHT_STRIDE_IN = 240;
+constexpr int WEIGHT_STRIDE_OUT = 15;
+constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr bool SRC_CHANNELS_LAST = false;
+constexpr int LANES = 64;
+constexpr int DST_PER_THREAD = 4;
+constexpr int CELLS_H = 4;
+constexpr int CELLS_W = 1;
+constexpr int DST_SLICES = 4;
+constexpr int SRC_SLICES = 1;
+constexpr int STAGE_CHANNELS = 4;
+constexpr int LOADS = 2;
+constexpr int DST_VECTOR = 1;
+constexpr int MIN_BLOCKS = 2;
+""", ("common/geometry.cuh", "gather_tiled.cu")),
+    ("gather_tiled", r"""
+// gather_tiled, specialised by:
+typedef float scalar_t;       // of the tensors
+typedef float accum_t;  // of every sum
+typedef unsigned int offset_t;  // of offsets in bytes
+constexpr Axis AXIS_D = {1, 1, 0, 1};
+constexpr Axis AXIS_H = {3, 2, 1, 2};
+constexpr Axis AXIS_W = {5, 3, 2, 1};
+constexpr bool INPUT_GRAD = true;
+constexpr int SRC_CHANNELS = 16;
+constexpr int DST_CHANNELS = 8;
+constexpr bool HAS_BIAS = false;
+constexpr bool DST_CHANNELS_LAST = false;
+constexpr int WEIGHT_STRIDE_IN = 240;
+constexpr int WEIGHT_STRIDE_OUT = 15;
+constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr bool SRC_CHANNELS_LAST = false;
+constexpr int LANES = 64;
+constexpr int DST_PER_THREAD = 4;
+constexpr int CELLS_H = 4;
+constexpr int CELLS_W = 1;
+constexpr int DST_SLICES = 2;
+constexpr int SRC_SLICES = 1;
+constexpr int STAGE_CHANNELS = 1;
+constexpr int LOADS = 5;
+constexpr int DST_VECTOR = 1;
+constexpr int MIN_BLOCKS = 4;
+""", ("common/geometry.cuh", "gather_tiled.cu")),
+    ("weight_grad", r"""
+// weight_grad, specialised by:
+typedef float scalar_t;       // of the tensors
+typedef float accum_t;  // of every sum
+typedef unsigned long long offset_t;  // of offsets in bytes
+constexpr Axis AXIS_D = {1, 1, 0, 1};
+constexpr Axis AXIS_H = {3, 2, 1, 2};
+constexpr Axis AXIS_W = {5, 3, 2, 1};
+constexpr bool INPUT_GRAD = false;
+constexpr int IN_CHANNELS = 8;
+constexpr int OUT_CHANNELS = 16;
+constexpr int WEIGHT_STRIDE_IN = 240;
+constexpr int WEIGHT_STRIDE_OUT = 15;
+constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr int ROWS = 8;
+constexpr int COLUMNS = 128;
+constexpr int THREAD_ROWS = 8;
+constexpr int THREAD_COLUMNS = 8;
+constexpr int K_SLICES = 16;
+constexpr int DEPTH = 32;
+constexpr int MIN_BLOCKS = 1;
+""", ("common/geometry.cuh", "weight_grad.cu")),
+]
+
+# =====================================================================================================================
+# From Python to a launch, in C++
+# =====================================================================================================================
+
+LAUNCHER = r"""
+// The kernels by number, for binding.cpp. POLYPHASE_KERNELS is the list of them.
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <tuple>
+
+struct Entry {
+  const void* kernel;
+  std::size_t pointers, geometry_bytes;
+};
+
+// Every kernel takes pointers and, last, one value: the sizes of the call.
+template <class... Parameters>
+Entry entry(void (*kernel)(Parameters...)) {
+  constexpr std::size_t pointers = sizeof...(Parameters) - 1;
+  typedef typename std::tuple_element<pointers, std::tuple<Parameters...>>::type Geometry;
+  return {(const void*)kernel, pointers, sizeof(Geometry)};
+}
+
+static const Entry entries[] = {POLYPHASE_KERNELS};
+
+std::size_t pointers_of(std::size_t number) { return entries[number].pointers; }
+std::size_t geometry_bytes_of(std::size_t number) { return entries[number].geometry_bytes; }
+
+cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
+                          cudaStream_t stream) {
+  const void* const kernel = entries[number].kernel;
+  if (shared_bytes > 48 << 10) {  // every kernel may use 48 KiB; more is to be asked for
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream);
+}
+"""
+
+BINDING = r"""
+// From Python to a launch: checks, the tensors' device, its current stream.
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+std::size_t pointers_of(std::size_t number);
+std::size_t geometry_bytes_of(std::size_t number);
+cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
+                          cudaStream_t stream);
+
+// Kernel `number` on `tensors`, of which a missing one is a null pointer, and the bytes of its last parameter.
+void launch(int64_t number, const std::string& geometry, int64_t grid_x, int64_t grid_y, int64_t grid_z, int64_t block,
+            int64_t shared_bytes, const std::vector<std::optional<at::Tensor>>& tensors) {
+  TORCH_CHECK(tensors.size() == pointers_of(number) && geometry.size() == geometry_bytes_of(number), "kernel ", number,
+              " takes ", pointers_of(number), " tensors and ", geometry_bytes_of(number), " bytes, given ",
+              tensors.size(), " tensors and ", geometry.size(), " bytes");
+  const at::Device device = tensors.front()->device();
+  std::vector<void*> addresses, arguments;
+  addresses.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    TORCH_CHECK(!tensor || (tensor->is_cuda() && tensor->device() == device),
+                "all tensors must be on one CUDA device, got ", device, " and ", tensor ? tensor->device() : device);
+    addresses.push_back(tensor ? tensor->data_ptr() : nullptr);
+  }
+  for (void*& address : addresses) arguments.push_back(&address);
+  arguments.push_back((void*)geometry.data());
+  const c10::cuda::CUDAGuard guard(device);
+  C10_CUDA_CHECK(launch_kernel(number, dim3(grid_x, grid_y, grid_z), dim3(block), shared_bytes, arguments.data(),
+                               c10::cuda::getCurrentCUDAStream()));
+}
+"""
+
+# =====================================================================================================================
+# polyphase/errors.py
+# =====================================================================================================================
+#
+# The exceptions of polyphase. Bad arguments raise PyTorch's own types instead (see `polyphase.validate`).
+
+class PolyphaseError(Exception):
+    """Base of every exception that polyphase defines."""
+
+
+class UnsupportedError(PolyphaseError, NotImplementedError):
+    """The device, the dtype or the GPU cannot be served.
+
+    Raised instead of a silent detour through another library.
+    """
+
+# =====================================================================================================================
+# polyphase/device.py
+# =====================================================================================================================
+#
+# What a GPU offers: the figures the planner and the compiler need, known without a GPU present.
+#
+# The rates serve the cost model alone: they rank candidates, and no result depends on them. The H200's are measured
+# (`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's.
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One kind of device. ``arch`` is the compiler's name for it, or ``"portable"`` for devices without own kernels."""
+
+    arch: str
+    multiprocessors: int = 1
+    clock_hz: float = 1e9
+    copy_bytes_per_second: float = 1e11
+    shared_bytes_per_block: int = 0
+    shared_bytes_per_multiprocessor: int = 0
+
+    @staticmethod
+    def of(device: torch.device) -> "DeviceInfo":
+        """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
+        import torch
+
+        if device.type != "cuda" or torch.version.cuda is None:
+            return PORTABLE
+        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+PORTABLE = DeviceInfo("portable")
+
+
+_TYPICAL = (
+    DeviceInfo("sm_75", 40, 1.6e9, 2.7e11, 64 << 10, 64 << 10),
+    DeviceInfo("sm_80", 108, 1.4e9, 1.7e12, 163 << 10, 164 << 10),
+    DeviceInfo("sm_86", 82, 1.7e9, 8.0e11, 99 << 10, 100 << 10),
+    DeviceInfo("sm_89", 128, 2.4e9, 8.7e11, 99 << 10, 100 << 10),
+    DeviceInfo("sm_90a", 132, 1.75e9, 4.28e12, 227 << 10, 228 << 10),
+    DeviceInfo("sm_100a", 148, 1.9e9, 7.0e12, 227 << 10, 228 << 10),
+    DeviceInfo("sm_120", 170, 2.4e9, 1.6e12, 99 << 10, 100 << 10),
+)
+
+
+@lru_cache(maxsize=64)
+def _of_cuda(index: int) -> "DeviceInfo":
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    major, minor = properties.major, properties.minor
+    if (major, minor) < (7, 5):
+        raise UnsupportedError(
+            f"{properties.name} has compute capability {major}.{minor}; polyphase's CUDA kernels need 7.5 or newer"
+        )
+    arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
+    typical = {info.arch: info for info in _TYPICAL}.get(arch) or max(
+        (info for info in _TYPICAL if info.arch.rstrip("a")[3:].zfill(3) <= arch.rstrip("a")[3:].zfill(3)),
+        key=lambda info: info.arch.rstrip("a")[3:].zfill(3),
+    )
+    return DeviceInfo(
+        arch=arch,
+        multiprocessors=properties.multi_processor_count,
+        clock_hz=typical.clock_hz,
+        copy_bytes_per_second=typical.copy_bytes_per_second,
+        shared_bytes_per_block=getattr(properties, "shared_memory_per_block_optin", typical.shared_bytes_per_block),
+        shared_bytes_per_multiprocessor=getattr(
+            properties, "shared_memory_per_multiprocessor", typical.shared_bytes_per_multiprocessor
+        ),
+    )
+
+# =====================================================================================================================
+# polyphase/problem.py
+# =====================================================================================================================
+#
+# One transposed convolution, described once: sizes, phases, taps, and the floor in bytes and flops.
+#
+# Validation, planner, kernels, tests and benchmark all read this description. It needs neither torch nor a GPU.
+#
+# The layer, per spatial dimension with input size ``n``, kernel ``k``, stride ``s``, padding ``p``, output padding ``op``
+# and dilation ``d``::
+#
+#     output_size = (n - 1)·s - 2·p + d·(k - 1) + op + 1
+#     y[o] += x[i]·w[t]     wherever     o = i·s + t·d - p
+#
+# Write ``o = q·s + u`` with ``0 ≤ u < s``. Tap ``t`` serves phase ``u = (t·d - p) mod s`` alone, and reaches back
+# ``shift = (t·d - p) div s`` (rounded down) input positions::
+#
+#     y[q·s + u] = Σ over the taps t of phase u of   x[q - shift_t]·w[t]
+#
+# So the layer is ``s`` stride-1 correlations per dimension whose outputs interleave. Only ``s / gcd(s, d)`` phases own
+# taps (fewer when the kernel is short); the others are bias alone. Phases are counted from the output, not from the
+# padded output, so that phase 0 of a tile starts on an aligned element.
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Pass(Enum):
+    """The three linear maps of the layer. Each one's derivatives are the other two."""
+
+    FORWARD = "forward"
+    INPUT_GRAD = "input_grad"
+    WEIGHT_GRAD = "weight_grad"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The layer along one spatial dimension, apart from its size."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    def output_size(self, input_size: int, output_padding: int = 0) -> int:
+        """Elements of the output for ``input_size`` elements of the input; not positive where the layer is illegal."""
+        reach = self.dilation * (self.kernel - 1)
+        return (input_size - 1) * self.stride - 2 * self.padding + reach + output_padding + 1
+
+    def input_size(self, output_size: int, output_padding: int = 0) -> int:
+        """The inverse of `output_size`."""
+        reach = self.dilation * (self.kernel - 1)
+        return (output_size - 1 + 2 * self.padding - reach - output_padding) // self.stride + 1
+
+    def phase(self, tap: int) -> int:
+        """The phase ``u`` that tap ``tap`` serves."""
+        return (tap * self.dilation - self.padding) % self.stride
+
+    def shift(self, tap: int) -> int:
+        """How many input positions tap ``tap`` reaches back from cell ``q``; negative where it reaches ahead."""
+        return (tap * self.dilation - self.padding) // self.stride
+
+
+@dataclass(frozen=True)
+class ConvTransposeProblem:
+    """One call of the layer: its constants, and the sizes it meets.
+
+    Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
+    output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
+    that float32 operands may be rounded to TF32, and is False in any other dtype. The values are taken to be valid:
+    `polyphase.validate` is the room for errors.
+    """
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    input_size: "tuple[int, ...]"
+    kernel_size: "tuple[int, ...]"
+    stride: "tuple[int, ...]"
+    padding: "tuple[int, ...]"
+    output_padding: "tuple[int, ...]"
+    dilation: "tuple[int, ...]"
+    groups: int = 1
+    bias: bool = False
+    dtype: str = "float32"
+    channels_last: bool = False
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tf32 and self.dtype != "float32":
+            object.__setattr__(self, "tf32", False)
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dimensions."""
+        return len(self.kernel_size)
+
+    @cached_property
+    def axes(self) -> "tuple[Axis, ...]":
+        """The layer's constants, one `Axis` per spatial dimension."""
+        return tuple(map(Axis, self.kernel_size, self.stride, self.padding, self.dilation))
+
+    @cached_property
+    def axes3(self) -> "tuple[Axis, Axis, Axis]":
+        """`axes` as depth, height and width; a dimension the layer does not have is a kernel of one tap."""
+        depth, height, width = (Axis(1),) * (3 - self.dims) + self.axes
+        return depth, height, width
+
+    @cached_property
+    def output_size(self) -> "tuple[int, ...]":
+        """The output's spatial size."""
+        return tuple(
+            axis.output_size(n, extra) for axis, n, extra in zip(self.axes, self.input_size, self.output_padding)
+        )
+
+    @property
+    def in_channels_per_group(self) -> int:
+        """Input channels of a group."""
+        return self.in_channels // self.groups
+
+    @property
+    def out_channels_per_group(self) -> int:
+        """Output channels of a group."""
+        return self.out_channels // self.groups
+
+    @property
+    def input_shape(self) -> "tuple[int, ...]":
+        """``(N, C_in, *spatial)``."""
+        return (self.batch, self.in_channels, *self.input_size)
+
+    @property
+    def weight_shape(self) -> "tuple[int, ...]":
+        """``(C_in, C_out / groups, *kernel_size)``."""
+        return (self.in_channels, self.out_channels_per_group, *self.kernel_size)
+
+    @property
+    def output_shape(self) -> "tuple[int, ...]":
+        """``(N, C_out, *spatial)``."""
+        return (self.batch, self.out_channels, *self.output_size)
+
+    @property
+    def taps(self) -> int:
+        """Taps of the whole kernel."""
+        return math.prod(self.kernel_size)
+
+    @property
+    def elements(self) -> "tuple[int, int, int]":
+        """Elements of the input, the weight and the output."""
+        return math.prod(self.input_shape), math.prod(self.weight_shape), math.prod(self.output_shape)
+
+    def __str__(self) -> str:
+        parts = [f"{'×'.join(map(str, self.input_shape))} → {self.out_channels}", f"k={_short(self.kernel_size)}"]
+        for name, values, default in (
+            ("s", self.stride, 1),
+            ("p", self.padding, 0),
+            ("op", self.output_padding, 0),
+            ("d", self.dilation, 1),
+        ):
+            if any(value != default for value in values):
+                parts.append(f"{name}={_short(values)}")
+        if self.groups != 1:
+            parts.append(f"g={self.groups}")
+        if self.bias:
+            parts.append("bias")
+        parts.append(self.dtype)
+        if self.tf32:
+            parts.append("tf32")
+        if self.channels_last:
+            parts.append("channels_last")
+        return ", ".join(parts)
+
+
+def _short(values: "tuple[int, ...]") -> str:
+    return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"
+
+# =====================================================================================================================
+# polyphase/jit/source.py
+# =====================================================================================================================
+#
+# One specialised kernel as text: shared building blocks, the constants of a layer, the kernel file.
+#
+# The text includes nothing, so that NVRTC needs no headers and one string is the whole identity of a kernel.
+
+# The tensors' type and the accumulator's, by the name of the dtype.
+_TYPES = {
+    "float64": ("double", "double"),
+    "float32": ("float", "float"),
+    "float16": ("float16", "float"),
+    "bfloat16": ("bfloat16", "float"),
+}
+
+
+#: Files that no constant changes, before everything else.
+SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
+
+
+# Depth in elements and operand type of the tensor cores' instructions.
+_OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel file and the constants it is specialised by, in the order in which they are written."""
+
+    kernel: str
+    dtype: str
+    wide_offsets: bool
+    constants: "tuple[tuple[str, Constant], ...]"
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks that should be resident on a multiprocessor, for which the compiler limits registers."""
+        blocks = dict(self.constants)["MIN_BLOCKS"]
+        assert isinstance(blocks, int)
+        return blocks
+
+    @cached_property
+    def specialisation(self) -> str:
+        """What this kernel's text has that others of the same file have not: types, constants, instructions."""
+        scalar, accumulator = _TYPES[self.dtype]
+        lines = [
+            f"// {self.kernel}, specialised by:",
+            f"typedef {scalar} scalar_t;       // of the tensors",
+            f"typedef {accumulator} accum_t;  // of every sum",
+            f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
+            *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name != "WGMMA"),
+        ]
+        constants = dict(self.constants)
+        if "WGMMA" in constants:
+            lines += _matrix_instructions(self.dtype, constants)
+        return "\n".join(lines) + "\n"
+
+
+def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
+    """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
+    columns, wgmma, innermost = (constants[name] for name in ("PIXELS", "WGMMA", "PIXELS_INNERMOST"))
+    assert isinstance(columns, int)
+    depth, operand = _OPERANDS[dtype]
+    lines = [
+        f"#define WGMMA_INSTRUCTION {wgmma:d}",
+        f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
+    ]
+    if not wgmma:
+        return lines
+    count = columns // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    transposed = f", 0, {innermost:d}" if depth == 16 else ""
+    return [
+        *lines,
+        "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",
+        "#ifndef EMULATOR",
+        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], unsigned long long a, unsigned long long b,",
+        "                                      bool add) {",
+        "  asm volatile(",
+        f'      "{{ .reg .pred add; setp.ne.b32 add, %{count + 2}, 0;\\n"',
+        f'      "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{operand}.{operand} "',
+        f'      "{{{sums}}}, "',
+        f'      "%{count}, %{count + 1}, add, 1, 1{transposed}; }}"',
+        f"      : {outputs}",
+        '      : "l"(a), "l"(b), "r"((int)add));',
+        "}",
+        "#endif",
+    ]
+
+
+def _declare(name: str, value: "Constant") -> str:
+    if isinstance(value, bool):
+        return f"bool {name} = {str(value).lower()}"
+    if isinstance(value, Axis):
+        return f"Axis {name} = {{{value.kernel}, {value.stride}, {value.padding}, {value.dilation}}}"
+    return f"int {name} = {value}"
+
+# =====================================================================================================================
+# polyphase/algorithms/base.py
+# =====================================================================================================================
+#
+# What an algorithm tells the planner, and what a plan tells the launcher.
+
+#: Bytes that the widest vector access needs a tensor to be aligned to: four doubles.
+ALIGNMENT = 32
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """How the tensors of a call lie: the input's side and the output's side of the layer, and the weight.
+
+    ``input`` are the strides of the input or its gradient, ``output`` those of the output or its gradient.
+    ``weight_channels_last``: the weight's memory order is ``(C_in, *kernel_size, C_out / groups)``, else as its shape.
+    ``aligned``: the tensors that are read start at a multiple of `ALIGNMENT` bytes.
+    """
+
+    input: "Strides"
+    output: "Strides"
+    weight_channels_last: bool = False
+    aligned: bool = True
+
+    @classmethod
+    def dense(cls, problem: "ConvTransposeProblem") -> "Layouts":
+        """Tensors without gaps, in the problem's memory format."""
+        return cls(
+            dense_strides(problem.input_shape, problem.channels_last),
+            dense_strides(problem.output_shape, problem.channels_last),
+            problem.channels_last,
+        )
+
+
+def dense_strides(shape: "tuple[int, ...]", channels_last: bool) -> "Strides":
+    """The strides of a tensor ``(N, C, *spatial)`` without gaps."""
+    _, channels, *spatial = shape
+    depth, height, width = [1] * (3 - len(spatial)) + spatial
+    volume = depth * height * width
+    if channels_last:
+        return volume * channels, 1, height * width * channels, width * channels, channels
+    return channels * volume, volume, height * width, width, 1
+
+
+def extent(shape: "tuple[int, ...]", strides: "Strides") -> int:
+    """The largest element offset in a tensor ``(N, C, *spatial)``, plus one."""
+    sizes = (shape[0], shape[1], *(1,) * (5 - len(shape)), *shape[2:])
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides)) if all(sizes) else 0
+
+
+def channels_innermost(channels: int, strides: "Strides") -> bool:
+    """Whether neighbouring channels are neighbours in memory, and neighbouring columns are not."""
+    return channels > 1 and strides[1] == 1 and strides[4] != 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
+
+    A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    """
+
+    source: "KernelSource"
+    grid: "tuple[int, int, int]"
+    block: int
+    shared_bytes: int
+    geometry: bytes
+    planes: int = 1
+    prologue: "Launch | None" = None
+    workspace_bytes: int = 0
+
+
+def two_dimensions(blocks: int) -> "tuple[int, int]":
+    """``blocks`` as a grid's y and z, which take 65535 each; the last row may be longer than needed."""
+    rows = max(1, math.ceil(blocks / 65535))
+    return math.ceil(blocks / rows), rows if blocks else 0
+
+# =====================================================================================================================
+# polyphase/algorithms/gather.py
+# =====================================================================================================================
+#
+# A forward pass or an input gradient as the gather kernels see it: source, destination, cells (geometry.cuh).
+#
+# Both passes gather: every destination element sums what it needs of the source, so nothing is written twice and no sum
+# depends on timing. `polyphase.algorithms.gather_tiled` unrolls the whole kernel for a tile of cells;
+# `polyphase.algorithms.gather_general` has no limits.
+
+@dataclass(frozen=True)
+class Side:
+    # One side of a gather pass: shape ``(N, C, D, H, W)`` and strides.
+
+    shape: "tuple[int, int, int, int, int]"
+    strides: "Strides"
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether neighbouring channels are neighbours in memory."""
+        return channels_innermost(self.shape[1], self.strides)
+
+    def packed(self) -> bytes:
+        """The kernels' ``Tensor5``."""
+        return struct.pack("<5q4i", *self.strides, *self.shape[2:], self.shape[1])
+
+
+class CellAxis:
+    """One spatial dimension cut into cells of one input element and ``stride`` output elements.
+
+    ``src`` and ``dst`` are the elements of a cell on either side, ``first_offset`` the first source element that any
+    tap reads, counted from its cell's first, and ``owned`` the destination elements of a cell that own taps.
+    """
+
+    def __init__(self, axis: "Axis", forward: bool) -> None:
+        if forward:
+            self.src, self.dst = 1, axis.stride
+            self.owned = len({axis.phase(tap) for tap in range(axis.kernel)})
+            self._offsets = sorted({-axis.shift(tap) for tap in range(axis.kernel)})
+        else:
+            self.src, self.dst = axis.stride, 1
+            self.owned = 1
+            self._offsets = [tap * axis.dilation - axis.padding for tap in range(axis.kernel)]
+        self.first_offset = self._offsets[0]
+        self._reach = self._offsets[-1] - self._offsets[0]
+        self._used: dict[int, int] = {}
+
+    def window(self, cells: int) -> int:
+        """Source elements that ``cells`` neighbouring cells span."""
+        return (cells - 1) * self.src + self._reach + 1
+
+    def window_used(self, cells: int) -> int:
+        """Source elements that ``cells`` neighbouring cells read."""
+        if cells not in self._used:
+            self._used[cells] = len({cell * self.src + offset for cell in range(cells) for offset in self._offsets})
+        return self._used[cells]
+
+
+@dataclass(frozen=True)
+class Gather:
+    # One pass of one problem.
+
+    pass_: "Pass"
+    axes: "tuple[Axis, Axis, Axis]"
+    src_channels: int  # of a group
+    dst_channels: int  # of a group
+    groups: int
+    dtype: str
+    bias: bool
+    src: "Side"
+    dst: "Side"
+    weight_channels_last: bool
+    aligned: bool
+
+    @classmethod
+    def of(cls, problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts") -> "Gather":
+        # The pass of a problem whose tensors lie as ``layouts`` says.
+        input_side = Side(five(problem.input_shape), layouts.input)
+        output_side = Side(five(problem.output_shape), layouts.output)
+        forward = pass_ is Pass.FORWARD
+        per_group = problem.in_channels_per_group, problem.out_channels_per_group
+        src_channels, dst_channels = per_group if forward else per_group[::-1]
+        return cls(
+            pass_=pass_,
+            axes=problem.axes3,
+            src_channels=src_channels,
+            dst_channels=dst_channels,
+            groups=problem.groups,
+            dtype=problem.dtype,
+            bias=problem.bias and forward,
+            src=input_side if forward else output_side,
+            dst=output_side if forward else input_side,
+            weight_channels_last=layouts.weight_channels_last,
+            aligned=layouts.aligned,
+        )
+
+    @property
+    def forward(self) -> bool:
+        # Whether this is the forward pass, else the input gradient.
+        return self.pass_ is Pass.FORWARD
+
+    @cached_property
+    def taps(self) -> int:
+        """Taps of the whole kernel."""
+        return math.prod(axis.kernel for axis in self.axes)
+
+    @cached_property
+    def cell_axes(self) -> "tuple[CellAxis, CellAxis, CellAxis]":
+        """Depth, height and width in cells."""
+        depth, height, width = (CellAxis(axis, self.forward) for axis in self.axes)
+        return depth, height, width
+
+    @cached_property
+    def owned(self) -> int:
+        """Destination elements of a cell that own taps."""
+        return math.prod(axis.owned for axis in self.cell_axes)
+
+    @cached_property
+    def phases(self) -> int:
+        """Destination elements of a cell."""
+        return math.prod(axis.dst for axis in self.cell_axes)
+
+    @cached_property
+    def cells(self) -> "tuple[int, int, int]":
+        """Cells along depth, height and width."""
+        depth, height, width = (math.ceil(size / axis.dst) for size, axis in zip(self.dst.shape[2:], self.cell_axes))
+        return depth, height, width
+
+    def constants(self, **variant: "Constant") -> "tuple[tuple[str, Constant], ...]":
+        """What both kernels are specialised by, and the variant's own constants."""
+        out_channels = self.dst_channels if self.forward else self.src_channels
+        last = self.weight_channels_last
+        common: dict[str, Constant] = {
+            "AXIS_D": self.axes[0],
+            "AXIS_H": self.axes[1],
+            "AXIS_W": self.axes[2],
+            "INPUT_GRAD": not self.forward,
+            "SRC_CHANNELS": self.src_channels,
+            "DST_CHANNELS": self.dst_channels,
+            "HAS_BIAS": self.bias,
+            "DST_CHANNELS_LAST": self.dst.channels_last,
+            "WEIGHT_STRIDE_IN": out_channels * self.taps,
+            "WEIGHT_STRIDE_OUT": 1 if last else self.taps,
+            "WEIGHT_STRIDE_TAP": out_channels if last else 1,
+        }
+        return tuple({**common, **variant}.items())
+
+    @property
+    def aligned_src(self) -> bool:
+        """Whether four neighbouring source elements (channels, where those come last) can be read at once anywhere."""
+        batch, channel, depth, height, width = self.src.strides
+        if self.src.channels_last:
+            whole, others = self.src_channels % 4 == 0, (batch, depth, height, width)
+        else:
+            whole, others = self.src.shape[4] % 4 == 0 and width == 1, (batch, channel, depth, height)
+        return self.aligned and whole and all(stride % 4 == 0 for stride in others)
+
+    def wide_offsets(self, images: int, stage_channels: int) -> bool:
+        """Whether byte offsets within a tile of ``images`` batch entries need more than 32 bits."""
+        return any(
+            extent((images, channels, *side.shape[2:]), side.strides) * DTYPE_BYTES[self.dtype] >= 2**32
+            for side, channels in ((self.src, stage_channels), (self.dst, 1))
+        )
+
+
+def five(shape: "tuple[int, ...]") -> "tuple[int, int, int, int, int]":
+    """A shape ``(N, C, *spatial)`` as ``(N, C, D, H, W)``."""
+    batch, channels, *spatial = shape
+    depth, height, width = [1] * (3 - len(spatial)) + spatial
+    return batch, channels, depth, height, width
+
+# =====================================================================================================================
+# polyphase/algorithms/tile_cost.py
+# =====================================================================================================================
+#
+# What a variant of ``gather_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
+#
+# The constants are fitted to measurements; docs/performance.md, "The cost model of gather_tiled", says how well.
+
+@dataclass(frozen=True)
+class TiledVariant:
+    """The compile-time shape of ``gather_tiled.cu``; its file says what the names mean."""
+
+    lanes: int
+    dst_per_thread: int
+    cells_h: int
+    cells_w: int
+    dst_slices: int
+    src_slices: int
+    stage_channels: int
+    loads: int
+    min_blocks: int
+    dst_vector: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.dst_slices * self.src_slices
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
+
+    stages: int
+    channels: float  # of a stage that a thread computes
+    products: int
+    weight_reads: int
+    patch_reads: int
+    weight_items: int
+    loads: int
+    accumulators: int  # phases without taps included
+    owned: int  # accumulators that have taps
+    patch: int  # source elements held at once
+    run: int
+    words: int  # registers of a value
+
+    @classmethod
+    def of(cls, gather: "Gather", variant: "TiledVariant") -> "Counts":
+        # What a thread of ``variant`` does for this pass.
+        _, height, width = gather.cell_axes
+        cells = variant.cells_h * variant.cells_w
+        per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
+        patch = height.window_used(variant.cells_h) * width.window_used(variant.cells_w)
+        words = 2 if gather.dtype == "float64" else 1
+        return cls(
+            stages=math.ceil(gather.src_channels / variant.stage_channels),
+            channels=variant.stage_channels / variant.src_slices,
+            products=gather.taps * variant.dst_per_thread * cells * words,
+            weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
+            patch_reads=gather.axes[0].kernel * patch * words,
+            weight_items=math.ceil(per_stage / variant.threads),
+            loads=variant.loads,
+            accumulators=cells * gather.phases * variant.dst_per_thread,
+            owned=cells * gather.owned * variant.dst_per_thread,
+            patch=patch,
+            run=variant.cells_w * width.dst,
+            words=words,
+        )
+
+
+# Costs in issue slots, stalls included: fitted to 2,899 measured variants of 21 layers and passes on an H200
+# (docs/performance.md, "The cost model of gather_tiled").
+_COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
+
+
+_COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
+_COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
+_COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
+
+
+def thread_cycles(counts: "Counts", variant: "TiledVariant") -> float:
+    """Issue slots of a thread for one item."""
+    straight = counts.products * counts.channels  # products in one piece of code, unless the kernel rolls channels up
+    code = _COST_ROLLED_CODE if straight > 1024 else _COST_LONG_CODE * max(0.0, straight / 700 - 1)
+    reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
+    compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
+    load = counts.loads * _COST_LOAD + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
+    if counts.run == 1:
+        element = _COST_LONE_ELEMENT
+    else:
+        element = _COST_VECTOR_ELEMENT if counts.run in (2, 4) else _COST_TURNED_ELEMENT
+    epilogue = counts.accumulators * element / variant.src_slices
+    reduction = counts.accumulators * _COST_REDUCTION * (variant.src_slices - 1) / variant.src_slices
+    return counts.stages * (compute + load) + epilogue + reduction
+
+# =====================================================================================================================
+# polyphase/algorithms/gather_tiled.py
+# =====================================================================================================================
+#
+# The direct gather kernel for layers that unroll, ``kernels/gather_tiled.cu``: variants, tiles and launch.
+
+class GatherTiled:
+    """All phases of a tile in one block, the kernel's taps unrolled."""
+
+    name = "gather_tiled"
+
+    def launch(
+        self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "TiledVariant"
+    ) -> "Launch":
+        gather = Gather.of(problem, pass_, layouts)
+        lanes = _arrange(gather, variant, device)
+        per_lane = (1, 1, variant.cells_h, variant.cells_w)
+        extents = (problem.batch, *gather.cells)
+        tiles = [math.ceil(size / (lane * cells)) for size, lane, cells in zip(extents, lanes, per_lane)]
+        dst_blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+        source = KernelSource(
+            kernel=self.name,
+            dtype=gather.dtype,
+            wide_offsets=gather.wide_offsets(lanes[0], variant.stage_channels),
+            constants=gather.constants(
+                SRC_CHANNELS_LAST=gather.src.channels_last,
+                LANES=variant.lanes,
+                DST_PER_THREAD=variant.dst_per_thread,
+                CELLS_H=variant.cells_h,
+                CELLS_W=variant.cells_w,
+                DST_SLICES=variant.dst_slices,
+                SRC_SLICES=variant.src_slices,
+                STAGE_CHANNELS=variant.stage_channels,
+                LOADS=variant.loads,
+                DST_VECTOR=variant.dst_vector,
+                MIN_BLOCKS=variant.min_blocks,
+            ),
+        )
+        # Blocks go on to further items of their tile as long as the machine stays full: they know their way already.
+        items = dst_blocks * gather.groups
+        full = 8 * device.multiprocessors * variant.min_blocks
+        per_block = max(1, min(items, items * math.prod(tiles) // full))
+        geometry = gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack(
+            "<13i4x",
+            problem.batch,
+            *lanes,
+            *tiles,
+            items,
+            per_block,
+            gather.aligned_src,
+            _aligned_rows(gather, variant),
+        )
+        return Launch(
+            source=source,
+            grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
+            block=variant.threads,
+            shared_bytes=_shared_bytes(gather, variant, lanes),
+            geometry=geometry,
+        )
+
+
+@dataclass(frozen=True)
+class _TileSize:
+    """The source of one channel of a tile, halo included: elements along each dimension, whole quads along w."""
+
+    images: int
+    depth: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> "_TileSize":
+        depth, height, width = gather.cell_axes
+        skew = width.first_offset % 4
+        return cls(
+            lanes[0],
+            depth.window(lanes[1]),
+            height.window(lanes[2] * variant.cells_h),
+            _round_up(skew + width.window(lanes[3] * variant.cells_w), 4),
+        )
+
+    @property
+    def elements(self) -> int:
+        """Elements of one channel."""
+        return self.images * self.depth * self.height * self.width
+
+    def loads(self, variant: "TiledVariant") -> int:
+        """Quads that a thread loads for a stage."""
+        return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
+
+    def row(self, gather: "Gather") -> int:
+        """Elements of a row with the gaps between its residues."""
+        step = gather.cell_axes[2].src
+        split = step if step == 2 or step % 4 == 0 else 1
+        return _round_up(self.width, split)
+
+
+def _shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> int:
+    accumulator = 8 if gather.dtype == "float64" else 4
+    tile = _TileSize.of(gather, variant, lanes)
+    weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
+    plane = tile.images * tile.depth * tile.height * tile.row(gather)
+    main = 2 * (weights + variant.stage_channels * plane)
+    slice_threads = variant.lanes * variant.dst_slices
+    counts = Counts.of(gather, variant)
+    staging = slice_threads * counts.run
+    reduction = slice_threads * counts.accumulators if variant.src_slices > 1 else 0
+    wide = gather.wide_offsets(lanes[0], variant.stage_channels)
+    elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
+    return (main + max(staging, reduction)) * accumulator + elements
+
+
+def _fits(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", device: "DeviceInfo") -> bool:
+    """Whether the compiled variant can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
+    width = lanes[3] * variant.cells_w
+    return (
+        _TileSize.of(gather, variant, lanes).loads(variant) <= variant.loads
+        and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
+        and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
+    )
+
+
+def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") -> "tuple[int, int, int, int]":
+    """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled variant."""
+    batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
+    heights, widths = (
+        math.ceil(cells / lane) for cells, lane in zip(gather.cells[1:], (variant.cells_h, variant.cells_w))
+    )
+    compute = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
+    most_elements = variant.loads * variant.threads * 4 // variant.stage_channels
+    best, best_cost = (1, 1, 1, variant.lanes), math.inf
+    for width in _extents(widths, variant.lanes):
+        for height in _extents(heights, variant.lanes // width):
+            for depth in _extents(depths, variant.lanes // (width * height)):
+                one = _TileSize.of(gather, variant, (1, depth, height, width)).elements
+                images = min(batch, variant.lanes // (width * height * depth), max(1, most_elements // one))
+                images = math.ceil(batch / math.ceil(batch / images))
+                lanes = (images, depth, height, width)
+                if not _fits(gather, variant, lanes, device):
+                    continue
+                tiles = math.prod(math.ceil(n / m) for n, m in zip((batch, depths, heights, widths), lanes))
+                shared = _shared_bytes(gather, variant, lanes) + 1024
+                crowding = max(1.0, min(variant.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
+                # Short rows leave memory transactions half empty, on their way in and out.
+                row = width * variant.cells_w
+                load = one * images * gather.src_channels * 5 / 32 * (1 + 4 / row)
+                cost = tiles * (compute * crowding * (1 + 3 / (row * gather.cell_axes[2].dst)) + load)
+                if cost < best_cost:
+                    best, best_cost = lanes, cost
+    return best
+
+
+def _extents(cells: int, most: int) -> "list[int]":
+    """Extents worth trying along one dimension: powers of two, and shares of the whole, rounded to whole quads too."""
+    least = min(most, max(cells, 1))
+    shares = {math.ceil(cells / parts) for parts in range(1, 7)}
+    powers = {1 << i for i in range(least.bit_length())}
+    quads = {_round_up(share, multiple) for share in shares for multiple in (2, 4)}
+    return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _aligned_rows(gather: "Gather", variant: "TiledVariant") -> bool:
+    """Whether a lane's elements along w start at a multiple of their number, in every row of a new tensor."""
+    run = variant.cells_w * gather.cell_axes[2].dst
+    batch, channel, depth, height, width = gather.dst.strides
+    whole_rows = gather.dst.shape[4] % run == 0
+    return whole_rows and width == 1 and all(stride % run == 0 for stride in (batch, channel, depth, height))
+
+# =====================================================================================================================
+# polyphase/algorithms/weight_grad.py
+# =====================================================================================================================
+#
+# Direct kernel of the weight gradient: ``kernels/weight_grad.cu``, a matrix product along batch × input positions.
+
+_THREADS = 256
+
+
+# Planes of partial sums take at most this many bytes, or as much as the weight itself.
+_MAX_WORKSPACE = 64 << 20
+
+
+@dataclass(frozen=True)
+class WeightGradVariant:
+    """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
+
+    rows: int
+    columns: int
+    thread_rows: int
+    thread_columns: int
+    k_slices: int
+    depth: int
+    min_blocks: int
+
+
+class WeightGrad:
+    """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
+
+    name = "weight_grad"
+
+    def launch(
+        self,
+        problem: "ConvTransposeProblem",
+        pass_: "Pass",
+        device: "DeviceInfo",
+        layouts: "Layouts",
+        variant: "WeightGradVariant",
+    ) -> "Launch":
+        columns = problem.out_channels_per_group * problem.taps
+        tiles = (
+            math.ceil(problem.in_channels_per_group / variant.rows)
+            * math.ceil(columns / variant.columns)
+            * problem.groups
+        )
+        positions = problem.batch * math.prod(problem.input_size)
+        weights = math.prod(problem.weight_shape)
+        accumulator = 8 if problem.dtype == "float64" else 4
+        # Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue.
+        waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / tiles)
+        affordable = max(1, _MAX_WORKSPACE // (weights * accumulator))
+        parts = max(1, min(waves, affordable, positions // (16 * variant.depth)))
+        part_length = max(1, math.ceil(positions / parts / variant.depth)) * variant.depth
+        parts = max(1, math.ceil(positions / part_length))
+        source = KernelSource(
+            kernel=self.name,
+            dtype=problem.dtype,
+            wide_offsets=True,
+            constants=(
+                ("AXIS_D", problem.axes3[0]),
+                ("AXIS_H", problem.axes3[1]),
+                ("AXIS_W", problem.axes3[2]),
+                ("INPUT_GRAD", False),
+                ("IN_CHANNELS", problem.in_channels_per_group),
+                ("OUT_CHANNELS", problem.out_channels_per_group),
+                ("WEIGHT_STRIDE_IN", columns),
+                ("WEIGHT_STRIDE_OUT", problem.taps),
+                ("WEIGHT_STRIDE_TAP", 1),
+                ("ROWS", variant.rows),
+                ("COLUMNS", variant.columns),
+                ("THREAD_ROWS", variant.thread_rows),
+                ("THREAD_COLUMNS", variant.thread_columns),
+                ("K_SLICES", variant.k_slices),
+                ("DEPTH", variant.depth),
+                ("MIN_BLOCKS", variant.min_blocks),
+            ),
+        )
+        x = Side(five(problem.input_shape), layouts.input)
+        grad = Side(five(problem.output_shape), layouts.output)
+        geometry = x.packed() + grad.packed()
+        geometry += struct.pack("<3i4x3q", problem.batch, problem.groups, parts, part_length, positions, weights)
+        return Launch(
+            source=source,
+            grid=(tiles * parts, 1, 1),
+            block=_THREADS,
+            shared_bytes=_shared_floats(variant) * accumulator,
+            geometry=geometry,
+            planes=parts,
+        )
+
+
+def _shared_floats(variant: "WeightGradVariant") -> int:
+    row_pitch, column_pitch = (-(-size // 4) * 4 + 4 for size in (variant.rows, variant.columns))
+    return 2 * variant.depth * (row_pitch + column_pitch) + _THREADS * variant.thread_rows * variant.thread_columns
+
+# =====================================================================================================================
+# What this file does when it runs
+# =====================================================================================================================
+
+@dataclass(frozen=True)
+class Choice:
+    # What computes a pass: an algorithm and its variant.
+
+    algorithm: "Algorithm"
+    variant: Any
+
+
+@dataclass(frozen=True)
+class Layer:
+    # A layer as it was emitted: at the size of the model's inputs, with a choice by architecture and pass.
+
+    problem: "ConvTransposeProblem"
+    choices: "dict[str, dict[Pass, Choice]]"
+
+
+def of_pass(problem: "ConvTransposeProblem", pass_: "Pass") -> "ConvTransposeProblem":
+    # The layer as a pass sees it: gradients add no bias, and that of the weight comes contiguous.
+    if pass_ is Pass.FORWARD:
+        return problem
+    last = problem.channels_last and pass_ is Pass.INPUT_GRAD
+    return replace(problem, bias=False, channels_last=last)
+
+
+def layouts_of(problem: "ConvTransposeProblem", pass_: "Pass", aligned: bool = True) -> "Layouts":
+    """Dense tensors in the memory format that the layer was emitted for."""
+    dense = Layouts.dense(problem)
+    last = dense.weight_channels_last and pass_ is not Pass.WEIGHT_GRAD
+    return Layouts(dense.input, dense.output, last, aligned)
+
+
+def cuda_source(arch: str) -> str:
+    """The kernels for one architecture as one CUDA file, each in a namespace of its own."""
+    parts = ["namespace polyphase {", *(FILES[name] for name in SHARED_FILES)]
+    entries = []
+    for number, (name, specialisation, files) in enumerate(KERNELS[arch]):
+        text = "\n".join([specialisation, *(FILES[file] for file in files)])
+        text = text.replace('extern "C" __global__', "__global__")  # a C name has no namespace
+        macros = dict.fromkeys(re.findall(r"^#define (\w+)", text, re.MULTILINE))
+        parts += [f"namespace kernel_{number} {{", text, "}", *(f"#undef {macro}" for macro in macros)]
+        entries.append(f"entry(polyphase::kernel_{number}::{name})")
+    return "\n".join([*parts, "}", "#define POLYPHASE_KERNELS " + ", ".join(entries), LAUNCHER])
+
+
+@lru_cache(maxsize=8)
+def build(arch: str) -> Any:
+    """The extension module for one architecture. Takes a minute the first time; PyTorch keeps what it has built."""
+    source = cuda_source(arch)
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    standard = ["-std=c++17"] if version < (2, 1) else []  # the default later on
+    # Only by this variable will every PyTorch build for one architecture and no other, which could not have its
+    # instructions.
+    before = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    major, minor = re.fullmatch(r"sm_(\d+)(\d[af]?)", arch).groups()  # type: ignore[union-attr]
+    os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
+    extension = load_inline(
+        name="polyphase_" + hashlib.sha256((arch + BINDING + source).encode()).hexdigest()[:16],
+        cpp_sources=[BINDING],
+        cuda_sources=[source.encode("ascii", "replace").decode()],  # written in the locale's encoding, whatever it is
+        functions=["launch"],
+        extra_cflags=[*standard],
+        extra_cuda_cflags=[*standard],
+    )
+    del os.environ["TORCH_CUDA_ARCH_LIST"]
+    os.environ.update({} if before is None else {"TORCH_CUDA_ARCH_LIST": before})
+    return extension
+
+
+def arch_of(device: torch.device) -> str:
+    """The architecture of a GPU. Raises `UnsupportedError` where this file has no kernels for it."""
+    major, minor = torch.cuda.get_device_capability(device)
+    for arch in KERNELS:
+        if arch.rstrip("af") == f"sm_{major}{minor}":
+            return arch
+    raise UnsupportedError(
+        f"this file has kernels for {', '.join(KERNELS)}, and {device} is sm_{major}{minor}: emit it again with --arch"
+    )
+
+
+def kernel_number(arch: str, source: "KernelSource") -> int:
+    """Which kernel of the file ``source`` is. How many blocks should be resident was settled by the compiler."""
+
+    def significant(text: str) -> "list[str]":
+        return [line for line in text.splitlines() if line and "MIN_BLOCKS" not in line]
+
+    wanted = significant(source.specialisation)
+    for number, (name, specialisation, _) in enumerate(KERNELS[arch]):
+        if name == source.kernel and significant(specialisation) == wanted:
+            return number
+    raise UnsupportedError(
+        f"this file has no {source.kernel} for tensors of this size"
+        + (", whose offsets take more than 32 bits" if source.wide_offsets else "")
+        + ": emit it again for inputs as large"
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A prepared call. Launches are what the extension's ``launch`` takes before the tensors."""
+
+    extension: Any
+    launch: "tuple[Any, ...]"
+    prologue: "tuple[Any, ...] | None"
+    workspace_bytes: int
+    planes: int
+    shape: "tuple[int, ...]"
+    memory_format: torch.memory_format
+
+
+_calls: "dict[tuple[Any, ...], Call]" = {}
+_MOST_CALLS = 4096
+
+
+def prepare(
+    pass_: "Pass",
+    layer: "Layer",
+    input_shape: "tuple[int, ...]",
+    output_padding: "tuple[int, ...]",
+    device: torch.device,
+    aligned: bool,
+) -> "Call":
+    """What a call of these sizes launches, as the package itself decides it."""
+    problem = replace(
+        layer.problem, batch=input_shape[0], input_size=tuple(input_shape[2:]), output_padding=output_padding
+    )
+    arch = arch_of(device)
+    choice = layer.choices[arch][pass_]
+    launch = choice.algorithm.launch(
+        of_pass(problem, pass_),
+        pass_,
+        DeviceInfo.of(device),
+        layouts_of(problem, pass_, aligned),
+        choice.variant,
+    )
+    shapes = {
+        Pass.FORWARD: problem.output_shape,
+        Pass.INPUT_GRAD: problem.input_shape,
+        Pass.WEIGHT_GRAD: problem.weight_shape,
+    }
+    return Call(
+        extension=build(arch),
+        launch=arguments(arch, launch),
+        prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
+        workspace_bytes=launch.workspace_bytes,
+        planes=launch.planes,
+        shape=shapes[pass_],
+        memory_format=memory_format(layer.problem),
+    )
+
+
+def arguments(arch: str, launch: "Launch") -> "tuple[Any, ...]":
+    """What the extension's ``launch`` takes before the tensors."""
+    return (kernel_number(arch, launch.source), launch.geometry, *launch.grid, launch.block, launch.shared_bytes)
+
+
+def memory_format(problem: "ConvTransposeProblem") -> torch.memory_format:
+    """The format of the tensors that the layer's kernels take and give."""
+    if not problem.channels_last:
+        return torch.contiguous_format
+    return torch.channels_last if problem.dims == 2 else torch.channels_last_3d
+
+
+def run(
+    pass_: "Pass",
+    number: int,
+    input_shape: "tuple[int, ...]",
+    output_padding: "tuple[int, ...]",
+    first: torch.Tensor,
+    second: torch.Tensor,
+    bias: "torch.Tensor | None" = None,
+) -> torch.Tensor:
+    """One computation of layer ``number`` from two of input, weight and gradient of the output.
+
+    The gradient of the weight comes as partial sums of parts of the input, which are added in a fixed order.
+    """
+    aligned = first.data_ptr() % ALIGNMENT == 0
+    key = (pass_, number, input_shape, output_padding, first.device, aligned)
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
+    launch = call.extension.launch
+    empty = 0 in call.launch[2:5]
+    if pass_ is Pass.WEIGHT_GRAD:
+        accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
+        partial = torch.empty((call.planes, *call.shape), dtype=accumulator, device=first.device)
+        launch(*call.launch, [first, second, partial])
+        return (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
+    output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
+    if empty:
+        return output
+    if call.prologue is not None:
+        workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
+        launch(*call.prologue, [second, workspace])
+        second = workspace
+    launch(*call.launch, [first, second, bias, output])
+    return output
+
+
+class KernelFunction(torch.autograd.Function):
+    """The layer and its first derivatives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: "torch.Tensor | None",
+        number: int,
+        output_padding: "tuple[int, ...]",
+    ) -> torch.Tensor:
+        """The output, ``(N, C_out, *spatial)``."""
+        dense = memory_format(LAYERS[number].problem)
+        input, weight = input.contiguous(memory_format=dense), weight.contiguous(memory_format=dense)
+        bias = None if bias is None else bias.contiguous()
+        ctx.save_for_backward(input, weight)
+        ctx.number, ctx.output_padding = number, output_padding
+        return run(Pass.FORWARD, number, tuple(input.shape), output_padding, input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> "tuple[Any, ...]":
+        """The gradients of input, weight and bias, those that are needed."""
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "the kernels of this file give first derivatives alone, and create_graph=True asks for more"
+            )
+        input, weight = ctx.saved_tensors
+        constants = (ctx.number, tuple(input.shape), ctx.output_padding)
+        for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grad = grad.contiguous(memory_format=memory_format(LAYERS[ctx.number].problem))
+        return (
+            run(Pass.INPUT_GRAD, *constants, grad, weight) if for_input else None,
+            run(Pass.WEIGHT_GRAD, *constants, input, grad) if for_weight else None,
+            grad.sum([0, *range(2, grad.dim())]) if for_bias else None,
+            None,
+            None,
+        )
+
+
+def check(module: Any, input: torch.Tensor, problem: "ConvTransposeProblem") -> None:
+    """Raises `UnsupportedError` for a device or dtype that has no kernels here, RuntimeError for shapes."""
+    wanted = getattr(torch, problem.dtype)
+    for role, tensor in (("input", input), ("weight", module.weight), ("bias", module.bias)):
+        if tensor is None:
+            continue
+        if tensor.device.type != "cuda":
+            raise UnsupportedError(
+                f"the {role} is on {tensor.device}: the kernels of this file run on CUDA devices alone; "
+                "move model and inputs to one, as with .cuda()"
+            )
+        if tensor.device != input.device:
+            raise RuntimeError(f"input and {role} must be on one device, got {input.device} and {tensor.device}")
+        if tensor.dtype != wanted:
+            raise UnsupportedError(
+                f"the {role} is {tensor.dtype}: the kernels of this file take {wanted}; emit it again with --dtype"
+            )
+    shape = tuple(input.shape)
+    if input.dim() != problem.dims + 2 or shape[1] != problem.in_channels or 0 in shape[2:]:
+        raise RuntimeError(
+            f"expected an input (N, {problem.in_channels}, *spatial) with {problem.dims} spatial sizes of at least 1, "
+            f"or one without N; got shape {shape}"
+        )
+
+
+def forward_of(module: Any, input: torch.Tensor, output_size: Any) -> torch.Tensor:
+    """The forward method of the modules below."""
+    problem = LAYERS[module.emitted_layer].problem
+    batch = input if input.dim() != problem.dims + 1 else input.unsqueeze(0)
+    check(module, batch, problem)
+    extra = module.output_padding
+    if output_size is not None:
+        extra = module._output_padding(
+            input, list(output_size), module.stride, module.padding, module.kernel_size, problem.dims, module.dilation
+        )
+    size = [axis.output_size(n, more) for axis, n, more in zip(problem.axes, batch.shape[2:], extra)]
+    if min(size) < 1:
+        raise RuntimeError(f"the output would have size {tuple(size)}, and every size must be at least 1")
+    apply: Any = KernelFunction.apply
+    output: torch.Tensor = apply(batch, module.weight, module.bias, module.emitted_layer, tuple(extra))
+    return output if batch is input else output.squeeze(0)
+
+
+class ConvTranspose2d(nn.ConvTranspose2d):
+    """PyTorch's module on the kernels of this file."""
+
+    def forward(self, input: torch.Tensor, output_size: Any = None) -> torch.Tensor:
+        """``(N, C_in, H, W)`` or ``(C_in, H, W)`` to ``(N, C_out, H_out, W_out)`` or without ``N``."""
+        return forward_of(self, input, output_size)
+
+
+def constants(layer: Any) -> "tuple[Any, ...]":
+    """What a layer's kernels are made for; of a module, or of a problem."""
+    return (
+        *(layer.in_channels, layer.out_channels, tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.padding)),
+        *(tuple(layer.dilation), layer.groups, layer.bias is not None and layer.bias is not False),
+    )
+
+
+def use_kernels(model: nn.Module) -> None:
+    """Changes the class of the model's transposed convolutions, in place: parameters and all else stay what they are.
+
+    Raises `UnsupportedError` for a layer that this file was not emitted for.
+    """
+    emitted = {constants(layer.problem): number for number, layer in enumerate(LAYERS)}
+    for name, module in model.named_modules():
+        if type(module) not in CLASSES:
+            continue
+        number = emitted.get(constants(module))
+        if number is None:
+            raise UnsupportedError(
+                f"this file has no kernels for {name or 'the model itself'}, {module}: it has them for "
+                + "; ".join(str(layer.problem) for layer in LAYERS)
+            )
+        module.emitted_layer = number
+        module.__class__ = CLASSES[type(module)]
+
+# =====================================================================================================================
+# What was emitted: layers, and what computes their passes
+# =====================================================================================================================
+
+LAYERS = [
+    Layer(
+        problem=ConvTransposeProblem(
+            batch=16,
+            in_channels=32,
+            out_channels=64,
+            input_size=(128, 256),
+            kernel_size=(3, 5),
+            stride=(2, 3),
+            padding=(1, 2),
+            output_padding=(0, 0),
+            dilation=(2, 1),
+            groups=4,
+            bias=False,
+            dtype="float32",
+            channels_last=False,
+            tf32=True,
+        ),
+        choices={
+            "sm_80": {
+                Pass.FORWARD: Choice(
+                    algorithm=GatherTiled(),
+                    variant=TiledVariant(
+                        lanes=64,
+                        dst_per_thread=4,
+                        cells_h=4,
+                        cells_w=1,
+                        dst_slices=4,
+                        src_slices=1,
+                        stage_channels=4,
+                        loads=2,
+                        min_blocks=2,
+                        dst_vector=1,
+                    ),
+                ),
+                Pass.INPUT_GRAD: Choice(
+                    algorithm=GatherTiled(),
+                    variant=TiledVariant(
+                        lanes=64,
+                        dst_per_thread=4,
+                        cells_h=4,
+                        cells_w=1,
+                        dst_slices=2,
+                        src_slices=1,
+                        stage_channels=1,
+                        loads=5,
+                        min_blocks=4,
+                        dst_vector=1,
+                    ),
+                ),
+                Pass.WEIGHT_GRAD: Choice(
+                    algorithm=WeightGrad(),
+                    variant=WeightGradVariant(
+                        rows=8,
+                        columns=128,
+                        thread_rows=8,
+                        thread_columns=8,
+                        k_slices=16,
+                        depth=32,
+                        min_blocks=1,
+                    ),
+                ),
+            },
+            "sm_90a": {
+                Pass.FORWARD: Choice(
+                    algorithm=GatherTiled(),
+                    variant=TiledVariant(
+                        lanes=64,
+                        dst_per_thread=4,
+                        cells_h=4,
+                        cells_w=1,
+                        dst_slices=4,
+                        src_slices=1,
+                        stage_channels=4,
+                        loads=2,
+                        min_blocks=2,
+                        dst_vector=1,
+                    ),
+                ),
+                Pass.INPUT_GRAD: Choice(
+                    algorithm=GatherTiled(),
+                    variant=TiledVariant(
+                        lanes=64,
+                        dst_per_thread=4,
+                        cells_h=4,
+                        cells_w=1,
+                        dst_slices=2,
+                        src_slices=1,
+                        stage_channels=1,
+                        loads=5,
+                        min_blocks=4,
+                        dst_vector=1,
+                    ),
+                ),
+                Pass.WEIGHT_GRAD: Choice(
+                    algorithm=WeightGrad(),
+                    variant=WeightGradVariant(
+                        rows=8,
+                        columns=128,
+                        thread_rows=8,
+                        thread_columns=8,
+                        k_slices=16,
+                        depth=32,
+                        min_blocks=1,
+                    ),
+                ),
+            },
+        },
+    ),
+]
+
+CLASSES = {nn.ConvTranspose2d: ConvTranspose2d}
+
+# =====================================================================================================================
+# The model
+# =====================================================================================================================
+
+# Strides, paddings and dilations that differ by dimension, in four groups (KernelBench, level 1, problem 75).
+
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """One grouped, strided, padded and dilated transposed convolution: ``(N, 32, H, W)`` to ``(N, 64, H', W')``."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: "tuple[int, int]",
+        stride: "tuple[int, int]" = (1, 1),
+        padding: "tuple[int, int]" = (0, 0),
+        dilation: "tuple[int, int]" = (1, 1),
+        groups: int = 1,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.conv_transpose2d = nn.ConvTranspose2d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            bias=bias,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv_transpose2d(x)
+
+
+def get_inputs() -> "list[torch.Tensor]":
+    return [torch.rand(16, 32, 128, 256)]
+
+
+def get_init_inputs() -> "list[object]":
+    in_channels, out_channels, kernel_size = 32, 64, (3, 5)
+    stride, padding, dilation, groups = (2, 3), (1, 2), (2, 1), 4
+    return [in_channels, out_channels, kernel_size, stride, padding, dilation, groups]
+
+
+class ModelNew(Model):
+    """`Model` with its transposed convolutions computed by the kernels above."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # the same parameters, made of the same random numbers
+        use_kernels(self)

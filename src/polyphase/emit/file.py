@@ -1,0 +1,303 @@
+"""The emitted file: a model, its plans, their kernels, and the host code they need, as one text.
+
+Nothing of it is written here but the seams: CUDA comes from ``kernels/``, host code from the package by way of
+`polyphase.emit.collect`, what runs it from `polyphase.emit.support`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import polyphase
+from polyphase.algorithms import ALGORITHMS
+from polyphase.algorithms.base import Candidate, Launch, typical
+from polyphase.device import DeviceInfo
+from polyphase.emit import support
+from polyphase.emit.collect import (
+    Found,
+    Key,
+    collect,
+    distinct_names,
+    docstring_of,
+    modules_in_order,
+    text_of,
+    types_of,
+)
+from polyphase.emit.model import EmitError, Model
+from polyphase.emit.support import layouts_of, of_pass
+from polyphase.errors import UnsupportedError
+from polyphase.jit.compiler import settled
+from polyphase.jit.source import SHARED_FILES, KernelSource, read
+from polyphase.plan import plan
+from polyphase.problem import ConvTransposeProblem, Pass
+
+_HERE = Path(__file__).parent
+_SUPPORT = support.__name__
+# What runs an emitted file calls these by name, or PyTorch does.
+_CALLED = {"launch", "forward", "backward"}
+_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "LAYERS", "CLASSES"}
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """An emitted file, and what there is to say of it."""
+
+    text: str
+    plans: list[tuple[str, str, str, str]]  # layer, architecture, pass, plan
+    remarks: list[str]
+
+
+def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) -> Emitted:
+    """The file for a model on some architectures.
+
+    Args:
+        model: see `polyphase.emit.model`.
+        devices: one for each architecture.
+        title: what was emitted, for the file's first lines.
+        command: what emits it again.
+
+    Raises:
+        EmitError: the model's file defines a name that the emitted file needs.
+        UnsupportedError: no algorithm computes a pass there.
+        CompilationError: a kernel does not compile.
+    """
+    plans: list[tuple[str, str, str, str]] = []
+    remarks: list[str] = []
+    kernels: dict[str, list[KernelSource]] = {device.arch: [] for device in devices}
+    layers = []
+    for name, problem in model.layers.items():
+        choices: dict[str, dict[Pass, support.Choice]] = {}
+        for device in devices:
+            choices[device.arch] = {}
+            for pass_ in Pass:
+                candidate, sources = _plan(problem, pass_, device)
+                algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == candidate.algorithm)
+                choices[device.arch][pass_] = support.Choice(algorithm, candidate.variant)
+                kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
+                plans.append((name, device.arch, pass_.value, candidate.describe()))
+        layers.append(support.Layer(problem, choices))
+    settled_kernels = {arch: _settled(sources, arch, remarks) for arch, sources in kernels.items()}
+
+    literals = _Literals()
+    literals.of(layers)  # notes what it names
+    roots = literals.roots | {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
+    found = collect([*roots, (_SUPPORT, "use_kernels")], _CALLED, {(_SUPPORT, name) for name in _FILLED_IN})
+    names = distinct_names(found, model.defined | set(model.imported))
+    _check_names(model, found)
+    parts = [
+        _header(model, title, command, plans),
+        _imports(found, names),
+        _section("The kernels, as they are in polyphase/kernels"),
+        _files([*SHARED_FILES, *(file for sources in settled_kernels.values() for s in sources for file in s.files)]),
+        _section("What each of them is made from: its name, its constants, its files"),
+        _kernels(settled_kernels),
+        _section("From Python to a launch, in C++"),
+        _raw("LAUNCHER", (_HERE / "launcher.cuh").read_text(encoding="utf-8")),
+        _raw("BINDING", (_HERE / "binding.cpp").read_text(encoding="utf-8")),
+        *_host(found, names),
+        _section("What was emitted: layers, and what computes their passes"),
+        f"LAYERS = {literals.of(layers, names)}",
+        _classes(model, names),
+        _section("The model"),
+        model.source.strip("\n"),
+        _model_new(names),
+    ]
+    return Emitted("\n\n".join(parts) + "\n", plans, remarks)
+
+
+def _plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Candidate, list[KernelSource]]:
+    """What the planner chooses, and its kernels at the layer's size and at a typical one."""
+    chosen = plan(of_pass(problem, pass_), pass_, device, layouts_of(problem, pass_))
+    assert chosen.candidate is not None
+    assert chosen.launch is not None
+    algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == chosen.algorithm)
+    standard = typical(problem)
+    usual = algorithm.launch(
+        of_pass(standard, pass_), pass_, device, layouts_of(standard, pass_), chosen.candidate.variant
+    )
+    sources = [*_sources(usual), *_sources(chosen.launch)]
+    return chosen.candidate, list(dict.fromkeys(sources))
+
+
+def _sources(launch: Launch) -> list[KernelSource]:
+    return [*([] if launch.prologue is None else _sources(launch.prologue)), launch.source]
+
+
+def _settled(sources: list[KernelSource], arch: str, remarks: list[str]) -> list[KernelSource]:
+    """The kernels with as many resident blocks as leave no register spilled, as the package compiles them."""
+    result = []
+    for source in sources:
+        try:
+            result.append(settled(source, arch))
+        except UnsupportedError as failure:
+            remark = f"kernels were not compiled on the way: {failure}"
+            remarks += [] if remark in remarks else [remark]
+            result.append(source)
+    return result
+
+
+class _Literals:
+    """Values as Python text, and the definitions that the text needs."""
+
+    def __init__(self) -> None:
+        self.roots: set[Key] = set()
+
+    def of(self, value: Any, names: dict[Key, str] | None = None, indent: str = "") -> str:
+        """``value``, over several lines where it does not fit one."""
+        inner = indent + "    "
+        if isinstance(value, Enum):
+            return f"{self._name(type(value), names)}.{value.name}"
+        if isinstance(value, dict):
+            items = [f"{self.of(key, names, inner)}: {self.of(item, names, inner)}" for key, item in value.items()]
+            return _bracketed("{", items, "}", indent)
+        if isinstance(value, list):
+            return _bracketed("[", [self.of(item, names, inner) for item in value], "]", indent)
+        if is_dataclass(value):
+            items = [f"{f.name}={self.of(getattr(value, f.name), names, inner)}" for f in fields(value)]
+            return _bracketed(self._name(type(value), names) + "(", items, ")", indent)
+        if isinstance(value, str):
+            return f'"{value}"'
+        if isinstance(value, tuple):
+            return "(" + ", ".join(self.of(item, names) for item in value) + ",)"[len(value) != 1 :]
+        if value is None or isinstance(value, (bool, int, float)):
+            return repr(value)
+        return self._name(type(value), names) + "()"  # an algorithm, which has no state
+
+    def _name(self, kind: type, names: dict[Key, str] | None) -> str:
+        key = kind.__module__, kind.__name__
+        self.roots.add(key)
+        return (names or {}).get(key, kind.__name__)
+
+
+def _bracketed(opening: str, items: list[str], closing: str, indent: str) -> str:
+    line = opening + ", ".join(items) + closing
+    if "\n" not in line and len(indent) + len(line) < 100:
+        return line
+    return opening + "".join(f"\n{indent}    {item}," for item in items) + f"\n{indent}{closing}"
+
+
+def _check_names(model: Model, found: Found) -> None:
+    """Definitions of the package give way to the model's; imports and what is filled in cannot."""
+    ours = {name: _target(statement) for name, statement in found.imports.items()}
+    for name in model.defined & (_FILLED_IN | set(ours)):
+        raise EmitError(f"the model's file defines {name}, and so does the emitted file; choose another name")
+    for name, target in model.imported.items():
+        if ours.get(name, target) != target or name in _FILLED_IN:
+            raise EmitError(f"{name} is {target} in the model's file, and something else in the emitted file")
+
+
+def _target(statement: str) -> str:
+    words = statement.split()
+    return words[1] if words[0] == "import" else f"{words[1]}.{words[3]}"
+
+
+def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, str, str]]) -> str:
+    lines = [
+        f"{title}, emitted by polyphase {polyphase.__version__}: a model whose transposed convolutions are computed by "
+        "CUDA kernels of their own, in one file that needs PyTorch and nvcc alone.",
+        "",
+        "ModelNew, at the end, has the constructor, parameters, state_dict and random numbers of Model. It takes "
+        "inputs of any batch and image size and of any strides, on GPUs of the architectures below, and gives first "
+        "derivatives. The kernels are built when they are first needed, which takes about a minute; PyTorch keeps what "
+        "it has built. Made for PyTorch 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a "
+        "takes nvcc 12 and PyTorch 2.2, later architectures what knows them.",
+        "",
+    ]
+    for name, problem in model.layers.items():
+        lines.append(f"Layer {name or 'Model itself'}: {problem}")
+        lines += [f"    {arch}, {pass_}: {described}" for layer, arch, pass_, described in plans if layer == name]
+        if problem.dtype == "float32":
+            lines.append(
+                "    float32 may be rounded to TF32, as in PyTorch's own convolutions by default (--strict-fp32: not)"
+                if problem.tf32
+                else "    float32 is not rounded to TF32"
+            )
+        if problem.channels_last:
+            lines.append("    channels_last: tensors of another memory format are copied")
+    lines += ["", "It was made, and is made again, by", "", f"    {command}", ""]
+    lines += ["Apache License 2.0, as the package; not to be edited: what is wrong here is put right there."]
+    wrapped = [
+        part
+        for line in lines
+        for part in (textwrap.wrap(line, 117, subsequent_indent=" " * 8 if line.startswith(" ") else "") or [""])
+    ]
+    return "\n".join(f"# {line}".rstrip() for line in wrapped)
+
+
+def _imports(found: Found, names: dict[Key, str]) -> str:
+    plain = sorted({statement for statement in found.imports.values() if statement.startswith("import ")})
+    grouped: dict[str, set[str]] = {}
+    for statement in found.imports.values():
+        if statement.startswith("from "):
+            _, source, _, name = statement.split(maxsplit=3)
+            grouped.setdefault(source, set()).add(name)
+    grouped.setdefault("typing", set()).add("TYPE_CHECKING")
+    from_imports = [f"from {source} import {', '.join(sorted(listed))}" for source, listed in sorted(grouped.items())]
+    lines = [*plain, *from_imports]
+    ours = [line for line in lines if line.split()[1].split(".")[0] == "torch"]
+    standard = [line for line in lines if line not in ours]
+    types = textwrap.indent(types_of(found, names), "    ")
+    return "\n".join([*standard, "", *ours, "", "if TYPE_CHECKING:  # for annotations", types])
+
+
+def _section(title: str, prose: str = "") -> str:
+    lines = [f"# {line}".rstrip() for line in prose.splitlines()]
+    return "\n".join([f"# {'=' * 117}", f"# {title}", f"# {'=' * 117}", *(["#", *lines] if lines else [])])
+
+
+def _files(names: list[str]) -> str:
+    files = "\n".join(f'FILES["{name}"] = {_quoted(read(name))}' for name in dict.fromkeys(names))
+    return f"FILES = {{}}\n{files}"
+
+
+def _kernels(kernels: dict[str, list[KernelSource]]) -> str:
+    lines = ["KERNELS = {}"]
+    for arch, sources in kernels.items():
+        lines.append(f'KERNELS["{arch}"] = [')
+        for source in sources:
+            files = ", ".join(f'"{file}"' for file in source.files)
+            lines.append(f'    ("{source.kernel}", {_quoted(source.specialisation)}, ({files})),')
+        lines.append("]")
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """``text`` between newlines, as a raw string."""
+    assert '"""' not in text
+    assert not text.endswith(("\\", '"'))
+    return f'r"""\n{text}"""'
+
+
+def _raw(name: str, text: str) -> str:
+    return f"{name} = {_quoted(text)}"
+
+
+def _host(found: Found, names: dict[Key, str]) -> list[str]:
+    parts = []
+    for module in modules_in_order({module for module, _ in found.keys}):
+        path = module.replace(".", "/") + ".py"
+        title = "What this file does when it runs" if module == _SUPPORT else path
+        parts += [_section(title, "" if module == _SUPPORT else docstring_of(module)), text_of(module, found, names)]
+    return parts
+
+
+def _classes(model: Model, names: dict[Key, str]) -> str:
+    kinds = sorted({f"ConvTranspose{problem.dims}d" for problem in model.layers.values()})
+    pairs = ", ".join(f"nn.{kind}: {names.get((_SUPPORT, kind), kind)}" for kind in kinds)
+    return f"CLASSES = {{{pairs}}}"
+
+
+def _model_new(names: dict[Key, str]) -> str:
+    use_kernels = names.get((_SUPPORT, "use_kernels"), "use_kernels")
+    return f'''
+class ModelNew(Model):
+    """`Model` with its transposed convolutions computed by the kernels above."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # the same parameters, made of the same random numbers
+        {use_kernels}(self)'''

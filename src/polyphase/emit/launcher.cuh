@@ -1,0 +1,35 @@
+// The kernels by number, for binding.cpp. POLYPHASE_KERNELS is the list of them.
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <tuple>
+
+struct Entry {
+  const void* kernel;
+  std::size_t pointers, geometry_bytes;
+};
+
+// Every kernel takes pointers and, last, one value: the sizes of the call.
+template <class... Parameters>
+Entry entry(void (*kernel)(Parameters...)) {
+  constexpr std::size_t pointers = sizeof...(Parameters) - 1;
+  typedef typename std::tuple_element<pointers, std::tuple<Parameters...>>::type Geometry;
+  return {(const void*)kernel, pointers, sizeof(Geometry)};
+}
+
+static const Entry entries[] = {POLYPHASE_KERNELS};
+
+std::size_t pointers_of(std::size_t number) { return entries[number].pointers; }
+std::size_t geometry_bytes_of(std::size_t number) { return entries[number].geometry_bytes; }
+
+cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
+                          cudaStream_t stream) {
+  const void* const kernel = entries[number].kernel;
+  if (shared_bytes > 48 << 10) {  // every kernel may use 48 KiB; more is to be asked for
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream);
+}

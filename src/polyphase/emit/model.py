@@ -1,0 +1,171 @@
+"""The model of an emitted file: its source, and the layers that it runs."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from polyphase.bench.layers import LayerSyntaxError, parse_layer
+from polyphase.bench.model_file import ModelFile, trace
+from polyphase.emit.rewrite import rewrite
+from polyphase.emit.support import constants
+from polyphase.problem import ConvTransposeProblem
+
+_CLASSES = {getattr(torch.nn, f"ConvTranspose{dims}d") for dims in (1, 2, 3)}
+
+
+class EmitError(ValueError):
+    """A model or layer that cannot be emitted."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as it is emitted: its text, and its layers by name, those of equal constants once."""
+
+    source: str
+    layers: dict[str, ConvTransposeProblem]
+    defined: frozenset[str]
+    imported: dict[str, str]  # names, and what they stand for
+
+
+def model_of_file(path: Path, dtype: str, tf32: bool) -> Model:
+    """The model in a file of KernelBench's form.
+
+    Raises `EmitError`, and `ModelFileError` where the file does not load.
+    """
+    file = ModelFile.load(path)
+    meta = torch.device("meta")
+    model = file.build(meta, getattr(torch, dtype), seed=0)
+    try:
+        run = trace(model, file.inputs(meta, getattr(torch, dtype)))
+    except Exception as failure:  # whatever the model raises
+        raise EmitError(
+            f"{path} does not run on shapes alone, so its layers are not known: {type(failure).__name__}: {failure}"
+        ) from failure
+    return _model(str(path), path.read_text(encoding="utf-8"), model, run.problems, tf32)
+
+
+def model_of_layer(text: str, dtype: str | None, tf32: bool) -> Model:
+    """A model of one layer, in the notation of `polyphase.bench.layers`. Raises `EmitError`."""
+    try:
+        problem = parse_layer(text)
+    except LayerSyntaxError as failure:
+        raise EmitError(str(failure)) from None
+    problem = replace(problem, dtype=dtype or problem.dtype)
+    problem = replace(problem, tf32=tf32)
+    defined, imported = frozenset({"Model", "get_inputs", "get_init_inputs"}), {"torch": "torch", "nn": "torch.nn"}
+    return Model(_source_of_layer(problem), {"layer": problem}, defined, imported)
+
+
+def _source_of_layer(problem: ConvTransposeProblem) -> str:
+    arguments = [f"{problem.in_channels}", f"{problem.out_channels}", f"{problem.kernel_size}"]
+    defaults = ("stride", 1), ("padding", 0), ("output_padding", 0), ("groups", 1), ("dilation", 1)
+    for name, default in defaults:
+        value = getattr(problem, name)
+        if any(size != default for size in (value if isinstance(value, tuple) else (value,))):
+            arguments.append(f"{name}={value}")
+    arguments.append(f"bias={problem.bias}")
+    return f'''import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """{problem}"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ConvTranspose{problem.dims}d({", ".join(arguments)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def get_inputs() -> list:
+    return [torch.rand({", ".join(map(str, problem.input_shape))})]
+
+
+def get_init_inputs() -> list:
+    return []
+'''
+
+
+def _model(
+    name: str,
+    text: str,
+    model: torch.nn.Module,
+    problems: list[tuple[str, ConvTransposeProblem | None]],
+    tf32: bool,
+) -> Model:
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, _ConvTransposeNd)}
+    if not modules:
+        raise EmitError(
+            f"{name} has no module ConvTranspose1d, 2d or 3d: kernels are emitted for modules, not for calls of "
+            "torch.nn.functional"
+        )
+    traced = dict(problems)
+    layers: dict[str, ConvTransposeProblem] = {}
+    for path, module in modules.items():
+        shown = path or "the model itself"
+        if type(module) not in _CLASSES:
+            raise EmitError(f"{name}: {shown} is a {type(module).__qualname__}, and not torch.nn's own class")
+        if module.padding_mode != "zeros":
+            raise EmitError(f"{name}: {shown} has padding_mode={module.padding_mode!r}; 'zeros' alone is supported")
+        if path not in traced:
+            raise EmitError(
+                f"{name}: {shown} is not called with the inputs of get_inputs(), so its sizes are not known"
+            )
+        problem = traced[path]
+        if problem is None:
+            raise EmitError(f"{name}: {shown} has a dtype without kernels")
+        if constants(problem) not in map(constants, layers.values()):
+            layers[path] = replace(problem, tf32=tf32)
+    return _read(name, text, layers)
+
+
+def _read(name: str, text: str, layers: dict[str, ConvTransposeProblem]) -> Model:
+    """The text without what an emitted file has elsewhere or cannot have."""
+    tree = ast.parse(text)
+    defined, imported = set(), {}
+    kept = text.splitlines()
+    for statement in tree.body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            for local, target in _imports(name, statement):
+                imported[local] = target
+            if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+                kept[statement.lineno - 1] = ""
+        elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            defined.add(statement.name)
+        else:
+            stored = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+            defined |= {node.id for node in stored if isinstance(node.ctx, ast.Store)}
+    if "ModelNew" in defined:
+        raise EmitError(f"{name} defines ModelNew, which is what the emitted file will define")
+    if isinstance(tree.body[0], ast.Expr) and ast.get_docstring(tree) is not None:
+        comment = [f"# {line}".rstrip() for line in (ast.get_docstring(tree) or "").splitlines()]
+        kept[tree.body[0].lineno - 1 : tree.body[0].end_lineno] = comment
+    return Model(rewrite("\n".join(kept)), layers, frozenset(defined), imported)
+
+
+def _imports(name: str, statement: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
+    """What an import binds, and to what. Raises `EmitError` for what an emitted file cannot count on."""
+    if isinstance(statement, ast.ImportFrom):
+        module = "." * statement.level + (statement.module or "")
+        found = [(alias.asname or alias.name, f"{module}.{alias.name}") for alias in statement.names]
+    else:
+        found = [
+            (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0], alias.name.split(".")[0])
+            for alias in statement.names
+        ]
+    for _, target in found:
+        package = target.split(".")[0]
+        if package not in ("torch", "__future__") and package not in sys.stdlib_module_names:
+            raise EmitError(
+                f"{name} imports {target}: an emitted file carries the model's source, and imports torch and the "
+                "standard library alone"
+            )
+    return [] if any(target.startswith("__future__") for _, target in found) else found

@@ -1,0 +1,375 @@
+"""What an emitted file does when it runs: it builds its kernels, launches them, and takes over its model's layers.
+
+`polyphase.emit.file` copies this module into every file that it writes, with what it uses of the package. So it keeps
+to Python 3.8 and PyTorch 1.13, catches nothing, and its functions import nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.cpp_extension import load_inline
+
+from polyphase.algorithms.base import ALIGNMENT, Algorithm, Launch, Layouts
+from polyphase.device import DeviceInfo
+from polyphase.errors import UnsupportedError
+from polyphase.jit.source import SHARED_FILES, KernelSource
+from polyphase.problem import ConvTransposeProblem, Pass
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a pass: an algorithm and its variant."""
+
+    algorithm: Algorithm
+    variant: Any
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as it was emitted: at the size of the model's inputs, with a choice by architecture and pass."""
+
+    problem: ConvTransposeProblem
+    choices: dict[str, dict[Pass, Choice]]
+
+
+def of_pass(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
+    """The layer as a pass sees it: gradients add no bias, and that of the weight comes contiguous."""
+    if pass_ is Pass.FORWARD:
+        return problem
+    last = problem.channels_last and pass_ is Pass.INPUT_GRAD
+    return replace(problem, bias=False, channels_last=last)
+
+
+def layouts_of(problem: ConvTransposeProblem, pass_: Pass, aligned: bool = True) -> Layouts:
+    """Dense tensors in the memory format that the layer was emitted for."""
+    dense = Layouts.dense(problem)
+    last = dense.weight_channels_last and pass_ is not Pass.WEIGHT_GRAD
+    return Layouts(dense.input, dense.output, last, aligned)
+
+
+# Filled in when a file is emitted.
+FILES: dict[str, str] = {}  # CUDA, by name
+KERNELS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}  # by architecture: name, constants, files
+BINDING = LAUNCHER = ""
+LAYERS: list[Layer] = []
+CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their place
+
+
+# The kernels: built once for each architecture, by nvcc.
+
+
+def cuda_source(arch: str) -> str:
+    """The kernels for one architecture as one CUDA file, each in a namespace of its own."""
+    parts = ["namespace polyphase {", *(FILES[name] for name in SHARED_FILES)]
+    entries = []
+    for number, (name, specialisation, files) in enumerate(KERNELS[arch]):
+        text = "\n".join([specialisation, *(FILES[file] for file in files)])
+        text = text.replace('extern "C" __global__', "__global__")  # a C name has no namespace
+        macros = dict.fromkeys(re.findall(r"^#define (\w+)", text, re.MULTILINE))
+        parts += [f"namespace kernel_{number} {{", text, "}", *(f"#undef {macro}" for macro in macros)]
+        entries.append(f"entry(polyphase::kernel_{number}::{name})")
+    return "\n".join([*parts, "}", "#define POLYPHASE_KERNELS " + ", ".join(entries), LAUNCHER])
+
+
+@lru_cache(maxsize=8)
+def build(arch: str) -> Any:
+    """The extension module for one architecture. Takes a minute the first time; PyTorch keeps what it has built."""
+    source = cuda_source(arch)
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    standard = ["-std=c++17"] if version < (2, 1) else []  # the default later on
+    # Only by this variable will every PyTorch build for one architecture and no other, which could not have its
+    # instructions.
+    before = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    major, minor = re.fullmatch(r"sm_(\d+)(\d[af]?)", arch).groups()  # type: ignore[union-attr]
+    os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
+    extension = load_inline(
+        name="polyphase_" + hashlib.sha256((arch + BINDING + source).encode()).hexdigest()[:16],
+        cpp_sources=[BINDING],
+        cuda_sources=[source.encode("ascii", "replace").decode()],  # written in the locale's encoding, whatever it is
+        functions=["launch"],
+        extra_cflags=[*standard],
+        extra_cuda_cflags=[*standard],
+    )
+    del os.environ["TORCH_CUDA_ARCH_LIST"]
+    os.environ.update({} if before is None else {"TORCH_CUDA_ARCH_LIST": before})
+    return extension
+
+
+def arch_of(device: torch.device) -> str:
+    """The architecture of a GPU. Raises `UnsupportedError` where this file has no kernels for it."""
+    major, minor = torch.cuda.get_device_capability(device)
+    for arch in KERNELS:
+        if arch.rstrip("af") == f"sm_{major}{minor}":
+            return arch
+    raise UnsupportedError(
+        f"this file has kernels for {', '.join(KERNELS)}, and {device} is sm_{major}{minor}: emit it again with --arch"
+    )
+
+
+def kernel_number(arch: str, source: KernelSource) -> int:
+    """Which kernel of the file ``source`` is. How many blocks should be resident was settled by the compiler."""
+
+    def significant(text: str) -> list[str]:
+        return [line for line in text.splitlines() if line and "MIN_BLOCKS" not in line]
+
+    wanted = significant(source.specialisation)
+    for number, (name, specialisation, _) in enumerate(KERNELS[arch]):
+        if name == source.kernel and significant(specialisation) == wanted:
+            return number
+    raise UnsupportedError(
+        f"this file has no {source.kernel} for tensors of this size"
+        + (", whose offsets take more than 32 bits" if source.wide_offsets else "")
+        + ": emit it again for inputs as large"
+    )
+
+
+# Calls: what is launched depends on the sizes of a call, and is remembered.
+
+
+@dataclass(frozen=True)
+class Call:
+    """A prepared call. Launches are what the extension's ``launch`` takes before the tensors."""
+
+    extension: Any
+    launch: tuple[Any, ...]
+    prologue: tuple[Any, ...] | None
+    workspace_bytes: int
+    planes: int
+    shape: tuple[int, ...]
+    memory_format: torch.memory_format
+
+
+_calls: dict[tuple[Any, ...], Call] = {}
+_MOST_CALLS = 4096
+
+
+def prepare(
+    pass_: Pass,
+    layer: Layer,
+    input_shape: tuple[int, ...],
+    output_padding: tuple[int, ...],
+    device: torch.device,
+    aligned: bool,
+) -> Call:
+    """What a call of these sizes launches, as the package itself decides it."""
+    problem = replace(
+        layer.problem, batch=input_shape[0], input_size=tuple(input_shape[2:]), output_padding=output_padding
+    )
+    arch = arch_of(device)
+    choice = layer.choices[arch][pass_]
+    launch = choice.algorithm.launch(
+        of_pass(problem, pass_),
+        pass_,
+        DeviceInfo.of(device),
+        layouts_of(problem, pass_, aligned),
+        choice.variant,
+    )
+    shapes = {
+        Pass.FORWARD: problem.output_shape,
+        Pass.INPUT_GRAD: problem.input_shape,
+        Pass.WEIGHT_GRAD: problem.weight_shape,
+    }
+    return Call(
+        extension=build(arch),
+        launch=arguments(arch, launch),
+        prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
+        workspace_bytes=launch.workspace_bytes,
+        planes=launch.planes,
+        shape=shapes[pass_],
+        memory_format=memory_format(layer.problem),
+    )
+
+
+def arguments(arch: str, launch: Launch) -> tuple[Any, ...]:
+    """What the extension's ``launch`` takes before the tensors."""
+    return (kernel_number(arch, launch.source), launch.geometry, *launch.grid, launch.block, launch.shared_bytes)
+
+
+def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:
+    """The format of the tensors that the layer's kernels take and give."""
+    if not problem.channels_last:
+        return torch.contiguous_format
+    return torch.channels_last if problem.dims == 2 else torch.channels_last_3d
+
+
+def run(
+    pass_: Pass,
+    number: int,
+    input_shape: tuple[int, ...],
+    output_padding: tuple[int, ...],
+    first: torch.Tensor,
+    second: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One computation of layer ``number`` from two of input, weight and gradient of the output.
+
+    The gradient of the weight comes as partial sums of parts of the input, which are added in a fixed order.
+    """
+    aligned = first.data_ptr() % ALIGNMENT == 0
+    key = (pass_, number, input_shape, output_padding, first.device, aligned)
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
+    launch = call.extension.launch
+    empty = 0 in call.launch[2:5]
+    if pass_ is Pass.WEIGHT_GRAD:
+        accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
+        partial = torch.empty((call.planes, *call.shape), dtype=accumulator, device=first.device)
+        launch(*call.launch, [first, second, partial])
+        return (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
+    output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
+    if empty:
+        return output
+    if call.prologue is not None:
+        workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
+        launch(*call.prologue, [second, workspace])
+        second = workspace
+    launch(*call.launch, [first, second, bias, output])
+    return output
+
+
+# PyTorch's side: derivatives, and modules.
+
+
+class KernelFunction(torch.autograd.Function):
+    """The layer and its first derivatives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        number: int,
+        output_padding: tuple[int, ...],
+    ) -> torch.Tensor:
+        """The output, ``(N, C_out, *spatial)``."""
+        dense = memory_format(LAYERS[number].problem)
+        input, weight = input.contiguous(memory_format=dense), weight.contiguous(memory_format=dense)
+        bias = None if bias is None else bias.contiguous()
+        ctx.save_for_backward(input, weight)
+        ctx.number, ctx.output_padding = number, output_padding
+        return run(Pass.FORWARD, number, tuple(input.shape), output_padding, input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """The gradients of input, weight and bias, those that are needed."""
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "the kernels of this file give first derivatives alone, and create_graph=True asks for more"
+            )
+        input, weight = ctx.saved_tensors
+        constants = (ctx.number, tuple(input.shape), ctx.output_padding)
+        for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grad = grad.contiguous(memory_format=memory_format(LAYERS[ctx.number].problem))
+        return (
+            run(Pass.INPUT_GRAD, *constants, grad, weight) if for_input else None,
+            run(Pass.WEIGHT_GRAD, *constants, input, grad) if for_weight else None,
+            grad.sum([0, *range(2, grad.dim())]) if for_bias else None,
+            None,
+            None,
+        )
+
+
+def check(module: Any, input: torch.Tensor, problem: ConvTransposeProblem) -> None:
+    """Raises `UnsupportedError` for a device or dtype that has no kernels here, RuntimeError for shapes."""
+    wanted = getattr(torch, problem.dtype)
+    for role, tensor in (("input", input), ("weight", module.weight), ("bias", module.bias)):
+        if tensor is None:
+            continue
+        if tensor.device.type != "cuda":
+            raise UnsupportedError(
+                f"the {role} is on {tensor.device}: the kernels of this file run on CUDA devices alone; "
+                "move model and inputs to one, as with .cuda()"
+            )
+        if tensor.device != input.device:
+            raise RuntimeError(f"input and {role} must be on one device, got {input.device} and {tensor.device}")
+        if tensor.dtype != wanted:
+            raise UnsupportedError(
+                f"the {role} is {tensor.dtype}: the kernels of this file take {wanted}; emit it again with --dtype"
+            )
+    shape = tuple(input.shape)
+    if input.dim() != problem.dims + 2 or shape[1] != problem.in_channels or 0 in shape[2:]:
+        raise RuntimeError(
+            f"expected an input (N, {problem.in_channels}, *spatial) with {problem.dims} spatial sizes of at least 1, "
+            f"or one without N; got shape {shape}"
+        )
+
+
+def forward_of(module: Any, input: torch.Tensor, output_size: Any) -> torch.Tensor:
+    """The forward method of the modules below."""
+    problem = LAYERS[module.emitted_layer].problem
+    batch = input if input.dim() != problem.dims + 1 else input.unsqueeze(0)
+    check(module, batch, problem)
+    extra = module.output_padding
+    if output_size is not None:
+        extra = module._output_padding(
+            input, list(output_size), module.stride, module.padding, module.kernel_size, problem.dims, module.dilation
+        )
+    size = [axis.output_size(n, more) for axis, n, more in zip(problem.axes, batch.shape[2:], extra)]
+    if min(size) < 1:
+        raise RuntimeError(f"the output would have size {tuple(size)}, and every size must be at least 1")
+    apply: Any = KernelFunction.apply
+    output: torch.Tensor = apply(batch, module.weight, module.bias, module.emitted_layer, tuple(extra))
+    return output if batch is input else output.squeeze(0)
+
+
+class ConvTranspose1d(nn.ConvTranspose1d):
+    """PyTorch's module on the kernels of this file."""
+
+    def forward(self, input: torch.Tensor, output_size: Any = None) -> torch.Tensor:
+        """``(N, C_in, L)`` or ``(C_in, L)`` to ``(N, C_out, L_out)`` or ``(C_out, L_out)``."""
+        return forward_of(self, input, output_size)
+
+
+class ConvTranspose2d(nn.ConvTranspose2d):
+    """PyTorch's module on the kernels of this file."""
+
+    def forward(self, input: torch.Tensor, output_size: Any = None) -> torch.Tensor:
+        """``(N, C_in, H, W)`` or ``(C_in, H, W)`` to ``(N, C_out, H_out, W_out)`` or without ``N``."""
+        return forward_of(self, input, output_size)
+
+
+class ConvTranspose3d(nn.ConvTranspose3d):
+    """PyTorch's module on the kernels of this file."""
+
+    def forward(self, input: torch.Tensor, output_size: Any = None) -> torch.Tensor:
+        """``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)`` to ``(N, C_out, D_out, H_out, W_out)`` or without ``N``."""
+        return forward_of(self, input, output_size)
+
+
+def constants(layer: Any) -> tuple[Any, ...]:
+    """What a layer's kernels are made for; of a module, or of a problem."""
+    return (
+        *(layer.in_channels, layer.out_channels, tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.padding)),
+        *(tuple(layer.dilation), layer.groups, layer.bias is not None and layer.bias is not False),
+    )
+
+
+def use_kernels(model: nn.Module) -> None:
+    """Changes the class of the model's transposed convolutions, in place: parameters and all else stay what they are.
+
+    Raises `UnsupportedError` for a layer that this file was not emitted for.
+    """
+    emitted = {constants(layer.problem): number for number, layer in enumerate(LAYERS)}
+    for name, module in model.named_modules():
+        if type(module) not in CLASSES:
+            continue
+        number = emitted.get(constants(module))
+        if number is None:
+            raise UnsupportedError(
+                f"this file has no kernels for {name or 'the model itself'}, {module}: it has them for "
+                + "; ".join(str(layer.problem) for layer in LAYERS)
+            )
+        module.emitted_layer = number
+        module.__class__ = CLASSES[type(module)]

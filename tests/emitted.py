@@ -1,0 +1,216 @@
+"""Runs what `polyphase.emit` writes: the text as a module, its kernels in the emulator instead of by nvcc."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.cpp_extension import include_paths
+
+from emulator import EmulatedKernel
+from polyphase.device import DeviceInfo
+from polyphase.emit.file import emit
+from polyphase.emit.model import model_of_file, model_of_layer
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+ARCHS = ("sm_80", "sm_90a", "sm_100a")
+ON_ALL = ("grouped_strided", "square_stride1")
+
+
+#: Layers that meet every algorithm, dimension and memory format.
+LAYERS = (
+    "2x16x9x8 -> 16, k=3, s=2, p=1, bias",
+    "3x8x40 -> 6, k=5, s=3, d=2, g=2",
+    "1x4x5x4x6 -> 5, k=2x3x2, s=2x1x2, op=1x0x1, bias",
+    "2x16x7x9 -> 32, k=3, bfloat16, bias",
+    "2x12x8x8 -> 16, k=4, s=2, p=1, channels_last, float16",
+    "2x3x6x5 -> 2, k=3, float64",
+    "1x1x30 -> 1, k=2000, s=500",
+)
+
+TWO_LAYERS = '''
+# A licence.
+"""A model of several layers: its text takes names of the package's, and a word that KernelBench forbids: pass."""
+from __future__ import annotations
+import torch
+import torch.nn as nn
+from torch.nn import Module as Layer
+
+def Side(channels: int) -> Layer:
+    """The transposed convolution that makes the first step, and the last: try: except it."""
+    return nn.ConvTranspose2d(channels, 4, 2, stride=2)
+
+class Model(nn.Module):
+    def __init__(self, channels: int | None = 3) -> None:
+        super(Model, self).__init__()
+        last = nn.ConvTranspose2d(4, 5, (3, 1), padding=(1, 0), bias=False)
+        self.body = nn.Sequential(Side(channels), nn.ReLU(), last)
+        self.again = Side(channels)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + self.again(x).sum(1, keepdim=True)
+
+def get_inputs() -> list[torch.Tensor]:
+    return [torch.rand(2, 3, 6, 7)]
+
+def get_init_inputs() -> list[int]:
+    return []
+'''
+
+
+@functools.cache
+def emitted(name: str) -> str:
+    """What is emitted for one of `LAYERS` or `EXAMPLES`, or for `TWO_LAYERS`, on `ARCHS` or the first two of them."""
+    if name in LAYERS:
+        return emitted_layer(name, *ARCHS[:2])
+    if name in EXAMPLES:
+        return emitted_file(EXAMPLES[name], *(ARCHS if name in ON_ALL else ARCHS[:2]))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "two_layers.py"
+        path.write_text(TWO_LAYERS)
+        return emitted_file(path, *ARCHS[:2])
+
+
+def emitted_layer(layer: str, *archs: str) -> str:
+    return emit(model_of_layer(layer, None, True), _devices(archs), "A layer", "this test").text
+
+
+def emitted_file(path: Path, *archs: str) -> str:
+    return emit(model_of_file(path, "float32", True), _devices(archs), path.name, "this test").text
+
+
+def names() -> list[str]:
+    """All that `emitted` takes."""
+    return [*LAYERS, *EXAMPLES, "two layers"]
+
+
+def _devices(archs: Sequence[str]) -> list[DeviceInfo]:
+    return [DeviceInfo.for_arch(arch) for arch in archs]
+
+
+def load(text: str, name: str = "emitted_file") -> ModuleType:
+    """The text as a module. KernelBench executes it behind lines of its own, so this does too."""
+    module = ModuleType(name)
+    sys.modules[name] = module
+    exec(compile("import os\n" + text, f"{name}.py", "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+class Extension:
+    """What `build` would return, for tensors on the CPU."""
+
+    def __init__(self, module: Any, arch: str) -> None:
+        self.kernels = module.KERNELS[arch]
+        self.files = module.FILES
+        self.shared = module.SHARED_FILES
+        self.launches: list[str] = []
+
+    def launch(
+        self,
+        number: int,
+        geometry: bytes,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        block: int,
+        shared_bytes: int,
+        tensors: Sequence[Tensor | None],
+    ) -> None:
+        name, specialisation, files = self.kernels[number]
+        self.launches.append(name)
+        texts = [self.files[file] for file in self.shared], [self.files[file] for file in files]
+        kernel = EmulatedKernel("\n".join([*texts[0], specialisation, *texts[1]]), name)
+        value: Any = (ctypes.c_ubyte * len(geometry)).from_buffer_copy(geometry)
+        if name == "pack_weights":  # its last parameter is a number
+            value = int.from_bytes(geometry, "little", signed=True)
+        kernel.launch((grid_x, grid_y, grid_z), block, shared_bytes, [*tensors, value])
+
+
+def on_the_emulator(module: Any, arch: str) -> Extension:
+    """Makes the module take the CPU for a GPU of ``arch``."""
+    extension = Extension(module, arch)
+    module.build = lambda _: extension
+    module.arch_of = lambda _: arch
+    module.check = lambda *_: None
+    module.DeviceInfo.of = staticmethod(lambda _: DeviceInfo.for_arch(arch))
+    module.torch = _Torch()
+    return extension
+
+
+# What binding.cpp takes from CUDA and PyTorch's CUDA part, for tensors on the CPU.
+_STUBS = {
+    "cuda_runtime.h": """
+#pragma once
+typedef int cudaError_t;
+typedef void* cudaStream_t;
+struct dim3 { unsigned x, y, z; dim3(unsigned x, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
+""",
+    "c10/cuda/CUDAException.h": '#define C10_CUDA_CHECK(status) TORCH_CHECK((status) == 0, "CUDA error ", (status))\n',
+    "c10/cuda/CUDAGuard.h": "namespace c10::cuda { struct CUDAGuard { CUDAGuard(c10::Device) {} }; }\n",
+    "c10/cuda/CUDAStream.h": "namespace c10::cuda { inline void* getCurrentCUDAStream() { return (void*)7; } }\n",
+}
+_MAIN = """
+#include <torch/extension.h>
+#define is_cuda is_cpu
+#include "binding.cpp"
+std::size_t pointers_of(std::size_t number) { return number; }
+std::size_t geometry_bytes_of(std::size_t number) { return 4; }
+std::vector<int64_t> launched;
+cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
+                          cudaStream_t stream) {
+  launched = {(int64_t)number, grid.x, grid.y, grid.z, block.x, block.y, block.z};
+  launched.insert(launched.end(), {(int64_t)shared_bytes, (int64_t)stream});
+  for (std::size_t i = 0; i < number; ++i) launched.push_back(*(int64_t*)arguments[i]);
+  launched.push_back(*(int*)arguments[number]);
+  return shared_bytes == 13 ? 1 : 0;
+}
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("launch", torch::wrap_pybind_function(launch), "launch");
+  m.def("launched", [] { return launched; });
+}
+"""
+
+
+def binding_on_the_cpu(text: str, folder: Path) -> Any:
+    """binding.cpp as PyTorch builds it, on a driver that notes what it is asked to launch."""
+    for name, stub in {**_STUBS, "binding.cpp": text, "main.cpp": _MAIN}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(stub, encoding="utf-8")
+    paths = [folder, *include_paths(), sysconfig.get_path("include")]
+    library = folder / "emitted_binding.so"
+    command = ["g++", "-std=c++20", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=emitted_binding"]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *(f"-I{path}" for path in paths)]
+    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
+    subprocess.run([*command, str(folder / "main.cpp"), *libraries, "-o", str(library)], check=True)
+    spec = importlib.util.spec_from_file_location("emitted_binding", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Torch:
+    """torch, whose new tensors start at addresses as aligned as those of a GPU, and hold NaN."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(shape: Any, dtype: torch.dtype, device: Any, **options: Any) -> Tensor:
+        plain = torch.empty(shape, dtype=dtype, **options)
+        room = torch.full((plain.numel() * plain.element_size() + 64,), 0xFF, dtype=torch.uint8)
+        skip = -room.data_ptr() % 32
+        flat = room[skip : skip + plain.numel() * plain.element_size()].view(dtype)
+        return flat.as_strided(plain.shape, plain.stride())

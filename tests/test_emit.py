@@ -1,0 +1,216 @@
+"""What `emit` writes: its contents, that it compiles, and what cannot be emitted."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import nvrtc11
+from emitted import ARCHS, LAYERS, ON_ALL, ROOT, TWO_LAYERS, emitted, emitted_file, load, names
+from polyphase.__main__ import app
+from polyphase.emit import rules
+from polyphase.emit.model import EmitError
+
+EMITTED = sorted((ROOT / "examples" / "emitted").glob("*.py"))
+
+
+# What is in the file
+
+
+def test_it_is_python_3_8_and_imports_torch_and_the_standard_library_alone() -> None:
+    for name, text in ((name, emitted(name)) for name in names()):
+        tree = ast.parse(text, feature_version=(3, 8))
+        imported = {
+            module.split(".")[0]
+            for node in ast.walk(tree)
+            for module in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else ["." * node.level + (node.module or "")]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+        }
+        assert imported - sys.stdlib_module_names <= {"torch"}, name
+        assert "__future__" not in imported, "KernelBench puts lines before the file"
+
+
+# What came to the standard library after Python 3.8: where it is called, and where an annotation is evaluated.
+_NEWER = {"removeprefix", "removesuffix", "lcm", "pairwise", "cache", "batched", "nextafter"}
+_GENERIC = {"tuple", "list", "dict", "set", "frozenset", "type"}
+
+
+def test_it_uses_nothing_that_python_3_8_lacks() -> None:
+    for name, text in ((name, emitted(name)) for name in names()):
+        tree = ast.parse(text)
+        skipped = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        skipped |= {  # Python does not evaluate the annotations of a function's variables
+            id(inner)
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef)
+            for node in ast.walk(function)
+            if isinstance(node, ast.AnnAssign)
+            for inner in ast.walk(node.annotation)
+        }
+        for node in ast.walk(tree):
+            if id(node) in skipped:
+                continue
+            where = f"{name}, line {getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in _NEWER, where
+            if isinstance(node, ast.ImportFrom):
+                assert not _NEWER & {alias.name for alias in node.names}, where
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+                assert node.value.id not in _GENERIC, where
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called != "math.gcd" or len(node.args) == 2, where
+                assert called != "zip" or not node.keywords, where
+
+
+def test_it_keeps_the_static_rules_of_kernelbench() -> None:
+    for name, text in ((name, emitted(name)) for name in names()):
+        assert not rules.broken(text), name
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("try:", "has try and except"),
+        ('"""the forward pass"""', "has the word pass"),
+        ("import threading", "has threads"),
+        ("torch.cuda.Event = Mine", "has timing functions that are assigned to"),
+        ("class Lazy(torch.Tensor):", "has subclasses of Tensor"),
+    ],
+)
+def test_the_static_rules_are_those_of_kernelbench(line: str, rule: str) -> None:
+    good = "load_inline(__global__)  # pass, try: and except are free in comments\n"
+    assert not rules.broken(good)
+    assert rules.broken(good + line) == [rule]
+    assert rules.broken("") == ["lacks __global__", "lacks load_inline"]
+
+
+def test_the_kernels_are_the_files_of_the_package() -> None:
+    for text in map(emitted, names()):
+        for name in re.findall(r'^FILES\["(.+)"\] =', text, re.MULTILINE):
+            assert (ROOT / "src/polyphase/kernels" / name).read_text(encoding="utf-8") in text
+
+
+@pytest.mark.skipif(not EMITTED, reason="nothing is emitted")
+@pytest.mark.parametrize("path", EMITTED, ids=lambda path: path.stem)
+def test_emitted_examples_are_what_is_emitted_today(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.core", reason="how many blocks a kernel has is settled by NVRTC")
+    text = path.read_text(encoding="utf-8")
+    command = re.search(r"^#     (python -m polyphase emit .*(?:\n#         .*)*)$", text, re.MULTILINE)
+    assert command is not None
+    words = shlex.split(command[1].replace("\n#        ", ""))
+    monkeypatch.chdir(ROOT)
+    shutil.copy(path, tmp_path)
+    try:
+        assert CliRunner().invoke(app, words[3:]).exit_code == 0
+        assert path.read_text(encoding="utf-8") == text, f"emit it again: {shlex.join(words)}"
+    finally:
+        shutil.copy(tmp_path / path.name, path)
+
+
+# That it compiles
+
+
+def kernels_of(module: Any, arch: str) -> str:
+    """The CUDA source without the launcher, which needs nvcc's headers."""
+    source: str = module.cuda_source(arch)
+    return source.partition("#define POLYPHASE_KERNELS")[0]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_its_kernels_compile_together(arch: str) -> None:
+    core = pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC, but no GPU")
+    for name in (*ON_ALL, *LAYERS):
+        module = load(emitted(name))
+        if arch in module.KERNELS:
+            options = core.ProgramOptions(arch=arch, std="c++17")
+            core.Program(kernels_of(module, arch), "c++", options).compile("cubin")
+
+
+@pytest.mark.parametrize("name", ["grouped_strided", "every_parameter", "square_stride1", LAYERS[3]])
+def test_its_kernels_for_sm_80_compile_with_cuda_11(name: str) -> None:
+    if not nvrtc11.available():
+        pytest.skip(nvrtc11.MISSING)
+    nvrtc11.compile_kernels(kernels_of(load(emitted(name)), "sm_80"), "sm_80")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_whole_source_compiles_with_nvcc(arch: str, tmp_path: Path) -> None:
+    source = tmp_path / "emitted.cu"
+    source.write_text(load(emitted("square_stride1")).cuda_source(arch), encoding="utf-8")
+    flags = ["-std=c++17", f"-gencode=arch=compute_{arch[3:]},code={arch}", "-c", "-o", str(tmp_path / "emitted.o")]
+    done = subprocess.run(["nvcc", *flags, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+
+
+# What cannot be emitted
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("import torch\n", "import torch, numpy\n", 1), "imports numpy"),
+        (lambda text: text + "\nclass ModelNew: ...\n", "defines ModelNew"),
+        (lambda text: text + "\nKERNELS = 1\n", "defines KERNELS"),
+        (lambda text: text + "\nreplace = 1\n", "defines replace"),
+        (lambda text: text.replace("import torch\n", "import torch\nfrom math import prod as math\n", 1), "math is"),
+        (lambda text: text.replace("nn.ConvTranspose2d(", "nn.Conv2d("), "has no module ConvTranspose"),
+        (lambda text: text.replace("self.again(x).sum(1, keepdim=True)", "1"), "again is not called"),
+        (
+            lambda text: text.replace("return self.body(x)", "return self.body(x.numpy())"),
+            "does not run on shapes alone",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_emitted(change: Callable[[str], str], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(change(TWO_LAYERS))
+    with pytest.raises(EmitError, match=message):
+        emitted_file(path, "sm_80")
+
+
+def test_it_runs_without_being_a_module() -> None:
+    """KernelBench executes the text in an empty dictionary."""
+    context: dict[str, Any] = {}
+    exec(compile(emitted("grouped_strided"), "text", "exec", dont_inherit=True), context)
+    torch.manual_seed(42)
+    new = context["ModelNew"](*context["get_init_inputs"]())
+    torch.manual_seed(42)
+    assert torch.equal(
+        new.conv_transpose2d.weight, context["Model"](*context["get_init_inputs"]()).conv_transpose2d.weight
+    )
+
+
+def test_names_of_the_model_come_first() -> None:
+    module: Any = load(emitted("two layers"))
+    assert isinstance(module.Side(3), nn.ConvTranspose2d)
+    assert module.Gather.__annotations__["src"] == "gather_Side"
+    assert module.Layer is nn.Module
+    assert type(module.LAYERS[0]).__name__ == "support_Layer"
+    assert "\n# A licence.\n# A model of several layers: its text" in emitted("two layers")

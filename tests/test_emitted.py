@@ -1,0 +1,277 @@
+"""Emitted files at work, with no GPU: what they launch, what they compute in the emulator, what they refuse."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import emulator
+from emitted import LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
+from polyphase.algorithms.base import Launch
+from polyphase.device import DeviceInfo
+from polyphase.emit.support import layouts_of, of_pass
+from polyphase.plan import plan
+from polyphase.problem import ConvTransposeProblem, Pass
+
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+
+
+# That it launches what the package launches
+
+
+def random_sizes(problem: ConvTransposeProblem, seed: int) -> list[ConvTransposeProblem]:
+    """The layer on other images, from a single pixel to large ones."""
+    generator = random.Random(seed)
+    found = [problem]
+    while len(found) < 9:
+        batch, most = generator.choice([0, 1, 2, 7, 40]), generator.choice([1, 5, 40, 300])
+        sizes = tuple(generator.randint(1, most) for _ in range(problem.dims))
+        extra = tuple(generator.randrange(max(s, d)) for s, d in zip(problem.stride, problem.dilation))
+        other = replace(problem, batch=batch, input_size=sizes, output_padding=extra)
+        if min(other.output_size) > 0:
+            found.append(other)
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
+    """Grid, block, shared memory, geometry, workspace and constants, as the package's own planner has them."""
+    compared = 0
+    for seed, (name, text) in enumerate((name, emitted(name)) for name in names()):
+        module: Any = load(text)
+        on_the_emulator(module, arch)
+        problem = model_problem(module)
+        for other in random_sizes(problem, seed):
+            for pass_ in Pass:
+                for aligned in (True, False):
+                    expected = plan(
+                        of_pass(other, pass_), pass_, DeviceInfo.for_arch(arch), layouts_of(other, pass_, aligned)
+                    ).launch
+                    assert expected is not None
+                    call = module.prepare(
+                        module.Pass[pass_.name],
+                        module.LAYERS[0],
+                        other.input_shape,
+                        other.output_padding,
+                        torch.device("cpu"),
+                        aligned,
+                    )
+                    assert (call.planes, call.workspace_bytes) == (expected.planes, expected.workspace_bytes), name
+                    compare(module, arch, call.launch, expected)
+                    assert (call.prologue is None) == (expected.prologue is None)
+                    if expected.prologue is not None:
+                        compare(module, arch, call.prologue, expected.prologue)
+                    compared += 1
+    assert compared > 500
+
+
+def model_problem(module: Any) -> ConvTransposeProblem:
+    return ConvTransposeProblem(**vars(module.LAYERS[0].problem) | {})
+
+
+def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Launch) -> None:
+    number, geometry, *grid, block, shared_bytes = given
+    assert (tuple(grid), block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
+    assert geometry == expected.geometry
+    name, specialisation, files = module.KERNELS[arch][number]
+    assert (name, files) == (expected.source.kernel, expected.source.files)
+    lines = zip(specialisation.strip().splitlines(), expected.source.specialisation.strip().splitlines(), strict=True)
+    assert all(ours == theirs or "MIN_BLOCKS" in ours for ours, theirs in lines)
+
+
+def test_a_size_without_a_kernel_is_an_error() -> None:
+    module: Any = load(emitted_layer("1x4x8x8 -> 4, k=3, s=2", "sm_80"))
+    on_the_emulator(module, "sm_80")
+    shape = (1, 4, 40000, 40000)
+    with pytest.raises(NotImplementedError, match="more than 32 bits: emit it again for inputs as large"):
+        module.prepare(module.Pass.FORWARD, module.LAYERS[0], shape, (0, 0), torch.device("cpu"), True)
+
+
+def test_a_layer_of_such_a_size_has_both_kernels() -> None:
+    layer = "1x4x40000x40000 -> 4, k=3, s=2"
+    module: Any = load(emitted_layer(layer, "sm_80"))
+    on_the_emulator(module, "sm_80")
+    for shape in ((1, 4, 40000, 40000), (1, 4, 8, 8)):
+        module.prepare(module.Pass.FORWARD, module.LAYERS[0], shape, (0, 0), torch.device("cpu"), True)
+
+
+# That it computes what the original computes
+
+
+def both(module: Any) -> tuple[nn.Module, nn.Module]:
+    models = []
+    for cls in (module.Model, module.ModelNew):
+        torch.manual_seed(3)
+        models.append(cls(*module.get_init_inputs()))
+    return models[0], models[1]
+
+
+@needs_emulator
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("layer", LAYERS[:6])
+def test_it_computes_the_layer_and_its_gradients(layer: str, arch: str) -> None:
+    """Small integers, whose sums are exact in any order and any of the dtypes."""
+    module: Any = load(emitted(layer))
+    on_the_emulator(module, arch)
+    problem = module.LAYERS[0].problem
+    dtype = getattr(torch, problem.dtype)
+    model, new = both(module)
+    with torch.no_grad():
+        for parameter, other in zip(model.parameters(), new.parameters(), strict=True):
+            assert torch.equal(parameter, other)
+            parameter.copy_(torch.randint(-3, 4, parameter.shape))
+            other.copy_(parameter)
+    new.to(dtype)
+    model.double()
+    for shape in (problem.input_shape, (1, problem.in_channels, *(5, 4, 3)[: problem.dims])):
+        x = torch.randint(-3, 4, shape).to(dtype)
+        results = []
+        for each, source in ((model, x.double()), (new, x.transpose(0, 1).contiguous().transpose(0, 1))):
+            leaf = source.detach().requires_grad_()
+            output = each(leaf)
+            torch.manual_seed(5)
+            gradient = torch.randint(-3, 4, output.shape).to(output.dtype)
+            each.zero_grad()
+            output.backward(gradient)
+            results.append([output.detach(), leaf.grad, *(parameter.grad for parameter in each.parameters())])
+        for exact, ours in zip(*results, strict=True):
+            assert torch.equal(exact.to(dtype), ours)
+
+
+@needs_emulator
+def test_a_model_of_several_layers() -> None:
+    module: Any = load(emitted("two layers"))
+    extension = on_the_emulator(module, "sm_80")
+    model, new = both(module)
+    assert [type(layer).__module__ for layer in new.modules() if "Transpose" in type(layer).__name__] == [
+        module.__name__
+    ] * 3
+    assert list(model.state_dict()) == list(new.state_dict())
+    x = module.get_inputs()[0]
+    torch.testing.assert_close(new(x), model(x))
+    torch.testing.assert_close(new.again(x[0]), model.again(x[0]))
+    torch.testing.assert_close(new.again(x, output_size=[13, 15]), model.again(x, output_size=[13, 15]))
+    assert len(module.LAYERS) == 2
+    assert extension.launches
+
+
+@needs_emulator
+@pytest.mark.slow
+def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> None:
+    """The C++ between Python and a launch, built for the CPU: pointers, a missing tensor, bytes, sizes, errors."""
+    binding = binding_on_the_cpu(small.BINDING, tmp_path)
+    first, second = torch.rand(3), torch.rand(4)
+    binding.launch(3, struct.pack("<i", -5), 2**31 - 1, 5, 6, 256, 1024, [first, None, second])
+    assert binding.launched() == [
+        *(3, 2**31 - 1, 5, 6, 256, 1, 1, 1024, 7),
+        *(first.data_ptr(), 0, second.data_ptr(), -5),
+    ]
+    with pytest.raises(RuntimeError, match="kernel 2 takes 2 tensors and 4 bytes, given 1 tensors and 3 bytes"):
+        binding.launch(2, b"abc", 1, 1, 1, 32, 0, [first])
+    with pytest.raises(RuntimeError, match="all tensors must be on one CUDA device, got cpu and meta"):
+        binding.launch(2, b"abcd", 1, 1, 1, 32, 0, [first, torch.empty(3, device="meta")])
+    with pytest.raises(RuntimeError, match="CUDA error 1"):
+        binding.launch(1, b"abcd", 1, 1, 1, 32, 13, [first])
+
+
+# What it refuses
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return load(emitted_layer("2x4x6x6 -> 4, k=3", "sm_80", "sm_90a"))
+
+
+def test_cpu_tensors_are_refused(small: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"the input is on cpu: .* CUDA devices alone"):
+        small.ModelNew()(torch.rand(2, 4, 6, 6))
+
+
+class Pretended:
+    """A tensor that says it is elsewhere, or of another kind."""
+
+    def __init__(self, tensor: torch.Tensor, device: str = "cuda:0") -> None:
+        self.tensor, self.device = tensor, torch.device(device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+@pytest.mark.parametrize(
+    ("input", "weight", "error", "message"),
+    [
+        (torch.rand(2, 4, 6, 6).half(), torch.rand(4, 4, 3, 3), NotImplementedError, "input is torch.float16.*--dtype"),
+        (torch.rand(2, 4, 6, 6), torch.rand(4, 4, 3, 3).double(), NotImplementedError, "weight is torch.float64"),
+        (
+            torch.rand(2, 5, 6, 6),
+            torch.rand(4, 4, 3, 3),
+            RuntimeError,
+            r"\(N, 4, \*spatial\).*got shape \(2, 5, 6, 6\)",
+        ),
+        (torch.rand(2, 4, 6), torch.rand(4, 4, 3, 3), RuntimeError, "2 spatial sizes"),
+        (torch.rand(2, 4, 0, 6), torch.rand(4, 4, 3, 3), RuntimeError, "at least 1"),
+    ],
+)
+def test_wrong_tensors_are_refused(
+    small: Any, input: torch.Tensor, weight: torch.Tensor, error: type[Exception], message: str
+) -> None:
+    class Layer:
+        bias = None
+
+    Layer.weight = Pretended(weight)  # type: ignore[attr-defined]
+    with pytest.raises(error, match=message):
+        small.check(Layer, Pretended(input), small.LAYERS[0].problem)
+    with pytest.raises(RuntimeError, match="on one device, got cuda:1 and cuda:0"):
+        small.check(Layer, Pretended(torch.rand(2, 4, 6, 6), "cuda:1"), small.LAYERS[0].problem)
+
+
+def test_other_architectures_are_refused(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    for capability, arch in (((8, 0), "sm_80"), ((9, 0), "sm_90a")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert small.arch_of(device) == arch
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    with pytest.raises(NotImplementedError, match=r"kernels for sm_80, sm_90a, and cuda:0 is sm_86: .* --arch"):
+        small.arch_of(device)
+
+
+def test_other_layers_are_refused() -> None:
+    module: Any = load(emitted("two layers"))
+    with pytest.raises(NotImplementedError, match=r"no kernels for body.0, ConvTranspose2d\(5, 4"):
+        module.ModelNew(5)
+
+
+@pytest.mark.parametrize("before", [None, "Hopper"])
+def test_it_is_built_for_its_architecture_alone(
+    small: Any, before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        small, "load_inline", lambda **options: asked.append((options["name"], os.environ["TORCH_CUDA_ARCH_LIST"]))
+    )
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", before)
+    for arch in ("sm_80", "sm_90a", "sm_80"):
+        small.build(arch)
+    assert [arch for _, arch in asked] == ["8.0", "9.0a"]
+    assert len({name for name, _ in asked}) == 2
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == before
+    small.build.cache_clear()
+
+
+@needs_emulator
+def test_it_has_first_derivatives_only(small: Any) -> None:
+    module: Any = load(emitted_layer("2x4x6x6 -> 4, k=3", "sm_80"))
+    on_the_emulator(module, "sm_80")
+    x = torch.rand(1, 4, 3, 3, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        torch.autograd.grad(module.ModelNew()(x).sum(), x, create_graph=True)
