@@ -23,6 +23,10 @@ _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 _REGISTERS = 65536
 _OFFERED = 8
 
+# Measured over predicted time of a forward pass, by whether channels come last (docs/performance.md): the model ranks
+# variants, and is held against another algorithm's here.
+_MEASURED_FORWARD = {False: 0.6, True: 1.6}
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -77,6 +81,7 @@ class GatherTiled:
         result = []
         for variant, cycles in _variants(_Layer(gather)):
             if _fits(gather, variant, (1, 1, 1, variant.lanes), device):
+                cycles *= _MEASURED_FORWARD[problem.channels_last] if gather.forward else 1.0
                 seconds, bound = cost_seconds(problem, device, work * cycles)
                 result.append(Candidate(self.name, variant, seconds, bound))
         return result
