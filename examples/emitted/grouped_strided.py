@@ -1687,6 +1687,7 @@ def channels_innermost(channels: int, strides: "Strides") -> bool:
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
+    ``geometry`` is the kernel's last parameter; there is none where it is empty.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     """
 

@@ -405,34 +405,138 @@ FILES["pack_weights.cu"] = r"""
 //
 //     [step][operation][part][chunk of two][row of 64][16 bytes]
 //
-// One thread makes one chunk of one row in all its parts. Rows and channels that do not exist are zero.
+// Rows, channels and operations that do not exist are zero.
+//
+// A thread block takes a slab through shared memory: CHUNK input channels, SLAB_CHANNELS output channels, SLAB_TAPS
+// taps. It reads the slab in the order in which weights lie in memory, so that each is read once, and writes a run of
+// SLAB_CHANNELS rows for every tap. Both loops give an output channel and a tap to a thread: the first moves the input
+// channels of the pair one by one, the second makes them a chunk.
 
-extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS)
-    pack_weights(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed, const int groups) {
-  constexpr int OUTER = CHANNEL_GROUPS * LINE_GROUPS;
-  const long long index = (long long)blockIdx.x * 256 + threadIdx.x;
-  const int row = index % ROWS, chunk = index / ROWS % 2;
-  const int operation_index = index / (ROWS * 2) % OPERATIONS;
-  const int rest = index / (ROWS * 2 * OPERATIONS);
-  const int step = rest % STEPS, outer = rest / STEPS % OUTER, group = rest / (STEPS * OUTER);
-  if (group >= groups) return;
+constexpr int THREADS = 256;
+constexpr int ROW_SLABS = CHANNEL_GROUPS * CHANNEL_BLOCKS * (ROWS / SLAB_CHANNELS);
+constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;  // of a block of channels and a group of lines
+constexpr int PLACES = LINE_GROUPS * CHANNEL_OPERATIONS;         // the taps, and operations that do not exist
+constexpr int TAP_SLABS = ceil_div(PLACES, SLAB_TAPS);
+constexpr int STAGED = SLAB_TAPS < TAPS ? SLAB_TAPS : TAPS;
+constexpr int PAIRS = SLAB_CHANNELS * STAGED;
+constexpr int BATCH = PAIRS > 3 * THREADS ? 4 : ceil_div(PAIRS, THREADS);  // pairs that a thread reads at once
+constexpr bool TAPS_INNERMOST = WEIGHT_STRIDE_TAP <= WEIGHT_STRIDE_OUT;
+constexpr int BANK = 4 / (int)sizeof(scalar_t);             // elements of a bank
+constexpr int PITCH = (ceil_div(STAGED, BANK) | 1) * BANK;  // odd in banks: a warp's rows lie in different ones
+static_assert(SLAB_CHANNELS % 16 == 0, "channel_of_row keeps 16 rows together");
 
-  Operation operation;
-  const bool exists = find_operation(operation_index, outer % LINE_GROUPS * LINES, operation);
-  const int out = (outer / LINE_GROUPS * CHANNEL_BLOCKS + operation.channel_block) * ROWS + channel_of_row(row);
-  const int tap = (operation.depth_tap * AXIS_H.kernel + operation.height_tap) * AXIS_W.kernel + operation.width_tap;
-  alignas(16) scalar_t parts[PARTS][CHUNK];
-#pragma unroll
-  for (int i = 0; i < CHUNK; ++i) {
-    const int in = step * STEP_CHANNELS + chunk * CHUNK + i;
-    const bool inside = exists && out < DST_CHANNELS && in < SRC_CHANNELS;
-    const long long first = (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS;
-    prepare(inside ? read(weight + first + weight_offset(in, out, tap)) : zero<scalar_t>(), parts, i);
+// The output channel and the tap of a slab's pair, in the order in which weights lie in memory.
+__device__ __forceinline__ int out_of(int pair) { return TAPS_INNERMOST ? pair / STAGED : pair % SLAB_CHANNELS; }
+__device__ __forceinline__ int tap_of(int pair) { return TAPS_INNERMOST ? pair % STAGED : pair / SLAB_CHANNELS; }
+
+// A tap of an axis, and the phases that own taps.
+struct Standing {
+  int phase;   // how many come before its own
+  int before;  // taps of those
+  int index;   // taps of its own phase that come before it
+  int count;   // taps of its own phase
+};
+
+__device__ __forceinline__ Standing standing_of(Axis axis, int tap) {
+  const int step = tap_step(axis);
+  Standing standing = {0, 0, tap / step, ceil_div(axis.kernel - tap % step, step)};
+  for (int first = 0; first < step && first < axis.kernel; ++first)  // the first taps of all phases
+    if (phase_of(axis, first) < phase_of(axis, tap)) {
+      ++standing.phase;
+      standing.before += ceil_div(axis.kernel - first, step);
+    }
+  return standing;
+}
+
+// Operations of a block of channels and a group of lines that exist.
+__device__ __forceinline__ int existing_operations(int line_group) {
+  int taps = 0;
+  for (int i = 0; i < LINES; ++i) taps += taps_of_line(line_group * LINES + i);
+  return LINE_GROUPS == 1 ? TAPS : taps * AXIS_W.kernel;
+}
+
+// The inverse of `find_operation`: the operation of a tap, counted from the first of the first group of lines as the
+// packed weights of one step are. Behind the last tap follow the operations that do not exist.
+__device__ __forceinline__ int place_of(int tap, int channel_block) {
+  constexpr int LINE_GROUP = STEPS * OPERATIONS;
+  if (tap >= TAPS) {
+    int index = tap - TAPS;
+    for (int line_group = 0;; ++line_group) {
+      const int existing = existing_operations(line_group), missing = CHANNEL_OPERATIONS - existing;
+      if (index < missing) return line_group * LINE_GROUP + CHANNEL_BLOCKS * existing + channel_block * missing + index;
+      index -= missing;
+    }
   }
-  unsigned char* const target = packed + (index / (ROWS * 2) * OPERATION_BYTES + (chunk * ROWS + row) * 16);
+  const Standing d = standing_of(AXIS_D, tap / (AXIS_H.kernel * AXIS_W.kernel));
+  const Standing h = standing_of(AXIS_H, tap / AXIS_W.kernel % AXIS_H.kernel);
+  const Standing w = standing_of(AXIS_W, tap % AXIS_W.kernel);
+  const int line = d.phase * OWNED_H + h.phase, line_group = line / LINES;
+  int before = 0;
+  for (int other = line_group * LINES; other < line; ++other) before += taps_of_line(other);
+  const int index = (d.index * h.count + h.index) * w.count + w.index;
+  return line_group * LINE_GROUP + channel_block * existing_operations(line_group) + before * AXIS_W.kernel +
+         d.count * h.count * w.before + index;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    pack_weights(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
+  __shared__ scalar_t slab[CHUNK][SLAB_CHANNELS * PITCH];
+  __shared__ int places[SLAB_TAPS];
+  const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;
+  const int chunk = blockIdx.x / (ROW_SLABS * TAP_SLABS) % (2 * STEPS);
+  const int group = blockIdx.x / (ROW_SLABS * TAP_SLABS) / (2 * STEPS);
+  const int first_in = chunk * CHUNK, first_out = row_slab * SLAB_CHANNELS, first_place = tap_slab * SLAB_TAPS;
+  const int channel_block = first_out / ROWS % CHANNEL_BLOCKS;
+
+  const scalar_t* const origin = weight + (long long)(group * SRC_CHANNELS + first_in) * WEIGHT_STRIDE_IN +
+                                 weight_offset(0, first_out, first_place);
+  for (int first = threadIdx.x; first < PAIRS; first += BATCH * THREADS) {
+    scalar_t values[BATCH][CHUNK];  // on their way together
 #pragma unroll
-  for (int part = 0; part < PARTS; ++part)
-    *(Vector<scalar_t, CHUNK>*)(target + part * (2 * ROWS * 16)) = *(const Vector<scalar_t, CHUNK>*)parts[part];
+    for (int k = 0; k < BATCH; ++k) {
+      const int pair = first + k * THREADS, out = out_of(pair), tap = tap_of(pair);
+      const bool inside = pair < PAIRS && first_out + out < DST_CHANNELS && first_place + tap < TAPS;
+      const scalar_t* const from = origin + weight_offset(0, out, tap);
+#pragma unroll
+      for (int in = 0; in < CHUNK; ++in) {
+        const bool exists = inside && first_in + in < SRC_CHANNELS;
+        values[k][in] = exists ? read(from + (long long)in * WEIGHT_STRIDE_IN) : zero<scalar_t>();
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      const int pair = first + k * THREADS;
+      if (pair >= PAIRS) break;
+#pragma unroll
+      for (int in = 0; in < CHUNK; ++in) slab[in][out_of(pair) * PITCH + tap_of(pair)] = values[k][in];
+    }
+  }
+  // The last threads have the fewest weights to read.
+  for (int i = THREADS - 1 - (int)threadIdx.x; i < SLAB_TAPS && first_place + i < PLACES; i += THREADS)
+    places[i] = place_of(first_place + i, channel_block);
+  __syncthreads();
+
+  const int outer = group * CHANNEL_GROUPS + first_out / (CHANNEL_BLOCKS * ROWS);
+  unsigned char* const target = packed +
+                                ((long long)outer * LINE_GROUPS * STEPS + chunk / 2) * OPERATIONS * OPERATION_BYTES +
+                                (chunk % 2 * ROWS + first_out % ROWS) * 16;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < SLAB_CHANNELS * SLAB_TAPS; i += THREADS) {
+    const int row = i % SLAB_CHANNELS, tap = i / SLAB_CHANNELS;
+    if (first_place + tap >= PLACES) break;
+    const bool exists = first_place + tap < TAPS;
+    scalar_t values[CHUNK];
+#pragma unroll
+    for (int in = 0; in < CHUNK; ++in)
+      values[in] = exists ? slab[in][channel_of_row(row) * PITCH + tap] : zero<scalar_t>();
+    alignas(16) scalar_t parts[PARTS][CHUNK];
+#pragma unroll
+    for (int in = 0; in < CHUNK; ++in) prepare(values[in], parts, in);
+    unsigned char* const to = target + (long long)places[tap] * OPERATION_BYTES + row * 16;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+      *(Vector<scalar_t, CHUNK>*)(to + part * (2 * ROWS * 16)) = *(const Vector<scalar_t, CHUNK>*)parts[part];
+  }
 }
 """
 FILES["common/async.cuh"] = r"""
@@ -751,9 +855,11 @@ constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 __host__ __device__ constexpr int piece_of(int cells) {
   return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
 }
-constexpr int PIECE = DST_CHANNELS_LAST ? (GROUP_CELLS % 16 == 0 ? 16 : 8) : piece_of(128);
+constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
-constexpr int STAGING_PITCH = PIECE * DST_W + 8;
+// What a warp turns around at a time: 8 channels of a piece, or the 16 of its cells, pixels apart so that banks differ.
+constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? (sizeof(scalar_t) == 4 ? 20 : 24) : PIECE * DST_W + 8;
+constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 
 struct Geometry {
   Tensor5 src, dst;
@@ -1045,10 +1151,11 @@ struct Store {
   }
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written.
-  static constexpr int WIDE = 8 / (int)sizeof(scalar_t);  // elements of a wide store
-  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? PIECE / 4 : ceil_div(PIECE * DST_W, 32);
+  static constexpr int WIDE = (DST_CHANNELS_LAST ? 16 : 8) / (int)sizeof(scalar_t);  // elements of a wide store
+  static constexpr int VECTORS_OF_PIXEL = 16 / WIDE;                                 // with channels last
+  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? VECTORS_OF_PIXEL : ceil_div(PIECE * DST_W, 32);
 
-  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or its cells, two of every eight.
+  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or of every 32 vectors one.
   struct Elements {
     offset_t offset[ELEMENTS];
     int count[ELEMENTS];  // of the vector's or the cell's elements, those that exist
@@ -1059,7 +1166,7 @@ struct Store {
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
       const int element = (lane() + 32 * i) * g.store_vector, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
-      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? i / 2 * 8 + lane() % 4 * 2 + i % 2 : element / DST_W);
+      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? (lane() + 32 * i) / VECTORS_OF_PIXEL : element / DST_W);
       elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
       if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
       Pixel p;
@@ -1152,35 +1259,49 @@ struct Store {
       }
   }
 
-  // Channels last: a thread's two rows are neighbouring channels, and eight lanes 16 of them.
+  // Channels last: a thread's two rows are neighbouring channels, and eight lanes hold 16 of them. The warp turns one
+  // phase of a piece around, so that a lane stores 16 bytes.
   template <int LINE>
   __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
+    scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
-    for (int cell = 0; cell < ELEMENTS; ++cell) {
-      if (!exists(elements, cell, depth, height)) continue;
-      scalar_t* const pixel = dst + elements.offset[cell] + depth * g.dst.stride[2] + height * g.dst.stride[3];
+    for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
+      const int first_channel = channel(block, 0), pair_channel = channel(block, lane() / 4);
+      const float first[2] = {start(pair_channel), start(pair_channel + 1)};
 #pragma unroll
-      for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
-        const int first = channel(block, lane() / 4);
-        if (first >= DST_CHANNELS) continue;
-        float value[2][2 * DST_W];
+      for (int phase = 0; phase < DST_W; ++phase) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          run<LINE>(value[half], block, piece * (PIECE / 8) + cell / 2, half, start(first + half));
+        for (int j = 0; j < PIECE / 8; ++j) {
+          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+          float value[2][2 * DST_W];
 #pragma unroll
-        for (int i = 0; i < DST_W; ++i) {
-          if (i >= elements.count[cell]) continue;
-          Vector<scalar_t, 2> pair;
+          for (int half = 0; half < 2; ++half)
+            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, first[half]);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) narrow(value[half][cell % 2 * DST_W + i], pair.value[half]);
-          scalar_t* const to = pixel + i * g.dst.stride[4] + first;
-          if (g.store_vector == 2) {
-            *(Vector<scalar_t, 2>*)to = pair;
-          } else {
-            to[0] = pair.value[0];
-            if (first + 1 < DST_CHANNELS) to[1] = pair.value[1];
+          for (int cell = 0; cell < 2; ++cell) {
+            Vector<scalar_t, 2> pair;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + phase], pair.value[half]);
+            *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + lane() / 4 * 2) = pair;
           }
         }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) {
+          if (phase >= elements.count[i] || !exists(elements, i, depth, height)) continue;
+          const int vector = lane() + 32 * i, from_channel = vector % VECTORS_OF_PIXEL * WIDE;
+          const scalar_t* const from = staging + vector / VECTORS_OF_PIXEL * STAGING_PITCH + from_channel;
+          const int remaining = DST_CHANNELS - first_channel - from_channel;
+          scalar_t* const to = line + elements.offset[i] + phase * g.dst.stride[4] + first_channel + from_channel;
+          if (g.store_vector == WIDE && remaining > 0) {
+            *(Vector<scalar_t, WIDE>*)to = *(const Vector<scalar_t, WIDE>*)from;
+          } else {
+#pragma unroll
+            for (int k = 0; k < WIDE; ++k)
+              if (k < remaining) to[k] = from[k];
+          }
+        }
+        __syncwarp();
       }
     }
   }
@@ -1231,7 +1352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   unsigned char* const resident = shared_memory + STAGES * stage_bytes;
   unsigned char* raw = resident + RESIDENT_WEIGHTS;
   scalar_t* const staging = (scalar_t*)(raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage));
-  unsigned* const halo = (unsigned*)(staging + (DST_CHANNELS_LAST ? 0 : CONSUMERS * 4 * 8 * STAGING_PITCH));
+  unsigned* const halo = (unsigned*)(staging + CONSUMERS * 4 * STAGING);
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
@@ -1427,7 +1548,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                         shared.cells + cell_part * GROUP_CELLS,
                         dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1],
                         bias + first_channel,
-                        staging + thread / 32 * (8 * STAGING_PITCH)};
+                        staging + thread / 32 * STAGING};
       store();
     }
   }
@@ -2217,6 +2338,8 @@ constexpr int K_STEPS = 1;
 constexpr int PARTS = 1;
 constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
+constexpr int SLAB_CHANNELS = 16;
+constexpr int SLAB_TAPS = 9;
 """, ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "pack_weights.cu")),
     ("implicit_gemm", r"""
 // implicit_gemm, specialised by:
@@ -2831,6 +2954,7 @@ def channels_innermost(channels: int, strides: "Strides") -> bool:
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
+    ``geometry`` is the kernel's last parameter; there is none where it is empty.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     """
 
@@ -3440,20 +3564,31 @@ def raw_pitch(halo: int, size: int) -> int:
 
 def shared_bytes(gather: "Gather", variant: "GemmVariant", tile: "Tile", aligned: bool = True) -> int:
     """Dynamic shared memory of a tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
-    size = DTYPE_BYTES[gather.dtype]
-    product = Product.of(gather, variant)
-    weights = variant.row_parts * product.step_bytes(variant)
-    stage = variant.parts * 2 * variant.k_steps * (tile.allocated + (0 if aligned else 32)) * CHUNK_BYTES
-    if variant.resident:
-        total = variant.stages * stage + product.steps * weights
-    else:
-        total = variant.stages * (stage + variant.k_steps * weights)
-    if not (gather.src.channels_last or variant.innermost):
-        total += variant.loader_groups * RAW_STAGES * variant.k_steps * 2 * CHUNK_BYTES * raw_pitch(tile.halo, size)
-    if not gather.dst.channels_last:
-        total += CONSUMERS * 4 * 8 * (_piece(gather.axes[2].stride, size) + 8) * size
-    copied = 1 if gather.src.channels_last or not aligned else tile.copy_bytes // size
-    return total + (4 + (8 if wide(gather) else 4) * variant.loader_groups) * math.ceil(tile.halo / copied) + 8
+    return _SharedBytes(gather, variant).of(tile, aligned)
+
+
+class _SharedBytes:
+    """Dynamic shared memory of the tiles of a variant."""
+
+    def __init__(self, gather: "Gather", variant: "GemmVariant") -> None:
+        self.size = DTYPE_BYTES[gather.dtype]
+        self.src_channels_last = gather.src.channels_last
+        product = Product.of(gather, variant)
+        weights = variant.row_parts * product.step_bytes(variant)
+        weights *= product.steps if variant.resident else variant.stages * variant.k_steps
+        self.fixed = weights + CONSUMERS * 4 * _staging_bytes(gather, self.size) + 8
+        chunks = 2 * variant.k_steps
+        self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
+        in_place = self.src_channels_last or variant.innermost
+        self.raw = 0 if in_place else variant.loader_groups * RAW_STAGES * chunks * CHUNK_BYTES
+        self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
+
+    def of(self, tile: "Tile", aligned: bool) -> int:
+        """Of one tile."""
+        copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
+        total = self.fixed + self.allocated * (tile.allocated + (0 if aligned else 32))
+        total += self.raw * raw_pitch(tile.halo, self.size) if self.raw else 0
+        return total + self.table * -(-tile.halo // copied)
 
 
 def _static_shared_bytes(variant: "GemmVariant", product: "Product") -> int:
@@ -3468,12 +3603,15 @@ def wide(gather: "Gather") -> bool:
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
 
 
-def _piece(stride: int, size: int) -> int:
-    """Elements of a row that a warp turns around at once (``PIECE`` in the kernel)."""
+def _staging_bytes(gather: "Gather", size: int) -> int:
+    """What a warp turns around at once before it stores (``STAGING`` in the kernel)."""
+    if gather.dst.channels_last:
+        return 32 * (80 if size == 4 else 48)
+    stride = gather.axes[2].stride
     cells = 128
     while cells > 8 and cells * stride * size > 256:
         cells //= 2
-    return cells * stride
+    return 8 * (cells * stride + 8) * size
 
 
 def _pixels_join(gather: "Gather") -> bool:
@@ -3507,22 +3645,27 @@ def best_tile(gather: "Gather", variant: "GemmVariant", batch: int, device: "Dev
     limit = device.shared_bytes_per_block - static - reserve
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
+    shared = _SharedBytes(gather, variant)
     for tile in _tiles(gather, variant.cells, batch, banks):
-        if tile.run >= variant.innermost and shared_bytes(gather, variant, tile, not reserve) <= limit:
+        if tile.run >= variant.innermost and shared.of(tile, not reserve) <= limit:
             return tile
     return None
 
 
 @lru_cache(maxsize=65536)
 def _tiles(gather: "Gather", capacity: int, batch: int, banks: int) -> "list[Tile]":
-    """Tiles of at most ``capacity`` cells, those in their halo included; least work first."""
+    """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory."""
     # Several images only where offsets within the tile have 32 bits.
     sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
     images = min((2**31 - one) // max(1, stride) for stride, one in sides)
     pixels = math.prod(gather.cells)
     if _pixels_join(gather) and images > capacity // max(1, pixels) + 2 and (batch + 1) * pixels < 2**31 - capacity:
         return [_run(gather, capacity, batch, banks)]
-    return sorted(_boxes(gather, capacity, batch, banks, images), key=lambda tile: _work(tile, capacity))
+    found: list[Tile] = []
+    for tile in sorted(_boxes(gather, capacity, batch, banks, images), key=lambda tile: _work(tile, capacity)):
+        if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
+            found.append(tile)
+    return found
 
 
 def _work(tile: "Tile", capacity: int) -> float:
@@ -3608,8 +3751,8 @@ def store_vector(gather: "Gather", tile: "Tile") -> int:
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
     if gather.dst.channels_last:
-        even = gather.dst_channels % 2 == 0 and all(s % 2 == 0 for s in (batch, depth, height, width))
-        return 2 if even else 1
+        wide = 16 // size
+        return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride
     for count in (8 // size, 2):
         rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
@@ -3698,14 +3841,26 @@ def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "t
 
 
 def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") -> "Launch":
-    constants = tuple(c for c in _packing(gather, variant, product) if c[0] != "HAS_BIAS")
-    chunks = product.row_groups * product.steps * product.operations * 2 * ROWS
+    places = product.line_groups * product.operations // variant.channel_blocks
+    row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
+    # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
+    # memory, channels or taps, stay long.
+    if gather.weight_channels_last:
+        slabs = [(ROWS, taps) for taps in (16, 8, 4, 2, 1)]
+    else:
+        slabs = [(channels, min(places, 128)) for channels in (64, 32, 16)]
+    for channels, taps in slabs:
+        blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
+        if channels * taps <= 1024 and blocks >= 256:
+            break
+    constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
+    constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps)]
     return Launch(
-        source=KernelSource("pack_weights", gather.dtype, False, constants),
-        grid=(math.ceil(chunks / 256), 1, 1),
+        source=KernelSource("pack_weights", gather.dtype, False, tuple(constants)),
+        grid=(blocks, 1, 1),
         block=256,
         shared_bytes=0,
-        geometry=struct.pack("<i", gather.groups),
+        geometry=b"",
     )
 
 

@@ -36,12 +36,14 @@ def polyphase_version() -> str:
 def commit() -> str:
     """The git commit this package runs from, with ``+`` for changes on top of it.
 
-    Outside a git checkout it is what ``POLYPHASE_COMMIT`` says, for those who copy a checkout to the machine.
+    What ``POLYPHASE_COMMIT`` says comes first, for those who copy a checkout's files to another machine; empty where
+    neither tells.
     """
+    if said := os.environ.get("POLYPHASE_COMMIT"):
+        return said
     here = Path(__file__).parent
-    # An installed copy may lie inside somebody else's checkout: ours is one that tracks this very file.
     if _output("git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name) == "":
-        return os.environ.get("POLYPHASE_COMMIT", "")
+        return ""
     changed = _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", ".")
     return _output("git", "-C", str(here), "rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
 
