@@ -131,10 +131,9 @@ class Extension:
         self.launches.append(name)
         texts = [self.files[file] for file in self.shared], [self.files[file] for file in files]
         kernel = EmulatedKernel("\n".join([*texts[0], specialisation, *texts[1]]), name)
-        value: Any = (ctypes.c_ubyte * len(geometry)).from_buffer_copy(geometry)
-        if name == "pack_weights":  # its last parameter is a number
-            value = int.from_bytes(geometry, "little", signed=True)
-        kernel.launch((grid_x, grid_y, grid_z), block, shared_bytes, [*tensors, value])
+        sizes = (ctypes.c_ubyte * len(geometry)).from_buffer_copy(geometry)
+        parameters = [*tensors, sizes] if geometry else tensors
+        kernel.launch((grid_x, grid_y, grid_z), block, shared_bytes, parameters)
 
 
 def on_the_emulator(module: Any, arch: str) -> Extension:

@@ -173,12 +173,13 @@ def assert_as_accurate_as_torch(out: Tensor, torch_out: Tensor, ref64: Tensor, e
 def rounding_eps(ref64: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """What rounding alone may cost: the sum in at least float32, and the result once in its own dtype.
 
-    Double precision is compared with a reference that is no better, so its allowance covers the errors of both.
+    Eight units of the sum of all products' magnitudes: of 300,000 sums of 576 products, made in one chain, the worst is
+    off by six. Double precision is compared with a reference that is no better: its allowance covers both errors.
     """
     dtype = dtype.to_real()
     if dtype == torch.float64:
         return 16 * UNIT_ROUNDOFF[dtype] * magnitude
-    return 4 * UNIT_ROUNDOFF[torch.float32] * magnitude + UNIT_ROUNDOFF[dtype] * ref64.abs()
+    return 8 * UNIT_ROUNDOFF[torch.float32] * magnitude + UNIT_ROUNDOFF[dtype] * ref64.abs()
 
 
 def tf32_eps(problem: ConvTransposeProblem, operands: Operands) -> Results:

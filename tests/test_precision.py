@@ -380,7 +380,7 @@ class Stack(torch.nn.Module):
 def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Any]:
     """`check` on the CPU, told that TF32 is allowed or not."""
     file = ModelFile(Path("model.py"), request.param, lambda: [torch.rand(2, 8, 9, 7)], list)
-    trial = check_module._Trial
+    trial = check_module.Trial
 
     def check(allowed: bool) -> Any:
         class Told(trial):  # type: ignore[misc, valid-type]
@@ -389,7 +389,7 @@ def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
                 assert not self.tf32
                 self.tf32 = allowed
 
-        monkeypatch.setattr(check_module, "_Trial", Told)
+        monkeypatch.setattr(check_module, "Trial", Told)
         return check_module.check_model(file, check_module.Options(CPU, time=False, trials=1))
 
     return check

@@ -1199,19 +1199,22 @@ LAUNCHER = r"""
 #include <cuda_runtime.h>
 
 #include <cstddef>
-#include <tuple>
+#include <type_traits>
 
 struct Entry {
   const void* kernel;
   std::size_t pointers, geometry_bytes;
 };
 
-// Every kernel takes pointers and, last, one value: the sizes of the call.
+// Every kernel takes pointers and, last, the sizes of the call as one value, if it needs any.
 template <class... Parameters>
 Entry entry(void (*kernel)(Parameters...)) {
-  constexpr std::size_t pointers = sizeof...(Parameters) - 1;
-  typedef typename std::tuple_element<pointers, std::tuple<Parameters...>>::type Geometry;
-  return {(const void*)kernel, pointers, sizeof(Geometry)};
+  Entry found = {(const void*)kernel, 0, 0};
+  const bool are_pointers[] = {std::is_pointer<Parameters>::value...};
+  const std::size_t sizes[] = {sizeof(Parameters)...};
+  for (std::size_t i = 0; i < sizeof...(Parameters); ++i)
+    (are_pointers[i] ? found.pointers : found.geometry_bytes) += are_pointers[i] ? 1 : sizes[i];
+  return found;
 }
 
 static const Entry entries[] = {POLYPHASE_KERNELS};

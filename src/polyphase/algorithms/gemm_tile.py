@@ -128,7 +128,7 @@ def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceIn
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
     shared = _SharedBytes(gather, variant)
     for tile in _tiles(gather, variant.cells, batch, banks):
-        if tile.run >= variant.innermost and shared.of(tile, not reserve) <= limit:
+        if shared.of(tile, not reserve) <= limit:
             return tile
     return None
 
