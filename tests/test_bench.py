@@ -341,6 +341,14 @@ RECORDS = [
 ]
 
 
+def test_the_commit_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = environment.commit.__wrapped__  # which remembers nothing
+    monkeypatch.delenv("POLYPHASE_COMMIT", raising=False)
+    told = commit()
+    monkeypatch.setenv("POLYPHASE_COMMIT", "0123456789")
+    assert commit() == "0123456789" != told
+
+
 def test_a_csv_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "results.csv"
     write_csv(path, RECORDS)

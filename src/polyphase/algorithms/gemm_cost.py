@@ -46,17 +46,16 @@ def estimate(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, layer_bytes: int
 ) -> tuple[float, str]:
     """Predicted seconds of a variant, and whether ``layer_bytes`` or instructions bound it."""
-    costs = _COSTS
     product = Product.of(gather, variant)
     turns = variant.split == "turns"
     multiply, load, moved, slots = _main_loop(gather, variant, tile, product)
-    main = _norm(costs.overlap, multiply, load, moved, slots)
+    main = _norm(_COSTS.overlap, multiply, load, moved, slots)
     store = _store(gather, variant, product)
-    item = _norm(costs.turns, main, (multiply + store) / 2) if turns else main + store
+    item = _norm(_COSTS.turns, main, (multiply + store) / 2) if turns else main + store
     waves = tile.count * product.row_groups / variant.row_parts / device.multiprocessors
     if waves < 8:
         waves = math.ceil(waves)
-    busy = (max(waves, 2 if turns else 1) * item + costs.launch) / device.clock_hz
+    busy = (max(waves, 2 if turns else 1) * item + _COSTS.launch) / device.clock_hz
     floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
     return max(floor, busy), "bytes" if floor > busy else "instructions"
 
@@ -67,10 +66,9 @@ def _norm(exponent: float, *parts: float) -> float:
 
 def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> tuple[float, float, float, float]:
     """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
-    costs = _COSTS
     size = DTYPE_BYTES[gather.dtype]
     last = gather.src.channels_last
-    in_place = last or variant.innermost
+    in_place = variant.in_place(last)
     stages = product.steps // variant.k_steps
     chunks = 2 * variant.k_steps
     weight_bytes = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
@@ -80,39 +78,38 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     instructions *= 3 if variant.parts == 2 else 1
     operand_bytes = instructions * 2 * CHUNK_BYTES * (ROWS + variant.pixels)
     passes = (1 if size == 2 and in_place else 3) * (1 if variant.parts == 1 else 4 / 3)
-    shared = (operand_bytes + passes * pixel_bytes + weight_bytes) * costs.shared
-    products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else costs.other_instruction)
-    multiply = products + costs.issue * instructions + costs.wait * stages * variant.sharers
+    shared = (operand_bytes + passes * pixel_bytes + weight_bytes) * _COSTS.shared
+    products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else _COSTS.other_instruction)
+    multiply = products + _COSTS.issue * instructions + _COSTS.wait * stages * variant.sharers
 
     warps = variant.loader_threads // variant.loader_groups // 32
     vectors = tile.halo / (tile.copy_bytes // size)
     if last:
         pieces = CHUNK_BYTES // tile.copy_bytes
-        copies = costs.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
+        copies = _COSTS.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
     elif variant.innermost:
-        copies = costs.copy_blocks * math.ceil(vectors / (4 * warps)) * chunks
+        copies = _COSTS.copy_blocks * math.ceil(vectors / (4 * warps)) * chunks
     else:
-        copies = costs.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
+        copies = _COSTS.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
     turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
-    latency = costs.stage_in_place if in_place else costs.stage
-    load = stages * (latency + copies + costs.convert * turned) / variant.loader_groups
+    latency = _COSTS.stage_in_place if in_place else _COSTS.stage
+    load = stages * (latency + copies + _COSTS.convert * turned) / variant.loader_groups
 
     free = variant.stages - (variant.loader_groups if in_place else 0)
-    slot = costs.slot_in_place if in_place else costs.slot
-    slots = (stages * slot + costs.slot_use * multiply) / free
-    return multiply, load, (pixel_bytes + weight_bytes) * costs.moved, slots
+    slot = _COSTS.slot_in_place if in_place else _COSTS.slot
+    slots = (stages * slot + _COSTS.slot_use * multiply) / free
+    return multiply, load, (pixel_bytes + weight_bytes) * _COSTS.moved, slots
 
 
 def _store(gather: Gather, variant: GemmVariant, product: Product) -> float:
     """Cycles of an item's stores."""
-    costs = _COSTS
     owned = product.row_blocks // variant.channel_blocks * product.line_groups
     values = variant.group_cells / 2 * product.row_blocks * gather.phases / owned
     stride = gather.axes[2].stride
     if gather.dst.channels_last:
-        value = costs.value_pixels
+        value = _COSTS.value_pixels
     elif stride & (stride - 1):
-        value = costs.value_rows * costs.odd_stride * DTYPE_BYTES[gather.dtype]
+        value = _COSTS.value_rows * _COSTS.odd_stride * DTYPE_BYTES[gather.dtype]
     else:
-        value = costs.value_rows
-    return values * value * (costs.partial_lines if product.line_groups > 1 else 1)
+        value = _COSTS.value_rows
+    return values * value * (_COSTS.partial_lines if product.line_groups > 1 else 1)

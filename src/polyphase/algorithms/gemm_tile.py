@@ -43,9 +43,9 @@ def raw_pitch(halo: int, size: int) -> int:
     return whole if size == 4 else math.ceil((whole - 8) / 64) * 64 + 8
 
 
-def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile, aligned: bool = True) -> int:
-    """Dynamic shared memory of a tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
-    return _SharedBytes(gather, variant).of(tile, aligned)
+def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
+    """Dynamic shared memory of a tile."""
+    return _SharedBytes(gather, variant).of(tile, aligned=True)
 
 
 class _SharedBytes:
@@ -60,12 +60,12 @@ class _SharedBytes:
         self.fixed = weights + CONSUMERS * 4 * _staging_bytes(gather, self.size) + 8
         chunks = 2 * variant.k_steps
         self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
-        in_place = self.src_channels_last or variant.innermost
+        in_place = variant.in_place(self.src_channels_last)
         self.raw = 0 if in_place else variant.loader_groups * RAW_STAGES * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
 
     def of(self, tile: Tile, aligned: bool) -> int:
-        """Of one tile."""
+        """Of one tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
         copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
         total = self.fixed + self.allocated * (tile.allocated + (0 if aligned else 32))
         total += self.raw * raw_pitch(tile.halo, self.size) if self.raw else 0
@@ -163,12 +163,15 @@ def _run(gather: Gather, capacity: int, batch: int, banks: int) -> Tile:
     tiles = (math.ceil(batch * pixels / capacity), 1, 1, 1)
     pitch = pixels, height * width, width
     copy_bytes = max(_copy_sizes(gather, pixels))
-    return Tile(1, gather.cells, pitch, capacity, _allocated(capacity, banks), 0, copy_bytes, tiles, run=True)
+    return Tile(1, gather.cells, pitch, capacity, _allocated(capacity, capacity, banks), 0, copy_bytes, tiles, run=True)
 
 
-def _allocated(pixels: int, banks: int) -> int:
-    """Pixels of a run in shared memory: chunks of 32 are turned around, and chunks of channels lie in other banks."""
-    whole = math.ceil(pixels / 32) * 32
+def _allocated(halo: int, read: int, banks: int) -> int:
+    """Pixels of a run in shared memory, of which taps read some beyond the halo.
+
+    Chunks of 32 are turned around, and chunks of channels lie in other banks.
+    """
+    whole = max(math.ceil(halo / 32) * 32, read)
     return whole + (banks - whole) % 8 if banks else whole
 
 
@@ -214,9 +217,7 @@ def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: i
                     span = reach[0] * slab + reach[1] * row + reach[2] + skew
                     tail = (ahead[1] * row if whole else 0) + ahead[2]
                     halo = images * image + math.ceil(tail / even) * even
-                    allocated = max(_allocated(halo, 0), capacity + span)
-                    if banks:
-                        allocated += (banks - allocated) % 8
+                    allocated = _allocated(halo, capacity + span, banks)
                     tiles = (
                         math.ceil(batch / images),
                         math.ceil(depth / slabs),

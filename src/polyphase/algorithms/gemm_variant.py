@@ -68,6 +68,10 @@ class GemmVariant:
         """Warp groups that multiply the same item."""
         return 1 if self.split == "turns" else CONSUMERS
 
+    def in_place(self, channels_last: bool) -> bool:
+        """Whether pixels are copied to where they are used; ``channels_last`` is the source's memory format."""
+        return channels_last or self.innermost
+
     @property
     def loader_threads(self) -> int:
         """Threads that load; the registers of those who multiply leave no more."""

@@ -42,6 +42,7 @@ def commit() -> str:
     if said := os.environ.get("POLYPHASE_COMMIT"):
         return said
     here = Path(__file__).parent
+    # An installed copy may lie inside somebody else's checkout: ours is one that tracks this very file.
     if _output("git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name) == "":
         return ""
     changed = _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", ".")
