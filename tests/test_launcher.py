@@ -23,9 +23,17 @@ class FakeDriver:
     CUfunction = CUkernel = CUdevice = staticmethod(lambda handle: handle)
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
 
-    def __init__(self) -> None:
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+    CUlaunchConfig = SimpleNamespace
+
+    def __init__(self, version: int = 13000) -> None:
+        self.version = version
+        self.overlapping: list[Any] = []  # configurations of launches that may begin early
         self.limits: dict[int, int] = {}
         self.handles = itertools.count(1)
+
+    def CUlaunchAttribute(self) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(value=SimpleNamespace())
 
     def cuKernelSetAttribute(self, attribute: int, value: int, kernel: int, device: int) -> tuple[int]:  # noqa: N802
         self.limits[kernel] = value
@@ -37,9 +45,57 @@ class FakeDriver:
     def cuCtxSetCurrent(self, context: int) -> tuple[int]:  # noqa: N802
         return (0,)
 
+    def cuDriverGetVersion(self) -> tuple[int, int]:  # noqa: N802
+        return 0, self.version
+
+    def cuLaunchKernelEx(self, config: Any, function: int, *arguments: Any) -> tuple[int]:  # noqa: N802
+        self.overlapping.append(config)
+        return self.cuLaunchKernel(function, *(0,) * 6, config.sharedMemBytes)
+
     def cuLaunchKernel(self, function: int, *arguments: Any) -> tuple[int]:  # noqa: N802
         shared = arguments[6]
         return (0 if shared <= self.limits.get(function, 48 << 10) else 1,)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
+    """Makes the driver the launcher's, with nothing loaded and nothing to compile."""
+    core = SimpleNamespace(
+        Device=lambda index: SimpleNamespace(set_current=lambda: None),
+        ObjectCode=SimpleNamespace(
+            from_cubin=lambda binary: SimpleNamespace(
+                get_kernel=lambda name: SimpleNamespace(handle=next(driver.handles))
+            )
+        ),
+    )
+    launcher._may_overlap.cache_clear()
+    monkeypatch.setattr(launcher, "_loaded", {})
+    monkeypatch.setattr(launcher, "_driver", lambda: driver)
+    monkeypatch.setattr(launcher, "cuda_core", lambda: core)
+    monkeypatch.setattr(launcher, "compile_kernel", lambda source, arch: b"binary")
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "overlaps"), [("sm_90a", 12030, True), ("sm_90a", 12020, False), ("sm_80", 13000, False)]
+)
+def test_only_a_kernel_that_waits_by_itself_may_start_early(
+    monkeypatch: pytest.MonkeyPatch, arch: str, version: int, overlaps: bool
+) -> None:
+    problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3, dtype="float16")
+    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(arch)).launch
+    assert launch is not None
+    assert launch.prologue is not None
+    driver = FakeDriver(version)
+    use(monkeypatch, driver)
+    executable = launcher.Executable(launch, arch, 0, 4)
+    executable.prologue(7, 1, 2)
+    assert not driver.overlapping, "the prologue reads what the kernel before it has written"
+    executable(7, 1, 2, 3, 4)
+    assert [config.hStream for config in driver.overlapping] == [7] * overlaps
+    for config in driver.overlapping:
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        assert (grid, config.blockDimX, config.sharedMemBytes) == (launch.grid, launch.block, launch.shared_bytes)
+        assert [each.value.programmaticStreamSerializationAllowed for each in config.attrs] == [1]
+    launcher._may_overlap.cache_clear()
 
 
 def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,17 +109,7 @@ def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.Monk
         together.wait(10)  # nobody has loaded anything yet
         return b"binary"
 
-    core = SimpleNamespace(
-        Device=lambda index: SimpleNamespace(set_current=lambda: None),
-        ObjectCode=SimpleNamespace(
-            from_cubin=lambda binary: SimpleNamespace(
-                get_kernel=lambda name: SimpleNamespace(handle=next(driver.handles))
-            )
-        ),
-    )
-    monkeypatch.setattr(launcher, "_loaded", {})
-    monkeypatch.setattr(launcher, "_driver", lambda: driver)
-    monkeypatch.setattr(launcher, "cuda_core", lambda: core)
+    use(monkeypatch, driver)
     monkeypatch.setattr(launcher, "compile_kernel", compiled)
 
     failures: list[Exception] = []

@@ -8,8 +8,8 @@
 # architectures what knows them.
 #
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32
-#     sm_90a, forward: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
-#         parts=1, split=turns, resident=False, innermost=False, loader_groups=2, wgmma=True)
+#     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
+#         parts=1, split=turns, resident=False, innermost=False, loader_groups=2, wgmma=True, taps_in_rows=False)
 #     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=16, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
 #         stage_channels=4, loads=4, min_blocks=3, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=64, columns=64, thread_rows=8, thread_columns=8, k_slices=4, depth=32,
@@ -311,6 +311,11 @@ FILES["common/row_blocks.cuh"] = r"""
 // depth and height that own taps.
 //
 // An operation is one tap of one row block. `find_operation` numbers those of a thread block.
+//
+// Where output channels are few most of such a block would be empty. With TAPS_IN_ROWS a row is one tap of one channel
+// instead, for all taps of LINES of those phases: row blocks are one operation each, and what a pixel adds to the
+// outputs that it reaches is added up afterwards (store_overlap.cuh). Rows are ordered by line, channel, tap along
+// depth, height and width.
 
 constexpr int ROWS = 64;
 
@@ -346,22 +351,40 @@ __host__ __device__ constexpr int owned_phase(Axis axis, int index) {
 
 constexpr int OWNED_H = owned_phases(AXIS_H), OWNED_W = owned_phases(AXIS_W);
 constexpr int OWNED_LINES = owned_phases(AXIS_D) * OWNED_H;  // phases along depth and height
-constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * LINES * OWNED_W;
-constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, CHANNEL_BLOCKS* ROWS);
 constexpr int LINE_GROUPS = ceil_div(OWNED_LINES, LINES);
 
-struct Operation {
-  int channel_block, depth_tap, height_tap, width_tap;
-};
-
-__device__ __forceinline__ int taps_of_line(int line) {
+// Taps along depth and height of one of those phases.
+__host__ __device__ constexpr int taps_of_line(int line) {
   if (line >= OWNED_LINES) return 0;
   return tap_count(AXIS_D, owned_phase(AXIS_D, line / OWNED_H)) *
          tap_count(AXIS_H, owned_phase(AXIS_H, line % OWNED_H));
 }
 
+// With TAPS_IN_ROWS, rows of the lines from `first` to before `last`, and of the group of lines that has most.
+__host__ __device__ constexpr int rows_of_lines(int first, int last) {
+  int rows = 0;
+  for (int line = first; line < last; ++line) rows += taps_of_line(line) * AXIS_W.kernel * DST_CHANNELS;
+  return rows;
+}
+__host__ __device__ constexpr int most_rows() {
+  int most = 0;
+  for (int first = 0; first < OWNED_LINES; first += LINES) {
+    const int rows = rows_of_lines(first, first + LINES);
+    most = rows > most ? rows : most;
+  }
+  return most;
+}
+
+constexpr int ROW_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : CHANNEL_BLOCKS * LINES * OWNED_W;
+constexpr int CHANNEL_GROUPS = TAPS_IN_ROWS ? 1 : ceil_div(DST_CHANNELS, CHANNEL_BLOCKS* ROWS);
+
+struct Operation {
+  int channel_block, depth_tap, height_tap, width_tap;
+};
+
 // Taps of row block `block` of a thread block whose first line is `first_line`.
 __device__ __forceinline__ int operations_of(int block, int first_line) {
+  if (TAPS_IN_ROWS) return 1;
   const int line = first_line + block / OWNED_W % LINES;
   return taps_of_line(line) * tap_count(AXIS_W, owned_phase(AXIS_W, block % OWNED_W));
 }
@@ -398,6 +421,24 @@ constexpr int OPERATION_BYTES = PARTS * 2 * ROWS * 16;  // the weights of one op
 // channels come last in the destination those are made neighbours.
 __device__ __forceinline__ int channel_of_row(int row) {
   return DST_CHANNELS_LAST ? row / 16 * 16 + row % 8 * 2 + row / 8 % 2 : row;
+}
+"""
+FILES["common/dependent.cuh"] = r"""
+// Two kernels in a row, of which the second may start before the first has ended (programmatic dependent launch, from
+// Hopper on). Where it was launched otherwise, both do nothing.
+
+// The first kernel: all its blocks run, so that those of the second may be placed beside them.
+__device__ __forceinline__ void let_dependents_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The second: what the first has written is there.
+__device__ __forceinline__ void wait_for_prologue() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 """
 FILES["pack_weights.cu"] = r"""
@@ -482,6 +523,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     pack_weights(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
   __shared__ scalar_t slab[CHUNK][SLAB_CHANNELS * PITCH];
   __shared__ int places[SLAB_TAPS];
+  let_dependents_start();
   const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;
   const int chunk = blockIdx.x / (ROW_SLABS * TAP_SLABS) % (2 * STEPS);
   const int group = blockIdx.x / (ROW_SLABS * TAP_SLABS) / (2 * STEPS);
@@ -806,21 +848,8 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
 }
 #endif
 """
-FILES["implicit_gemm.cu"] = r"""
-// The forward pass as products of matrices on tensor cores, all phases of a tile in one block.
-//
-// A tile of cells and the halo around it lie in shared memory as one flat run of pixels, every row of the halo behind
-// the one before: 16 bytes (CHUNK channels) a pixel, chunk by chunk. In that run a tap is a constant distance, so the
-// pixels that a tap needs for PIXELS neighbouring cells are the operand of one instruction, at another address
-// (matrix.cuh), and a tile is read once for all its taps. Cells of the run that lie in the halo are computed and not
-// stored.
-//
-// Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
-// memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. The others
-// multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or a tile of its own
-// (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take every gridDim.x-th item: the next tile
-// is being loaded while the last one is stored. RESIDENT weights stay, too: then the items of a block are of the same
-// row groups, and stages are pixels alone.
+FILES["common/gemm_tile.cuh"] = r"""
+// Items of work for implicit_gemm, and the run of pixels that each of them is made of.
 
 constexpr int LOADERS = LOADER_THREADS / LOADER_GROUPS;  // threads that load one stage
 constexpr int THREADS = LOADER_THREADS + CONSUMERS * 128;
@@ -846,20 +875,10 @@ constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES -
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
 static_assert(STAGES >= LOADER_GROUPS, "too few stages");
-static_assert(OPERATIONS <= CHANNEL_BLOCKS * TAPS, "an operation is a tap");
+static_assert(OPERATIONS <= (TAPS_IN_ROWS ? ROW_BLOCKS : CHANNEL_BLOCKS * TAPS), "an operation is a tap");
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
-
-// Cells of the run that are stored at once: about 256 bytes of a row.
-__host__ __device__ constexpr int piece_of(int cells) {
-  return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
-}
-constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
-constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
-// What a warp turns around at a time: 8 channels of a piece, or the 16 of its cells, pixels apart so that banks differ.
-constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? (sizeof(scalar_t) == 4 ? 20 : 24) : PIECE * DST_W + 8;
-constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 
 struct Geometry {
   Tensor5 src, dst;
@@ -920,32 +939,20 @@ struct Item {
   }
 };
 
-// What the block keeps in shared memory, apart from the stages.
-struct Shared {
-  unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[CONSUMERS];            // of each warp group to multiply
-  int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
-  int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
-  unsigned cells[CELLS];                         // position of each cell of the run, or NOWHERE
-};
+typedef float Sums[ROW_BLOCKS][PIXEL_BLOCKS][SUMS];
 
-// A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
-constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
-__device__ __forceinline__ void release(unsigned barrier) {
-  if (RELEASES > 1) __syncwarp();
-  if (threadIdx.x % (128 / RELEASES) == 0) barrier_arrive(barrier);
+template <class Function>
+__device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& totals) {
+#pragma unroll
+  for (int block = 0; block < ROW_BLOCKS; ++block)
+#pragma unroll
+    for (int part = 0; part < PIXEL_BLOCKS; ++part)
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) function(sums[block][part][i], totals[block][part][i]);
 }
-
-// A slot of a ring, and the parity of its barriers.
-template <int SLOTS>
-struct Slot {
-  int index = 0;
-  unsigned parity = 0;
-  __device__ __forceinline__ void skip(int count) {
-    const int sum = index + count;
-    index = sum % SLOTS, parity ^= sum / SLOTS & 1;
-  }
-};
+"""
+FILES["common/pixel_loader.cuh"] = r"""
+// From the source tensor to the operands of tensor cores: one group of threads loads a stage of an item's pixels.
 
 struct Loader {
   const Geometry& g;
@@ -1092,30 +1099,20 @@ struct Loader {
     }
   }
 };
+"""
+FILES["common/store_phases.cuh"] = r"""
+// From accumulators to the destination tensor, where a row block is channels of one phase.
 
-// An item and a stage of it; `index` is not below g.items behind the last.
-struct Cursor {
-  int index, stage;
-
-  // `count` stages on; true where that is another item.
-  __device__ __forceinline__ bool skip(int count) {
-    const int before = index;
-    for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += gridDim.x;
-    return index != before;
-  }
-};
-
-typedef float Sums[ROW_BLOCKS][PIXEL_BLOCKS][SUMS];
-
-template <class Function>
-__device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& totals) {
-#pragma unroll
-  for (int block = 0; block < ROW_BLOCKS; ++block)
-#pragma unroll
-    for (int part = 0; part < PIXEL_BLOCKS; ++part)
-#pragma unroll
-      for (int i = 0; i < SUMS; ++i) function(sums[block][part][i], totals[block][part][i]);
+// Cells of the run that are stored at once: about 256 bytes of a row.
+__host__ __device__ constexpr int piece_of(int cells) {
+  return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
 }
+constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
+constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
+// What a warp turns around at a time: 8 channels of a piece, or the 16 of its cells, pixels apart so that banks differ.
+constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? (sizeof(scalar_t) == 4 ? 20 : 24) : PIECE * DST_W + 8;
+constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
+constexpr int STORE_BYTES = CONSUMERS * 4 * STAGING * (int)sizeof(scalar_t);
 
 // Stores what one warp has summed: 16 channels of each row block, all cells of its warp group's part of the run.
 struct Store {
@@ -1123,10 +1120,28 @@ struct Store {
   const Item& item;
   const Sums& sums;
   int first_cell;         // of the warp group, among the tile's
-  const unsigned* cells;  // and the positions of its cells
+  const unsigned* cells;  // positions of the tile's cells
   scalar_t* dst;          // the item's first channel, the tile's first batch entry
   const scalar_t* bias;   // of the item's first channel
   scalar_t* staging;      // of the warp
+
+  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell,
+                                   const unsigned* cells, scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+      : g(g),
+        item(item),
+        sums(sums),
+        first_cell(first_cell),
+        cells(cells),
+        dst(dst),
+        bias(bias),
+        staging((scalar_t*)memory + threadIdx.x / 32 * STAGING) {}
+
+  // Cell `i` of those whose positions are known beforehand.
+  static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
+    Pixel p;
+    p.locate(g, i);
+    return p.n < g.images && p.d < g.cells[0] && p.h < g.cells[1] && p.w < g.cells[2] ? p.packed() : NOWHERE;
+  }
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
@@ -1173,8 +1188,8 @@ struct Store {
       if (g.run)
         p.locate(g, item.first + first_cell + cell);
       else
-        p.unpack(cells[cell]);
-      if ((!g.run && cells[cell] == NOWHERE) || item.n + p.n >= g.batch) continue;
+        p.unpack(cells[first_cell + cell]);
+      if ((!g.run && cells[first_cell + cell] == NOWHERE) || item.n + p.n >= g.batch) continue;
       const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
       const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
       if (d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
@@ -1338,6 +1353,67 @@ struct Store {
     }
   }
 };
+"""
+FILES["implicit_gemm.cu"] = r"""
+// The forward pass as products of matrices on tensor cores, all phases of a tile in one block.
+//
+// A tile of cells and the halo around it lie in shared memory as one flat run of pixels, every row of the halo behind
+// the one before: 16 bytes (CHUNK channels) a pixel, chunk by chunk. In that run a tap is a constant distance, so the
+// pixels that a tap needs for PIXELS neighbouring cells are the operand of one instruction, at another address
+// (matrix.cuh), and a tile is read once for all its taps. Cells of the run that lie in the halo are computed and not
+// stored.
+//
+// Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
+// memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. The others
+// multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or a tile of its own
+// (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take every gridDim.x-th item: the next tile
+// is being loaded while the last one is stored. RESIDENT weights stay, too: then the items of a block are of the same
+// row groups, and stages are pixels alone. The kernel may start while its weights are still being packed, and waits for
+// them when the first pixels are on their way.
+//
+// Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
+// distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
+// store_phases.cuh.
+
+// What the block keeps in shared memory, apart from the stages.
+struct Shared {
+  unsigned long long full[STAGES], empty[STAGES];
+  unsigned long long turn[CONSUMERS];            // of each warp group to multiply
+  unsigned long long resident;                   // weights have come
+  int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
+  int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
+  unsigned cells[CELLS];                         // positions, or NOWHERE (Store::position)
+};
+
+// A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
+constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
+__device__ __forceinline__ void release(unsigned barrier) {
+  if (RELEASES > 1) __syncwarp();
+  if (threadIdx.x % (128 / RELEASES) == 0) barrier_arrive(barrier);
+}
+
+// A slot of a ring, and the parity of its barriers.
+template <int SLOTS>
+struct Slot {
+  int index = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void skip(int count) {
+    const int sum = index + count;
+    index = sum % SLOTS, parity ^= sum / SLOTS & 1;
+  }
+};
+
+// An item and a stage of it; `index` is not below g.items behind the last.
+struct Cursor {
+  int index, stage;
+
+  // `count` stages on; true where that is another item.
+  __device__ __forceinline__ bool skip(int count) {
+    const int before = index;
+    for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += gridDim.x;
+    return index != before;
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
@@ -1351,8 +1427,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int raw_stage = STAGE_CHANNELS * g.raw_pitch * (int)sizeof(scalar_t);
   unsigned char* const resident = shared_memory + STAGES * stage_bytes;
   unsigned char* raw = resident + RESIDENT_WEIGHTS;
-  scalar_t* const staging = (scalar_t*)(raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage));
-  unsigned* const halo = (unsigned*)(staging + CONSUMERS * 4 * STAGING);
+  unsigned char* const store_memory = raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage);
+  unsigned* const halo = (unsigned*)(store_memory + STORE_BYTES);
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
@@ -1362,6 +1438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       barrier_init(empty + 8 * i, SHARERS * RELEASES);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
+    barrier_init(shared_address(&shared.resident), 1);
     barriers_publish();
   }
   // Positions are the same for every tile.
@@ -1372,16 +1449,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
     halo[i] = inside ? p.packed() : NOWHERE;
   }
-  for (int i = thread; i < CELLS; i += THREADS) {
-    Pixel p;
-    p.locate(g, i);
-    const bool inside = p.n < g.images && p.d < g.cells[0] && p.h < g.cells[1] && p.w < g.cells[2];
-    shared.cells[i] = inside ? p.packed() : NOWHERE;
-  }
+  for (int i = thread; i < CELLS; i += THREADS) shared.cells[i] = Store::position(g, i);
   for (int i = thread; i < OPERATIONS * LINE_GROUPS; i += THREADS) {
     Operation o;
     int pixels = 0;
-    if (find_operation(i % OPERATIONS, i / OPERATIONS * LINES, o))
+    if (!TAPS_IN_ROWS && find_operation(i % OPERATIONS, i / OPERATIONS * LINES, o))
       pixels = (src_offset(AXIS_D, o.depth_tap) - first_offset(AXIS_D)) * g.pitch[1] +
                (src_offset(AXIS_H, o.height_tap) - first_offset(AXIS_H)) * g.pitch[2] +
                src_offset(AXIS_W, o.width_tap) - first_offset(AXIS_W) + g.skew;
@@ -1389,10 +1461,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
+#if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
         *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
-  publish_shared();
+#endif
   __syncthreads();
 
   if (warp_group >= CONSUMERS) {
@@ -1435,6 +1508,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       copies_commit();
     };
     for (int i = 0; i < LOOKAHEAD; ++i) start_copy();
+    wait_for_prologue();
     while (now.index < g.items) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
       if (new_weights) weights = packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM);
@@ -1473,6 +1547,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
     slot.skip(turn * STAGES_OF_ITEM);
     unsigned turn_parity = 0;
+#if BULK_COPY
+    if (RESIDENT) {
+      const unsigned come = shared_address(&shared.resident);
+      if (thread == 0) {
+        wait_for_prologue();
+        bulk_copy(shared_address(resident), packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS,
+                  RESIDENT_WEIGHTS, come);
+        barrier_arrive(come);
+      }
+      barrier_wait(come, 0);
+    }
+#endif
     for (int index = blockIdx.x + turn * gridDim.x; index < g.items; index += CONSUMERS / SHARERS * gridDim.x) {
       Item item;
       item.locate(g, index, row_part);
@@ -1541,14 +1627,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       }
 
       const int first_channel = item.group * DST_CHANNELS;
-      const Store store{g,
-                        item,
-                        sums,
-                        cell_part * GROUP_CELLS,
-                        shared.cells + cell_part * GROUP_CELLS,
-                        dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1],
-                        bias + first_channel,
-                        staging + thread / 32 * STAGING};
+      const Store store(g, item, sums, cell_part * GROUP_CELLS, shared.cells,
+                        dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
+                        store_memory);
       store();
     }
   }
@@ -2336,11 +2417,12 @@ constexpr int CHANNEL_BLOCKS = 1;
 constexpr int LINES = 1;
 constexpr int K_STEPS = 1;
 constexpr int PARTS = 1;
+constexpr bool TAPS_IN_ROWS = false;
 constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
 constexpr int SLAB_CHANNELS = 16;
 constexpr int SLAB_TAPS = 9;
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "pack_weights.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "pack_weights.cu")),
     ("implicit_gemm", r"""
 // implicit_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -2361,11 +2443,12 @@ constexpr int CHANNEL_BLOCKS = 1;
 constexpr int LINES = 1;
 constexpr int K_STEPS = 1;
 constexpr int PARTS = 1;
+constexpr bool TAPS_IN_ROWS = false;
 constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr bool PIXELS_INNERMOST = false;
-constexpr int PIXELS = 144;
+constexpr int PIXELS = 160;
 constexpr int PIXEL_BLOCKS = 2;
 constexpr int CONSUMERS = 2;
 constexpr bool SPLIT_ROWS = false;
@@ -2379,18 +2462,18 @@ constexpr int RAW_STAGES = 2;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 // sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.
 #ifndef EMULATOR
-__device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, unsigned long long b,
                                       bool add) {
   asm volatile(
-      "{ .reg .pred add; setp.ne.b32 add, %74, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n144k8.f32.tf32.tf32 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, "
-      "%72, %73, add, 1, 1; }"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71])
+      "{ .reg .pred add; setp.ne.b32 add, %82, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n160k8.f32.tf32.tf32 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, "
+      "%80, %81, add, 1, 1; }"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]), "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]), "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79])
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/async.cuh", "common/matrix.cuh", "implicit_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/async.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
     ("gather_tiled", r"""
 // gather_tiled, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -3436,7 +3519,7 @@ class GemmVariant:
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
     ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
     ``innermost`` whether pixels stay innermost on their way to the cores, ``wgmma`` whether Hopper's instruction is
-    used, or ``mma.sync``.
+    used, or ``mma.sync``. With ``taps_in_rows`` rows are the taps of all channels, in as few row blocks as hold them.
     """
 
     pixels: int
@@ -3451,6 +3534,7 @@ class GemmVariant:
     innermost: bool
     loader_groups: int
     wgmma: bool
+    taps_in_rows: bool = False
 
     @property
     def group_cells(self) -> int:
@@ -3492,6 +3576,15 @@ class Taps:
         depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
         return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
 
+    def rows(self, channels: int, lines: int) -> int:
+        """Taps of ``channels``, of those ``lines`` neighbouring phases that have most."""
+        most = max(sum(self.lines[i : i + lines]) for i in range(0, len(self.lines), lines))
+        return channels * most * self.along_w
+
+    def row_blocks(self, channels: int, lines: int) -> int:
+        """Row blocks that hold a row for each of those."""
+        return math.ceil(self.rows(channels, lines) / ROWS)
+
     @staticmethod
     def stay_in_cells(axes: "tuple[Axis, Axis, Axis]") -> bool:
         """Whether no tap reads beside its cell."""
@@ -3515,13 +3608,19 @@ class Product:
         taps = Taps.of(gather.axes)
         lines = variant.lines
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
-        channel_groups = math.ceil(gather.dst_channels / (ROWS * variant.channel_blocks))
+        if variant.taps_in_rows:
+            row_blocks = operations = taps.row_blocks(gather.dst_channels, lines)
+            channel_groups = 1
+        else:
+            row_blocks = variant.channel_blocks * lines * taps.owned_w
+            operations = max(groups) * taps.along_w * variant.channel_blocks
+            channel_groups = math.ceil(gather.dst_channels / (ROWS * variant.channel_blocks))
         depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
         return Product(
-            row_blocks=variant.channel_blocks * lines * taps.owned_w,
+            row_blocks=row_blocks,
             row_groups=gather.groups * channel_groups * len(groups),
             line_groups=len(groups),
-            operations=max(groups) * taps.along_w * variant.channel_blocks,
+            operations=operations,
             steps=math.ceil(depth / variant.k_steps) * variant.k_steps,
         )
 
@@ -3583,7 +3682,7 @@ class _SharedBytes:
         product = Product.of(gather, variant)
         weights = variant.row_parts * product.step_bytes(variant)
         weights *= product.steps if variant.resident else variant.stages * variant.k_steps
-        self.fixed = weights + CONSUMERS * 4 * _staging_bytes(gather, self.size) + 8
+        self.fixed = weights + _store_bytes(gather, variant) + 8
         chunks = 2 * variant.k_steps
         self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
         in_place = variant.in_place(self.src_channels_last)
@@ -3600,7 +3699,7 @@ class _SharedBytes:
 
 def _static_shared_bytes(variant: "GemmVariant", product: "Product") -> int:
     """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
-    barriers = 8 * (2 * variant.stages + CONSUMERS)
+    barriers = 8 * (2 * variant.stages + CONSUMERS + 1)
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
     return math.ceil((barriers + 4 * numbers) / 128) * 128
 
@@ -3610,15 +3709,20 @@ def wide(gather: "Gather") -> bool:
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
 
 
-def _staging_bytes(gather: "Gather", size: int) -> int:
-    """What a warp turns around at once before it stores (``STAGING`` in the kernel)."""
+def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
+    # What results pass on their way to the destination (``STORE_BYTES`` in the kernel).
+    size = DTYPE_BYTES[gather.dtype]
+    if variant.taps_in_rows:
+        pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
+        rows = Taps.of(gather.axes).rows(gather.dst_channels, variant.lines)
+        return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4
     if gather.dst.channels_last:
-        return 32 * (80 if size == 4 else 48)
+        return CONSUMERS * 4 * 32 * (80 if size == 4 else 48)
     stride = gather.axes[2].stride
     cells = 128
     while cells > 8 and cells * stride * size > 256:
         cells //= 2
-    return 8 * (cells * stride + 8) * size
+    return CONSUMERS * 4 * 8 * (cells * stride + 8) * size
 
 
 def _pixels_join(gather: "Gather") -> bool:
@@ -3653,15 +3757,18 @@ def best_tile(gather: "Gather", variant: "GemmVariant", batch: int, device: "Dev
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
     shared = _SharedBytes(gather, variant)
-    for tile in _tiles(gather, variant.cells, batch, banks):
+    for tile in _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows):
         if shared.of(tile, not reserve) <= limit:
             return tile
     return None
 
 
 @lru_cache(maxsize=65536)
-def _tiles(gather: "Gather", capacity: int, batch: int, banks: int) -> "list[Tile]":
-    """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory."""
+def _tiles(gather: "Gather", capacity: int, batch: int, banks: int, all_pixels: bool) -> "list[Tile]":
+    """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
+
+    ``all_pixels``: of at most so many pixels, every one of which is a column of the product.
+    """
     # Several images only where offsets within the tile have 32 bits.
     sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
     images = min((2**31 - one) // max(1, stride) for stride, one in sides)
@@ -3669,7 +3776,9 @@ def _tiles(gather: "Gather", capacity: int, batch: int, banks: int) -> "list[Til
     if _pixels_join(gather) and images > capacity // max(1, pixels) + 2 and (batch + 1) * pixels < 2**31 - capacity:
         return [_run(gather, capacity, batch, banks)]
     found: list[Tile] = []
-    for tile in sorted(_boxes(gather, capacity, batch, banks, images), key=lambda tile: _work(tile, capacity)):
+    for tile in sorted(
+        _boxes(gather, capacity, batch, banks, images, all_pixels), key=lambda tile: _work(tile, capacity)
+    ):
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
     return found
@@ -3701,7 +3810,7 @@ def _allocated(halo: int, read: int, banks: int) -> int:
     return whole + (banks - whole) % 8 if banks else whole
 
 
-def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable: int) -> "Iterator[Tile]":
+def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool) -> "Iterator[Tile]":
     """Boxes of cells, which lie in a run of pixels with the halo between them.
 
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
@@ -3726,12 +3835,13 @@ def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable:
                 continue
             shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
             row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
-            most = min(height, (capacity - columns) // row + 1)
+            most = min(height, capacity // row - reach[1] if all_pixels else (capacity - columns) // row + 1)
             for rows in {math.ceil(height / math.ceil(height / max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}:
                 whole = rows == height and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
                 slab = (back[1] + rows if whole else rows + reach[1]) * row
                 flat = (rows - 1) * row + columns
-                most_slabs = min(depth, _MAX_SIDE[1] - reach[0], (capacity - flat) // slab + 1)
+                fitting = capacity // slab - reach[0] if all_pixels else (capacity - flat) // slab + 1
+                most_slabs = min(depth, _MAX_SIDE[1] - reach[0], fitting)
                 if row > _MAX_SIDE[0] or rows + reach[1] > _MAX_SIDE[0] or most_slabs < 1:
                     continue
                 for slabs in {1, math.ceil(depth / math.ceil(depth / most_slabs))}:
@@ -3739,11 +3849,14 @@ def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable:
                     image = (slabs + reach[0]) * slab
                     images = 1
                     if (slabs, rows, columns) == (depth, height, width):
-                        images = max(1, min(batch, _MAX_SIDE[2], (capacity - used) // image + 1, addressable))
+                        fitting = capacity // image if all_pixels else (capacity - used) // image + 1
+                        images = max(1, min(batch, _MAX_SIDE[2], fitting, addressable))
                     span = reach[0] * slab + reach[1] * row + reach[2] + skew
                     tail = (ahead[1] * row if whole else 0) + ahead[2]
                     halo = images * image + math.ceil(tail / even) * even
-                    allocated = _allocated(halo, capacity + span, banks)
+                    if all_pixels and halo > capacity:
+                        continue
+                    allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks)
                     tiles = (
                         math.ceil(batch / images),
                         math.ceil(depth / slabs),
@@ -3754,10 +3867,13 @@ def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable:
                     yield Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles)
 
 
-def store_vector(gather: "Gather", tile: "Tile") -> int:
+def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
     """Elements of a store, where every row allows the widest that the kernel has; else 1."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
+    if variant.taps_in_rows:
+        wide = math.gcd(gather.axes[2].stride, 16 // size)
+        return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
         wide = 16 // size
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
@@ -3803,7 +3919,7 @@ class ImplicitGemm:
             tile.allocated * CHUNK_BYTES,
             tile.skew,
             tile.copy_bytes,
-            store_vector(gather, tile),
+            store_vector(gather, variant, tile),
             tile.run,
         )
         return Launch(
@@ -3843,12 +3959,18 @@ def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "t
         LINES=variant.lines,
         K_STEPS=variant.k_steps,
         PARTS=variant.parts,
+        TAPS_IN_ROWS=variant.taps_in_rows,
         OPERATIONS=product.operations,
         MIN_BLOCKS=1,
     )
 
 
 def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") -> "Launch":
+    constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
+    if variant.taps_in_rows:
+        blocks = product.row_groups * product.steps * product.row_blocks
+        source = KernelSource("pack_taps", gather.dtype, False, tuple(constants))
+        return Launch(source=source, grid=(blocks, 1, 1), block=2 * ROWS, shared_bytes=0, geometry=b"")
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
@@ -3861,7 +3983,6 @@ def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") 
         blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
         if channels * taps <= 1024 and blocks >= 256:
             break
-    constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
     constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps)]
     return Launch(
         source=KernelSource("pack_weights", gather.dtype, False, tuple(constants)),
@@ -4320,7 +4441,7 @@ LAYERS = [
                 Pass.FORWARD: Choice(
                     algorithm=ImplicitGemm(),
                     variant=GemmVariant(
-                        pixels=144,
+                        pixels=160,
                         pixel_blocks=2,
                         channel_blocks=1,
                         lines=1,
@@ -4332,6 +4453,7 @@ LAYERS = [
                         innermost=False,
                         loader_groups=2,
                         wgmma=True,
+                        taps_in_rows=False,
                     ),
                 ),
                 Pass.INPUT_GRAD: Choice(

@@ -24,8 +24,9 @@ _REGISTERS = 65536
 _OFFERED = 8
 
 # Measured over predicted time of a forward pass, by whether channels come last (docs/performance.md): the model ranks
-# variants, and is held against another algorithm's here.
+# variants, and is held against another algorithm's here. Fewer than four output channels share less of what they load.
 _MEASURED_FORWARD = {False: 0.6, True: 2.2}
+_MEASURED_FEW_CHANNELS = 0.9
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class GatherTiled:
         result = []
         for variant, cycles in _variants(_Layer(gather)):
             if _fits(gather, variant, (1, 1, 1, variant.lanes), device):
-                cycles *= _MEASURED_FORWARD[problem.channels_last] if gather.forward else 1.0
+                if gather.forward:
+                    few = gather.dst_channels < 4 and problem.groups == 1 and not problem.channels_last
+                    cycles *= _MEASURED_FEW_CHANNELS if few else _MEASURED_FORWARD[problem.channels_last]
                 seconds, bound = cost_seconds(problem, device, work * cycles)
                 result.append(Candidate(self.name, variant, seconds, bound))
         return result

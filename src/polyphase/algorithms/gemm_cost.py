@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gemm_tile import Tile
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, ROWS, GemmVariant, Product
+from polyphase.algorithms.gemm_variant import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES
 
@@ -33,6 +33,10 @@ class _Costs:
     value_pixels: float = 63.6  # and channels last
     partial_lines: float = 1.31  # times that, where an item stores every other line
     odd_stride: float = 1.2  # times that and the bytes of a value, where a thread's elements are no vector
+    edges: float = 32.0  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
+    partial: float = 0.045  # with taps in rows: a partial product stored and added up
+    output: float = 0.1  # and a result stored
+    scattered: float = 3.5  # where lanes' results lie apart
     launch: float = 29700.0
     overlap: float = 3.16  # exponents of the norms that add what goes on at the same time
     turns: float = 2.81
@@ -50,12 +54,13 @@ def estimate(
     turns = variant.split == "turns"
     multiply, load, moved, slots = _main_loop(gather, variant, tile, product)
     main = _norm(_COSTS.overlap, multiply, load, moved, slots)
-    store = _store(gather, variant, product)
+    store = _store(gather, variant, tile, product)
     item = _norm(_COSTS.turns, main, (multiply + store) / 2) if turns else main + store
     waves = tile.count * product.row_groups / variant.row_parts / device.multiprocessors
     if waves < 8:
         waves = math.ceil(waves)
-    busy = (max(waves, 2 if turns else 1) * item + _COSTS.launch) / device.clock_hz
+    resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
+    busy = (max(waves, 2 if turns else 1) * item + resident + _COSTS.launch) / device.clock_hz
     floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
     return max(floor, busy), "bytes" if floor > busy else "instructions"
 
@@ -101,15 +106,22 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     return multiply, load, (pixel_bytes + weight_bytes) * _COSTS.moved, slots
 
 
-def _store(gather: Gather, variant: GemmVariant, product: Product) -> float:
+def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> float:
     """Cycles of an item's stores."""
+    stride, size = gather.axes[2].stride, DTYPE_BYTES[gather.dtype]
+    if variant.taps_in_rows:
+        rows = Taps.of(gather.axes).rows(gather.dst_channels, variant.lines)
+        outputs = gather.dst_channels * gather.phases / product.line_groups * math.prod(tile.cells) * tile.images
+        scattered = gather.dst.channels_last and gather.dst_channels > 1
+        return _COSTS.partial * rows * variant.cells + outputs * (_COSTS.scattered if scattered else _COSTS.output)
     owned = product.row_blocks // variant.channel_blocks * product.line_groups
     values = variant.group_cells / 2 * product.row_blocks * gather.phases / owned
-    stride = gather.axes[2].stride
     if gather.dst.channels_last:
         value = _COSTS.value_pixels
     elif stride & (stride - 1):
-        value = _COSTS.value_rows * _COSTS.odd_stride * DTYPE_BYTES[gather.dtype]
+        value = _COSTS.value_rows * _COSTS.odd_stride * size
     else:
         value = _COSTS.value_rows
+    if not gather.dst.channels_last and tile.tiles[3] > 1:
+        value *= 1 + _COSTS.edges / (tile.cells[2] * stride * size)
     return values * value * (_COSTS.partial_lines if product.line_groups > 1 else 1)

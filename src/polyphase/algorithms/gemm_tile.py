@@ -57,7 +57,7 @@ class _SharedBytes:
         product = Product.of(gather, variant)
         weights = variant.row_parts * product.step_bytes(variant)
         weights *= product.steps if variant.resident else variant.stages * variant.k_steps
-        self.fixed = weights + CONSUMERS * 4 * _staging_bytes(gather, self.size) + 8
+        self.fixed = weights + _store_bytes(gather, variant) + 8
         chunks = 2 * variant.k_steps
         self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
         in_place = variant.in_place(self.src_channels_last)
@@ -74,7 +74,7 @@ class _SharedBytes:
 
 def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
     """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
-    barriers = 8 * (2 * variant.stages + CONSUMERS)
+    barriers = 8 * (2 * variant.stages + CONSUMERS + 1)
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
     return math.ceil((barriers + 4 * numbers) / 128) * 128
 
@@ -84,15 +84,20 @@ def wide(gather: Gather) -> bool:
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
 
 
-def _staging_bytes(gather: Gather, size: int) -> int:
-    """What a warp turns around at once before it stores (``STAGING`` in the kernel)."""
+def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
+    """What results pass on their way to the destination (``STORE_BYTES`` in the kernel)."""
+    size = DTYPE_BYTES[gather.dtype]
+    if variant.taps_in_rows:
+        pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
+        rows = Taps.of(gather.axes).rows(gather.dst_channels, variant.lines)
+        return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4
     if gather.dst.channels_last:
-        return 32 * (80 if size == 4 else 48)
+        return CONSUMERS * 4 * 32 * (80 if size == 4 else 48)
     stride = gather.axes[2].stride
     cells = 128
     while cells > 8 and cells * stride * size > 256:
         cells //= 2
-    return 8 * (cells * stride + 8) * size
+    return CONSUMERS * 4 * 8 * (cells * stride + 8) * size
 
 
 def _pixels_join(gather: Gather) -> bool:
@@ -127,15 +132,18 @@ def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceIn
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
     shared = _SharedBytes(gather, variant)
-    for tile in _tiles(gather, variant.cells, batch, banks):
+    for tile in _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows):
         if shared.of(tile, not reserve) <= limit:
             return tile
     return None
 
 
 @lru_cache(maxsize=65536)
-def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
-    """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory."""
+def _tiles(gather: Gather, capacity: int, batch: int, banks: int, all_pixels: bool) -> list[Tile]:
+    """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
+
+    ``all_pixels``: of at most so many pixels, every one of which is a column of the product.
+    """
     # Several images only where offsets within the tile have 32 bits.
     sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
     images = min((2**31 - one) // max(1, stride) for stride, one in sides)
@@ -143,7 +151,9 @@ def _tiles(gather: Gather, capacity: int, batch: int, banks: int) -> list[Tile]:
     if _pixels_join(gather) and images > capacity // max(1, pixels) + 2 and (batch + 1) * pixels < 2**31 - capacity:
         return [_run(gather, capacity, batch, banks)]
     found: list[Tile] = []
-    for tile in sorted(_boxes(gather, capacity, batch, banks, images), key=lambda tile: _work(tile, capacity)):
+    for tile in sorted(
+        _boxes(gather, capacity, batch, banks, images, all_pixels), key=lambda tile: _work(tile, capacity)
+    ):
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
     return found
@@ -175,7 +185,7 @@ def _allocated(halo: int, read: int, banks: int) -> int:
     return whole + (banks - whole) % 8 if banks else whole
 
 
-def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: int) -> Iterator[Tile]:
+def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool) -> Iterator[Tile]:
     """Boxes of cells, which lie in a run of pixels with the halo between them.
 
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
@@ -200,12 +210,13 @@ def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: i
                 continue
             shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
             row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
-            most = min(height, (capacity - columns) // row + 1)
+            most = min(height, capacity // row - reach[1] if all_pixels else (capacity - columns) // row + 1)
             for rows in {math.ceil(height / math.ceil(height / max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}:
                 whole = rows == height and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
                 slab = (back[1] + rows if whole else rows + reach[1]) * row
                 flat = (rows - 1) * row + columns
-                most_slabs = min(depth, _MAX_SIDE[1] - reach[0], (capacity - flat) // slab + 1)
+                fitting = capacity // slab - reach[0] if all_pixels else (capacity - flat) // slab + 1
+                most_slabs = min(depth, _MAX_SIDE[1] - reach[0], fitting)
                 if row > _MAX_SIDE[0] or rows + reach[1] > _MAX_SIDE[0] or most_slabs < 1:
                     continue
                 for slabs in {1, math.ceil(depth / math.ceil(depth / most_slabs))}:
@@ -213,11 +224,14 @@ def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: i
                     image = (slabs + reach[0]) * slab
                     images = 1
                     if (slabs, rows, columns) == (depth, height, width):
-                        images = max(1, min(batch, _MAX_SIDE[2], (capacity - used) // image + 1, addressable))
+                        fitting = capacity // image if all_pixels else (capacity - used) // image + 1
+                        images = max(1, min(batch, _MAX_SIDE[2], fitting, addressable))
                     span = reach[0] * slab + reach[1] * row + reach[2] + skew
                     tail = (ahead[1] * row if whole else 0) + ahead[2]
                     halo = images * image + math.ceil(tail / even) * even
-                    allocated = _allocated(halo, capacity + span, banks)
+                    if all_pixels and halo > capacity:
+                        continue
+                    allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks)
                     tiles = (
                         math.ceil(batch / images),
                         math.ceil(depth / slabs),
@@ -228,10 +242,13 @@ def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: i
                     yield Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles)
 
 
-def store_vector(gather: Gather, tile: Tile) -> int:
+def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
     """Elements of a store, where every row allows the widest that the kernel has; else 1."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
+    if variant.taps_in_rows:
+        wide = math.gcd(gather.axes[2].stride, 16 // size)
+        return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
         wide = 16 // size
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1

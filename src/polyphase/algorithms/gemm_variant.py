@@ -16,6 +16,8 @@ ROWS = 64  # of a row block
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # warp groups that multiply
 _WIDEST = 192  # pixels of an instruction: its sums must fit the registers that a thread has at launch
+_FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
+_MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 RAW_STAGES = 2  # copied stages of a loading group that are not turned around yet
 
 # Loading groups, and the stages they may have, by whether they copy in place. Such copies are waited for by those who
@@ -32,7 +34,7 @@ class GemmVariant:
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
     ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
     ``innermost`` whether pixels stay innermost on their way to the cores, ``wgmma`` whether Hopper's instruction is
-    used, or ``mma.sync``.
+    used, or ``mma.sync``. With ``taps_in_rows`` rows are the taps of all channels, in as few row blocks as hold them.
     """
 
     pixels: int
@@ -47,6 +49,7 @@ class GemmVariant:
     innermost: bool
     loader_groups: int
     wgmma: bool
+    taps_in_rows: bool = False
 
     @property
     def group_cells(self) -> int:
@@ -93,6 +96,15 @@ class Taps:
         depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
         return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
 
+    def rows(self, channels: int, lines: int) -> int:
+        """Taps of ``channels``, of those ``lines`` neighbouring phases that have most."""
+        most = max(sum(self.lines[i : i + lines]) for i in range(0, len(self.lines), lines))
+        return channels * most * self.along_w
+
+    def row_blocks(self, channels: int, lines: int) -> int:
+        """Row blocks that hold a row for each of those."""
+        return math.ceil(self.rows(channels, lines) / ROWS)
+
     @staticmethod
     def stay_in_cells(axes: tuple[Axis, Axis, Axis]) -> bool:
         """Whether no tap reads beside its cell."""
@@ -116,13 +128,19 @@ class Product:
         taps = Taps.of(gather.axes)
         lines = variant.lines
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
-        channel_groups = math.ceil(gather.dst_channels / (ROWS * variant.channel_blocks))
+        if variant.taps_in_rows:
+            row_blocks = operations = taps.row_blocks(gather.dst_channels, lines)
+            channel_groups = 1
+        else:
+            row_blocks = variant.channel_blocks * lines * taps.owned_w
+            operations = max(groups) * taps.along_w * variant.channel_blocks
+            channel_groups = math.ceil(gather.dst_channels / (ROWS * variant.channel_blocks))
         depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
         return Product(
-            row_blocks=variant.channel_blocks * lines * taps.owned_w,
+            row_blocks=row_blocks,
             row_groups=gather.groups * channel_groups * len(groups),
             line_groups=len(groups),
-            operations=max(groups) * taps.along_w * variant.channel_blocks,
+            operations=operations,
             steps=math.ceil(depth / variant.k_steps) * variant.k_steps,
         )
 
@@ -152,32 +170,39 @@ def families(
 ) -> Iterator[tuple[GemmVariant, ...]]:
     """The `variants`, those together that differ in nothing but their stages: most stages first."""
     taps = Taps.of(problem.axes3)
-    blocks = math.ceil(problem.out_channels_per_group / ROWS)
+    channels = problem.out_channels_per_group
+    blocks = math.ceil(channels / ROWS)
     parts = 1 if problem.dtype != "float32" or uses_tf32(problem) else 2
-    runs = not channels_last and DTYPE_BYTES[problem.dtype] == 2 and Taps.stay_in_cells(problem.axes3)
+    half = not channels_last and DTYPE_BYTES[problem.dtype] == 2
+    some_lines = [lines for lines in range(1, len(taps.lines) + 1) if len(taps.lines) % lines == 0]
+    shapes = [
+        (channel_blocks, lines, channel_blocks * lines * taps.owned_w, False)
+        for channel_blocks in ({1, 2, 4} if blocks > 2 else {1, blocks})
+        for lines in some_lines
+    ]
+    if problem.groups == 1 and channels <= _FEW_CHANNELS and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
+        shapes += [(1, lines, taps.row_blocks(channels, lines), True) for lines in some_lines]
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
-        sums = _accumulators(parts, wgmma, channels_last and taps.owned_w >= 3)
-        for channel_blocks in {1, 2, 4} if blocks > 2 else {1, blocks}:
-            for lines in range(1, len(taps.lines) + 1):
-                if len(taps.lines) % lines:
-                    continue
-                row_groups = math.ceil(blocks / channel_blocks) * (len(taps.lines) // lines)
-                may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
-                for (pixels, pixel_blocks), k_steps, split, resident, innermost in itertools.product(
-                    _widths(2 * sums // (channel_blocks * lines * taps.owned_w), wgmma),
-                    (1, 2, 4),
-                    _splits(row_groups, wgmma),
-                    (True, False) if may_reside else (False,),
-                    (True, False) if wgmma and runs else (False,),
-                ):
-                    for loaders, stages in _LOADERS[channels_last or innermost]:
-                        yield tuple(
-                            GemmVariant(
-                                pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
-                                split, resident, innermost, loaders if wgmma else 1, wgmma,
-                            )
-                            for count in stages
-                        )  # fmt: skip
+        for channel_blocks, lines, row_blocks, taps_in_rows in shapes:
+            sums = _accumulators(parts, wgmma, channels_last and taps.owned_w >= 3 and not taps_in_rows)
+            row_groups = math.ceil(blocks / channel_blocks) * (len(taps.lines) // lines)
+            may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
+            stays = taps_in_rows or Taps.stay_in_cells(problem.axes3)
+            for (pixels, pixel_blocks), k_steps, split, resident, innermost in itertools.product(
+                _widths(2 * sums // row_blocks, wgmma),
+                (1, 2, 4),
+                _splits(1 if taps_in_rows else row_groups, wgmma),
+                (True, False) if may_reside else (False,),
+                (True, False) if wgmma and half and stays else (False,),
+            ):
+                for loaders, stages in _LOADERS[channels_last or innermost]:
+                    yield tuple(
+                        GemmVariant(
+                            pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
+                            split, resident, innermost, loaders if wgmma else 1, wgmma, taps_in_rows,
+                        )
+                        for count in stages
+                    )  # fmt: skip
 
 
 def _accumulators(parts: int, wgmma: bool, strided_pixels: bool) -> int:

@@ -19,6 +19,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 _MAX_OPERATIONS = 512
 _MAX_TAPS = 4096
 _OFFERED = 8
+_COMPARED = 64
+_OTHER_SIZES = (1, (2048, 48, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))  # batch, and side in each dimension
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
 
@@ -80,7 +82,7 @@ class ImplicitGemm:
             tile.allocated * CHUNK_BYTES,
             tile.skew,
             tile.copy_bytes,
-            store_vector(gather, tile),
+            store_vector(gather, variant, tile),
             tile.run,
         )
         return Launch(
@@ -120,12 +122,18 @@ def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tu
         LINES=variant.lines,
         K_STEPS=variant.k_steps,
         PARTS=variant.parts,
+        TAPS_IN_ROWS=variant.taps_in_rows,
         OPERATIONS=product.operations,
         MIN_BLOCKS=1,
     )
 
 
 def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Launch:
+    constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
+    if variant.taps_in_rows:
+        blocks = product.row_groups * product.steps * product.row_blocks
+        source = KernelSource("pack_taps", gather.dtype, False, tuple(constants))
+        return Launch(source=source, grid=(blocks, 1, 1), block=2 * ROWS, shared_bytes=0, geometry=b"")
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
@@ -138,7 +146,6 @@ def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Lau
         blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
         if channels * taps <= 1024 and blocks >= 256:
             break
-    constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
     constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps)]
     return Launch(
         source=KernelSource("pack_weights", gather.dtype, False, tuple(constants)),
@@ -159,15 +166,9 @@ def _blocks(items: int, tile_items: int, device: DeviceInfo, variant: GemmVarian
 def ranked(problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool) -> list[GemmVariant]:
     """The variants that compute a layer of typical size, the fastest prediction first.
 
-    A quarter of the say has the prediction for tiny images, which leave much of a wide tile empty.
+    Among the first, half the say has how they do at other sizes: a single image, small images, large ones.
     """
-    typical_size, tiny = (
-        _sized_gather(sized, src_channels_last)
-        for sized in (
-            problem,
-            replace(problem, input_size=tuple(axis.input_size(8 * axis.stride) + 8 for axis in problem.axes)),
-        )
-    )
+    typical_size = _sized_gather(problem, src_channels_last)
     scores: dict[GemmVariant, float] = {}
     for family in families(problem, device, src_channels_last):
         if Product.of(typical_size, family[0]).operations > _MAX_OPERATIONS:
@@ -180,10 +181,15 @@ def ranked(problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last:
                 break  # fewer stages only pay for a better tile
             fastest = seconds, variant
         if fastest is not None:
-            seconds, variant = fastest
-            if (tiny_seconds := _seconds(tiny, variant, problem.batch, device)) is not None:
-                scores[variant] = 0.75 * math.log(seconds) + 0.25 * math.log(tiny_seconds)
-    return sorted(scores, key=lambda variant: scores[variant])
+            scores[fastest[1]] = math.log(fastest[0])
+    first = sorted(scores, key=lambda variant: scores[variant])
+    for variant in first[:_COMPARED]:
+        for batch, sides in _OTHER_SIZES:
+            size = (sides[problem.dims - 1],) * problem.dims
+            gather = _sized_gather(replace(problem, batch=batch, input_size=size), src_channels_last)
+            seconds = _seconds(gather, variant, batch, device) or math.inf
+            scores[variant] += math.log(seconds) / len(_OTHER_SIZES)
+    return sorted(first[:_COMPARED], key=lambda variant: scores[variant]) + first[_COMPARED:]
 
 
 def _sized_gather(problem: ConvTransposeProblem, src_channels_last: bool) -> Gather:

@@ -38,27 +38,35 @@ class Executable:
         self._pointers = pointers
         self._pack = struct.Struct(f"{pointers}Q").pack_into
         self._local = threading.local()
-        self._function = _driver().CUfunction(int(self._kernel.handle))
-        self._cu_launch = _driver().cuLaunchKernel
+        self._driver = _driver()
+        self._function = self._driver.CUfunction(int(self._kernel.handle))
+        self._overlaps = self.prologue is not None and _may_overlap(arch)
 
     def __call__(self, stream: int, *pointers: int) -> None:
         """Launch on a raw stream; raises `PolyphaseError` where the driver refuses."""
         if self._empty:
             return
         try:
-            block, address = self._local.block
+            block, address, config = self._local.block
         except AttributeError:
-            block, address = self._parameters()
+            block, address, config = self._parameters()
         self._pack(block, 0, *pointers)
-        (status,) = self._cu_launch(self._function, *self._dimensions, stream, address, 0)
+        if config is None:
+            (status,) = self._driver.cuLaunchKernel(self._function, *self._dimensions, stream, address, 0)
+        else:
+            config.hStream = stream
+            (status,) = self._driver.cuLaunchKernelEx(config, self._function, address, 0)
         if status:
             raise PolyphaseError(
                 f"launching {self.name} on CUDA device {self.device_index} failed: {status!r} "
                 f"(grid {self._dimensions[:3]}, {self._dimensions[3]} threads, {self._dimensions[6]} bytes shared)"
             )
 
-    def _parameters(self) -> tuple[Any, int]:
-        """This thread's block: the pointers, then the geometry, and the table of where each parameter lies."""
+    def _parameters(self) -> tuple[Any, int, Any]:
+        """This thread's block: the pointers, then the geometry, and the table of where each parameter lies.
+
+        Beside it the launch's configuration, where it has one that says more than its dimensions.
+        """
         cuda_core().Device(self.device_index).set_current()  # a thread of the user's may not have a context yet
         count = self._pointers
         block = (ctypes.c_uint64 * count)()
@@ -66,8 +74,22 @@ class Executable:
         start = ctypes.addressof(block)
         table = (ctypes.c_uint64 * (count + 1))(*(start + 8 * i for i in range(count)), ctypes.addressof(geometry))
         self._local.keep = (geometry, table)
-        self._local.block = (block, ctypes.addressof(table))
+        self._local.block = (block, ctypes.addressof(table), self._overlapping() if self._overlaps else None)
         return self._local.block  # type: ignore[no-any-return]
+
+    def _overlapping(self) -> Any:
+        """The configuration of a launch that may begin before the one ahead of it in its stream, the prologue, ends."""
+        driver = _driver()
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self._dimensions[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._dimensions[3:6]
+        config.sharedMemBytes = self._dimensions[6]
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        return config
 
 
 @lru_cache(maxsize=1)
@@ -75,6 +97,13 @@ def _driver() -> Any:
     from cuda.bindings import driver
 
     return driver
+
+
+@lru_cache(maxsize=8)
+def _may_overlap(arch: str) -> bool:
+    """Whether kernels wait for their prologue by themselves, also where a graph is captured: CUDA 12.3 and Hopper."""
+    status, version = _driver().cuDriverGetVersion()
+    return not status and version >= 12030 and int(arch.rstrip("af")[3:]) >= 90
 
 
 @contextmanager

@@ -27,8 +27,9 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
-    "implicit_gemm": ("tensor_float", "row_blocks", "async", "matrix"),
-    "pack_weights": ("tensor_float", "row_blocks"),
+    "implicit_gemm": ("tensor_float", "row_blocks", "dependent", "async", "matrix", "gemm_tile", "pixel_loader"),
+    "pack_weights": ("tensor_float", "row_blocks", "dependent"),
+    "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }
 
 # Depth in elements and operand type of the tensor cores' instructions.
@@ -76,7 +77,9 @@ class KernelSource:
     @property
     def files(self) -> tuple[str, ...]:
         """The files under `KERNELS` that follow the specialisation; `SHARED_FILES` stand before it."""
-        blocks = ("geometry", *_BUILDING_BLOCKS.get(self.kernel, ()))
+        blocks = ["geometry", *_BUILDING_BLOCKS.get(self.kernel, ())]
+        if self.kernel == "implicit_gemm":
+            blocks.append("store_overlap" if dict(self.constants)["TAPS_IN_ROWS"] else "store_phases")
         return (*(f"common/{name}.cuh" for name in blocks), f"{self.kernel}.cu")
 
     @cached_property

@@ -6,6 +6,11 @@
 // depth and height that own taps.
 //
 // An operation is one tap of one row block. `find_operation` numbers those of a thread block.
+//
+// Where output channels are few most of such a block would be empty. With TAPS_IN_ROWS a row is one tap of one channel
+// instead, for all taps of LINES of those phases: row blocks are one operation each, and what a pixel adds to the
+// outputs that it reaches is added up afterwards (store_overlap.cuh). Rows are ordered by line, channel, tap along
+// depth, height and width.
 
 constexpr int ROWS = 64;
 
@@ -41,22 +46,40 @@ __host__ __device__ constexpr int owned_phase(Axis axis, int index) {
 
 constexpr int OWNED_H = owned_phases(AXIS_H), OWNED_W = owned_phases(AXIS_W);
 constexpr int OWNED_LINES = owned_phases(AXIS_D) * OWNED_H;  // phases along depth and height
-constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * LINES * OWNED_W;
-constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, CHANNEL_BLOCKS* ROWS);
 constexpr int LINE_GROUPS = ceil_div(OWNED_LINES, LINES);
 
-struct Operation {
-  int channel_block, depth_tap, height_tap, width_tap;
-};
-
-__device__ __forceinline__ int taps_of_line(int line) {
+// Taps along depth and height of one of those phases.
+__host__ __device__ constexpr int taps_of_line(int line) {
   if (line >= OWNED_LINES) return 0;
   return tap_count(AXIS_D, owned_phase(AXIS_D, line / OWNED_H)) *
          tap_count(AXIS_H, owned_phase(AXIS_H, line % OWNED_H));
 }
 
+// With TAPS_IN_ROWS, rows of the lines from `first` to before `last`, and of the group of lines that has most.
+__host__ __device__ constexpr int rows_of_lines(int first, int last) {
+  int rows = 0;
+  for (int line = first; line < last; ++line) rows += taps_of_line(line) * AXIS_W.kernel * DST_CHANNELS;
+  return rows;
+}
+__host__ __device__ constexpr int most_rows() {
+  int most = 0;
+  for (int first = 0; first < OWNED_LINES; first += LINES) {
+    const int rows = rows_of_lines(first, first + LINES);
+    most = rows > most ? rows : most;
+  }
+  return most;
+}
+
+constexpr int ROW_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : CHANNEL_BLOCKS * LINES * OWNED_W;
+constexpr int CHANNEL_GROUPS = TAPS_IN_ROWS ? 1 : ceil_div(DST_CHANNELS, CHANNEL_BLOCKS* ROWS);
+
+struct Operation {
+  int channel_block, depth_tap, height_tap, width_tap;
+};
+
 // Taps of row block `block` of a thread block whose first line is `first_line`.
 __device__ __forceinline__ int operations_of(int block, int first_line) {
+  if (TAPS_IN_ROWS) return 1;
   const int line = first_line + block / OWNED_W % LINES;
   return taps_of_line(line) * tap_count(AXIS_W, owned_phase(AXIS_W, block % OWNED_W));
 }

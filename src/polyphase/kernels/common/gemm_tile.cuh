@@ -1,0 +1,101 @@
+// Items of work for implicit_gemm, and the run of pixels that each of them is made of.
+
+constexpr int LOADERS = LOADER_THREADS / LOADER_GROUPS;  // threads that load one stage
+constexpr int THREADS = LOADER_THREADS + CONSUMERS * 128;
+constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;    // warp groups that work on one item
+constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;     // cells of a warp group
+constexpr int ROW_PARTS = SPLIT_ROWS ? CONSUMERS : 1;  // row groups of an item
+constexpr int CELL_PARTS = SHARERS / ROW_PARTS;
+constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of an item
+constexpr int STAGE_CHANNELS = K_STEPS * STEP_CHANNELS;
+constexpr int STAGE_CHUNKS = 2 * K_STEPS;
+constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
+constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes of a row group's weights in a stage
+constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // and in all stages
+constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
+constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
+// The pixels are copied to where they are used: channels last, or as the cores can take PIXELS_INNERMOST.
+constexpr bool IN_PLACE = SRC_CHANNELS_LAST || PIXELS_INNERMOST;
+static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
+              "not on the cores");
+// Stages of its own that a loading group copies ahead of the one it turns around.
+constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
+// A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
+static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
+// The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
+static_assert(STAGES >= LOADER_GROUPS, "too few stages");
+static_assert(OPERATIONS <= (TAPS_IN_ROWS ? ROW_BLOCKS : CHANNEL_BLOCKS * TAPS), "an operation is a tap");
+constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
+constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
+constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
+
+struct Geometry {
+  Tensor5 src, dst;
+  int batch;
+  int images;        // batch entries of a tile
+  int cells[3];      // of a tile, along depth, height and width
+  int tiles[4];      // along batch, depth, height and width
+  int items;         // tiles by the row groups, ROW_PARTS at a time
+  int tile_items;    // of one tile
+  int pitch[3];      // pixels of the run from one image, slab and row to the next
+  int halo;          // pixels of the run that are loaded
+  int raw_pitch;     // pixels of the run in a copied stage
+  int chunk_bytes;   // of the run in a stage
+  int skew;          // columns before the first that is needed, so that copies are aligned
+  int copy_bytes;    // of one copy: 16, 8, 4 or 2
+  int store_vector;  // elements of a store
+  int run;           // whether tiles are runs of CELLS cells across rows and images, which taps without reach allow
+};
+
+// Position of a pixel in a run.
+struct Pixel {
+  int n, d, h, w;
+
+  __device__ __forceinline__ void locate(const Geometry& g, int index) {
+    n = index / g.pitch[0], index -= n * g.pitch[0];
+    d = index / g.pitch[1], index -= d * g.pitch[1];
+    h = index / g.pitch[2], w = index - h * g.pitch[2];
+  }
+  __device__ __forceinline__ unsigned packed() const { return n << 26 | d << 20 | h << 10 | w; }
+  __device__ __forceinline__ void unpack(unsigned bits) {
+    n = bits >> 26, d = bits >> 20 & 63, h = bits >> 10 & 1023, w = bits & 1023;
+  }
+};
+constexpr unsigned NOWHERE = 0xffffffffu;
+constexpr offset_t PADDING = ~(offset_t)0;
+
+// Elements from a tensor's first of a batch entry and channel; offset_t has 32 bits where those suffice.
+__device__ __forceinline__ offset_t offset_of(const Tensor5& t, int n, int d, int h, int w) {
+  return byte_offset<char>(t, n, d, h, w);
+}
+
+struct Item {
+  int n, d, h, w;  // the tile's first cell
+  int first;       // in a run: of the cells of batch entry n
+  int group, channel_group, line_group, row_group;
+
+  // `part` is the row group among the item's.
+  __device__ __forceinline__ void locate(const Geometry& g, int index, int part) {
+    row_group = index % g.tile_items * ROW_PARTS + part, index /= g.tile_items;
+    line_group = row_group % LINE_GROUPS;
+    channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
+    group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
+    w = index % g.tiles[3] * g.cells[2], index /= g.tiles[3];
+    h = index % g.tiles[2] * g.cells[1], index /= g.tiles[2];
+    d = index % g.tiles[1] * g.cells[0], index /= g.tiles[1];
+    n = g.run ? index * CELLS / g.pitch[0] : index * g.images;
+    first = g.run ? index * CELLS - n * g.pitch[0] : 0;
+  }
+};
+
+typedef float Sums[ROW_BLOCKS][PIXEL_BLOCKS][SUMS];
+
+template <class Function>
+__device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& totals) {
+#pragma unroll
+  for (int block = 0; block < ROW_BLOCKS; ++block)
+#pragma unroll
+    for (int part = 0; part < PIXEL_BLOCKS; ++part)
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) function(sums[block][part][i], totals[block][part][i]);
+}

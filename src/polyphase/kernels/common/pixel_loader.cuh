@@ -1,0 +1,147 @@
+// From the source tensor to the operands of tensor cores: one group of threads loads a stage of an item's pixels.
+
+struct Loader {
+  const Geometry& g;
+  const unsigned* halo;  // position of each copied run of pixels, or NOWHERE
+  offset_t* offsets;     // and where it lies in the source, from the tile's batch entry and channel, in elements
+  int thread;
+
+  __device__ __forceinline__ void find_pixels(const Item& item) const {
+    const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
+    for (int i = thread; i * copied < g.halo; i += LOADERS) {
+      const unsigned position = g.run ? 0 : halo[i];
+      Pixel p;
+      if (g.run)
+        p.locate(g, item.first + i * copied);
+      else
+        p.unpack(position);
+      const int d = item.d + p.d + first_offset(AXIS_D), h = item.h + p.h + first_offset(AXIS_H);
+      const int w = item.w + p.w + first_offset(AXIS_W) - g.skew;
+      const bool inside = position != NOWHERE && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
+                          (unsigned)h < (unsigned)g.src.size[1] && (unsigned)w < (unsigned)g.src.size[2];
+      offsets[i] = inside ? offset_of(g.src, p.n, d, h, w) : PADDING;
+    }
+  }
+
+  template <int BYTES>
+  static __device__ __forceinline__ void copy(unsigned char* to, const scalar_t* from, bool exists) {
+    if constexpr (BYTES == 2)
+      *(scalar_t*)to = exists ? read(from) : zero<scalar_t>();
+    else
+      copy_async<BYTES>(shared_address(to), from, exists);
+  }
+
+  // Channels first: COUNT neighbouring pixels of every channel of the stage. Lanes take pixels, warps channels.
+  template <int BYTES>
+  __device__ __forceinline__ void copy_rows(const scalar_t* base, int channel, scalar_t* raw) const {
+    constexpr int COUNT = BYTES / (int)sizeof(scalar_t), WARPS = LOADERS / 32;
+    const int warp = thread / 32;
+    const scalar_t* const first = base + warp * g.src.stride[1];
+    raw += warp * g.raw_pitch;
+    for (int v = thread % 32; v * COUNT < g.halo; v += 32) {
+      const offset_t offset = offsets[v];
+      const scalar_t* from = first + (offset == PADDING ? 0 : offset);
+      unsigned char* to = (unsigned char*)(raw + v * COUNT);
+#pragma unroll 4
+      for (int i = 0; i < STAGE_CHANNELS / WARPS; ++i) {
+        const bool exists =
+            offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + warp + i * WARPS < SRC_CHANNELS);
+        copy<BYTES>(to, exists ? from : base, exists);
+        from += WARPS * g.src.stride[1];
+        to += WARPS * g.raw_pitch * (int)sizeof(scalar_t);
+      }
+    }
+  }
+
+  // Channels last: the chunks of every pixel, piece by piece where they are not aligned.
+  template <int BYTES>
+  __device__ __forceinline__ void copy_pixels(const scalar_t* base, int channel, unsigned char* to) const {
+    constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
+    const int chunk = thread % STAGE_CHUNKS;
+    const scalar_t* const from = base + chunk * CHUNK;
+    to += chunk * g.chunk_bytes;
+#pragma unroll 4
+    for (int pixel = thread / STAGE_CHUNKS; pixel < g.halo; pixel += LOADERS / STAGE_CHUNKS) {
+      const offset_t offset = offsets[pixel];
+#pragma unroll
+      for (int i = 0; i < CHUNK; i += COUNT) {
+        const bool exists = offset != PADDING && channel + chunk * CHUNK + i < SRC_CHANNELS;
+        copy<BYTES>(to + pixel * 16 + i * (int)sizeof(scalar_t), exists ? from + offset + i : base, exists);
+      }
+    }
+  }
+
+  // Channels first, as they are used: lanes take the eight channels of a chunk, each neighbouring pixels of one.
+  template <int BYTES>
+  __device__ __forceinline__ void copy_blocks(const scalar_t* base, int channel, unsigned char* to) const {
+    constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
+    const int row = thread % 8;
+    for (int v = thread / 8; v * COUNT < g.halo; v += LOADERS / 8) {
+      const offset_t offset = offsets[v];
+      const scalar_t* from = base + row * g.src.stride[1] + (offset == PADDING ? 0 : offset);
+      unsigned char* target = to + v * COUNT / 8 * 128 + row * 16 + v * COUNT % 8 * (int)sizeof(scalar_t);
+#pragma unroll
+      for (int chunk = 0; chunk < STAGE_CHUNKS; ++chunk) {
+        const bool exists = offset != PADDING && channel + chunk * CHUNK + row < SRC_CHANNELS;
+        copy<BYTES>(target, exists ? from : base, exists);
+        from += CHUNK * g.src.stride[1];
+        target += g.chunk_bytes;
+      }
+    }
+  }
+
+  template <int BYTES>
+  __device__ __forceinline__ void copy_stage(const scalar_t* base, int channel, unsigned char* to) const {
+    if constexpr (SRC_CHANNELS_LAST)
+      copy_pixels<BYTES>(base, channel, to);
+    else if constexpr (PIXELS_INNERMOST)
+      copy_blocks<BYTES>(base, channel, to);
+    else
+      copy_rows<BYTES>(base, channel, (scalar_t*)to);
+  }
+
+  // A stage of the tile that `find_pixels` has seen; `base` is its first channel's first element.
+  __device__ __forceinline__ void load(const scalar_t* base, int stage, unsigned char* to) const {
+    const int channel = stage * STAGE_CHANNELS;
+    base += channel * g.src.stride[1];
+    if (g.copy_bytes == 16)
+      copy_stage<16>(base, channel, to);
+    else if (!SRC_CHANNELS_LAST && g.copy_bytes == 8)
+      copy_stage<8>(base, channel, to);
+    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && g.copy_bytes == 4)
+      copy_stage<4>(base, channel, to);
+    else
+      copy_stage<sizeof(scalar_t)>(base, channel, to);
+  }
+
+  // A copied stage as the tensor cores take it: warps take a chunk of 32 pixels at a time.
+  __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
+    if (IN_PLACE && sizeof(scalar_t) == 2) return;
+    const int lane = thread % 32, blocks = (g.halo + 31) / 32;
+#pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
+    for (int i = thread / 32; i < blocks * STAGE_CHUNKS; i += LOADERS / 32) {
+      const int chunk = i % STAGE_CHUNKS, first = i / STAGE_CHUNKS * 32;
+      unsigned char* const target = to + chunk * g.chunk_bytes + first * 16;
+      if constexpr (sizeof(scalar_t) == 4) {
+        Vector<float, 4> channels, high, low;
+        if (IN_PLACE) channels = ((const Vector<float, 4>*)(copied + chunk * g.chunk_bytes + first * 16))[lane];
+        const float* const row = (const float*)copied + chunk * 4 * g.raw_pitch + first + lane;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          if (!IN_PLACE) channels.value[k] = row[k * g.raw_pitch];
+          split_tf32(channels.value[k], high.value[k], low.value[k]);
+        }
+        ((Vector<float, 4>*)target)[lane] = high;
+        if (PARTS == 2) ((Vector<float, 4>*)(target + STAGE_CHUNKS * g.chunk_bytes))[lane] = low;
+      } else {
+        // Four matrices of 8 channels by 8 pixels are turned around at once.
+        unsigned turned[4];
+        const scalar_t* const row =
+            (const scalar_t*)copied + (chunk * 8 + lane % 8) * g.raw_pitch + first + lane / 8 * 8;
+        load_matrices<true>(turned, shared_address(row));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) ((unsigned*)target)[32 * k + lane] = turned[k];
+      }
+    }
+  }
+};

@@ -1,0 +1,184 @@
+// From accumulators to the destination tensor, where a row is one tap of one channel (TAPS_IN_ROWS).
+//
+// A column of the product holds what one pixel adds to every output that it reaches. The columns of an item, its halo
+// included, go to shared memory, a row of PARTIAL_PITCH floats for each tap; then each lane takes a cell of the tile,
+// its neighbours the neighbouring ones, and adds up for every output of one row of the cell the taps of its phase, each
+// from the pixel that the tap reads. Those who write the rows wait for those who have added up the item before, and the
+// other way round.
+
+constexpr int PARTIAL_ROWS = most_rows();
+constexpr int PARTIAL_PITCH = round_up(CELLS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
+constexpr int PARTIALS = PARTIAL_ROWS * PARTIAL_PITCH;      // of an item
+constexpr int STORE_BYTES = (TAKE_TURNS ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
+constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
+
+// The widest vector that divides a cell's elements of a row.
+__host__ __device__ constexpr int widest_vector(int elements) {
+  return DST_CHANNELS_LAST || elements % 2 || elements * (int)sizeof(scalar_t) < 4
+             ? 1
+             : gcd(elements, 16 / (int)sizeof(scalar_t));
+}
+
+struct Store {
+  const Geometry& g;
+  const Item& item;
+  const Sums& sums;
+  int first_cell;         // of the warp group, among the tile's columns
+  const unsigned* cells;  // positions of the tile's cells
+  scalar_t* dst;          // the item's first channel, the tile's first batch entry
+  const scalar_t* bias;   // of the item's first channel
+  float* partials;        // of the item
+
+  static constexpr int STORERS = SHARERS * 128;
+  static constexpr int WIDE = widest_vector(DST_W);
+
+  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell,
+                                   const unsigned* cells, scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+      : g(g),
+        item(item),
+        sums(sums),
+        first_cell(first_cell),
+        cells(cells),
+        dst(dst),
+        bias(bias),
+        partials((float*)memory + (TAKE_TURNS ? threadIdx.x / 128 * PARTIALS : 0)) {}
+
+  // Cell `i` of the tile, one behind the other without the halo.
+  static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
+    Pixel p;
+    p.w = i % g.cells[2], i /= g.cells[2];
+    p.h = i % g.cells[1], i /= g.cells[1];
+    p.d = i % g.cells[0], p.n = i / g.cells[0];
+    return p.n < g.images ? p.packed() : NOWHERE;
+  }
+
+  __device__ __forceinline__ void write_partials() const {
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    float* const to = partials + first_cell + lane % 4 * 2;
+#pragma unroll
+    for (int block = 0; block < ROW_BLOCKS; ++block)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = block * ROWS + first_row + 8 * half;
+        if (row >= PARTIAL_ROWS) continue;
+#pragma unroll
+        for (int part = 0; part < PIXEL_BLOCKS; ++part)
+#pragma unroll
+          for (int j = 0; j < PIXELS / 8; ++j) {
+            const Vector<float, 2> pair = {sums[block][part][4 * j + 2 * half],
+                                           sums[block][part][4 * j + 2 * half + 1]};
+            *(Vector<float, 2>*)(to + row * PARTIAL_PITCH + part * PIXELS + 8 * j) = pair;
+          }
+      }
+  }
+
+  // The elements of a cell's row, of which the first `columns` exist.
+  __device__ __forceinline__ void write(const float (&value)[DST_W], scalar_t* to, int columns) const {
+    alignas(16) scalar_t narrowed[DST_W];
+#pragma unroll
+    for (int i = 0; i < DST_W; ++i) narrow(value[i], narrowed[i]);
+    if (WIDE > 1 && columns == DST_W && g.store_vector == WIDE) {
+#pragma unroll
+      for (int i = 0; i < DST_W; i += WIDE)
+        *(Vector<scalar_t, WIDE>*)(to + i) = *(const Vector<scalar_t, WIDE>*)(narrowed + i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < DST_W; ++i)
+        if (i < columns) to[i * g.dst.stride[4]] = narrowed[i];
+    }
+  }
+
+  __device__ __forceinline__ float start(int channel) const { return HAS_BIAS ? widen(read(bias + channel)) : 0.f; }
+
+  // Where a cell lies: its first pixel among the columns, its first element, and how far the destination reaches from
+  // there.
+  struct Cell {
+    int from, columns, rows, slabs;
+    scalar_t* to;
+  };
+
+  // Cells of the tile.
+  __device__ __forceinline__ int tile() const {
+    return g.run ? CELLS : g.images * g.cells[0] * g.cells[1] * g.cells[2];
+  }
+
+  // Cell `i` of the tile; false where it does not exist.
+  __device__ __forceinline__ bool locate(int i, Cell& cell) const {
+    if (i >= tile()) return false;
+    Pixel p;
+    if (g.run)
+      p.locate(g, item.first + i);
+    else
+      p.unpack(cells[i]);
+    const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W;
+    cell.from = g.run ? i : p.n * g.pitch[0] + p.d * g.pitch[1] + p.h * g.pitch[2] + p.w + g.skew;
+    cell.columns = min(DST_W, g.dst.size[2] - w), cell.rows = g.dst.size[1] - h, cell.slabs = g.dst.size[0] - d;
+    cell.to = dst + offset_of(g.dst, p.n, d, h, w);
+    return item.n + p.n < g.batch && cell.columns > 0 && cell.rows > 0 && cell.slabs > 0;
+  }
+
+  // Line LINE of a cell, all channels. (Recursion, so that the taps of a line are constants to the compiler.)
+  template <int LINE = 0>
+  __device__ __forceinline__ void add_lines(const Cell& cell) const {
+    constexpr int DEPTH = owned_phase(AXIS_D, LINE / OWNED_H), HEIGHT = owned_phase(AXIS_H, LINE % OWNED_H);
+    constexpr int ALONG_D = tap_count(AXIS_D, DEPTH), ALONG_H = tap_count(AXIS_H, HEIGHT);
+    constexpr int FIRST_ROW = rows_of_lines(LINE / LINES * LINES, LINE);
+    if ((LINE_GROUPS == 1 || LINE / LINES == item.line_group) && HEIGHT < cell.rows && DEPTH < cell.slabs) {
+      const float* row = partials + FIRST_ROW * PARTIAL_PITCH + cell.from;
+      scalar_t* to = cell.to + DEPTH * g.dst.stride[2] + HEIGHT * g.dst.stride[3];
+#pragma unroll 1
+      for (int channel = 0; channel < DST_CHANNELS; ++channel) {
+        float value[DST_W];
+#pragma unroll
+        for (int i = 0; i < DST_W; ++i) value[i] = start(channel);
+#pragma unroll
+        for (int i = 0; i < ALONG_D * ALONG_H; ++i) {
+          const int depth_tap = first_tap(AXIS_D, DEPTH) + i / ALONG_H * tap_step(AXIS_D);
+          const int height_tap = first_tap(AXIS_H, HEIGHT) + i % ALONG_H * tap_step(AXIS_H);
+          const float* const pixels = row + (src_offset(AXIS_D, depth_tap) - first_offset(AXIS_D)) * g.pitch[1] +
+                                      (src_offset(AXIS_H, height_tap) - first_offset(AXIS_H)) * g.pitch[2];
+#pragma unroll
+          for (int tap = 0; tap < AXIS_W.kernel; ++tap)
+            value[phase_of(AXIS_W, tap)] +=
+                pixels[(i * AXIS_W.kernel + tap) * PARTIAL_PITCH + src_offset(AXIS_W, tap) - first_offset(AXIS_W)];
+        }
+        write(value, to, cell.columns);
+        row += ALONG_D * ALONG_H * AXIS_W.kernel * PARTIAL_PITCH;
+        to += g.dst.stride[1];
+      }
+    }
+    if constexpr (LINE + 1 < OWNED_LINES) add_lines<LINE + 1>(cell);
+  }
+
+  // Lines that own no taps, which one item stores.
+  __device__ __forceinline__ void fill_lines(const Cell& cell) const {
+#pragma unroll 1
+    for (int phase = 0; phase < DST_D * DST_H; ++phase) {
+      const int depth = phase / DST_H, height = phase % DST_H;
+      const bool owned = has_taps(AXIS_D, depth) && has_taps(AXIS_H, height);
+      if (owned || height >= cell.rows || depth >= cell.slabs) continue;
+#pragma unroll 1
+      for (int channel = 0; channel < DST_CHANNELS; ++channel) {
+        float value[DST_W];
+#pragma unroll
+        for (int i = 0; i < DST_W; ++i) value[i] = start(channel);
+        scalar_t* const line = cell.to + depth * g.dst.stride[2] + height * g.dst.stride[3];
+        write(value, line + channel * g.dst.stride[1], cell.columns);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void operator()() const {
+    const int barrier = FIRST_STORE_BARRIER + (TAKE_TURNS ? threadIdx.x / 128 : 0);
+    threads_sync(barrier, STORERS);
+    write_partials();
+    threads_sync(barrier, STORERS);
+#pragma unroll 1
+    for (int i = threadIdx.x % STORERS; i < tile(); i += STORERS) {
+      Cell cell;
+      if (!locate(i, cell)) continue;
+      add_lines(cell);
+      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) fill_lines(cell);
+    }
+  }
+};

@@ -1,0 +1,252 @@
+// From accumulators to the destination tensor, where a row block is channels of one phase.
+
+// Cells of the run that are stored at once: about 256 bytes of a row.
+__host__ __device__ constexpr int piece_of(int cells) {
+  return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
+}
+constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
+constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
+// What a warp turns around at a time: 8 channels of a piece, or the 16 of its cells, pixels apart so that banks differ.
+constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? (sizeof(scalar_t) == 4 ? 20 : 24) : PIECE * DST_W + 8;
+constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
+constexpr int STORE_BYTES = CONSUMERS * 4 * STAGING * (int)sizeof(scalar_t);
+
+// Stores what one warp has summed: 16 channels of each row block, all cells of its warp group's part of the run.
+struct Store {
+  const Geometry& g;
+  const Item& item;
+  const Sums& sums;
+  int first_cell;         // of the warp group, among the tile's
+  const unsigned* cells;  // positions of the tile's cells
+  scalar_t* dst;          // the item's first channel, the tile's first batch entry
+  const scalar_t* bias;   // of the item's first channel
+  scalar_t* staging;      // of the warp
+
+  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell,
+                                   const unsigned* cells, scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+      : g(g),
+        item(item),
+        sums(sums),
+        first_cell(first_cell),
+        cells(cells),
+        dst(dst),
+        bias(bias),
+        staging((scalar_t*)memory + threadIdx.x / 32 * STAGING) {}
+
+  // Cell `i` of those whose positions are known beforehand.
+  static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
+    Pixel p;
+    p.locate(g, i);
+    return p.n < g.images && p.d < g.cells[0] && p.h < g.cells[1] && p.w < g.cells[2] ? p.packed() : NOWHERE;
+  }
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
+
+  __device__ __forceinline__ int channel(int block, int row) const {
+    return (item.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
+  }
+  __device__ __forceinline__ float start(int channel) const {
+    return HAS_BIAS && channel < DST_CHANNELS ? widen(read(bias + channel)) : 0.f;
+  }
+  // The 2 · DST_W elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and is
+  // bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
+  template <int LINE, int I = 0>
+  __device__ __forceinline__ void run(float (&value)[2 * DST_W], int block, int j, int half, float start) const {
+    constexpr bool owned = LINE >= 0 && has_taps(AXIS_W, I % DST_W);
+    constexpr int index = owned_before(AXIS_W, I % DST_W);
+    value[I] = start;
+    if constexpr (owned)
+      value[I] +=
+          sums[(block * LINES + LINE) * OWNED_W + index][j / (PIXELS / 8)][j % (PIXELS / 8) * 4 + 2 * half + I / DST_W];
+    if constexpr (I + 1 < 2 * DST_W) run<LINE, I + 1>(value, block, j, half, start);
+  }
+  // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
+  // neighbouring elements of a row: whole lines are written.
+  static constexpr int WIDE = (DST_CHANNELS_LAST ? 16 : 8) / (int)sizeof(scalar_t);  // elements of a wide store
+  static constexpr int VECTORS_OF_PIXEL = 16 / WIDE;                                 // with channels last
+  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? VECTORS_OF_PIXEL : ceil_div(PIECE * DST_W, 32);
+
+  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or of every 32 vectors one.
+  struct Elements {
+    offset_t offset[ELEMENTS];
+    int count[ELEMENTS];  // of the vector's or the cell's elements, those that exist
+    int rows[ELEMENTS];   // rows of a slab (low half) and slabs that exist from the cell's first on
+  };
+
+  __device__ __forceinline__ void describe(int piece, Elements& elements) const {
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) {
+      const int element = (lane() + 32 * i) * g.store_vector, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
+      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? (lane() + 32 * i) / VECTORS_OF_PIXEL : element / DST_W);
+      elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
+      if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
+      Pixel p;
+      if (g.run)
+        p.locate(g, item.first + first_cell + cell);
+      else
+        p.unpack(cells[first_cell + cell]);
+      if ((!g.run && cells[first_cell + cell] == NOWHERE) || item.n + p.n >= g.batch) continue;
+      const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
+      const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
+      if (d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
+      elements.count[i] = max(0, min(columns, DST_CHANNELS_LAST ? DST_W : g.store_vector));
+      elements.offset[i] = offset_of(g.dst, p.n, d, h, w);
+      elements.rows[i] = min(g.dst.size[1] - h, 0x7fff) | min(g.dst.size[0] - d, 0x7fff) << 16;
+    }
+  }
+  static __device__ __forceinline__ bool exists(const Elements& elements, int i, int depth, int height) {
+    if (DST_D * DST_H == 1) return true;  // else cells may exist in part
+    return height < (elements.rows[i] & 0xffff) && depth < elements.rows[i] >> 16;
+  }
+
+  template <int COUNT>
+  __device__ __forceinline__ void store_rows(const Elements& elements, int depth, int height, int first_channel,
+                                             scalar_t* line) const {
+    typedef Vector<scalar_t, COUNT> Run;
+    constexpr int VECTORS = ceil_div(PIECE * DST_W, 32 * COUNT);
+    int count[VECTORS];
+    bool whole = first_channel + 8 <= DST_CHANNELS;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      count[i] = exists(elements, i, depth, height) ? elements.count[i] : 0;
+      whole = whole && (count[i] == COUNT || count[i] == 0);
+    }
+    const scalar_t* from = staging + lane() * COUNT;
+    scalar_t* to = line + first_channel * g.dst.stride[1];
+    if (__all_sync(0xffffffffu, whole)) {
+#pragma unroll
+      for (int row = 0; row < 8; ++row) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+          if (count[i] > 0)
+            *(Run*)(to + elements.offset[i]) = *(const Run*)(from + row * STAGING_PITCH + 32 * COUNT * i);
+        to += g.dst.stride[1];
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int row = 0; row < min(8, DST_CHANNELS - first_channel); ++row) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k)
+          if (k < count[i])
+            to[elements.offset[i] + k * g.dst.stride[4]] = from[row * STAGING_PITCH + 32 * COUNT * i + k];
+      to += g.dst.stride[1];
+    }
+  }
+
+  template <int LINE>
+  __device__ __forceinline__ void store_piece(const Elements& elements, int piece, int depth, int height) const {
+    scalar_t* const to = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; ++block)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float first = start(channel(block, lane() / 4 + 8 * half));
+#pragma unroll
+        for (int j = 0; j < PIECE / 8; ++j) {
+          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+          float value[2 * DST_W];
+          alignas(16) scalar_t narrowed[2 * DST_W];
+          run<LINE>(value, block, piece * (PIECE / 8) + j, half, first);
+#pragma unroll
+          for (int i = 0; i < 2 * DST_W; ++i) narrow(value[i], narrowed[i]);
+          scalar_t* const to_shared = staging + lane() / 4 * STAGING_PITCH + (8 * j + lane() % 4 * 2) * DST_W;
+          constexpr int COUNT = DST_W % 2 == 0 && sizeof(scalar_t) * DST_W <= 8 ? 2 * DST_W : 2;
+#pragma unroll
+          for (int i = 0; i < 2 * DST_W; i += COUNT)
+            *(Vector<scalar_t, COUNT>*)(to_shared + i) = *(const Vector<scalar_t, COUNT>*)(narrowed + i);
+        }
+        __syncwarp();
+        const int first_channel = channel(block, 8 * half);
+        if (g.store_vector == WIDE)
+          store_rows<WIDE>(elements, depth, height, first_channel, to);
+        else if (WIDE > 2 && g.store_vector == 2)
+          store_rows<2>(elements, depth, height, first_channel, to);
+        else
+          store_rows<1>(elements, depth, height, first_channel, to);
+        __syncwarp();
+      }
+  }
+
+  // Channels last: a thread's two rows are neighbouring channels, and eight lanes hold 16 of them. The warp turns one
+  // phase of a piece around, so that a lane stores 16 bytes.
+  template <int LINE>
+  __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
+    scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
+      const int first_channel = channel(block, 0), pair_channel = channel(block, lane() / 4);
+      const float first[2] = {start(pair_channel), start(pair_channel + 1)};
+#pragma unroll
+      for (int phase = 0; phase < DST_W; ++phase) {
+#pragma unroll
+        for (int j = 0; j < PIECE / 8; ++j) {
+          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+          float value[2][2 * DST_W];
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, first[half]);
+#pragma unroll
+          for (int cell = 0; cell < 2; ++cell) {
+            Vector<scalar_t, 2> pair;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + phase], pair.value[half]);
+            *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + lane() / 4 * 2) = pair;
+          }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) {
+          if (phase >= elements.count[i] || !exists(elements, i, depth, height)) continue;
+          const int vector = lane() + 32 * i, from_channel = vector % VECTORS_OF_PIXEL * WIDE;
+          const scalar_t* const from = staging + vector / VECTORS_OF_PIXEL * STAGING_PITCH + from_channel;
+          const int remaining = DST_CHANNELS - first_channel - from_channel;
+          scalar_t* const to = line + elements.offset[i] + phase * g.dst.stride[4] + first_channel + from_channel;
+          if (g.store_vector == WIDE && remaining > 0) {
+            *(Vector<scalar_t, WIDE>*)to = *(const Vector<scalar_t, WIDE>*)from;
+          } else {
+#pragma unroll
+            for (int k = 0; k < WIDE; ++k)
+              if (k < remaining) to[k] = from[k];
+          }
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  template <int LINE>
+  __device__ __forceinline__ void store_line(const Elements& elements, int piece, int depth, int height) const {
+    if constexpr (DST_CHANNELS_LAST)
+      store_pixels<LINE>(elements, piece, depth, height);
+    else
+      store_piece<LINE>(elements, piece, depth, height);
+  }
+
+  template <int LINE = 0>
+  __device__ __forceinline__ void store_lines(const Elements& elements, int piece) const {
+    const int owned = item.line_group * LINES + LINE;
+    if (owned < OWNED_LINES)
+      store_line<LINE>(elements, piece, owned_phase(AXIS_D, owned / OWNED_H), owned_phase(AXIS_H, owned % OWNED_H));
+    if constexpr (LINE + 1 < LINES) store_lines<LINE + 1>(elements, piece);
+  }
+
+  // The item's lines; and one item stores those that own no taps.
+  __device__ __forceinline__ void operator()() const {
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+      Elements elements;
+      describe(piece, elements);
+      store_lines(elements, piece);
+      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) {
+#pragma unroll 1
+        for (int phase = 0; phase < DST_D * DST_H; ++phase)
+          if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))
+            store_line<-1>(elements, piece, phase / DST_H, phase % DST_H);
+      }
+    }
+  }
+};
