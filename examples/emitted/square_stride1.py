@@ -3688,13 +3688,17 @@ class _SharedBytes:
         in_place = variant.in_place(self.src_channels_last)
         self.raw = 0 if in_place else variant.loader_groups * RAW_STAGES * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
+        # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
+        self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
+        self.worst_halo = variant.cells if variant.taps_in_rows else 0
 
     def of(self, tile: "Tile", aligned: bool) -> int:
         """Of one tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
         copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
+        halo = tile.halo if aligned else max(tile.halo, self.worst_halo)
         total = self.fixed + self.allocated * (tile.allocated + (0 if aligned else 32))
-        total += self.raw * raw_pitch(tile.halo, self.size) if self.raw else 0
-        return total + self.table * -(-tile.halo // copied)
+        total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
+        return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
 
 
 def _static_shared_bytes(variant: "GemmVariant", product: "Product") -> int:
@@ -3847,13 +3851,13 @@ def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable:
                 for slabs in {1, math.ceil(depth / math.ceil(depth / most_slabs))}:
                     used = flat + (slabs - 1) * slab
                     image = (slabs + reach[0]) * slab
+                    tail = math.ceil(((ahead[1] * row if whole else 0) + ahead[2]) / even) * even
                     images = 1
                     if (slabs, rows, columns) == (depth, height, width):
-                        fitting = capacity // image if all_pixels else (capacity - used) // image + 1
+                        fitting = (capacity - tail) // image if all_pixels else (capacity - used) // image + 1
                         images = max(1, min(batch, _MAX_SIDE[2], fitting, addressable))
                     span = reach[0] * slab + reach[1] * row + reach[2] + skew
-                    tail = (ahead[1] * row if whole else 0) + ahead[2]
-                    halo = images * image + math.ceil(tail / even) * even
+                    halo = images * image + tail
                     if all_pixels and halo > capacity:
                         continue
                     allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks)

@@ -180,7 +180,9 @@ def families(
         for channel_blocks in ({1, 2, 4} if blocks > 2 else {1, blocks})
         for lines in some_lines
     ]
-    if problem.groups == 1 and channels <= _FEW_CHANNELS and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
+    # In two parts, or with many small groups, the direct kernel is faster (docs/performance.md).
+    few = channels <= _FEW_CHANNELS and problem.groups == 1 and parts == 1
+    if few and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
         shapes += [(1, lines, taps.row_blocks(channels, lines), True) for lines in some_lines]
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
         for channel_blocks, lines, row_blocks, taps_in_rows in shapes:

@@ -5,6 +5,9 @@
 //
 // Rows and channels that do not exist are zero. A thread block makes one operation: a row and a chunk for each thread.
 
+static_assert(OPERATIONS == ROW_BLOCKS && CHANNEL_GROUPS == 1 && TAPS > 0,
+              "an operation is a row block of all channels");
+
 extern "C" __global__ void __launch_bounds__(2 * ROWS, MIN_BLOCKS)
     pack_taps(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
   let_dependents_start();
