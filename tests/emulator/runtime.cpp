@@ -104,6 +104,15 @@ struct Fiber {
   Guarded stack{"the thread's stack", kStack, 16};
 };
 
+/// What the copy engine has been told and has not done: it does so when the barrier's phase ends.
+struct BulkCopy {
+  const emulator::Barrier* barrier;
+  void* to;
+  const void* from;
+  std::size_t bytes;
+};
+std::vector<BulkCopy> bulk_copies;
+
 std::deque<Fiber> fibers;    // of the threads of a block, by their linear index; those beyond the block idle
 const struct Grid* running;
 Fiber* current;              // the running fiber; null in the scheduler
@@ -195,6 +204,7 @@ struct Grid {
     for (unsigned t = 0; t < size; ++t) {
       fibers[t].state = State::ready;
       for (Tasks& tasks : fibers[t].tasks) tasks = {};
+      bulk_copies.clear();
     }
     // Where threads are shuffled, in every other block a warp runs as far as barriers allow before the next one does.
     const bool one_warp = order >= 0 && random() % 2;
@@ -371,7 +381,17 @@ void emulator::barrier_init(Barrier* barrier, int arrivals) {
 }
 void emulator::barrier_arrive(Barrier* barrier) {
   if (barrier->arrivals - 1 >= 1 << 20) fail(__builtin_return_address(0), "the barrier was not initialised");
-  if (--barrier->missing == 0) barrier->missing = barrier->arrivals, barrier->parity ^= 1;
+  if (--barrier->missing > 0) return;
+  for (const auto& [target, to, from, bytes] : bulk_copies)
+    if (target == barrier) std::memcpy(to, from, bytes);
+  std::erase_if(bulk_copies, [=](const BulkCopy& copy) { return copy.barrier == barrier; });
+  barrier->missing = barrier->arrivals, barrier->parity ^= 1;
+}
+void emulator::bulk_copy(Barrier* barrier, void* to, const void* from, std::size_t bytes) {
+  if (bytes % 16 || std::uintptr_t(to) % 16 || std::uintptr_t(from) % 16)
+    fail(__builtin_return_address(0), "the copy engine takes multiples of 16 bytes");
+  std::memset(to, 0xFF, bytes);
+  bulk_copies.push_back({barrier, to, from, bytes});
 }
 void emulator::barrier_wait(const Barrier* barrier, unsigned parity) {
   if (barrier->parity != parity) return;

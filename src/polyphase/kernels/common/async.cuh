@@ -1,7 +1,7 @@
 // Copies that pass no registers, and the barriers between those who fill shared memory and those who read it.
 
 // The copy engine that came with Hopper.
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 || (defined(EMULATOR) && WGMMA_INSTRUCTION)
 #define BULK_COPY 1
 #else
 #define BULK_COPY 0
@@ -92,11 +92,11 @@ __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::
 
 #endif
 
-#if BULK_COPY
+// One thread copies contiguous bytes, a multiple of 16; `barrier` completes when they have come.
+#if BULK_COPY && !defined(EMULATOR)
 // Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// One thread copies contiguous bytes; `barrier` completes when they have come.
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -105,6 +105,11 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
 }
 #else
 __device__ __forceinline__ void publish_shared() {}
+#ifdef EMULATOR
+__device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), from, bytes);
+}
+#endif
 #endif
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands.

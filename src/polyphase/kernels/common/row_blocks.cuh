@@ -78,10 +78,18 @@ struct Operation {
 };
 
 // Taps of row block `block` of a thread block whose first line is `first_line`.
-__device__ __forceinline__ int operations_of(int block, int first_line) {
+__host__ __device__ constexpr int operations_of(int block, int first_line) {
   if (TAPS_IN_ROWS) return 1;
   const int line = first_line + block / OWNED_W % LINES;
   return taps_of_line(line) * tap_count(AXIS_W, owned_phase(AXIS_W, block % OWNED_W));
+}
+
+// Whether the row blocks of every group of lines have as many as those of the first.
+__host__ __device__ constexpr bool groups_are_alike() {
+  for (int line = LINES; line < OWNED_LINES; line += LINES)
+    for (int block = 0; block < ROW_BLOCKS; ++block)
+      if (operations_of(block, line) != operations_of(block, 0)) return false;
+  return true;
 }
 
 // Operation `index` of a thread block; false behind the last.

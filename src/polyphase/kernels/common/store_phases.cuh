@@ -198,19 +198,22 @@ struct Store {
           }
         }
         __syncwarp();
+        Vector<scalar_t, WIDE> vectors[ELEMENTS];
+        const int from_channel = lane() % VECTORS_OF_PIXEL * WIDE, remaining = DST_CHANNELS - first_channel - from_channel;
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i)
+          vectors[i] = *(const Vector<scalar_t, WIDE>*)(staging + (lane() + 32 * i) / VECTORS_OF_PIXEL * STAGING_PITCH +
+                                                        from_channel);
 #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i) {
           if (phase >= elements.count[i] || !exists(elements, i, depth, height)) continue;
-          const int vector = lane() + 32 * i, from_channel = vector % VECTORS_OF_PIXEL * WIDE;
-          const scalar_t* const from = staging + vector / VECTORS_OF_PIXEL * STAGING_PITCH + from_channel;
-          const int remaining = DST_CHANNELS - first_channel - from_channel;
           scalar_t* const to = line + elements.offset[i] + phase * g.dst.stride[4] + first_channel + from_channel;
           if (g.store_vector == WIDE && remaining > 0) {
-            *(Vector<scalar_t, WIDE>*)to = *(const Vector<scalar_t, WIDE>*)from;
+            *(Vector<scalar_t, WIDE>*)to = vectors[i];
           } else {
 #pragma unroll
             for (int k = 0; k < WIDE; ++k)
-              if (k < remaining) to[k] = from[k];
+              if (k < remaining) to[k] = vectors[i].value[k];
           }
         }
         __syncwarp();
