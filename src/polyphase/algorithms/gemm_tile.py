@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from polyphase.algorithms.base import extent
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, GemmVariant, Product, Taps
+from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, ROWS, GemmVariant, Product, Taps
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES
 
@@ -96,7 +96,7 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
         rows = Taps.of(gather.axes).rows(gather.dst_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4
     if gather.dst.channels_last:
-        return CONSUMERS * 4 * 32 * (80 if size == 4 else 48)
+        return CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
     stride = gather.axes[2].stride
     cells = 128
     while cells > 8 and cells * stride * size > 256:

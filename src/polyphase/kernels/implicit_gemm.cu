@@ -261,6 +261,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         previous = slot.index;
         slot.skip(1);
       }
+      const int first_channel = item.group * DST_CHANNELS;
+      const Store store(g, item, sums, cell_part * GROUP_CELLS, shared.cells,
+                        dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
+                        store_memory);
       products_wait<0>();
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
       release(empty + 8 * previous);
@@ -268,11 +272,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         slot.skip(STAGES_OF_ITEM);
         if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
       }
-
-      const int first_channel = item.group * DST_CHANNELS;
-      const Store store(g, item, sums, cell_part * GROUP_CELLS, shared.cells,
-                        dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
-                        store_memory);
       store();
     }
   }
