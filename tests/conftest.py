@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from helpers import forbid_tf32
 
+os.environ["POLYPHASE_TUNING"] = "0"  # what was measured on this machine decides nothing here
 forbid_tf32()  # for what runs before the first test
 torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -54,7 +54,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "explain", "emit", "env", "compile"])
+@pytest.mark.parametrize("command", ["check", "bench", "explain", "tune", "emit", "env", "compile"])
 def test_every_command_explains_itself(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0

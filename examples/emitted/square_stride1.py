@@ -383,10 +383,18 @@ struct Operation {
 };
 
 // Taps of row block `block` of a thread block whose first line is `first_line`.
-__device__ __forceinline__ int operations_of(int block, int first_line) {
+__host__ __device__ constexpr int operations_of(int block, int first_line) {
   if (TAPS_IN_ROWS) return 1;
   const int line = first_line + block / OWNED_W % LINES;
   return taps_of_line(line) * tap_count(AXIS_W, owned_phase(AXIS_W, block % OWNED_W));
+}
+
+// Whether the row blocks of every group of lines have as many as those of the first.
+__host__ __device__ constexpr bool groups_are_alike() {
+  for (int line = LINES; line < OWNED_LINES; line += LINES)
+    for (int block = 0; block < ROW_BLOCKS; ++block)
+      if (operations_of(block, line) != operations_of(block, 0)) return false;
+  return true;
 }
 
 // Operation `index` of a thread block; false behind the last.
@@ -585,7 +593,7 @@ FILES["common/async.cuh"] = r"""
 // Copies that pass no registers, and the barriers between those who fill shared memory and those who read it.
 
 // The copy engine that came with Hopper.
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 || (defined(EMULATOR) && WGMMA_INSTRUCTION)
 #define BULK_COPY 1
 #else
 #define BULK_COPY 0
@@ -676,11 +684,11 @@ __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::
 
 #endif
 
-#if BULK_COPY
+// One thread copies contiguous bytes, a multiple of 16; `barrier` completes when they have come.
+#if BULK_COPY && !defined(EMULATOR)
 // Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// One thread copies contiguous bytes; `barrier` completes when they have come.
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -689,6 +697,11 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
 }
 #else
 __device__ __forceinline__ void publish_shared() {}
+#ifdef EMULATOR
+__device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), from, bytes);
+}
+#endif
 #endif
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands.
@@ -1109,21 +1122,38 @@ __host__ __device__ constexpr int piece_of(int cells) {
 }
 constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
-// What a warp turns around at a time: 8 channels of a piece, or the 16 of its cells, pixels apart so that banks differ.
-constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? (sizeof(scalar_t) == 4 ? 20 : 24) : PIECE * DST_W + 8;
+// What a warp turns around at a time, 8 channels of a piece; channels last a warp group, the 64 channels of its cells.
+// A pitch lets neighbours lie in different banks.
+constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? ROWS + 16 / (int)sizeof(scalar_t) : PIECE * DST_W + 8;
 constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
-constexpr int STORE_BYTES = CONSUMERS * 4 * STAGING * (int)sizeof(scalar_t);
+constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
+constexpr int STORE_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
+constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
+
+// 16 bytes in one store, without a branch. (The compiler may take a vector apart where another path stores the same
+// elements one by one, and store those that both have together.)
+__device__ __forceinline__ void store_vector(scalar_t* to, const Vector<unsigned, 4>& vector, bool exists) {
+#ifndef EMULATOR
+  asm volatile(
+      "{ .reg .pred exists; setp.ne.b32 exists, %5, 0;\n"
+      "@exists st.global.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(to),
+      "r"(vector.value[0]), "r"(vector.value[1]), "r"(vector.value[2]), "r"(vector.value[3]), "r"((int)exists)
+      : "memory");
+#else
+  if (exists) *(Vector<unsigned, 4>*)to = vector;
+#endif
+}
 
 // Stores what one warp has summed: 16 channels of each row block, all cells of its warp group's part of the run.
 struct Store {
   const Geometry& g;
   const Item& item;
   const Sums& sums;
-  int first_cell;         // of the warp group, among the tile's
-  const unsigned* cells;  // positions of the tile's cells
-  scalar_t* dst;          // the item's first channel, the tile's first batch entry
-  const scalar_t* bias;   // of the item's first channel
-  scalar_t* staging;      // of the warp
+  int first_cell;                   // of the warp group, among the tile's
+  const unsigned* cells;            // positions of the tile's cells
+  scalar_t* dst;                    // the item's first channel, the tile's first batch entry
+  scalar_t* staging;                // of the warp, or the warp group
+  float starts[CHANNEL_BLOCKS][2];  // the bias of the thread's rows
 
   __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell,
                                    const unsigned* cells, scalar_t* dst, const scalar_t* bias, unsigned char* memory)
@@ -1133,8 +1163,23 @@ struct Store {
         first_cell(first_cell),
         cells(cells),
         dst(dst),
-        bias(bias),
-        staging((scalar_t*)memory + threadIdx.x / 32 * STAGING) {}
+        staging((scalar_t*)memory + threadIdx.x / STAGERS * STAGING) {
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; ++block)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int of = channel(block, lane() / 4 + 8 * half);
+        starts[block][half] = HAS_BIAS && of < DST_CHANNELS ? widen(read(bias + of)) : 0.f;
+        load_now(starts[block][half]);
+      }
+  }
+
+  // The compiler leaves the load where it stands, long before its result is used.
+  static __device__ __forceinline__ void load_now(float& value) {
+#ifndef EMULATOR
+    if (HAS_BIAS) asm volatile("" : "+f"(value));
+#endif
+  }
 
   // Cell `i` of those whose positions are known beforehand.
   static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
@@ -1149,9 +1194,6 @@ struct Store {
   __device__ __forceinline__ int channel(int block, int row) const {
     return (item.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
   }
-  __device__ __forceinline__ float start(int channel) const {
-    return HAS_BIAS && channel < DST_CHANNELS ? widen(read(bias + channel)) : 0.f;
-  }
   // The 2 · DST_W elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and is
   // bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
   template <int LINE, int I = 0>
@@ -1159,18 +1201,21 @@ struct Store {
     constexpr bool owned = LINE >= 0 && has_taps(AXIS_W, I % DST_W);
     constexpr int index = owned_before(AXIS_W, I % DST_W);
     value[I] = start;
-    if constexpr (owned)
-      value[I] +=
-          sums[(block * LINES + LINE) * OWNED_W + index][j / (PIXELS / 8)][j % (PIXELS / 8) * 4 + 2 * half + I / DST_W];
+    if constexpr (owned) {
+      const float (&sum)[SUMS] = sums[(block * LINES + LINE) * OWNED_W + index][j / (PIXELS / 8)];
+      value[I] = sum[j % (PIXELS / 8) * 4 + 2 * half + I / DST_W];
+      if (HAS_BIAS) value[I] += start;
+    }
     if constexpr (I + 1 < 2 * DST_W) run<LINE, I + 1>(value, block, j, half, start);
   }
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written.
   static constexpr int WIDE = (DST_CHANNELS_LAST ? 16 : 8) / (int)sizeof(scalar_t);  // elements of a wide store
-  static constexpr int VECTORS_OF_PIXEL = 16 / WIDE;                                 // with channels last
-  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? VECTORS_OF_PIXEL : ceil_div(PIECE * DST_W, 32);
+  static constexpr int VECTORS_OF_PIXEL = ROWS / WIDE;                               // with channels last
+  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? PIECE * VECTORS_OF_PIXEL / 128 : ceil_div(PIECE * DST_W, 32);
 
-  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or of every 32 vectors one.
+  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or of every 128 vectors one.
+  static __device__ __forceinline__ int vector(int i) { return threadIdx.x % 128 + 128 * i; }
   struct Elements {
     offset_t offset[ELEMENTS];
     int count[ELEMENTS];  // of the vector's or the cell's elements, those that exist
@@ -1181,7 +1226,7 @@ struct Store {
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
       const int element = (lane() + 32 * i) * g.store_vector, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
-      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? (lane() + 32 * i) / VECTORS_OF_PIXEL : element / DST_W);
+      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? vector(i) / VECTORS_OF_PIXEL : element / DST_W);
       elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
       if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
       Pixel p;
@@ -1218,13 +1263,20 @@ struct Store {
     const scalar_t* from = staging + lane() * COUNT;
     scalar_t* to = line + first_channel * g.dst.stride[1];
     if (__all_sync(0xffffffffu, whole)) {
+      constexpr int AT_ONCE = VECTORS == 1 ? 8 : 1;  // rows; of many vectors those of a row are neighbours
 #pragma unroll
-      for (int row = 0; row < 8; ++row) {
+      for (int row = 0; row < 8; row += AT_ONCE) {
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
-          if (count[i] > 0)
-            *(Run*)(to + elements.offset[i]) = *(const Run*)(from + row * STAGING_PITCH + 32 * COUNT * i);
-        to += g.dst.stride[1];
+        for (int i = 0; i < VECTORS; ++i) {
+          if (count[i] == 0) continue;
+          scalar_t* element = to + elements.offset[i];
+#pragma unroll
+          for (int next = 0; next < AT_ONCE; ++next) {
+            *(Run*)element = *(const Run*)(from + (row + next) * STAGING_PITCH + 32 * COUNT * i);
+            element += g.dst.stride[1];
+          }
+        }
+        to += AT_ONCE * g.dst.stride[1];
       }
       return;
     }
@@ -1247,13 +1299,12 @@ struct Store {
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float first = start(channel(block, lane() / 4 + 8 * half));
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2 * DST_W];
           alignas(16) scalar_t narrowed[2 * DST_W];
-          run<LINE>(value, block, piece * (PIECE / 8) + j, half, first);
+          run<LINE>(value, block, piece * (PIECE / 8) + j, half, starts[block][half]);
 #pragma unroll
           for (int i = 0; i < 2 * DST_W; ++i) narrow(value[i], narrowed[i]);
           scalar_t* const to_shared = staging + lane() / 4 * STAGING_PITCH + (8 * j + lane() % 4 * 2) * DST_W;
@@ -1274,15 +1325,16 @@ struct Store {
       }
   }
 
-  // Channels last: a thread's two rows are neighbouring channels, and eight lanes hold 16 of them. The warp turns one
-  // phase of a piece around, so that a lane stores 16 bytes.
+  // Channels last: a thread's two rows are neighbouring channels, eight lanes hold 16 of them, and four warps all 64.
+  // The warp group turns one phase of a piece around, so that a lane stores 16 bytes and its neighbours those beside
+  // them.
   template <int LINE>
   __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
+    const int barrier = FIRST_STORE_BARRIER + threadIdx.x / STAGERS;
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
-      const int first_channel = channel(block, 0), pair_channel = channel(block, lane() / 4);
-      const float first[2] = {start(pair_channel), start(pair_channel + 1)};
+      const int first_channel = (item.channel_group * CHANNEL_BLOCKS + block) * ROWS;
 #pragma unroll
       for (int phase = 0; phase < DST_W; ++phase) {
 #pragma unroll
@@ -1291,32 +1343,42 @@ struct Store {
           float value[2][2 * DST_W];
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, first[half]);
+            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, starts[block][half]);
 #pragma unroll
           for (int cell = 0; cell < 2; ++cell) {
             Vector<scalar_t, 2> pair;
 #pragma unroll
             for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + phase], pair.value[half]);
-            *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + lane() / 4 * 2) = pair;
+            *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + 16 * warp() +
+                                    lane() / 4 * 2) = pair;
           }
         }
-        __syncwarp();
+        threads_sync(barrier, STAGERS);
+        const int from_channel = lane() % VECTORS_OF_PIXEL * WIDE,
+                  remaining = DST_CHANNELS - first_channel - from_channel;
+        const scalar_t* const from = staging + threadIdx.x % 128 / VECTORS_OF_PIXEL * STAGING_PITCH + from_channel;
+        constexpr int APART = 128 / VECTORS_OF_PIXEL * STAGING_PITCH;
+        scalar_t* const to = line + phase * g.dst.stride[4] + first_channel + from_channel;
+        bool stored[ELEMENTS];
 #pragma unroll
-        for (int i = 0; i < ELEMENTS; ++i) {
-          if (phase >= elements.count[i] || !exists(elements, i, depth, height)) continue;
-          const int vector = lane() + 32 * i, from_channel = vector % VECTORS_OF_PIXEL * WIDE;
-          const scalar_t* const from = staging + vector / VECTORS_OF_PIXEL * STAGING_PITCH + from_channel;
-          const int remaining = DST_CHANNELS - first_channel - from_channel;
-          scalar_t* const to = line + elements.offset[i] + phase * g.dst.stride[4] + first_channel + from_channel;
-          if (g.store_vector == WIDE && remaining > 0) {
-            *(Vector<scalar_t, WIDE>*)to = *(const Vector<scalar_t, WIDE>*)from;
-          } else {
+        for (int i = 0; i < ELEMENTS; ++i)
+          stored[i] = phase < elements.count[i] && remaining > 0 && exists(elements, i, depth, height);
+        if (g.store_vector == WIDE) {
 #pragma unroll
-            for (int k = 0; k < WIDE; ++k)
-              if (k < remaining) to[k] = from[k];
+          for (int i = 0; i < ELEMENTS; i += 2) {  // two vectors on their way together
+            const Vector<unsigned, 4> first = *(const Vector<unsigned, 4>*)(from + i * APART);
+            const Vector<unsigned, 4> second = *(const Vector<unsigned, 4>*)(from + (i + 1) * APART);
+            store_vector(to + elements.offset[i], first, stored[i]);
+            store_vector(to + elements.offset[i + 1], second, stored[i + 1]);
           }
+        } else {
+#pragma unroll
+          for (int i = 0; i < ELEMENTS; ++i)
+            if (stored[i])
+#pragma unroll 1
+              for (int k = 0; k < min(WIDE, remaining); ++k) to[elements.offset[i] + k] = from[i * APART + k];
         }
-        __syncwarp();
+        threads_sync(barrier, STAGERS);
       }
     }
   }
@@ -1565,7 +1627,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)
-        counts[i] = LINE_GROUPS == 1 ? operations_of(i, 0) : shared.counts[item.line_group * ROW_BLOCKS + i];
+        counts[i] = groups_are_alike() ? operations_of(i, 0) : shared.counts[item.line_group * ROW_BLOCKS + i];
       int previous = -1;
       // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
       if (TAKE_TURNS) barrier_wait(turns + 8 * turn, turn_parity ^ (turn == 0));
@@ -1618,6 +1680,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         previous = slot.index;
         slot.skip(1);
       }
+      const int first_channel = item.group * DST_CHANNELS;
+      const Store store(g, item, sums, cell_part * GROUP_CELLS, shared.cells,
+                        dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
+                        store_memory);
       products_wait<0>();
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
       release(empty + 8 * previous);
@@ -1625,11 +1691,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         slot.skip(STAGES_OF_ITEM);
         if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
       }
-
-      const int first_channel = item.group * DST_CHANNELS;
-      const Store store(g, item, sums, cell_part * GROUP_CELLS, shared.cells,
-                        dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
-                        store_memory);
       store();
     }
   }
@@ -3721,7 +3782,7 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
         rows = Taps.of(gather.axes).rows(gather.dst_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4
     if gather.dst.channels_last:
-        return CONSUMERS * 4 * 32 * (80 if size == 4 else 48)
+        return CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
     stride = gather.axes[2].stride
     cells = 128
     while cells > 8 and cells * stride * size > 256:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m polyphase check | bench | explain | emit | env | compile``."""
+"""The command line: ``python -m polyphase check | bench | explain | tune | emit | env | compile``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from polyphase.commands.compile import compile_kernels
 from polyphase.commands.emit import emit
 from polyphase.commands.env import env
 from polyphase.commands.explain import explain
+from polyphase.commands.tune import tune
 
 app = typer.Typer(
     name="polyphase",
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(check)
 app.command()(bench)
 app.command()(explain)
+app.command()(tune)
 app.command()(emit)
 app.command()(env)
 app.command("compile")(compile_kernels)

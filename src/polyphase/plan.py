@@ -2,7 +2,7 @@
 
 Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. The
 choice depends on the layer alone, never on batch or image size, so a new size is a new launch of a kernel that is
-compiled already. Nothing is tried at run time.
+compiled already. Nothing is tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from polyphase import tuning
 from polyphase.algorithms import ALGORITHMS
 from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, typical
 from polyphase.device import DeviceInfo
@@ -21,13 +22,17 @@ from polyphase.problem import ConvTransposeProblem, Pass
 
 @dataclass(frozen=True)
 class Plan:
-    """How one pass of one problem is computed on one device. ``launch`` is None on the portable path."""
+    """How one pass of one problem is computed on one device. ``launch`` is None on the portable path.
+
+    ``measured``: the choice was measured (`polyphase.tuning`), not predicted.
+    """
 
     problem: ConvTransposeProblem
     pass_: Pass
     algorithm: str
     candidate: Candidate | None = None
     launch: Launch | None = None
+    measured: bool = False
 
     def describe(self) -> str:
         """The plan in one line."""
@@ -44,19 +49,42 @@ def plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts
         return Plan(problem, pass_, "portable")
     _check_integers(problem)
     layouts = layouts or Layouts.dense(problem)
-    standard = typical(problem)
     offers = [
-        (candidates[0], algorithm, algorithm.candidates(standard, pass_, device, Layouts.dense(standard))[0].seconds)
-        for algorithm in ALGORITHMS
-        if algorithm.refusal(problem, pass_, device) is None
-        and (candidates := algorithm.candidates(problem, pass_, device, layouts))
+        (algorithm, candidates)
+        for algorithm in _able(problem, pass_, device)
+        if (candidates := algorithm.candidates(problem, pass_, device, layouts))
     ]
     if not offers:
         reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
         raise UnsupportedError(f"no algorithm computes the {pass_.value} of {problem} on {device.arch}: {reasons}")
-    candidate, algorithm, _ = min(offers, key=lambda offer: offer[2])
+    measured = _measured(offers, tuning.choice(problem, pass_, device))
+    algorithm, candidate = measured or _predicted(offers, typical(problem), pass_, device)
     launch = algorithm.launch(problem, pass_, device, layouts, candidate.variant)
-    return Plan(problem, pass_, algorithm.name, candidate, launch)
+    return Plan(problem, pass_, algorithm.name, candidate, launch, measured is not None)
+
+
+def _measured(
+    offers: list[tuple[Algorithm, list[Candidate]]], choice: str | None
+) -> tuple[Algorithm, Candidate] | None:
+    """The candidate of that description, where it is offered."""
+    found = (
+        (algorithm, candidate)
+        for algorithm, candidates in offers
+        for candidate in candidates
+        if candidate.describe() == choice
+    )
+    return next(found, None) if choice is not None else None
+
+
+def _predicted(
+    offers: list[tuple[Algorithm, list[Candidate]]], standard: ConvTransposeProblem, pass_: Pass, device: DeviceInfo
+) -> tuple[Algorithm, Candidate]:
+    """The first candidate of the algorithm that is faster at the ``standard`` size."""
+    layouts = Layouts.dense(standard)
+    algorithm, candidates = min(
+        offers, key=lambda offer: offer[0].candidates(standard, pass_, device, layouts)[0].seconds
+    )
+    return algorithm, candidates[0]
 
 
 def launches(
@@ -92,6 +120,8 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
             lines.append("  tensor operations of PyTorch; own kernels need an NVIDIA GPU")
             continue
         launch = chosen.launch
+        if chosen.measured:
+            lines.append("  measured to be the fastest (`python -m polyphase tune`)")
         lines.append(
             f"  predicted {chosen.candidate.seconds * 1e3:.3f} ms, bound by {chosen.candidate.bound}; "
             f"{math.prod(launch.grid)} blocks of {launch.block} threads, {launch.shared_bytes} bytes of shared memory"

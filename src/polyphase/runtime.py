@@ -153,6 +153,12 @@ def weight_grad(
     return (partial.sum(0) if planes > 1 else partial[0]).to(input.dtype)
 
 
+def forget_calls() -> None:
+    """Has every later call planned anew."""
+    for calls in (_forward_calls, _input_grad_calls, _weight_grad_calls):
+        calls.clear()
+
+
 def _launch(executable: Executable, *pointers: int) -> None:
     index = executable.device_index
     if _current_device() == index:

@@ -16,30 +16,30 @@ from polyphase.problem import DTYPE_BYTES
 class _Costs:
     """Multiprocessor cycles, fitted to the times of 2,367 variants on an H200 (docs/performance.md)."""
 
-    shared: float = 0.86 / 128  # a byte through shared memory, beside the products
-    issue: float = 13.0  # each matrix instruction, above what the cores and shared memory take
+    shared: float = 0.82 / 128  # a byte through shared memory, beside the products
+    issue: float = 12.3  # each matrix instruction, above what the cores and shared memory take
     wait: float = 16.0  # for a stage, by those who multiply
-    stage: float = 810.0  # barriers and latencies of a stage, for the group that loads it
-    stage_in_place: float = 650.0
-    copy_rows: float = 105.0  # a warp's copies, channels first
-    copy_blocks: float = 290.0  # those that keep pixels innermost
-    copy_pixels: float = 253.0  # and channels last
-    convert: float = 182.0  # a chunk of 32 pixels turned around, for each warp
-    moved: float = 1 / 48  # a byte from the L2 cache
-    slot: float = 2020.0  # from a stage that is free to the same stage full, beside the products
-    slot_in_place: float = 1640.0
-    slot_use: float = 1.36  # of the products of a stage, what its slot is held for them
-    value_rows: float = 36.7  # a thread's value stored, channels first
-    value_pixels: float = 63.6  # and channels last
-    partial_lines: float = 1.31  # times that, where an item stores every other line
-    odd_stride: float = 1.2  # times that and the bytes of a value, where a thread's elements are no vector
-    edges: float = 32.0  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
+    stage: float = 750.0  # barriers and latencies of a stage, for the group that loads it
+    stage_in_place: float = 620.0
+    copy_rows: float = 99.0  # a warp's copies, channels first
+    copy_blocks: float = 205.0  # those that keep pixels innermost
+    copy_pixels: float = 340.0  # and channels last
+    convert: float = 187.0  # a chunk of 32 pixels turned around, for each warp
+    moved: float = 1 / 47  # a byte from the L2 cache
+    slot: float = 1900.0  # from a stage that is free to the same stage full, beside the products
+    slot_in_place: float = 1300.0
+    slot_use: float = 1.45  # of the products of a stage, what its slot is held for them
+    value_rows: float = 27.0  # a thread's value stored, channels first
+    value_pixels: float = 44.5  # and channels last
+    partial_lines: float = 1.35  # times that, where an item stores every other line
+    odd_stride: float = 1.6  # times that and the bytes of a value, where a thread's elements are no vector
+    edges: float = 29.0  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
     partial: float = 0.045  # with taps in rows: a partial product stored and added up
     output: float = 0.1  # and a result stored
     scattered: float = 3.5  # where lanes' results lie apart
-    launch: float = 29700.0
-    overlap: float = 3.16  # exponents of the norms that add what goes on at the same time
-    turns: float = 2.81
+    launch: float = 25500.0
+    overlap: float = 3.2  # exponents of the norms that add what goes on at the same time
+    turns: float = 3.6
     other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
 
 

@@ -40,11 +40,15 @@ class Case:
 
 
 def make_cases(
-    layers: Iterable[NamedLayer], passes: Sequence[Pass], dtypes: Sequence[str], channels_last: Sequence[bool]
+    layers: Iterable[NamedLayer],
+    passes: Sequence[Pass],
+    dtypes: Sequence[str],
+    channels_last: Sequence[bool],
+    tf32: bool = False,
 ) -> list[Case]:
     """Every combination, ordered so that the passes of a layer follow each other and share its operands."""
     return [
-        Case(layer.name, replace(layer.problem, dtype=dtype, channels_last=layout), pass_)
+        Case(layer.name, replace(layer.problem, dtype=dtype, channels_last=layout, tf32=tf32), pass_)
         for dtype in dtypes
         for layout in channels_last
         for layer in layers

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from polyphase.bench.layers import NamedLayer
     from polyphase.device import DeviceInfo
 
 
@@ -35,14 +34,14 @@ def explain(
     from polyphase.bench.layers import Suite
     from polyphase.bench.layers import suite as suite_layers
     from polyphase.bench.report import make_console
-    from polyphase.commands.options import choices, layers_of, model_files
+    from polyphase.commands.options import choices, layers_of, layers_of_model, model_files
     from polyphase.precision import tf32_allowed
 
     layers = layers_of(layer or [])
     for name in choices(suite, Suite, "--suite") if suite else []:
         layers += suite_layers(name)
     for path in model_files(files or []):
-        layers += _layers_of_model(path)
+        layers += layers_of_model(path)
     if not layers:
         raise typer.BadParameter("give a model file, a --layer or a --suite", param_hint="FILE")
     info = _device_info(device)
@@ -67,18 +66,3 @@ def _device_info(arch: str | None) -> DeviceInfo:
         return DeviceInfo.for_arch(arch)
     except UnsupportedError as failure:
         raise typer.BadParameter(str(failure), param_hint="--device") from None
-
-
-def _layers_of_model(path: Path) -> list[NamedLayer]:
-    import torch
-
-    from polyphase.bench.layers import NamedLayer
-    from polyphase.bench.model_file import ModelFile, ModelFileError, trace
-
-    try:
-        file = ModelFile.load(path)
-    except ModelFileError as failure:
-        raise typer.BadParameter(str(failure), param_hint="FILE") from None
-    meta = torch.device("meta")
-    run = trace(file.build(meta, torch.float32, seed=0), file.inputs(meta, torch.float32))
-    return [NamedLayer(f"{path}: {name or 'the model itself'}", problem) for name, problem in run.problems if problem]

@@ -77,3 +77,19 @@ def model_files(paths: list[Path], option: str = "FILE") -> list[Path]:
         if not path.is_file():
             raise typer.BadParameter(f"{path} is not a file", param_hint=option)
     return paths
+
+
+def layers_of_model(path: Path) -> list[NamedLayer]:
+    """The transposed convolutions that a model file's inputs meet, in float32. Raises `typer.BadParameter`."""
+    import torch
+
+    from polyphase.bench.layers import NamedLayer
+    from polyphase.bench.model_file import ModelFile, ModelFileError, trace
+
+    try:
+        file = ModelFile.load(path)
+    except ModelFileError as failure:
+        raise typer.BadParameter(str(failure), param_hint="FILE") from None
+    meta = torch.device("meta")
+    run = trace(file.build(meta, torch.float32, seed=0), file.inputs(meta, torch.float32))
+    return [NamedLayer(f"{path}: {name or 'the model itself'}", problem) for name, problem in run.problems if problem]

@@ -6,8 +6,8 @@ __host__ __device__ constexpr int piece_of(int cells) {
 }
 constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
-// What a warp turns around at a time, 8 channels of a piece; channels last a warp group, the 64 channels of its cells. A
-// pitch lets neighbours lie in different banks.
+// What a warp turns around at a time, 8 channels of a piece; channels last a warp group, the 64 channels of its cells.
+// A pitch lets neighbours lie in different banks.
 constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? ROWS + 16 / (int)sizeof(scalar_t) : PIECE * DST_W + 8;
 constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
@@ -18,10 +18,11 @@ constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before a
 // elements one by one, and store those that both have together.)
 __device__ __forceinline__ void store_vector(scalar_t* to, const Vector<unsigned, 4>& vector, bool exists) {
 #ifndef EMULATOR
-  asm volatile("{ .reg .pred exists; setp.ne.b32 exists, %5, 0;\n"
-               "@exists st.global.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(to),
-               "r"(vector.value[0]), "r"(vector.value[1]), "r"(vector.value[2]), "r"(vector.value[3]), "r"((int)exists)
-               : "memory");
+  asm volatile(
+      "{ .reg .pred exists; setp.ne.b32 exists, %5, 0;\n"
+      "@exists st.global.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(to),
+      "r"(vector.value[0]), "r"(vector.value[1]), "r"(vector.value[2]), "r"(vector.value[3]), "r"((int)exists)
+      : "memory");
 #else
   if (exists) *(Vector<unsigned, 4>*)to = vector;
 #endif
@@ -32,10 +33,10 @@ struct Store {
   const Geometry& g;
   const Item& item;
   const Sums& sums;
-  int first_cell;         // of the warp group, among the tile's
-  const unsigned* cells;  // positions of the tile's cells
-  scalar_t* dst;          // the item's first channel, the tile's first batch entry
-  scalar_t* staging;      // of the warp, or the warp group
+  int first_cell;                   // of the warp group, among the tile's
+  const unsigned* cells;            // positions of the tile's cells
+  scalar_t* dst;                    // the item's first channel, the tile's first batch entry
+  scalar_t* staging;                // of the warp, or the warp group
   float starts[CHANNEL_BLOCKS][2];  // the bias of the thread's rows
 
   __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell,
@@ -146,15 +147,20 @@ struct Store {
     const scalar_t* from = staging + lane() * COUNT;
     scalar_t* to = line + first_channel * g.dst.stride[1];
     if (__all_sync(0xffffffffu, whole)) {
+      constexpr int AT_ONCE = VECTORS == 1 ? 8 : 1;  // rows; of many vectors those of a row are neighbours
 #pragma unroll
-      for (int i = 0; i < VECTORS; ++i) {
-        if (count[i] == 0) continue;
-        scalar_t* element = to + elements.offset[i];
+      for (int row = 0; row < 8; row += AT_ONCE) {
 #pragma unroll
-        for (int row = 0; row < 8; ++row) {
-          *(Run*)element = *(const Run*)(from + row * STAGING_PITCH + 32 * COUNT * i);
-          element += g.dst.stride[1];
+        for (int i = 0; i < VECTORS; ++i) {
+          if (count[i] == 0) continue;
+          scalar_t* element = to + elements.offset[i];
+#pragma unroll
+          for (int next = 0; next < AT_ONCE; ++next) {
+            *(Run*)element = *(const Run*)(from + (row + next) * STAGING_PITCH + 32 * COUNT * i);
+            element += g.dst.stride[1];
+          }
         }
+        to += AT_ONCE * g.dst.stride[1];
       }
       return;
     }
@@ -203,8 +209,9 @@ struct Store {
       }
   }
 
-  // Channels last: a thread's two rows are neighbouring channels, eight lanes hold 16 of them, and four warps all 64. The
-  // warp group turns one phase of a piece around, so that a lane stores 16 bytes and its neighbours those beside them.
+  // Channels last: a thread's two rows are neighbouring channels, eight lanes hold 16 of them, and four warps all 64.
+  // The warp group turns one phase of a piece around, so that a lane stores 16 bytes and its neighbours those beside
+  // them.
   template <int LINE>
   __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
@@ -231,7 +238,8 @@ struct Store {
           }
         }
         threads_sync(barrier, STAGERS);
-        const int from_channel = lane() % VECTORS_OF_PIXEL * WIDE, remaining = DST_CHANNELS - first_channel - from_channel;
+        const int from_channel = lane() % VECTORS_OF_PIXEL * WIDE,
+                  remaining = DST_CHANNELS - first_channel - from_channel;
         const scalar_t* const from = staging + threadIdx.x % 128 / VECTORS_OF_PIXEL * STAGING_PITCH + from_channel;
         constexpr int APART = 128 / VECTORS_OF_PIXEL * STAGING_PITCH;
         scalar_t* const to = line + phase * g.dst.stride[4] + first_channel + from_channel;

@@ -1,0 +1,91 @@
+"""``tune``: measure every kernel that could compute a layer, and take the fastest from then on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def tune(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Model files in KernelBench's form.", metavar="FILE", show_default=False)
+    ] = None,
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="reference, kernelbench or all.", show_default=False)] = None,
+    passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",
+    dtypes: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
+    layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",
+    strict_fp32: Annotated[bool, typer.Option("--strict-fp32", help="No TF32.")] = False,
+    device: Annotated[str | None, typer.Option(help="Without, the GPU.", show_default=False)] = None,
+    forget: Annotated[bool, typer.Option("--forget", help="Measure nothing: remove what was measured before.")] = False,
+) -> None:
+    """Measure every kernel that could compute a layer, and leave the fastest on disk for the planner to take.
+
+    The choice holds for the layer at any batch and image size, on GPUs of this kind, from the next process on. The exit
+    status is 1 if a candidate is wrong or fails.
+    """
+    from rich.progress import Progress
+
+    from polyphase import tuning
+    from polyphase.bench.layers import Suite
+    from polyphase.bench.layers import suite as suite_layers
+    from polyphase.bench.report import make_console
+    from polyphase.bench.runner import Runner, make_cases
+    from polyphase.bench.tuner import Tuned, table
+    from polyphase.bench.tuner import tune as tune_case
+    from polyphase.commands.options import Dtype, Layout, choices, device_of, layers_of, layers_of_model, model_files
+    from polyphase.device import DeviceInfo
+    from polyphase.problem import Pass
+
+    console = make_console()
+    if forget:
+        try:
+            console.print(f"{tuning.forget()} choices removed from {tuning.directory()}", markup=False)
+        except OSError as failure:
+            console.print(f"they cannot be removed: {failure}", style="bold red", markup=False)
+            raise typer.Exit(1) from None
+        return
+    layers = layers_of(layer or [])
+    for name in choices(suite, Suite, "--suite") if suite else []:
+        layers += suite_layers(name)
+    for path in model_files(files or []):
+        layers += layers_of_model(path)
+    if not layers:
+        raise typer.BadParameter("give a model file, a --layer or a --suite", param_hint="FILE")
+    place = device_of(device)
+    if place.type != "cuda":
+        raise typer.BadParameter(
+            "tuning needs an NVIDIA GPU: elsewhere there is nothing to choose", param_hint="--device"
+        )
+    names = [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")]
+    last = [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")]
+    cases = [
+        case
+        for case in make_cases(layers, choices(passes, Pass, "--passes"), names, last, tf32=not strict_fp32)
+        if not (case.problem.channels_last and case.problem.dims == 1)  # PyTorch has no such format
+    ]
+    info = DeviceInfo.of(place)
+    results: list[Tuned] = []
+    with Progress(console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task("ceilings", total=len(cases))
+        runner = Runner(place, names, (), strict_fp32)
+        for case in cases:
+            progress.update(task, description=f"{case.name}, {case.pass_.value}, {case.problem.dtype}")
+            try:
+                results.append(tune_case(case, runner.run, info))
+            except OSError as failure:
+                console.print(f"{tuning.directory()} cannot be written: {failure}", style="bold red", markup=False)
+                raise typer.Exit(1) from None
+            progress.advance(task)
+    console.print(table(results))
+    for result in results:
+        for fault in result.faults:
+            console.print(f"{result.case.name}: {fault.variant}: {fault.status}, {fault.reason}", markup=False)
+    console.print(f"written to {tuning.directory()}; `tune --forget` removes it", markup=False)
+    if any(result.faults or result.fastest is None for result in results):
+        raise typer.Exit(1)

@@ -1,0 +1,165 @@
+"""Measured choices: kept on disk, preferred by the planner, and never more than a preference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polyphase import plan, tuning
+from polyphase.__main__ import app
+from polyphase.bench.records import FAILED, WRONG, Record
+from polyphase.bench.runner import Case
+from polyphase.bench.tuner import tune
+from polyphase.device import DeviceInfo
+from polyphase.problem import ConvTransposeProblem, Pass
+
+H200 = DeviceInfo.for_arch("sm_90a")
+LAYER = ConvTransposeProblem.make((4, 64, 32, 40), 48, 4, 2, 1, bias=True)
+CASE = Case("a layer", LAYER, Pass.FORWARD)
+
+
+@pytest.fixture(autouse=True)
+def _own_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("POLYPHASE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("POLYPHASE_TUNING", raising=False)
+    plan.plan.cache_clear()
+    yield
+    plan.plan.cache_clear()
+
+
+def chosen(problem: ConvTransposeProblem = LAYER, pass_: Pass = Pass.FORWARD, device: DeviceInfo = H200) -> plan.Plan:
+    plan.plan.cache_clear()
+    return plan.plan(problem, pass_, device)
+
+
+def candidates(pass_: Pass = Pass.FORWARD) -> list[str]:
+    return [candidate.describe() for candidate, _ in plan.launches(LAYER, pass_, H200)]
+
+
+def measuring(milliseconds: Callable[[str], float | str]) -> Callable[[Case], Record]:
+    """A runner's `run` that knows how long each candidate takes; a text is the status of one that is not timed."""
+
+    def run(case: Case) -> Record:
+        name = plan.plan(case.problem, case.pass_, H200).describe()
+        record = Record("a layer", "", case.pass_.value, case.problem.dtype, "nchw", variant=name)
+        result = milliseconds(name)
+        if isinstance(result, str):
+            record.status = result
+        else:
+            record.ms = result
+        return record
+
+    return run
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_the_fastest_is_taken_at_any_size(pass_: Pass) -> None:
+    predicted = chosen(pass_=pass_)
+    assert not predicted.measured
+    best = candidates(pass_)[-1]
+    assert best != predicted.describe()
+    result = tune(replace(CASE, pass_=pass_), measuring(lambda name: 1.0 if name == best else 2.0), H200)
+    assert result.fastest is not None
+    assert result.fastest.variant == best
+    assert result.planned.variant == predicted.describe()
+    assert {record.variant for record in result.records} == set(candidates(pass_))
+    for problem in (LAYER, replace(LAYER, batch=7, input_size=(50, 64))):
+        assert chosen(problem, pass_).measured
+        assert chosen(problem, pass_).describe() == best
+    assert "measured to be the fastest" in plan.explain(LAYER, H200)
+
+
+def test_gradients_know_no_bias() -> None:
+    for pass_ in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
+        tuning.remember(LAYER, pass_, H200, candidates(pass_)[-1])
+        assert chosen(replace(LAYER, bias=False), pass_).measured
+    tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
+    assert not chosen(replace(LAYER, bias=False)).measured
+
+
+def test_other_layers_passes_and_devices_are_left_alone() -> None:
+    tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
+    assert chosen().measured
+    others = [
+        replace(LAYER, stride=(2, 1)),
+        replace(LAYER, dtype="float16"),
+        replace(LAYER, tf32=True),
+        replace(LAYER, channels_last=True),
+        replace(LAYER, out_channels=49),
+    ]
+    assert not any(chosen(other).measured for other in others)
+    assert not chosen(pass_=Pass.INPUT_GRAD).measured
+    assert not chosen(device=replace(H200, multiprocessors=78)).measured
+
+
+def test_what_is_wrong_or_fails_is_never_chosen() -> None:
+    names = candidates()
+    statuses = {names[-1]: WRONG, names[-2]: FAILED}
+    result = tune(CASE, measuring(lambda name: statuses.get(name, 1.0 + names.index(name))), H200)
+    assert {record.variant for record in result.faults} == set(statuses)
+    assert chosen().describe() == names[0]
+
+    tuning.forget()
+    none = tune(CASE, measuring(lambda name: WRONG), H200)
+    assert none.fastest is None
+    assert not chosen().measured
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"candidate": 3}', '{"layer": "another", "candidate": "x"}'])
+def test_damaged_choices_count_for_nothing(text: str) -> None:
+    predicted = chosen().describe()
+    tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
+    (path,) = tuning.directory().glob("*.json")
+    path.write_text(text)
+    assert chosen().describe() == predicted
+
+
+def test_a_candidate_that_is_no_longer_offered_counts_for_nothing() -> None:
+    predicted = chosen().describe()
+    tuning.remember(LAYER, Pass.FORWARD, H200, "gather_tiled(lanes=7)")
+    assert chosen().describe() == predicted
+    assert not chosen().measured
+
+
+def test_choices_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
+    monkeypatch.setenv("POLYPHASE_TUNING", "0")
+    assert not chosen().measured
+
+
+def test_choices_are_private_and_whole() -> None:
+    tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[0])
+    tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
+    (path,) = tuning.directory().iterdir()
+    assert json.loads(path.read_text())["candidate"] == candidates()[-1]
+    assert tuning.directory().stat().st_mode & 0o077 == 0
+
+
+def test_a_trial_ends() -> None:
+    names = candidates()
+    with tuning.trial(names[-1]):
+        assert chosen().describe() == names[-1]
+    assert not chosen().measured
+
+
+def test_forgetting() -> None:
+    tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
+    result = CliRunner().invoke(app, ["tune", "--forget"])
+    assert result.exit_code == 0
+    assert "1 choices removed" in " ".join(result.output.split())
+    assert not chosen().measured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "give a model file"), (["--layer", "2x4x9x8 -> 6, k=3", "--device", "cpu"], "needs an NVIDIA GPU")],
+)
+def test_bad_command_lines(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["tune", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
