@@ -8,13 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from polyphase import plan, tuning
 from polyphase.__main__ import app
+from polyphase.bench import runner
 from polyphase.bench.records import FAILED, WRONG, Record
 from polyphase.bench.runner import Case
 from polyphase.bench.tuner import tune
+from polyphase.commands import options
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -163,3 +166,30 @@ def test_bad_command_lines(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["tune", *arguments])
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("status", ["ok", WRONG])
+def test_the_command_measures_and_tells(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a GPU, with a runner that knows the times."""
+    best = candidates()[-1]
+
+    def milliseconds(name: str) -> float | str:
+        return status if status == WRONG else 1 + (name != best)
+
+    class Runner:
+        def __init__(self, *arguments: object) -> None:
+            self.run = measuring(milliseconds)
+
+    monkeypatch.setattr(runner, "Runner", Runner)
+    monkeypatch.setattr(options, "device_of", lambda text: torch.device("cuda"))
+    monkeypatch.setattr(DeviceInfo, "of", staticmethod(lambda device: H200))
+    layer = "4x64x32x40 -> 48, k=4, s=2, p=1, bias"
+    result = CliRunner().invoke(app, ["tune", "--layer", layer, "--strict-fp32"])
+    words = " ".join(result.output.split())
+    assert result.exit_code == (1 if status == WRONG else 0), words
+    if status == WRONG:
+        assert "none is right" in words
+        assert not chosen().measured
+    else:
+        assert "2.00" in words  # the gain
+        assert chosen().describe() == best
