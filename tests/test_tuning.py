@@ -77,6 +77,26 @@ def test_the_fastest_is_taken_at_any_size(pass_: Pass) -> None:
     assert "measured to be the fastest" in plan.explain(LAYER, H200)
 
 
+def test_double_precision_is_never_channels_last() -> None:
+    doubles = replace(LAYER, dtype="float64")
+    last = [candidate.describe() for candidate, _ in plan.launches(doubles, Pass.FORWARD, H200)][-1]
+    tuning.remember(replace(doubles, channels_last=True), Pass.FORWARD, H200, last)
+    assert chosen(doubles).describe() == last
+
+
+def test_predictions_can_be_asked_for() -> None:
+    predicted = chosen().describe()
+    tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
+    assert chosen().measured
+    assert plan.plan(LAYER, Pass.FORWARD, H200, by_prediction=True).describe() == predicted
+
+
+def test_choices_belong_to_the_kernels_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
+    monkeypatch.setattr(tuning, "_kernels", lambda: "others")
+    assert not chosen().measured
+
+
 def test_gradients_know_no_bias() -> None:
     for pass_ in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
         tuning.remember(LAYER, pass_, H200, candidates(pass_)[-1])
@@ -107,10 +127,9 @@ def test_what_is_wrong_or_fails_is_never_chosen() -> None:
     assert {record.variant for record in result.faults} == set(statuses)
     assert chosen().describe() == names[0]
 
-    tuning.forget()
     none = tune(CASE, measuring(lambda name: WRONG), H200)
     assert none.fastest is None
-    assert not chosen().measured
+    assert not chosen().measured  # the earlier choice is gone, too
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"candidate": 3}', '{"layer": "another", "candidate": "x"}'])
@@ -141,6 +160,7 @@ def test_choices_are_private_and_whole() -> None:
     (path,) = tuning.directory().iterdir()
     assert json.loads(path.read_text())["candidate"] == candidates()[-1]
     assert tuning.directory().stat().st_mode & 0o077 == 0
+    assert tuning.directory().parent.stat().st_mode & 0o077 == 0
 
 
 def test_a_trial_ends() -> None:

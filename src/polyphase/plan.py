@@ -40,8 +40,16 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None) -> Plan:
+def plan(
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    device: DeviceInfo,
+    layouts: Layouts | None = None,
+    by_prediction: bool = False,
+) -> Plan:
     """The plan of a pass: ``layouts`` are the tensors' strides, dense in the problem's memory format by default.
+
+    ``by_prediction``: choices that were measured on this machine count for nothing.
 
     Raises `UnsupportedError` where no algorithm can compute the pass.
     """
@@ -57,7 +65,7 @@ def plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts
     if not offers:
         reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
         raise UnsupportedError(f"no algorithm computes the {pass_.value} of {problem} on {device.arch}: {reasons}")
-    measured = _measured(offers, tuning.choice(problem, pass_, device))
+    measured = None if by_prediction else _measured(offers, tuning.choice(problem, pass_, device))
     algorithm, candidate = measured or _predicted(offers, typical(problem), pass_, device)
     launch = algorithm.launch(problem, pass_, device, layouts, candidate.variant)
     return Plan(problem, pass_, algorithm.name, candidate, launch, measured is not None)
@@ -100,7 +108,7 @@ def launches(
 
 
 def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
-    """The kernels that the planner can choose for a layer at any batch and image size: each algorithm's first."""
+    """The kernels that predictions can choose for a layer at any batch and image size: each algorithm's first."""
     layouts = Layouts.dense(problem)
     firsts = [
         algorithm.launch(problem, pass_, device, layouts, candidates[0].variant)

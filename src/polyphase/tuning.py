@@ -1,8 +1,8 @@
 """Choices that were measured, on disk: what ``python -m polyphase tune`` found fastest, and the planner then takes.
 
 One small JSON file for each layer, pass and kind of GPU, next to the compiled kernels. It names a candidate, which is
-only looked for among those that the planner offers: a file that is old, damaged or made up costs time, never a result.
-A layer is meant here as in the planner: at any batch and image size.
+only looked for among those that the planner offers: a file that is damaged or made up costs time, never a result. A
+layer is meant here as in the planner, at any batch and image size: what was measured last, at whatever size, holds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from polyphase.algorithms.base import typical
 from polyphase.device import DeviceInfo
 from polyphase.jit.cache import cache_directory
+from polyphase.jit.source import KERNELS
 from polyphase.problem import ConvTransposeProblem, Pass
 
 _trial: str | None = None
@@ -53,7 +55,8 @@ def remember(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, can
     """Leaves a choice for every later process; those that run already have made theirs. Raises OSError."""
     layer = _layer(problem, pass_, device)
     path = _path(layer)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for folder in (cache_directory(), path.parent):  # each private: `parents` would leave those above to the umask
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Written aside, then renamed: nobody ever reads half an entry.
     descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:
@@ -66,6 +69,11 @@ def remember(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, can
         raise
 
 
+def discard(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> None:
+    """Removes the choice of a layer, where there is one. Raises OSError."""
+    _path(_layer(problem, pass_, device)).unlink(missing_ok=True)
+
+
 def forget() -> int:
     """Removes all choices and returns how many there were. Raises OSError."""
     count = len(list(directory().glob("*.json")))
@@ -76,7 +84,10 @@ def forget() -> int:
 
 @contextlib.contextmanager
 def trial(candidate: str) -> Iterator[None]:
-    """Within it, every plan takes this candidate where it is offered, and measured choices count for nothing."""
+    """Within it, plans that are made take this candidate where it is offered, and measured choices count for nothing.
+
+    For one thread: whoever opens it sees to it that plans made before are forgotten.
+    """
     global _trial
     before, _trial = _trial, candidate
     try:
@@ -86,13 +97,22 @@ def trial(candidate: str) -> Iterator[None]:
 
 
 def _layer(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str:
-    """What a choice belongs to, as text. The gradients know no bias, and the weight's no memory format."""
-    problem = replace(
-        typical(problem),
-        bias=problem.bias and pass_ is Pass.FORWARD,
-        channels_last=problem.channels_last and pass_ is not Pass.WEIGHT_GRAD,
-    )
-    return f"{pass_.value} of {problem!r} on {device.arch} with {device.multiprocessors} multiprocessors"
+    """What a choice belongs to, as text, the kernels' text included.
+
+    As at run time, gradients know no bias, the weight's gradient no memory format, and PyTorch's results in double
+    precision are never channels_last.
+    """
+    last = problem.channels_last and pass_ is not Pass.WEIGHT_GRAD and problem.dtype != "float64"
+    problem = replace(typical(problem), bias=problem.bias and pass_ is Pass.FORWARD, channels_last=last)
+    where = f"{device.arch} with {device.multiprocessors} multiprocessors"
+    return f"{pass_.value} of {problem!r} on {where}, kernels {_kernels()}"
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> str:
+    """A digest of all kernels: a choice holds for those that were measured."""
+    files = sorted(KERNELS.glob("**/*.cu*"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _path(layer: str) -> Path:

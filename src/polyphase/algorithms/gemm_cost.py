@@ -14,7 +14,7 @@ from polyphase.problem import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class _Costs:
-    """Multiprocessor cycles, fitted to the times of 2,367 variants on an H200 (docs/performance.md)."""
+    """Multiprocessor cycles, fitted to the times of 1,714 variants on an H200 (docs/performance.md)."""
 
     shared: float = 0.82 / 128  # a byte through shared memory, beside the products
     issue: float = 12.3  # each matrix instruction, above what the cores and shared memory take

@@ -81,7 +81,7 @@ def wanted(
     for device in devices:
         for name, problem in cases:
             for pass_ in passes:
-                winner = plan.plan(problem, pass_, device).launch
+                winner = plan.plan(problem, pass_, device, by_prediction=True).launch
                 for source in plan.kernel_sources(problem, pass_, device):
                     # What a kernel asks for at launch is known of the winner; a loser is launched by nobody.
                     shared = winner.shared_bytes if winner and winner.source == source else 0

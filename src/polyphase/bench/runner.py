@@ -131,7 +131,7 @@ class Runner:
         return record
 
     def _measure(self, case: Case, record: Record) -> None:
-        record.algorithm, record.variant = self._plan(case)
+        record.algorithm, record.variant, record.reason = self._plan(case)
         operands = self._operands_of(case.problem)
         ours = polyphase_call(case.problem, case.pass_, operands)
         if not self._check(case, operands, record):
@@ -146,7 +146,8 @@ class Runner:
         if record.torch_default_ms is not None:
             record.speedup = record.torch_default_ms / timing.ms
 
-    def _plan(self, case: Case) -> tuple[str, str]:
+    def _plan(self, case: Case) -> tuple[str, str, str]:
+        """Algorithm and variant, and a remark where they were not chosen by prediction."""
         from polyphase import plan
         from polyphase.device import PORTABLE, DeviceInfo
 
@@ -154,7 +155,7 @@ class Runner:
         chosen = plan.plan(case.problem, case.pass_, DeviceInfo.of(self.device) if on_gpu else PORTABLE)
         if on_gpu and chosen.algorithm == "portable":
             raise RuntimeError("the plan is the portable path, which is no kernel of the GPU's: nothing to be timed")
-        return chosen.algorithm, chosen.describe()
+        return chosen.algorithm, chosen.describe(), "its kernel was chosen by `tune`" if chosen.measured else ""
 
     def _operands_of(self, problem: ConvTransposeProblem) -> Operands:
         if self._operands is None or self._operands[0] != problem:

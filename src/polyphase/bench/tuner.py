@@ -38,10 +38,9 @@ class Tuned:
 def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned:
     """Runs ``case`` with every candidate (``run`` checks and times it under the plan) and remembers the fastest.
 
-    Raises OSError where the choice cannot be written.
+    Where none is right, an earlier choice is removed. Raises OSError where the disk does not let us.
     """
-    with _only(""):
-        own = plan.plan(case.problem, case.pass_, device).describe()
+    own = plan.plan(case.problem, case.pass_, device, by_prediction=True).describe()
     names = [candidate.describe() for candidate, _ in plan.launches(case.problem, case.pass_, device)]
     records = {}
     for name in dict.fromkeys([own, *names]):
@@ -50,6 +49,8 @@ def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned
     tuned = Tuned(case, records[own], tuple(records.values()))
     if tuned.fastest is not None:
         tuning.remember(case.problem, case.pass_, device, tuned.fastest.variant)
+    else:
+        tuning.discard(case.problem, case.pass_, device)
     _forget_plans()
     return tuned
 

@@ -26,8 +26,9 @@ def tune(
 ) -> None:
     """Measure every kernel that could compute a layer, and leave the fastest on disk for the planner to take.
 
-    The choice holds for the layer at any batch and image size, on GPUs of this kind, from the next process on. The exit
-    status is 1 if a candidate is wrong or fails.
+    The choice holds for the layer at any batch and image size (the last one measured), with these kernels, on GPUs of
+    this kind, from the next process on. Emitted files are not affected. The exit status is 1 if a candidate is wrong or
+    fails.
     """
     from rich.progress import Progress
 
@@ -69,6 +70,8 @@ def tune(
         for case in make_cases(layers, choices(passes, Pass, "--passes"), names, last, tf32=not strict_fp32)
         if not (case.problem.channels_last and case.problem.dims == 1)  # PyTorch has no such format
     ]
+    if not cases:
+        raise typer.BadParameter("PyTorch has no channels_last for one spatial dimension", param_hint="--layouts")
     info = DeviceInfo.of(place)
     results: list[Tuned] = []
     with Progress(console=make_console(stderr=True), transient=True) as progress:
@@ -86,6 +89,7 @@ def tune(
     for result in results:
         for fault in result.faults:
             console.print(f"{result.case.name}: {fault.variant}: {fault.status}, {fault.reason}", markup=False)
-    console.print(f"written to {tuning.directory()}; `tune --forget` removes it", markup=False)
+    written = sum(result.fastest is not None for result in results)
+    console.print(f"{written} choices written to {tuning.directory()}; `tune --forget` removes them", markup=False)
     if any(result.faults or result.fastest is None for result in results):
         raise typer.Exit(1)

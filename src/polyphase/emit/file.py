@@ -112,7 +112,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
 
 def _plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Candidate, list[KernelSource]]:
     """What the planner chooses, and its kernels at the layer's size and at a typical one."""
-    chosen = plan(of_pass(problem, pass_), pass_, device, layouts_of(problem, pass_))
+    chosen = plan(of_pass(problem, pass_), pass_, device, layouts_of(problem, pass_), by_prediction=True)
     assert chosen.candidate is not None
     assert chosen.launch is not None
     algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == chosen.algorithm)
