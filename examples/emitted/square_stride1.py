@@ -1128,7 +1128,6 @@ constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? ROWS + 16 / (int)sizeof(scalar
 constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
 constexpr int STORE_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
-constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
 // 16 bytes in one store, without a branch. (The compiler may take a vector apart where another path stores the same
 // elements one by one, and store those that both have together.)
@@ -1210,6 +1209,7 @@ struct Store {
   }
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written.
+  static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
   static constexpr int WIDE = (DST_CHANNELS_LAST ? 16 : 8) / (int)sizeof(scalar_t);  // elements of a wide store
   static constexpr int VECTORS_OF_PIXEL = ROWS / WIDE;                               // with channels last
   static constexpr int ELEMENTS = DST_CHANNELS_LAST ? PIECE * VECTORS_OF_PIXEL / 128 : ceil_div(PIECE * DST_W, 32);
@@ -1331,7 +1331,7 @@ struct Store {
   template <int LINE>
   __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
-    const int barrier = FIRST_STORE_BARRIER + threadIdx.x / STAGERS;
+    const int barrier = FIRST_BARRIER + threadIdx.x / STAGERS;
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
       const int first_channel = (item.channel_group * CHANNEL_BLOCKS + block) * ROWS;
