@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from polyphase import plan, tuning
 from polyphase.__main__ import app
 from polyphase.bench import runner
-from polyphase.bench.records import FAILED, WRONG, Record
+from polyphase.bench.records import FAILED, WRONG, Record, read_csv
 from polyphase.bench.runner import Case
 from polyphase.bench.tuner import tune
 from polyphase.commands import options
@@ -189,7 +189,7 @@ def test_bad_command_lines(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize("status", ["ok", WRONG])
-def test_the_command_measures_and_tells(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_measures_and_tells(status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without a GPU, with a runner that knows the times."""
     best = candidates()[-1]
 
@@ -204,9 +204,11 @@ def test_the_command_measures_and_tells(status: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(options, "device_of", lambda text: torch.device("cuda"))
     monkeypatch.setattr(DeviceInfo, "of", staticmethod(lambda device: H200))
     layer = "4x64x32x40 -> 48, k=4, s=2, p=1, bias"
-    result = CliRunner().invoke(app, ["tune", "--layer", layer, "--strict-fp32"])
+    written = tmp_path / "all.csv"
+    result = CliRunner().invoke(app, ["tune", "--layer", layer, "--strict-fp32", "--csv", str(written)])
     words = " ".join(result.output.split())
     assert result.exit_code == (1 if status == WRONG else 0), words
+    assert {record.variant for record in read_csv(written)} == set(candidates())
     if status == WRONG:
         assert "none is right" in words
         assert not chosen().measured

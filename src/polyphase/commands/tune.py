@@ -22,6 +22,7 @@ def tune(
     layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",
     strict_fp32: Annotated[bool, typer.Option("--strict-fp32", help="No TF32.")] = False,
     device: Annotated[str | None, typer.Option(help="Without, the GPU.", show_default=False)] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write every candidate's time here.", show_default=False)] = None,
     forget: Annotated[bool, typer.Option("--forget", help="Measure nothing: remove what was measured before.")] = False,
 ) -> None:
     """Measure every kernel that could compute a layer, and leave the fastest on disk for the planner to take.
@@ -35,6 +36,7 @@ def tune(
     from polyphase import tuning
     from polyphase.bench.layers import Suite
     from polyphase.bench.layers import suite as suite_layers
+    from polyphase.bench.records import write_csv
     from polyphase.bench.report import make_console
     from polyphase.bench.runner import Runner, make_cases
     from polyphase.bench.tuner import Tuned, table
@@ -85,11 +87,15 @@ def tune(
                 console.print(f"{tuning.directory()} cannot be written: {failure}", style="bold red", markup=False)
                 raise typer.Exit(1) from None
             progress.advance(task)
+            if csv is not None:
+                write_csv(csv, [record for result in results for record in result.records])
     console.print(table(results))
     for result in results:
         for fault in result.faults:
             console.print(f"{result.case.name}: {fault.variant}: {fault.status}, {fault.reason}", markup=False)
     written = sum(result.fastest is not None for result in results)
     console.print(f"{written} choices written to {tuning.directory()}; `tune --forget` removes them", markup=False)
+    if csv is not None:
+        console.print(f"{sum(len(result.records) for result in results)} candidates written to {csv}", markup=False)
     if any(result.faults or result.fastest is None for result in results):
         raise typer.Exit(1)
