@@ -39,7 +39,7 @@ def choice(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> st
     """
     if _trial is not None:
         return _trial
-    if os.environ.get("POLYPHASE_TUNING") == "0":
+    if os.environ.get("POLYPHASE_TUNING") == "0" or not directory().is_dir():
         return None
     layer = _layer(problem, pass_, device)
     try:

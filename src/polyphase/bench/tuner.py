@@ -51,7 +51,6 @@ def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned
         tuning.remember(case.problem, case.pass_, device, tuned.fastest.variant)
     else:
         tuning.discard(case.problem, case.pass_, device)
-    _forget_plans()
     return tuned
 
 

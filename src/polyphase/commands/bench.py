@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyphase.commands.options import LayerTexts
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -23,10 +25,7 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    layer: Annotated[
-        list[str] | None,
-        typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
-    ] = None,
+    layer: LayerTexts = None,
     passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",
     dtypes: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",
@@ -69,15 +68,12 @@ def bench(
 
     from polyphase.bench.contestants import TorchVariant
     from polyphase.bench.layers import Suite
-    from polyphase.bench.layers import suite as suite_layers
     from polyphase.bench.report import notes, results_table, summary_lines
     from polyphase.bench.runner import Runner, cut_for_cpu, make_cases
-    from polyphase.commands.options import Dtype, Layout, choices, layers_of
+    from polyphase.commands.options import Dtype, Layout, choices, named_layers
     from polyphase.problem import Pass
 
-    layers = layers_of(layer or [])
-    for name in choices(suite, Suite, "--suite") if suite else [] if layers else [Suite.REFERENCE]:
-        layers += suite_layers(name)
+    layers = named_layers(layer, suite or (None if layer else Suite.REFERENCE.value))
     if place.type != "cuda":
         whole, layers = layers, [cut_for_cpu(layer) for layer in layers]
         if layers != whole:

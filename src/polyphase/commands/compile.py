@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyphase.commands.options import LayerTexts
+
 if TYPE_CHECKING:
     from polyphase.bench.kernels import Report
 
@@ -20,10 +22,7 @@ def compile_kernels(
         str | None,
         typer.Option(help="Suites: reference, kernelbench, all. Without, every layer of each.", show_default=False),
     ] = None,
-    layer: Annotated[
-        list[str] | None,
-        typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
-    ] = None,
+    layer: LayerTexts = None,
     dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last, or both.")] = "nchw,channels_last",
     passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
@@ -38,10 +37,9 @@ def compile_kernels(
     from rich.progress import Progress
 
     from polyphase.bench import kernels
-    from polyphase.bench.layers import Suite, every_layer
-    from polyphase.bench.layers import suite as suite_layers
+    from polyphase.bench.layers import every_layer
     from polyphase.bench.report import make_console
-    from polyphase.commands.options import Dtype, Layout, choices, layers_of
+    from polyphase.commands.options import Dtype, Layout, choices, named_layers
     from polyphase.device import DeviceInfo
     from polyphase.errors import UnsupportedError
     from polyphase.problem import Pass
@@ -50,11 +48,8 @@ def compile_kernels(
         infos = [DeviceInfo.for_arch(word.strip()) for word in arch.split(",")]
     except UnsupportedError as failure:
         raise typer.BadParameter(str(failure), param_hint="--arch") from None
-    layers = layers_of(layer or [])
-    for name in choices(suite, Suite, "--suite") if suite else []:
-        layers += suite_layers(name)
     wanted = kernels.wanted(
-        layers or every_layer(),
+        named_layers(layer, suite) or every_layer(),
         choices(passes, Pass, "--passes"),
         [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
         [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],

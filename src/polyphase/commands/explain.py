@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyphase.commands.options import LayerTexts
+
 if TYPE_CHECKING:
     from polyphase.device import DeviceInfo
 
@@ -15,10 +17,7 @@ def explain(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Model files in KernelBench's form.", metavar="FILE", show_default=False)
     ] = None,
-    layer: Annotated[
-        list[str] | None,
-        typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
-    ] = None,
+    layer: LayerTexts = None,
     suite: Annotated[str | None, typer.Option(help="reference, kernelbench or all.", show_default=False)] = None,
     device: Annotated[
         str | None, typer.Option(help="An architecture such as sm_90a; without one, this machine's GPU or sm_90a.")
@@ -31,19 +30,11 @@ def explain(
     from dataclasses import replace
 
     from polyphase import plan
-    from polyphase.bench.layers import Suite
-    from polyphase.bench.layers import suite as suite_layers
     from polyphase.bench.report import make_console
-    from polyphase.commands.options import choices, layers_of, layers_of_model, model_files
+    from polyphase.commands.options import some_layers
     from polyphase.precision import tf32_allowed
 
-    layers = layers_of(layer or [])
-    for name in choices(suite, Suite, "--suite") if suite else []:
-        layers += suite_layers(name)
-    for path in model_files(files or []):
-        layers += layers_of_model(path)
-    if not layers:
-        raise typer.BadParameter("give a model file, a --layer or a --suite", param_hint="FILE")
+    layers = some_layers(layer, suite, files)
     info = _device_info(device)
     tf32 = tf32_allowed() and not strict_fp32
     console = make_console()

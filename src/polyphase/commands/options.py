@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from polyphase.bench.layers import NamedLayer
 
 Choice = TypeVar("Choice", bound=Enum)
+
+LayerTexts = Annotated[
+    list[str] | None,
+    typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
+]
+"""The option ``--layer``."""
 
 
 class Dtype(str, Enum):
@@ -61,7 +67,29 @@ def device_of(text: str | None) -> torch.device:
     return device
 
 
-def layers_of(texts: list[str]) -> list[NamedLayer]:
+def named_layers(
+    texts: list[str] | None, suites: str | None = None, models: list[Path] | None = None
+) -> list[NamedLayer]:
+    """What ``--layer``, ``--suite`` and model files name, in this order. Raises `typer.BadParameter`."""
+    from polyphase.bench.layers import Suite, suite
+
+    layers = _layers_of(texts or [])
+    for name in choices(suites, Suite, "--suite") if suites else []:
+        layers += suite(name)
+    for path in model_files(models or []):
+        layers += _layers_of_model(path)
+    return layers
+
+
+def some_layers(texts: list[str] | None, suites: str | None, models: list[Path] | None) -> list[NamedLayer]:
+    """`named_layers`, of which there must be one."""
+    layers = named_layers(texts, suites, models)
+    if not layers:
+        raise typer.BadParameter("give a model file, a --layer or a --suite", param_hint="FILE")
+    return layers
+
+
+def _layers_of(texts: list[str]) -> list[NamedLayer]:
     """Layers in the notation of `polyphase.bench.layers`. Raises `typer.BadParameter`."""
     from polyphase.bench.layers import LayerSyntaxError, NamedLayer, parse_layer
 
@@ -79,7 +107,7 @@ def model_files(paths: list[Path], option: str = "FILE") -> list[Path]:
     return paths
 
 
-def layers_of_model(path: Path) -> list[NamedLayer]:
+def _layers_of_model(path: Path) -> list[NamedLayer]:
     """The transposed convolutions that a model file's inputs meet, in float32. Raises `typer.BadParameter`."""
     import torch
 

@@ -7,15 +7,14 @@ from typing import Annotated
 
 import typer
 
+from polyphase.commands.options import LayerTexts
+
 
 def tune(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Model files in KernelBench's form.", metavar="FILE", show_default=False)
     ] = None,
-    layer: Annotated[
-        list[str] | None,
-        typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
-    ] = None,
+    layer: LayerTexts = None,
     suite: Annotated[str | None, typer.Option(help="reference, kernelbench or all.", show_default=False)] = None,
     passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",
     dtypes: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
@@ -34,14 +33,12 @@ def tune(
     from rich.progress import Progress
 
     from polyphase import tuning
-    from polyphase.bench.layers import Suite
-    from polyphase.bench.layers import suite as suite_layers
     from polyphase.bench.records import write_csv
     from polyphase.bench.report import make_console
     from polyphase.bench.runner import Runner, make_cases
     from polyphase.bench.tuner import Tuned, table
     from polyphase.bench.tuner import tune as tune_case
-    from polyphase.commands.options import Dtype, Layout, choices, device_of, layers_of, layers_of_model, model_files
+    from polyphase.commands.options import Dtype, Layout, choices, device_of, some_layers
     from polyphase.device import DeviceInfo
     from polyphase.problem import Pass
 
@@ -53,13 +50,7 @@ def tune(
             console.print(f"they cannot be removed: {failure}", style="bold red", markup=False)
             raise typer.Exit(1) from None
         return
-    layers = layers_of(layer or [])
-    for name in choices(suite, Suite, "--suite") if suite else []:
-        layers += suite_layers(name)
-    for path in model_files(files or []):
-        layers += layers_of_model(path)
-    if not layers:
-        raise typer.BadParameter("give a model file, a --layer or a --suite", param_hint="FILE")
+    layers = some_layers(layer, suite, files)
     place = device_of(device)
     if place.type != "cuda":
         raise typer.BadParameter(
