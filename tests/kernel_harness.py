@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,11 +24,11 @@ from torch import Tensor
 
 from emulator import EmulatedKernel
 from helpers import TORCH, constants
-from polyphase.algorithms.base import ALIGNMENT, Candidate, Launch, Layouts, Strides, extent
+from polyphase.algorithms.base import ALIGNMENT, TENSOR_MAP_BYTES, Boxes, Candidate, Launch, Layouts, Strides, extent
 from polyphase.device import DeviceInfo
 from polyphase.errors import PolyphaseError
 from polyphase.jit.source import KernelSource
-from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -55,13 +56,24 @@ class Emulator:
         if 0 in launch.grid:
             return
         kernel = EmulatedKernel(launch.source.text, launch.source.kernel)
-        geometry = (ctypes.c_ubyte * len(launch.geometry)).from_buffer_copy(launch.geometry)
+        sizes = launch.geometry
+        if launch.boxes is not None:
+            sizes = tensor_map(launch.boxes) + sizes[TENSOR_MAP_BYTES:]
+        geometry = (ctypes.c_ubyte * len(sizes)).from_buffer_copy(sizes)
         parameters = [*tensors, geometry] if launch.geometry else tensors
         arguments = (launch.grid, launch.block, launch.shared_bytes, parameters)
         if self.order is None:
             kernel.launch_in_every_order(*arguments)
         else:
             kernel.launch(*arguments, order=self.order)
+
+
+def tensor_map(boxes: Boxes) -> bytes:
+    """The emulator's ``TensorMap`` (kernels/common/async.cuh)."""
+    assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in boxes.strides)
+    assert all(0 < side <= 256 for side in boxes.box)
+    assert boxes.box[0] * DTYPE_BYTES[boxes.dtype] in (16, *(boxes.swizzle,))
+    return struct.pack("<4q5i5ii", *boxes.strides, *boxes.sizes, *boxes.box, boxes.swizzle).ljust(TENSOR_MAP_BYTES, b"\0")
 
 
 class Gpu:

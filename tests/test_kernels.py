@@ -20,9 +20,9 @@ from _pytest.mark import ParameterSet
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, reference, run
 from polyphase.algorithms import gemm_variant, weight_grad
-from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_tile import best_tile
+from polyphase.algorithms.gemm_tile import best_tile, box_strides
 from polyphase.algorithms.gemm_variant import GemmVariant
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.device import DeviceInfo
@@ -268,7 +268,7 @@ class GemmCase:
     def numbers(self, device: DeviceInfo) -> list[int]:
         """The kernel's `Geometry` behind the tensors."""
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant)
-        return list(struct.unpack_from("<21i", launch.geometry, 2 * 56))
+        return list(struct.unpack_from("<24i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56))
 
     def kinds(self) -> set[tuple[object, ...]]:
         """What a sample should meet: settings with every instruction, layout and element size; and kinds of tiles."""
@@ -277,12 +277,12 @@ class GemmCase:
         settings = [(field.name, getattr(each, field.name)) for field in fields(each) if field.name != "pixels"]
         met: set[tuple[object, ...]] = {(each.wgmma, each.split, *setting) for setting in settings}
         met |= {(side, *setting) for side in ((src_last, dst_last), bits16) for setting in settings}
-        _, images, *rest, copy_bytes, store_vector, run = self.numbers(H200)
+        _, images, *rest, copy_bytes, store_vector, boxes, _, _, run = self.numbers(H200)
         met |= {("tiles", axis, count > 1, src_last) for axis, count in enumerate(rest[3:7])}
         return met | {
             ("copy", copy_bytes, bits16, src_last),
             ("store", store_vector, bits16, dst_last),
-            (images > 1, run),
+            (images > 1, run, boxes),
         }
 
 
@@ -319,7 +319,7 @@ def gemm_variants(problem: ConvTransposeProblem, device: DeviceInfo = H200) -> l
     found = []
     for layouts in gemm_layouts(problem):
         gather = Gather.of(problem, Pass.FORWARD, layouts)
-        for variant in gemm_variant.variants(problem, device, gather.src.channels_last):
+        for variant in gemm_variant.variants(problem, device, gather.src.channels_last, box_strides(gather) is not None):
             if best_tile(gather, variant, problem.batch, device) is not None:
                 found.append(GemmCase(problem, layouts, variant))
     return found

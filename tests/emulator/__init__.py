@@ -40,6 +40,7 @@ _KERNEL = (
     "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow",
     "-fno-sanitize-recover=all",
 )
+_ARGUMENT_ALIGNMENT = 128
 _KINDS = {"p": "pointer", "f": "float", "i": "integer", "u": "unsigned", "s": "struct"}
 # What a Python number converts to, by the kind and size of the kernel's parameter.
 _SCALARS = dict(zip(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"), "bhiqBHIQfd"))
@@ -145,8 +146,11 @@ class EmulatedKernel:
                     packed[i] = _Argument(arg.data_ptr(), _span_bytes(arg))
                     spans.append((arg.data_ptr(), arg.data_ptr() + packed[i].bytes))
                 else:
-                    alive.append(ctypes.create_string_buffer(_value(arg, kind, size), size))
-                    packed[i] = _Argument(ctypes.addressof(alive[-1]), -1)
+                    alive.append(ctypes.create_string_buffer(size + _ARGUMENT_ALIGNMENT))
+                    address = ctypes.addressof(alive[-1])
+                    address += -address % _ARGUMENT_ALIGNMENT
+                    ctypes.memmove(address, _value(arg, kind, size), size)
+                    packed[i] = _Argument(address, -1)
             except (TypeError, struct.error) as error:
                 raise TypeError(f"argument {i} of {self.name} ({_KINDS[kind]}, {size} bytes): {error}") from None
         spans.sort()

@@ -93,6 +93,7 @@ struct Barrier { unsigned arrivals, missing : 31, parity : 1; };
 void barrier_init(Barrier* barrier, int arrivals);
 void barrier_arrive(Barrier* barrier);
 void barrier_wait(const Barrier* barrier, unsigned parity);
+void* scratch(std::size_t bytes);  // aligned memory that lives as long as its block
 void bulk_copy(Barrier* barrier, void* to, const void* from, std::size_t bytes);  // comes with the phase's end
 void threads_sync(unsigned name, unsigned threads);  // a named barrier; unlike PTX, names go up to 31
 

@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <string>
@@ -112,6 +113,7 @@ struct BulkCopy {
   std::size_t bytes;
 };
 std::vector<BulkCopy> bulk_copies;
+std::vector<std::unique_ptr<std::max_align_t[]>> scratches;  // of the grid
 
 std::deque<Fiber> fibers;    // of the threads of a block, by their linear index; those beyond the block idle
 const struct Grid* running;
@@ -205,6 +207,7 @@ struct Grid {
       fibers[t].state = State::ready;
       for (Tasks& tasks : fibers[t].tasks) tasks = {};
       bulk_copies.clear();
+      scratches.clear();
     }
     // Where threads are shuffled, in every other block a warp runs as far as barriers allow before the next one does.
     const bool one_warp = order >= 0 && random() % 2;
@@ -392,6 +395,10 @@ void emulator::bulk_copy(Barrier* barrier, void* to, const void* from, std::size
     fail(__builtin_return_address(0), "the copy engine takes multiples of 16 bytes");
   std::memset(to, 0xFF, bytes);
   bulk_copies.push_back({barrier, to, from, bytes});
+}
+void* emulator::scratch(std::size_t bytes) {
+  scratches.emplace_back(new std::max_align_t[bytes / sizeof(std::max_align_t) + 1]);
+  return scratches.back().get();
 }
 void emulator::barrier_wait(const Barrier* barrier, unsigned parity) {
   if (barrier->parity != parity) return;

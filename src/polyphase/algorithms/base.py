@@ -18,6 +18,9 @@ Strides = tuple[int, int, int, int, int]
 #: Bytes that the widest vector access needs a tensor to be aligned to: four doubles.
 ALIGNMENT = 32
 
+#: Bytes of a tensor map, which is also aligned to half of that.
+TENSOR_MAP_BYTES = 128
+
 
 @dataclass(frozen=True)
 class Layouts:
@@ -80,10 +83,27 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Boxes:
+    """Boxes of a kernel's first tensor, as the copy engine of Hopper takes them: what a tensor map says but the address.
+
+    Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. Chunks of 16 bytes change
+    places within ``swizzle`` bytes. ``tf32``: float32 elements are rounded to TF32 on their way.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    tf32: bool
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
+    With ``boxes`` its first `TENSOR_MAP_BYTES` are left for a tensor map of the first tensor.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     """
 
@@ -95,6 +115,7 @@ class Launch:
     planes: int = 1
     prologue: Launch | None = None
     workspace_bytes: int = 0
+    boxes: Boxes | None = None
 
 
 class Algorithm(Protocol):

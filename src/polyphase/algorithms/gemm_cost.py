@@ -21,6 +21,8 @@ class _Costs:
     wait: float = 16.0  # for a stage, by those who multiply
     stage: float = 750.0  # barriers and latencies of a stage, for the group that loads it
     stage_in_place: float = 620.0
+    stage_boxes: float = 200.0
+    box_pixel: float = 1.5  # of a box that the copy engine brings
     copy_rows: float = 99.0  # a warp's copies, channels first
     copy_blocks: float = 205.0  # those that keep pixels innermost
     copy_pixels: float = 340.0  # and channels last
@@ -82,25 +84,29 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     instructions = product.steps * product.operations * variant.pixel_blocks * variant.sharers
     instructions *= 3 if variant.parts == 2 else 1
     operand_bytes = instructions * 2 * CHUNK_BYTES * (ROWS + variant.pixels)
-    passes = (1 if size == 2 and in_place else 3) * (1 if variant.parts == 1 else 4 / 3)
+    passes = (1 if variant.boxes or (size == 2 and in_place) else 3) * (1 if variant.parts == 1 else 4 / 3)
     shared = (operand_bytes + passes * pixel_bytes + weight_bytes) * _COSTS.shared
     products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else _COSTS.other_instruction)
     multiply = products + _COSTS.issue * instructions + _COSTS.wait * stages * variant.sharers
 
     warps = variant.loader_threads // variant.loader_groups // 32
     vectors = tile.halo / (tile.copy_bytes // size)
-    if last:
+    if variant.boxes:
+        copies = 0.0
+    elif last:
         pieces = CHUNK_BYTES // tile.copy_bytes
         copies = _COSTS.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
     elif variant.innermost:
         copies = _COSTS.copy_blocks * math.ceil(vectors / (4 * warps)) * chunks
     else:
         copies = _COSTS.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
-    turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
+    turned = 0 if variant.boxes or (size == 2 and in_place) else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
     latency = _COSTS.stage_in_place if in_place else _COSTS.stage
     load = stages * (latency + copies + _COSTS.convert * turned) / variant.loader_groups
+    if variant.boxes:
+        load = stages * (_COSTS.stage_boxes + _COSTS.box_pixel * tile.halo)
 
-    free = variant.stages - (variant.loader_groups if in_place else 0)
+    free = variant.stages - (variant.loader_groups if in_place and not variant.boxes else 0)
     slot = _COSTS.slot_in_place if in_place else _COSTS.slot
     slots = (stages * slot + _COSTS.slot_use * multiply) / free
     return multiply, load, (pixel_bytes + weight_bytes) * _COSTS.moved, slots

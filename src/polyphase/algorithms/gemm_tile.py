@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from polyphase.algorithms.base import extent
+from polyphase.algorithms.base import Boxes, extent
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, ROWS, GemmVariant, Product, Taps
 from polyphase.device import DeviceInfo
@@ -15,6 +15,7 @@ from polyphase.problem import DTYPE_BYTES
 
 _MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
 _MAX_STATIC_SHARED = 48 << 10
+_MAX_BOX_SIDE = 256
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class _SharedBytes:
         chunks = 2 * variant.k_steps
         self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
         in_place = variant.in_place(self.src_channels_last)
+        self.boxes = variant.boxes
         self.raw = 0 if in_place else variant.loader_groups * RAW_STAGES * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
@@ -73,14 +75,17 @@ class _SharedBytes:
         halo = tile.halo if aligned else max(tile.halo, self.worst_halo)
         total = self.fixed + self.allocated * (tile.allocated + (0 if aligned else 32))
         total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
+        if self.boxes:
+            return total
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
 
 
 def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
     """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
     barriers = 8 * (2 * variant.stages + CONSUMERS + 1)
+    alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
-    return math.ceil((barriers + 4 * numbers) / 128) * 128
+    return math.ceil((barriers + 4 * numbers) / alignment) * alignment
 
 
 def wide(gather: Gather) -> bool:
@@ -134,29 +139,33 @@ def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceIn
         return None
     limit = device.shared_bytes_per_block - static - reserve
     # Chunks of a pixel lie in different banks, where they are copied together.
-    banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
+    banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
     shared = _SharedBytes(gather, variant)
-    for tile in _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows):
+    for tile in _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows, variant.boxes):
         if shared.of(tile, not reserve) <= limit:
             return tile
     return None
 
 
 @lru_cache(maxsize=65536)
-def _tiles(gather: Gather, capacity: int, batch: int, banks: int, all_pixels: bool) -> list[Tile]:
+def _tiles(
+    gather: Gather, capacity: int, batch: int, banks: int, all_pixels: bool, engine: bool
+) -> list[Tile]:
     """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
 
-    ``all_pixels``: of at most so many pixels, every one of which is a column of the product.
+    ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engine``: the copy engine
+    brings them.
     """
     # Several images only where offsets within the tile have 32 bits.
     sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
     images = min((2**31 - one) // max(1, stride) for stride, one in sides)
     pixels = math.prod(gather.cells)
     if _pixels_join(gather) and images > capacity // max(1, pixels) + 2 and (batch + 1) * pixels < 2**31 - capacity:
-        return [_run(gather, capacity, batch, banks)]
+        if not engine or batch == 1 or gather.src.strides[0] == pixels * gather.src.strides[4]:
+            return [_run(gather, capacity, batch, banks, engine)]
     found: list[Tile] = []
     for tile in sorted(
-        _boxes(gather, capacity, batch, banks, images, all_pixels), key=lambda tile: _work(tile, capacity)
+        _boxes(gather, capacity, batch, banks, images, all_pixels, engine), key=lambda tile: _work(tile, capacity)
     ):
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
@@ -170,14 +179,72 @@ def _work(tile: Tile, capacity: int) -> float:
     return tile.count * (capacity + per_pixel * tile.halo) * rows
 
 
-def _run(gather: Gather, capacity: int, batch: int, banks: int) -> Tile:
+def _run(gather: Gather, capacity: int, batch: int, banks: int, engine: bool) -> Tile:
     """Cells in the order of memory, whatever rows and images they belong to."""
     depth, height, width = gather.cells
     pixels = depth * height * width
     tiles = (math.ceil(batch * pixels / capacity), 1, 1, 1)
     pitch = pixels, height * width, width
     copy_bytes = max(_copy_sizes(gather, pixels))
-    return Tile(1, gather.cells, pitch, capacity, _allocated(capacity, capacity, banks), 0, copy_bytes, tiles, run=True)
+    allocated = _allocated(capacity, capacity, banks)
+    if engine:
+        allocated = _whole_boxes(allocated, capacity)
+    return Tile(1, gather.cells, pitch, capacity, allocated, 0, copy_bytes, tiles, run=True)
+
+
+def _whole_boxes(allocated: int, row: int) -> int:
+    """Pixels that a stage has room for where boxes fill it: swizzled rows of eight, in stages of whole kilobytes."""
+    return math.ceil(max(allocated, math.prod(pieces_of_row(row))) / 32) * 32
+
+
+def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
+    """Whether the copy engine brings so many pixels at once, or a single row in several pieces."""
+    return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
+
+
+def pieces_of_row(row: int) -> tuple[int, int]:
+    """Boxes that a row of pixels is brought in, and the pixels of each."""
+    count = math.ceil(row / _MAX_BOX_SIDE)
+    return count, row if count == 1 else math.ceil(row / count / 8) * 8
+
+
+def box_strides(gather: Gather) -> tuple[int, ...] | None:
+    """Bytes from a pixel to the next along width, height, depth and batch; None where the copy engine cannot take them.
+
+    So far it takes the source apart where channels come last.
+    """
+    size = DTYPE_BYTES[gather.dtype]
+    batch, channel, depth, height, width = gather.src.strides
+    if not (gather.src.channels_last and gather.aligned):
+        return None
+    sizes = (*gather.src.shape[:1:-1], gather.src.shape[0])
+    steps = (width, height, depth, batch)
+    found = tuple(CHUNK_BYTES if n == 1 else step * size for n, step in zip(sizes, steps))
+    return found if all(0 < step < 2**40 and step % CHUNK_BYTES == 0 for step in found) else None
+
+
+def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> tuple[Boxes, int, int]:
+    """What the copy engine brings for a stage of the tile: a box, how many of them, and the pixels of one."""
+    strides = box_strides(gather)
+    assert strides is not None
+    size = DTYPE_BYTES[gather.dtype]
+    batch, channels, depth, height, width = gather.src.shape
+    image, slab, row = tile.pitch
+    if tile.run:
+        count, columns = pieces_of_row(tile.halo)
+        sizes: tuple[int, ...] = (batch * depth * height * width, 1, 1, 1)
+        box: tuple[int, ...] = (columns, 1, 1, 1)
+        strides = (strides[0] if width > 1 else gather.src.strides[4] * size, *(CHUNK_BYTES,) * 3)
+    else:
+        count, columns = pieces_of_row(row)
+        sizes = (width, height, depth, batch)
+        box = (columns, slab // row, image // slab, tile.images)
+    stage_bytes = 2 * CHUNK_BYTES * variant.k_steps
+    return (
+        Boxes(gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, True),
+        count,
+        math.prod(box),
+    )
 
 
 def _allocated(halo: int, read: int, banks: int) -> int:
@@ -189,7 +256,9 @@ def _allocated(halo: int, read: int, banks: int) -> int:
     return whole + (banks - whole) % 8 if banks else whole
 
 
-def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool) -> Iterator[Tile]:
+def _boxes(
+    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool, engine: bool
+) -> Iterator[Tile]:
     """Boxes of cells, which lie in a run of pixels with the halo between them.
 
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
@@ -235,7 +304,11 @@ def _boxes(gather: Gather, capacity: int, batch: int, banks: int, addressable: i
                     halo = images * image + tail
                     if all_pixels and halo > capacity:
                         continue
+                    if engine and not _is_box(row, slab // row, image // slab, images):
+                        continue
                     allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks)
+                    if engine:
+                        allocated = _whole_boxes(allocated, row)
                     tiles = (
                         math.ceil(batch / images),
                         math.ceil(depth / slabs),

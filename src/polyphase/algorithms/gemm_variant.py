@@ -22,6 +22,7 @@ RAW_STAGES = 2  # copied stages of a loading group that are not turned around ye
 
 # Loading groups, and the stages they may have, by whether they copy in place. Such copies are waited for by those who
 # multiply: they take more stages (see LOOKAHEAD in the kernel).
+_BOX_LOADERS = ((1, (8, 6, 5, 4, 3, 2)),)
 _LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)),), True: ((4, (12, 8)), (1, (4, 3)))}
 
 
@@ -34,7 +35,7 @@ class GemmVariant:
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
     ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
     ``innermost`` whether pixels stay innermost on their way to the cores, ``wgmma`` whether Hopper's instruction is
-    used, or ``mma.sync``. With ``taps_in_rows`` rows are the taps of all channels, in as few row blocks as hold them.
+    used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come last. With ``taps_in_rows`` rows are the taps of all channels, in as few row blocks as hold them.
     """
 
     pixels: int
@@ -50,6 +51,7 @@ class GemmVariant:
     loader_groups: int
     wgmma: bool
     taps_in_rows: bool = False
+    boxes: bool = False
 
     @property
     def group_cells(self) -> int:
@@ -159,14 +161,19 @@ def uses_tf32(problem: ConvTransposeProblem) -> bool:
     return problem.tf32 and problem.groups == 1 and channels >= 16
 
 
-def variants(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool) -> Iterator[GemmVariant]:
-    """Every variant that the registers allow; ``channels_last`` is the source's memory format."""
-    for family in families(problem, device, channels_last):
+def variants(
+    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
+) -> Iterator[GemmVariant]:
+    """Every variant that the registers allow; ``channels_last`` is the source's memory format.
+
+    ``boxes``: whether the copy engine can take it apart (`gemm_tile.box_strides`).
+    """
+    for family in families(problem, device, channels_last, boxes):
         yield from family
 
 
 def families(
-    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool
+    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
 ) -> Iterator[tuple[GemmVariant, ...]]:
     """The `variants`, those together that differ in nothing but their stages: most stages first."""
     taps = Taps.of(problem.axes3)
@@ -197,14 +204,21 @@ def families(
                 (True, False) if may_reside else (False,),
                 (True, False) if wgmma and half and stays else (False,),
             ):
-                for loaders, stages in _LOADERS[channels_last or innermost]:
+                by_engine = boxes and wgmma and parts == 1 and _fills(problem, k_steps)
+                for loaders, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last or innermost]:
                     yield tuple(
                         GemmVariant(
                             pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
-                            split, resident, innermost, loaders if wgmma else 1, wgmma, taps_in_rows,
+                            split, resident, innermost, loaders if wgmma else 1, wgmma, taps_in_rows, by_engine,
                         )
                         for count in stages
                     )  # fmt: skip
+
+
+def _fills(problem: ConvTransposeProblem, k_steps: int) -> bool:
+    """Whether the last stage of a group does not reach into the next, or is filled with zeros."""
+    stage_channels = k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[problem.dtype]
+    return problem.groups == 1 or problem.in_channels_per_group % stage_channels == 0
 
 
 def _accumulators(parts: int, wgmma: bool, strided_pixels: bool) -> int:

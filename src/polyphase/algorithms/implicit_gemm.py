@@ -7,10 +7,18 @@ import struct
 from dataclasses import replace
 from functools import lru_cache
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides, typical
+from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts, dense_strides, typical
 from polyphase.algorithms.gather import MAX_PHASES, Gather
 from polyphase.algorithms.gemm_cost import estimate
-from polyphase.algorithms.gemm_tile import best_tile, raw_pitch, shared_bytes, store_vector, wide
+from polyphase.algorithms.gemm_tile import (
+    best_tile,
+    box_strides,
+    boxes,
+    raw_pitch,
+    shared_bytes,
+    store_vector,
+    wide,
+)
 from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, ROWS, GemmVariant, Product, families
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
@@ -50,7 +58,7 @@ class ImplicitGemm:
     ) -> list[Candidate]:
         gather = Gather.of(problem, pass_, layouts)
         result = []
-        for variant in ranked(typical(problem), device, gather.src.channels_last):
+        for variant in ranked(typical(problem), device, gather.src.channels_last, box_strides(gather) is not None):
             if (tile := best_tile(gather, variant, problem.batch, device)) is not None:
                 seconds, bound = estimate(gather, variant, tile, device, problem.bytes)
                 result.append(Candidate(self.name, variant, seconds, bound))
@@ -67,9 +75,10 @@ class ImplicitGemm:
         assert tile is not None
         tile_items = product.row_groups // variant.row_parts
         items = tile.count * tile_items
-        geometry = gather.src.packed() + gather.dst.packed()
+        box, count, box_pixels = boxes(gather, variant, tile) if variant.boxes else (None, 0, 0)
+        geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
         geometry += struct.pack(
-            "<21i4x",
+            "<24i",
             problem.batch,
             tile.images,
             *tile.cells,
@@ -83,8 +92,12 @@ class ImplicitGemm:
             tile.skew,
             tile.copy_bytes,
             store_vector(gather, variant, tile),
+            count,
+            0 if box is None else box.box[1],
+            box_pixels,
             tile.run,
         )
+        geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
         return Launch(
             source=KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product)),
             grid=(_blocks(items, tile_items, device, variant), 1, 1),
@@ -93,6 +106,7 @@ class ImplicitGemm:
             geometry=geometry,
             prologue=_pack_weights(gather, variant, product),
             workspace_bytes=product.row_groups * product.weight_bytes(variant),
+            boxes=box,
         )
 
     @staticmethod
@@ -101,6 +115,7 @@ class ImplicitGemm:
             *_packing(gather, variant, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
             ("PIXELS_INNERMOST", variant.innermost),
+            ("BOXES", variant.boxes),
             ("PIXELS", variant.pixels),
             ("PIXEL_BLOCKS", variant.pixel_blocks),
             ("CONSUMERS", CONSUMERS),
@@ -163,14 +178,16 @@ def _blocks(items: int, tile_items: int, device: DeviceInfo, variant: GemmVarian
 
 
 @lru_cache(maxsize=4096)
-def ranked(problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool) -> list[GemmVariant]:
+def ranked(
+    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool
+) -> list[GemmVariant]:
     """The variants that compute a layer of typical size, the fastest prediction first.
 
     Among the first, half the say has how they do at other sizes: a single image, small images, large ones.
     """
     typical_size = _sized_gather(problem, src_channels_last)
     scores: dict[GemmVariant, float] = {}
-    for family in families(problem, device, src_channels_last):
+    for family in families(problem, device, src_channels_last, boxes):
         if Product.of(typical_size, family[0]).operations > _MAX_OPERATIONS:
             continue
         fastest: tuple[float, GemmVariant] | None = None

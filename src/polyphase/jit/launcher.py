@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from polyphase.algorithms.base import Launch
+from polyphase.algorithms.base import TENSOR_MAP_BYTES, Launch
 from polyphase.errors import CompilationError, PolyphaseError
 from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel
 from polyphase.jit.source import KernelSource
@@ -35,6 +35,7 @@ class Executable:
         self._dimensions = (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
         self._empty = 0 in launch.grid
         self._geometry = launch.geometry
+        self._boxes = launch.boxes
         self._pointers = pointers
         self._pack = struct.Struct(f"{pointers}Q").pack_into
         self._local = threading.local()
@@ -51,6 +52,8 @@ class Executable:
         except AttributeError:
             block, address, config = self._parameters()
         self._pack(block, 0, *pointers)
+        if self._boxes is not None and self._local.mapped != pointers[0]:
+            self._map(pointers[0])
         if config is None:
             (status,) = self._driver.cuLaunchKernel(self._function, *self._dimensions, stream, address, 0)
         else:
@@ -74,8 +77,18 @@ class Executable:
         start = ctypes.addressof(block)
         table = (ctypes.c_uint64 * (count + 1))(*(start + 8 * i for i in range(count)), ctypes.addressof(geometry))
         self._local.keep = (geometry, table)
+        self._local.mapped = None
         self._local.block = (block, ctypes.addressof(table), self._overlapping() if self._overlaps else None)
         return self._local.block  # type: ignore[no-any-return]
+
+    def _map(self, address: int) -> None:
+        """Has this thread's launches take boxes of the tensor at ``address``."""
+        from polyphase.jit.tensor_map import encode
+
+        assert self._boxes is not None
+        geometry, _ = self._local.keep
+        ctypes.memmove(geometry, encode(self._boxes, address), TENSOR_MAP_BYTES)
+        self._local.mapped = address
 
     def _overlapping(self) -> Any:
         """The configuration of a launch that may begin before the one ahead of it in its stream, the prologue, ends."""

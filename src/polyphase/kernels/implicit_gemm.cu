@@ -58,10 +58,52 @@ struct Cursor {
   }
 };
 
+#if BULK_COPY
+// One thread has the copy engine load: pixels to `to`, the weights ahead of them.
+__device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* src, const unsigned char* packed,
+                                           unsigned char* to, int stage_bytes, unsigned full, unsigned empty) {
+  Item item;
+  Slot<STAGES> slot;
+  auto load_pixels = [&](const Cursor& now) {
+    if (now.stage == 0) item.locate(g, now.index, 0);
+    const int w = g.run ? item.n * g.pitch[0] + item.first : item.w + first_offset(AXIS_W);
+    int place[5] = {item.group * SRC_CHANNELS + now.stage * STAGE_CHANNELS, w, item.h + first_offset(AXIS_H),
+                    item.d + first_offset(AXIS_D), item.n};
+    if (g.run) place[4] = 0;
+    for (int i = 0; i < g.boxes; ++i) {
+      box_copy(shared_address(to + slot.index * stage_bytes + i * g.box_pixels * PIXEL_PITCH), g.box, src, place,
+               g.box_pixels * PIXEL_PITCH, full + 8 * slot.index);
+      place[1] += g.box_width;
+    }
+  };
+  // Pixels for all slots are on their way before weights are waited for.
+  Cursor ahead{(int)blockIdx.x, 0};
+  for (; slot.parity == 0 && ahead.index < g.items; ahead.skip(1), slot.skip(1)) load_pixels(ahead);
+  wait_for_prologue();
+  slot = {};
+  bool first_round = true;
+  for (Cursor now{(int)blockIdx.x, 0}; now.index < g.items; now.skip(1)) {
+    const unsigned come = full + 8 * slot.index;
+    if (!first_round) {
+      barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+      load_pixels(now);
+    }
+    const unsigned char* const weights =
+        packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + now.stage * WEIGHT_STAGE;
+    for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
+      bulk_copy(shared_address(to + slot.index * stage_bytes - WEIGHT_SLOT + part * WEIGHT_STAGE),
+                weights + part * WEIGHT_ITEM, WEIGHT_STAGE, come);
+    barrier_arrive(come);
+    slot.skip(1);
+    first_round = first_round && slot.index > 0;
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Geometry g) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
+                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+  extern __shared__ __align__(BOXES ? 1024 : 128) unsigned char shared_memory[];
   __shared__ __align__(8) Shared shared;
   const int thread = threadIdx.x;
   const int warp_group = __shfl_sync(0xffffffffu, thread / 128, 0);
@@ -77,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned turns = shared_address(shared.turn);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, LOADERS);
+      barrier_init(full + 8 * i, BOXES ? 1 : LOADERS);
       barrier_init(empty + 8 * i, SHARERS * RELEASES);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
@@ -86,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   // Positions are the same for every tile.
   const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
-  for (int i = thread; i * copied < g.halo; i += THREADS) {
+  for (int i = thread; !BOXES && i * copied < g.halo; i += THREADS) {
     Pixel p;
     p.locate(g, i * copied);
     const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
@@ -100,17 +142,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       pixels = (src_offset(AXIS_D, o.depth_tap) - first_offset(AXIS_D)) * g.pitch[1] +
                (src_offset(AXIS_H, o.height_tap) - first_offset(AXIS_H)) * g.pitch[2] +
                src_offset(AXIS_W, o.width_tap) - first_offset(AXIS_W) + g.skew;
-    shared.operations[i] = pixels * 16;
+    shared.operations[i] = pixels * PIXEL_PITCH;
   }
   for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
+  // What no box fills.
+  if (BOXES)
+    for (int i = g.boxes * g.box_pixels * PIXEL_PITCH + thread * 16; i < g.halo * PIXEL_PITCH; i += THREADS * 16)
+      for (int stage = 0; stage < STAGES; ++stage)
+        *(Vector<unsigned, 4>*)(shared_memory + stage * stage_bytes + WEIGHT_SLOT + i) = Vector<unsigned, 4>{};
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
         *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
 #endif
+  publish_shared();
   __syncthreads();
 
+#if BULK_COPY
+  if (BOXES && warp_group >= CONSUMERS) {
+    registers_release();
+    if (thread == CONSUMERS * 128) load_boxes(g, src, packed, shared_memory + WEIGHT_SLOT, stage_bytes, full, empty);
+    return;
+  }
+#endif
   if (warp_group >= CONSUMERS) {
     registers_release();
     // The loading groups take stages in turn.
@@ -221,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const unsigned weights = RESIDENT
                                      ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
                                      : held + row_part * WEIGHT_STAGE;
-        const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * 16);
+        const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
         products_begin();
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
@@ -232,13 +287,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           for (int block = 0; block < ROW_BLOCKS; ++block) {
 #pragma unroll 2
             for (int i = 0; i < counts[block]; ++i) {
-              const unsigned b = pixels + step * 2 * g.chunk_bytes + distance;
+              const unsigned b = pixels + step * (BOXES ? 32 : 2 * g.chunk_bytes) + distance;
               distance = *++distances;  // in time for the next operation
               const bool add = PARTS == 2 || stage + step + i > 0;
 #pragma unroll
               for (int part = 0; part < PIXEL_BLOCKS; ++part) {
                 float (&to)[SUMS] = sums[block][part];
-                const unsigned from = b + part * (PIXELS * 16);
+                const unsigned from = b + part * (PIXELS * PIXEL_PITCH);
                 if (PARTS == 2) {
                   add_product(to, a, from + STAGE_CHUNKS * g.chunk_bytes, g.chunk_bytes, add);
                   add_product(to, a + 2 * A_CHUNK, from, g.chunk_bytes, true);

@@ -7,6 +7,19 @@
 #define BULK_COPY 0
 #endif
 
+// A tensor of five dimensions, innermost first, and the box of it that the copy engine brings at once (Boxes in
+// algorithms/base.py); encoded by the driver.
+struct alignas(64) TensorMap {
+#ifndef EMULATOR
+  unsigned char encoded[128];
+#else
+  long long strides[4];  // in bytes, of all dimensions but the first
+  int sizes[5], box[5];
+  int swizzle;  // bytes within which chunks change places
+  unsigned char unused[52];
+#endif
+};
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
@@ -103,11 +116,45 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
+// The same for a box of `bytes`, whose first element is at the given place of the tensor; what lies beside it is zero.
+__device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t*, const int (&place)[5],
+                                         unsigned bytes, unsigned barrier) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(&map), "r"(place[0]), "r"(place[1]), "r"(place[2]), "r"(place[3]), "r"(place[4]), "r"(barrier)
+      : "memory");
+}
 #else
 __device__ __forceinline__ void publish_shared() {}
 #ifdef EMULATOR
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), from, bytes);
+}
+__device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
+  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
+}
+// TF32 is rounded on the way where tensors are float32 and boxes are operands (swizzled).
+__device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t* tensor,
+                                         const int (&place)[5], unsigned bytes, unsigned barrier) {
+  unsigned char* const box = (unsigned char*)emulator::scratch(bytes);
+  unsigned offset = 0;
+  int at[5] = {};
+  for (; offset < bytes; offset += sizeof(scalar_t)) {
+    bool inside = true;
+    long long from = 0;
+    for (int i = 0; i < 5; ++i) {
+      const int index = place[i] + at[i];
+      inside = inside && index >= 0 && index < map.sizes[i];
+      from += i == 0 ? (long long)index * sizeof(scalar_t) : index * map.strides[i - 1];
+    }
+    const scalar_t value = inside ? *(const scalar_t*)((const char*)tensor + from) : zero<scalar_t>();
+    *(scalar_t*)(box + swizzled(to + offset, map.swizzle) - to) = map.swizzle > 16 ? rounded(value) : value;
+    for (int i = 0; i < 5 && ++at[i] == map.box[i]; ++i) at[i] = 0;
+  }
+  emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), box, bytes);
 }
 #endif
 #endif

@@ -16,10 +16,11 @@ constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
 // The pixels are copied to where they are used: channels last, or as the cores can take PIXELS_INNERMOST.
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST || PIXELS_INNERMOST;
+static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
 static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
               "not on the cores");
 // Stages of its own that a loading group copies ahead of the one it turns around.
-constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
+constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
@@ -30,6 +31,7 @@ constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 
 struct Geometry {
+  TensorMap box;  // of the source's pixels, with BOXES
   Tensor5 src, dst;
   int batch;
   int images;        // batch entries of a tile
@@ -44,6 +46,9 @@ struct Geometry {
   int skew;          // columns before the first that is needed, so that copies are aligned
   int copy_bytes;    // of one copy: 16, 8, 4 or 2
   int store_vector;  // elements of a store
+  int boxes;         // of a stage, one behind the other along the width
+  int box_width;     // their pixels along it
+  int box_pixels;    // and all of a box's; the rest of the halo is padding
   int run;           // whether tiles are runs of CELLS cells across rows and images, which taps without reach allow
 };
 

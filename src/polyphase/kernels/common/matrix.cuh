@@ -5,10 +5,14 @@
 //
 // Half precision with PIXELS_INNERMOST: in B, blocks of eight columns have channels for rows, each with eight pixels.
 //
+// With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order the copy engine changes (swizzling) so
+// that those of neighbours lie in different banks. The cores undo that by the bits of the address, wherever B begins.
+//
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
+constexpr int PIXEL_PITCH = BOXES ? 32 * K_STEPS : 16;
 
 // Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
 __device__ __forceinline__ void clear(float& sum) {
@@ -67,7 +71,8 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
       for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
         const unsigned block = b + chunk * b_chunk + column / 8 * 128;
         const int major = PIXELS_INNERMOST ? i : column % 8, minor = PIXELS_INNERMOST ? column % 8 : i;
-        const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(block + major * 16);
+        const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(
+            BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) : block + major * 16);
         sum += operand(left.value[i]) * operand(right.value[minor]);
       }
     }
@@ -98,10 +103,12 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
 }
 #endif
 #elif WGMMA_INSTRUCTION
-// No swizzle: groups of 8 rows are 128 bytes, and follow each other.
+// Groups of 8 rows follow each other, and those of a row are `pitch` bytes apart.
+template <int PITCH>
 __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
+  constexpr unsigned long long swizzle = PITCH == 128 ? 1 : PITCH == 64 ? 2 : PITCH == 32 ? 3 : 0;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
-         (unsigned long long)(128 >> 4) << 32;
+         (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
 }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -110,7 +117,7 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
-  wgmma(sums, describe_matrix(a, A_CHUNK), describe_matrix(b, b_chunk), add);
+  wgmma(sums, describe_matrix<16>(a, A_CHUNK), describe_matrix<PIXEL_PITCH>(b, b_chunk), add);
 }
 #else
 __device__ __forceinline__ void products_begin() {}

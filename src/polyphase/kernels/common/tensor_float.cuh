@@ -16,6 +16,12 @@ __device__ __forceinline__ float round_tf32(float value) {
 #endif
 }
 
+__device__ __forceinline__ float rounded(float value) { return round_tf32(value); }
+template <class T>
+__device__ __forceinline__ T rounded(T value) {
+  return value;
+}
+
 __device__ __forceinline__ void split_tf32(float value, float& high, float& low) {
   high = round_tf32(value);
   if (PARTS == 1) return;

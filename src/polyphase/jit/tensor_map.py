@@ -1,0 +1,43 @@
+"""Tensor maps: what the copy engine of Hopper needs to know of a tensor whose boxes it brings."""
+
+from __future__ import annotations
+
+import ctypes
+
+from cuda.bindings import driver
+
+from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes
+from polyphase.errors import PolyphaseError
+
+_SWIZZLES = {
+    16: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+    32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
+    64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+    128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+}
+_DTYPES = {
+    "float32": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    "tf32": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
+    "float16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    "bfloat16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+}
+
+
+def encode(boxes: Boxes, address: int) -> bytes:
+    """The tensor map of boxes of the tensor at ``address``. Raises `PolyphaseError` where the driver refuses."""
+    status, found = driver.cuTensorMapEncodeTiled(
+        _DTYPES["tf32" if boxes.tf32 and boxes.dtype == "float32" else boxes.dtype],
+        len(boxes.sizes),
+        address,
+        [driver.cuuint64_t(size) for size in boxes.sizes],
+        [driver.cuuint64_t(stride) for stride in boxes.strides],
+        [driver.cuuint32_t(side) for side in boxes.box],
+        [driver.cuuint32_t(1)] * len(boxes.sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        _SWIZZLES[boxes.swizzle],
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise PolyphaseError(f"the driver makes no tensor map of {boxes}: {status!r}")
+    return ctypes.string_at(found.getPtr(), TENSOR_MAP_BYTES)
