@@ -72,8 +72,10 @@ def tensor_map(boxes: Boxes) -> bytes:
     """The emulator's ``TensorMap`` (kernels/common/async.cuh)."""
     assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in boxes.strides)
     assert all(0 < side <= 256 for side in boxes.box)
-    assert boxes.box[0] * DTYPE_BYTES[boxes.dtype] in (16, *(boxes.swizzle,))
-    return struct.pack("<4q5i5ii", *boxes.strides, *boxes.sizes, *boxes.box, boxes.swizzle).ljust(TENSOR_MAP_BYTES, b"\0")
+    inner = boxes.box[0] * DTYPE_BYTES[boxes.dtype]
+    assert inner % 16 == 0
+    assert boxes.swizzle in (16, inner)
+    return struct.pack("<4q5i5i2i", *boxes.strides, *boxes.sizes, *boxes.box, boxes.swizzle, boxes.tf32).ljust(TENSOR_MAP_BYTES, b"\0")
 
 
 class Gpu:

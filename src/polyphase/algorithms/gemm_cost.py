@@ -91,7 +91,7 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
 
     warps = variant.loader_threads // variant.loader_groups // 32
     vectors = tile.halo / (tile.copy_bytes // size)
-    if variant.boxes:
+    if tile.boxes:
         copies = 0.0
     elif last:
         pieces = CHUNK_BYTES // tile.copy_bytes
@@ -117,7 +117,7 @@ def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -
     stride, size = gather.axes[2].stride, DTYPE_BYTES[gather.dtype]
     if variant.taps_in_rows:
         rows = Taps.of(gather.axes).rows(gather.dst_channels, variant.lines)
-        outputs = gather.dst_channels * gather.phases / product.line_groups * math.prod(tile.cells) * tile.images
+        outputs = gather.dst_channels * gather.phases / product.line_groups * tile.tile_cells
         scattered = gather.dst.channels_last and gather.dst_channels > 1
         return _COSTS.partial * rows * variant.cells + outputs * (_COSTS.scattered if scattered else _COSTS.output)
     owned = product.row_blocks // variant.channel_blocks * product.line_groups

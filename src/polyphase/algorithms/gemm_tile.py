@@ -30,7 +30,14 @@ class Tile:
     skew: int
     copy_bytes: int
     tiles: tuple[int, int, int, int]
-    run: bool = False  # of cells of any rows and images, one after the other
+    boxes: int = 0  # that the copy engine brings for a stage; none where threads copy
+    box_pixels: int = 0
+    run: int = 0  # cells of any rows, and images up to ``images``, one after the other
+
+    @property
+    def tile_cells(self) -> int:
+        """Cells of a whole tile."""
+        return self.run or self.images * math.prod(self.cells)
 
     @property
     def count(self) -> int:
@@ -62,7 +69,7 @@ class _SharedBytes:
         chunks = 2 * variant.k_steps
         self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
         in_place = variant.in_place(self.src_channels_last)
-        self.boxes = variant.boxes
+        self.in_boxes = variant.boxes
         self.raw = 0 if in_place else variant.loader_groups * RAW_STAGES * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
@@ -74,15 +81,15 @@ class _SharedBytes:
         copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
         halo = tile.halo if aligned else max(tile.halo, self.worst_halo)
         total = self.fixed + self.allocated * (tile.allocated + (0 if aligned else 32))
+        if tile.boxes and (aligned or self.in_boxes):
+            return total + self.raw * tile.boxes * tile.box_pixels
         total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
-        if self.boxes:
-            return total
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
 
 
 def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
     """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
-    barriers = 8 * (2 * variant.stages + CONSUMERS + 1)
+    barriers = 8 * (2 * variant.stages + CONSUMERS + 1 + variant.loader_groups * RAW_STAGES)
     alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
@@ -141,7 +148,8 @@ def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceIn
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
     shared = _SharedBytes(gather, variant)
-    for tile in _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows, variant.boxes):
+    engines = (True,) if variant.boxes else (True, False) if may_take_boxes(gather, variant) else (False,)
+    for tile in _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows, engines):
         if shared.of(tile, not reserve) <= limit:
             return tile
     return None
@@ -149,24 +157,23 @@ def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceIn
 
 @lru_cache(maxsize=65536)
 def _tiles(
-    gather: Gather, capacity: int, batch: int, banks: int, all_pixels: bool, engine: bool
+    gather: Gather, capacity: int, batch: int, banks: int, all_pixels: bool, engines: tuple[bool, ...]
 ) -> list[Tile]:
     """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
 
-    ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engine``: the copy engine
-    brings them.
+    ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
+    copy engine brings them.
     """
     # Several images only where offsets within the tile have 32 bits.
     sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
     images = min((2**31 - one) // max(1, stride) for stride, one in sides)
-    pixels = math.prod(gather.cells)
-    if _pixels_join(gather) and images > capacity // max(1, pixels) + 2 and (batch + 1) * pixels < 2**31 - capacity:
-        if not engine or batch == 1 or gather.src.strides[0] == pixels * gather.src.strides[4]:
-            return [_run(gather, capacity, batch, banks, engine)]
+    offered = [*_runs(gather, capacity, batch, banks, images, engines)]
+    if not offered:
+        offered = [
+            tile for engine in engines for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
+        ]
     found: list[Tile] = []
-    for tile in sorted(
-        _boxes(gather, capacity, batch, banks, images, all_pixels, engine), key=lambda tile: _work(tile, capacity)
-    ):
+    for tile in sorted(offered, key=lambda tile: _work(tile, capacity)):
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
     return found
@@ -174,27 +181,37 @@ def _tiles(
 
 def _work(tile: Tile, capacity: int) -> float:
     """What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
-    per_pixel = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
+    per_pixel = 0.1 if tile.boxes else {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
     rows = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0  # short rows move parts of memory's lines
     return tile.count * (capacity + per_pixel * tile.halo) * rows
 
 
-def _run(gather: Gather, capacity: int, batch: int, banks: int, engine: bool) -> Tile:
-    """Cells in the order of memory, whatever rows and images they belong to."""
+def _runs(
+    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, engines: tuple[bool, ...]
+) -> Iterator[Tile]:
+    """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
     depth, height, width = gather.cells
     pixels = depth * height * width
-    tiles = (math.ceil(batch * pixels / capacity), 1, 1, 1)
-    pitch = pixels, height * width, width
-    copy_bytes = max(_copy_sizes(gather, pixels))
-    allocated = _allocated(capacity, capacity, banks)
-    if engine:
-        allocated = _whole_boxes(allocated, capacity)
-    return Tile(1, gather.cells, pitch, capacity, allocated, 0, copy_bytes, tiles, run=True)
-
-
-def _whole_boxes(allocated: int, row: int) -> int:
-    """Pixels that a stage has room for where boxes fill it: swizzled rows of eight, in stages of whole kilobytes."""
-    return math.ceil(max(allocated, math.prod(pieces_of_row(row))) / 32) * 32
+    if not (_pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
+        return
+    if (batch + 1) * pixels >= 2**31 - capacity:
+        return
+    last, pitch = gather.src.channels_last, (pixels, height * width, width)
+    for engine in engines:
+        joined = not engine or (last and (batch == 1 or gather.src.strides[0] == pixels * gather.src.strides[4]))
+        size = max(_copy_sizes(gather, pixels))
+        if joined:
+            run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
+        elif pixels and not last:
+            parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
+            run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
+        else:
+            continue
+        count, box = _pieces_of_row(run) if engine else (0, 0)
+        allocated = _allocated(max(capacity, count * box), capacity, banks)
+        if engine:
+            allocated = math.ceil(allocated / 32) * 32
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
 
 
 def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
@@ -202,49 +219,57 @@ def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
     return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
 
 
-def pieces_of_row(row: int) -> tuple[int, int]:
+def _pieces_of_row(row: int) -> tuple[int, int]:
     """Boxes that a row of pixels is brought in, and the pixels of each."""
     count = math.ceil(row / _MAX_BOX_SIDE)
-    return count, row if count == 1 else math.ceil(row / count / 8) * 8
+    return count, row if count == 1 else math.ceil(row / count / 32) * 32
 
 
 def box_strides(gather: Gather) -> tuple[int, ...] | None:
-    """Bytes from a pixel to the next along width, height, depth and batch; None where the copy engine cannot take them.
-
-    So far it takes the source apart where channels come last.
-    """
+    """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where the copy engine
+    cannot take the source apart."""
     size = DTYPE_BYTES[gather.dtype]
-    batch, channel, depth, height, width = gather.src.strides
-    if not (gather.src.channels_last and gather.aligned):
+    batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
+    dimensions = [*spatial[::-1], batch]
+    inner = channels if gather.src.channels_last else dimensions.pop(0)
+    if not gather.src.channels_last:
+        dimensions.append(channels)
+    if not gather.aligned or (inner[0] > 1 and inner[1] != 1):
         return None
-    sizes = (*gather.src.shape[:1:-1], gather.src.shape[0])
-    steps = (width, height, depth, batch)
-    found = tuple(CHUNK_BYTES if n == 1 else step * size for n, step in zip(sizes, steps))
+    found = tuple(CHUNK_BYTES if n == 1 else step * size for n, step in dimensions)
     return found if all(0 < step < 2**40 and step % CHUNK_BYTES == 0 for step in found) else None
 
 
-def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> tuple[Boxes, int, int]:
-    """What the copy engine brings for a stage of the tile: a box, how many of them, and the pixels of one."""
+def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:
+    """Whether the copy engine can bring pixels that are then turned around, channels first."""
+    stage_channels = variant.k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
+    fills = gather.groups == 1 or gather.src_channels % stage_channels == 0
+    turned = not variant.in_place(gather.src.channels_last)
+    return variant.wgmma and fills and turned and box_strides(gather) is not None
+
+
+def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
+    """What the copy engine brings for a stage of the tile, ``tile.boxes`` times."""
     strides = box_strides(gather)
     assert strides is not None
-    size = DTYPE_BYTES[gather.dtype]
-    batch, channels, depth, height, width = gather.src.shape
-    image, slab, row = tile.pitch
-    if tile.run:
-        count, columns = pieces_of_row(tile.halo)
-        sizes: tuple[int, ...] = (batch * depth * height * width, 1, 1, 1)
-        box: tuple[int, ...] = (columns, 1, 1, 1)
-        strides = (strides[0] if width > 1 else gather.src.strides[4] * size, *(CHUNK_BYTES,) * 3)
-    else:
-        count, columns = pieces_of_row(row)
-        sizes = (width, height, depth, batch)
-        box = (columns, slab // row, image // slab, tile.images)
+    size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
+    batch, channels, *spatial = gather.src.shape
+    sizes, (image, slab, row) = [*spatial[::-1], batch], tile.pitch
+    columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
+    box = [columns, slab // row, image // slab, tile.images]
+    if tile.run:  # pixels are one row: of an image, or of the tensor
+        box = [columns, 1, 1, 1]
+        pixel = gather.src.strides[4] * size
+        if last:
+            sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
+        else:
+            sizes, strides = [math.prod(spatial), 1, 1, batch], (*(CHUNK_BYTES,) * 2, *strides[2:])
     stage_bytes = 2 * CHUNK_BYTES * variant.k_steps
-    return (
-        Boxes(gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, True),
-        count,
-        math.prod(box),
-    )
+    if last:
+        return Boxes(
+            gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, variant.parts == 1
+        )
+    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), CHUNK_BYTES, False)
 
 
 def _allocated(halo: int, read: int, banks: int) -> int:
@@ -270,9 +295,9 @@ def _boxes(
     back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
     reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
     whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
-    for copy_bytes in _copy_sizes(gather, whole_rows):
-        even = 1 if gather.src.channels_last else copy_bytes // size
-        skew = -back[2] % even
+    for copy_bytes in [max(_copy_sizes(gather, whole_rows))] if engine else _copy_sizes(gather, whole_rows):
+        even = 1 if gather.src.channels_last else (CHUNK_BYTES if engine else copy_bytes) // size
+        skew = 0 if engine else -back[2] % even
         lead = back[2] + skew
         widest = min(width, capacity, _MAX_SIDE[0])
         least = math.ceil(width / widest)
@@ -306,9 +331,12 @@ def _boxes(
                         continue
                     if engine and not _is_box(row, slab // row, image // slab, images):
                         continue
+                    boxes, box_pixels = (1, images * image) if engine else (0, 0)
+                    if engine and row > _MAX_BOX_SIDE:
+                        boxes, box_pixels = _pieces_of_row(row)
                     allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks)
-                    if engine:
-                        allocated = _whole_boxes(allocated, row)
+                    if engine:  # swizzled rows of eight, in stages of whole kilobytes
+                        allocated = math.ceil(max(allocated, boxes * box_pixels) / 32) * 32
                     tiles = (
                         math.ceil(batch / images),
                         math.ceil(depth / slabs),
@@ -316,7 +344,8 @@ def _boxes(
                         math.ceil(width / columns),
                     )
                     pitch = image, slab, row
-                    yield Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles)
+                    cells = slabs, rows, columns
+                    yield Tile(images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, boxes, box_pixels)
 
 
 def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:

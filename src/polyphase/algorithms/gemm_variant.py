@@ -204,7 +204,7 @@ def families(
                 (True, False) if may_reside else (False,),
                 (True, False) if wgmma and half and stays else (False,),
             ):
-                by_engine = boxes and wgmma and parts == 1 and _fills(problem, k_steps)
+                by_engine = boxes and channels_last and wgmma and parts == 1 and _fills(problem, k_steps)
                 for loaders, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last or innermost]:
                     yield tuple(
                         GemmVariant(

@@ -75,10 +75,9 @@ class ImplicitGemm:
         assert tile is not None
         tile_items = product.row_groups // variant.row_parts
         items = tile.count * tile_items
-        box, count, box_pixels = boxes(gather, variant, tile) if variant.boxes else (None, 0, 0)
         geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
         geometry += struct.pack(
-            "<24i",
+            "<23i",
             problem.batch,
             tile.images,
             *tile.cells,
@@ -87,14 +86,13 @@ class ImplicitGemm:
             tile_items,
             *tile.pitch,
             tile.halo,
-            raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
+            tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             tile.allocated * CHUNK_BYTES,
             tile.skew,
             tile.copy_bytes,
             store_vector(gather, variant, tile),
-            count,
-            0 if box is None else box.box[1],
-            box_pixels,
+            tile.boxes,
+            tile.box_pixels,
             tile.run,
         )
         geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
@@ -106,7 +104,7 @@ class ImplicitGemm:
             geometry=geometry,
             prologue=_pack_weights(gather, variant, product),
             workspace_bytes=product.row_groups * product.weight_bytes(variant),
-            boxes=box,
+            boxes=boxes(gather, variant, tile) if tile.boxes else None,
         )
 
     @staticmethod

@@ -23,6 +23,7 @@ struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
   unsigned long long turn[CONSUMERS];            // of each warp group to multiply
   unsigned long long resident;                   // weights have come
+  unsigned long long come[LOADER_GROUPS * RAW_STAGES];  // boxes that a loading group turns around
   int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
   unsigned cells[CELLS];                         // positions, or NOWHERE (Store::position)
@@ -62,19 +63,11 @@ struct Cursor {
 // One thread has the copy engine load: pixels to `to`, the weights ahead of them.
 __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* src, const unsigned char* packed,
                                            unsigned char* to, int stage_bytes, unsigned full, unsigned empty) {
-  Item item;
   Slot<STAGES> slot;
+  BoxLoader loader(g, src);
   auto load_pixels = [&](const Cursor& now) {
-    if (now.stage == 0) item.locate(g, now.index, 0);
-    const int w = g.run ? item.n * g.pitch[0] + item.first : item.w + first_offset(AXIS_W);
-    int place[5] = {item.group * SRC_CHANNELS + now.stage * STAGE_CHANNELS, w, item.h + first_offset(AXIS_H),
-                    item.d + first_offset(AXIS_D), item.n};
-    if (g.run) place[4] = 0;
-    for (int i = 0; i < g.boxes; ++i) {
-      box_copy(shared_address(to + slot.index * stage_bytes + i * g.box_pixels * PIXEL_PITCH), g.box, src, place,
-               g.box_pixels * PIXEL_PITCH, full + 8 * slot.index);
-      place[1] += g.box_width;
-    }
+    if (now.stage == 0) loader.locate(now.index);
+    loader.load(now.stage, to + slot.index * stage_bytes, full + 8 * slot.index);
   };
   // Pixels for all slots are on their way before weights are waited for.
   Cursor ahead{(int)blockIdx.x, 0};
@@ -109,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int warp_group = __shfl_sync(0xffffffffu, thread / 128, 0);
   const int pixel_stage = PARTS * STAGE_CHUNKS * g.chunk_bytes;  // bytes
   const int stage_bytes = WEIGHT_SLOT + pixel_stage;
-  const int raw_stage = STAGE_CHANNELS * g.raw_pitch * (int)sizeof(scalar_t);
+  const int raw_stage = STAGE_CHANNELS * g.raw_pitch * max(g.boxes, 1) * (int)sizeof(scalar_t);
   unsigned char* const resident = shared_memory + STAGES * stage_bytes;
   unsigned char* raw = resident + RESIDENT_WEIGHTS;
   unsigned char* const store_memory = raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage);
@@ -124,11 +117,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
     barrier_init(shared_address(&shared.resident), 1);
+    for (int i = 0; i < LOADER_GROUPS * RAW_STAGES; ++i) barrier_init(shared_address(shared.come + i), 1);
     barriers_publish();
   }
   // Positions are the same for every tile.
   const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
-  for (int i = thread; !BOXES && i * copied < g.halo; i += THREADS) {
+  for (int i = thread; g.boxes == 0 && i * copied < g.halo; i += THREADS) {
     Pixel p;
     p.locate(g, i * copied);
     const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
@@ -172,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int loader_thread = thread - CONSUMERS * 128;
     const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
     raw += loader_group * RAW_STAGES * raw_stage;
-    const int table = ceil_div(g.halo, copied);
+    const int table = g.boxes ? 0 : ceil_div(g.halo, copied);
     const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
                         loader_thread % LOADERS};
     Cursor ahead{(int)blockIdx.x, 0}, now{(int)blockIdx.x, 0};
@@ -181,11 +175,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     slot.skip(loader_group), slot_ahead.skip(loader_group);
     Slot<RAW_STAGES> copy_ahead, copy_now;
     const scalar_t* base = src;
+    BoxLoader boxes(g, src);
+    const unsigned come = shared_address(shared.come + loader_group * RAW_STAGES);
     const unsigned char* weights = packed;
     bool new_item = true, new_weights = true;
     auto start_copy = [&]() {
       if (ahead.index < g.items) {
-        if (new_item) {
+        if (new_item && g.boxes) {
+          boxes.locate(ahead.index);
+        } else if (new_item) {
           Item item;
           item.locate(g, ahead.index, 0);
           base = src + item.n * g.src.stride[0] + (long long)item.group * SRC_CHANNELS * g.src.stride[1];
@@ -198,7 +196,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           loader.load(base, ahead.stage, shared_memory + slot_ahead.index * stage_bytes + WEIGHT_SLOT);
           slot_ahead.skip(LOADER_GROUPS);
         } else {
-          loader.load(base, ahead.stage, raw + copy_ahead.index * raw_stage);
+          unsigned char* const to = raw + copy_ahead.index * raw_stage;
+          if (g.boxes == 0)
+            loader.load(base, ahead.stage, to);
+          else if (loader.thread == 0)
+            boxes.load_and_arrive(ahead.stage, to, come + 8 * copy_ahead.index);
           copy_ahead.skip(1);
         }
         new_item = ahead.skip(LOADER_GROUPS);
@@ -216,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int part = 0; part < ROW_PARTS; ++part)
           bulk_copy(shared_address(stage + part * WEIGHT_STAGE),
                     weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
+      if (g.boxes) barrier_wait(come + 8 * copy_now.index, copy_now.parity);
       copies_wait<LOOKAHEAD - 1>();
 #else
       copies_wait<LOOKAHEAD - 1>();

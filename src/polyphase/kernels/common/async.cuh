@@ -16,7 +16,8 @@ struct alignas(64) TensorMap {
   long long strides[4];  // in bytes, of all dimensions but the first
   int sizes[5], box[5];
   int swizzle;  // bytes within which chunks change places
-  unsigned char unused[52];
+  int tf32;     // whether float32 is rounded on its way
+  unsigned char unused[48];
 #endif
 };
 
@@ -136,7 +137,6 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
 __device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
   return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
 }
-// TF32 is rounded on the way where tensors are float32 and boxes are operands (swizzled).
 __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t* tensor,
                                          const int (&place)[5], unsigned bytes, unsigned barrier) {
   unsigned char* const box = (unsigned char*)emulator::scratch(bytes);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
       from += i == 0 ? (long long)index * sizeof(scalar_t) : index * map.strides[i - 1];
     }
     const scalar_t value = inside ? *(const scalar_t*)((const char*)tensor + from) : zero<scalar_t>();
-    *(scalar_t*)(box + swizzled(to + offset, map.swizzle) - to) = map.swizzle > 16 ? rounded(value) : value;
+    *(scalar_t*)(box + swizzled(to + offset, map.swizzle) - to) = map.tf32 ? rounded(value) : value;
     for (int i = 0; i < 5 && ++at[i] == map.box[i]; ++i) at[i] = 0;
   }
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), box, bytes);

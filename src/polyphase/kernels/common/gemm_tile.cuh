@@ -31,7 +31,7 @@ constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 
 struct Geometry {
-  TensorMap box;  // of the source's pixels, with BOXES
+  TensorMap box;  // of the source's pixels
   Tensor5 src, dst;
   int batch;
   int images;        // batch entries of a tile
@@ -41,15 +41,14 @@ struct Geometry {
   int tile_items;    // of one tile
   int pitch[3];      // pixels of the run from one image, slab and row to the next
   int halo;          // pixels of the run that are loaded
-  int raw_pitch;     // pixels of the run in a copied stage
+  int raw_pitch;     // pixels of the run in a copied stage, or of a box there
   int chunk_bytes;   // of the run in a stage
   int skew;          // columns before the first that is needed, so that copies are aligned
   int copy_bytes;    // of one copy: 16, 8, 4 or 2
   int store_vector;  // elements of a store
-  int boxes;         // of a stage, one behind the other along the width
-  int box_width;     // their pixels along it
-  int box_pixels;    // and all of a box's; the rest of the halo is padding
-  int run;           // whether tiles are runs of CELLS cells across rows and images, which taps without reach allow
+  int boxes;         // of a stage, one behind the other along the width; none where threads copy
+  int box_pixels;    // of each; the halo behind the last is padding
+  int run;           // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
 };
 
 // Position of a pixel in a run.
@@ -85,11 +84,16 @@ struct Item {
     line_group = row_group % LINE_GROUPS;
     channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
     group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
-    w = index % g.tiles[3] * g.cells[2], index /= g.tiles[3];
+    const int column = index % g.tiles[3];
+    index /= g.tiles[3];
     h = index % g.tiles[2] * g.cells[1], index /= g.tiles[2];
     d = index % g.tiles[1] * g.cells[0], index /= g.tiles[1];
-    n = g.run ? index * CELLS / g.pitch[0] : index * g.images;
-    first = g.run ? index * CELLS - n * g.pitch[0] : 0;
+    if (g.run) {
+      const int cell = column * g.run, image = cell / g.pitch[0];
+      n = index + image, first = cell - image * g.pitch[0], w = 0;
+    } else {
+      n = index * g.images, first = 0, w = column * g.cells[2];
+    }
   }
 };
 

@@ -1,4 +1,47 @@
-// From the source tensor to the operands of tensor cores: one group of threads loads a stage of an item's pixels.
+// From the source tensor to the operands of tensor cores: a stage of an item's pixels, loaded by one group of threads,
+// or by the copy engine where the tensor's strides allow it to take boxes.
+
+#if BULK_COPY
+// Boxes of an item's pixels: with BOXES as the cores take them, else channel by channel as they lie in memory.
+struct BoxLoader {
+  const Geometry& g;
+  const scalar_t* src;
+  int channel, w, h, d, n;  // where the item's first box begins
+
+  __device__ __forceinline__ BoxLoader(const Geometry& g, const scalar_t* src) : g(g), src(src) {}
+
+  __device__ __forceinline__ void locate(int index) {
+    Item item;
+    item.locate(g, index, 0);
+    const bool one_row = g.run != 0;  // of all pixels: of an image, with channels last of the tensor
+    channel = item.group * SRC_CHANNELS;
+    w = one_row ? item.first + (BOXES ? item.n * g.pitch[0] : 0) : item.w + first_offset(AXIS_W);
+    h = one_row ? 0 : item.h + first_offset(AXIS_H);
+    d = one_row ? 0 : item.d + first_offset(AXIS_D);
+    n = one_row && BOXES ? 0 : item.n;
+  }
+  __device__ __forceinline__ void load(int stage, unsigned char* to, unsigned barrier) const {
+    const int bytes = g.box_pixels * STAGE_CHANNELS * (int)sizeof(scalar_t), from = channel + stage * STAGE_CHANNELS;
+    for (int i = 0; i < g.boxes; ++i) {
+      const int column = w + i * g.box_pixels;  // there is one box, or one row
+      if (BOXES)
+        box_copy(shared_address(to + i * bytes), g.box, src, {from, column, h, d, n}, bytes, barrier);
+      else
+        box_copy(shared_address(to + i * bytes), g.box, src, {column, h, d, n, from}, bytes, barrier);
+    }
+  }
+  __device__ __forceinline__ void load_and_arrive(int stage, unsigned char* to, unsigned barrier) const {
+    load(stage, to, barrier);
+    barrier_arrive(barrier);
+  }
+};
+#else
+struct BoxLoader {
+  __device__ __forceinline__ BoxLoader(const Geometry&, const scalar_t*) {}
+  __device__ __forceinline__ void locate(int) {}
+  __device__ __forceinline__ void load_and_arrive(int, unsigned char*, unsigned) const {}
+};
+#endif
 
 struct Loader {
   const Geometry& g;
@@ -17,7 +60,7 @@ struct Loader {
         p.unpack(position);
       const int d = item.d + p.d + first_offset(AXIS_D), h = item.h + p.h + first_offset(AXIS_H);
       const int w = item.w + p.w + first_offset(AXIS_W) - g.skew;
-      const bool inside = position != NOWHERE && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
+      const bool inside = position != NOWHERE && p.n < g.images && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
                           (unsigned)h < (unsigned)g.src.size[1] && (unsigned)w < (unsigned)g.src.size[2];
       offsets[i] = inside ? offset_of(g.src, p.n, d, h, w) : PADDING;
     }
@@ -117,18 +160,20 @@ struct Loader {
   // A copied stage as the tensor cores take it: warps take a chunk of 32 pixels at a time.
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
     if (IN_PLACE && sizeof(scalar_t) == 2) return;
-    const int lane = thread % 32, blocks = (g.halo + 31) / 32;
+    const int lane = thread % 32, blocks = (g.halo + 31) / 32, filled = g.boxes ? g.boxes * g.box_pixels : g.halo;
 #pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
     for (int i = thread / 32; i < blocks * STAGE_CHUNKS; i += LOADERS / 32) {
       const int chunk = i % STAGE_CHUNKS, first = i / STAGE_CHUNKS * 32;
       unsigned char* const target = to + chunk * g.chunk_bytes + first * 16;
+      const int box = g.boxes > 1 ? first / g.box_pixels : 0;
+      const scalar_t* const row = (const scalar_t*)copied + box * (STAGE_CHANNELS - 1) * g.box_pixels +
+                                  chunk * CHUNK * g.raw_pitch + first;
       if constexpr (sizeof(scalar_t) == 4) {
         Vector<float, 4> channels, high, low;
         if (IN_PLACE) channels = ((const Vector<float, 4>*)(copied + chunk * g.chunk_bytes + first * 16))[lane];
-        const float* const row = (const float*)copied + chunk * 4 * g.raw_pitch + first + lane;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          if (!IN_PLACE) channels.value[k] = row[k * g.raw_pitch];
+          if (!IN_PLACE) channels.value[k] = first + lane < filled ? ((const float*)row)[k * g.raw_pitch + lane] : 0.f;
           split_tf32(channels.value[k], high.value[k], low.value[k]);
         }
         ((Vector<float, 4>*)target)[lane] = high;
@@ -136,11 +181,9 @@ struct Loader {
       } else {
         // Four matrices of 8 channels by 8 pixels are turned around at once.
         unsigned turned[4];
-        const scalar_t* const row =
-            (const scalar_t*)copied + (chunk * 8 + lane % 8) * g.raw_pitch + first + lane / 8 * 8;
-        load_matrices<true>(turned, shared_address(row));
+        load_matrices<true>(turned, shared_address(row + lane % 8 * g.raw_pitch + lane / 8 * 8));
 #pragma unroll
-        for (int k = 0; k < 4; ++k) ((unsigned*)target)[32 * k + lane] = turned[k];
+        for (int k = 0; k < 4; ++k) ((unsigned*)target)[32 * k + lane] = first + 8 * k < filled ? turned[k] : 0u;
       }
     }
   }

@@ -99,7 +99,7 @@ struct Store {
 
   // Cells of the tile.
   __device__ __forceinline__ int tile() const {
-    return g.run ? CELLS : g.images * g.cells[0] * g.cells[1] * g.cells[2];
+    return g.run ? g.run : g.images * g.cells[0] * g.cells[1] * g.cells[2];
   }
 
   // Cell `i` of the tile; false where it does not exist.
@@ -114,7 +114,7 @@ struct Store {
     cell.from = g.run ? i : p.n * g.pitch[0] + p.d * g.pitch[1] + p.h * g.pitch[2] + p.w + g.skew;
     cell.columns = min(DST_W, g.dst.size[2] - w), cell.rows = g.dst.size[1] - h, cell.slabs = g.dst.size[0] - d;
     cell.to = dst + offset_of(g.dst, p.n, d, h, w);
-    return item.n + p.n < g.batch && cell.columns > 0 && cell.rows > 0 && cell.slabs > 0;
+    return p.n < g.images && item.n + p.n < g.batch && cell.columns > 0 && cell.rows > 0 && cell.slabs > 0;
   }
 
   // Line LINE of a cell, all channels. (Recursion, so that the taps of a line are constants to the compiler.)

@@ -118,7 +118,8 @@ struct Store {
         p.locate(g, item.first + first_cell + cell);
       else
         p.unpack(cells[first_cell + cell]);
-      if ((!g.run && cells[first_cell + cell] == NOWHERE) || item.n + p.n >= g.batch) continue;
+      const bool exists = g.run ? p.n < g.images && first_cell + cell < g.run : cells[first_cell + cell] != NOWHERE;
+      if (!exists || item.n + p.n >= g.batch) continue;
       const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
       const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
       if (d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
