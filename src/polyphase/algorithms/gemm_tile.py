@@ -297,7 +297,7 @@ def _boxes(
     whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
     for copy_bytes in [max(_copy_sizes(gather, whole_rows))] if engine else _copy_sizes(gather, whole_rows):
         even = 1 if gather.src.channels_last else (CHUNK_BYTES if engine else copy_bytes) // size
-        skew = 0 if engine else -back[2] % even
+        skew = -back[2] % even
         lead = back[2] + skew
         widest = min(width, capacity, _MAX_SIDE[0])
         least = math.ceil(width / widest)

@@ -118,7 +118,8 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
                : "memory");
 }
 
-// The same for a box of `bytes`, whose first element is at the given place of the tensor; what lies beside it is zero.
+// The same for a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along the
+// innermost dimension; what lies beside the tensor is zero.
 __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t*, const int (&place)[5],
                                          unsigned bytes, unsigned barrier) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -139,6 +140,7 @@ __device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
 }
 __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t* tensor,
                                          const int (&place)[5], unsigned bytes, unsigned barrier) {
+  if (place[0] * (int)sizeof(scalar_t) % 16) __trap();
   unsigned char* const box = (unsigned char*)emulator::scratch(bytes);
   unsigned offset = 0;
   int at[5] = {};

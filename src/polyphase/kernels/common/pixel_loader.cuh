@@ -15,7 +15,7 @@ struct BoxLoader {
     item.locate(g, index, 0);
     const bool one_row = g.run != 0;  // of all pixels: of an image, with channels last of the tensor
     channel = item.group * SRC_CHANNELS;
-    w = one_row ? item.first + (BOXES ? item.n * g.pitch[0] : 0) : item.w + first_offset(AXIS_W);
+    w = one_row ? item.first + (BOXES ? item.n * g.pitch[0] : 0) : item.w + first_offset(AXIS_W) - g.skew;
     h = one_row ? 0 : item.h + first_offset(AXIS_H);
     d = one_row ? 0 : item.d + first_offset(AXIS_D);
     n = one_row && BOXES ? 0 : item.n;
