@@ -46,9 +46,8 @@ class Tile:
 
 
 def raw_pitch(halo: int, size: int) -> int:
-    """Pixels of a channel in a copied stage. Eight 16-byte rows of half precision lie in different banks."""
-    whole = math.ceil(halo / 32) * 32
-    return whole if size == 4 else math.ceil((whole - 8) / 64) * 64 + 8
+    """Pixels of a channel in a copied stage, which is turned around 128 bytes at a time."""
+    return math.ceil(halo * size / 128) * 128 // size
 
 
 def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile) -> int:

@@ -15,7 +15,8 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
 ROWS = 64  # of a row block
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # warp groups that multiply
-_WIDEST = 192  # pixels of an instruction: its sums must fit the registers that a thread has at launch
+# Pixels of an instruction, by loading groups: its sums must fit the registers that a thread has at launch.
+_WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 RAW_STAGES = 2  # copied stages of a loading group that are not turned around yet
@@ -23,7 +24,7 @@ RAW_STAGES = 2  # copied stages of a loading group that are not turned around ye
 # Loading groups, and the stages they may have, by whether they copy in place. Such copies are waited for by those who
 # multiply: they take more stages (see LOOKAHEAD in the kernel).
 _BOX_LOADERS = ((1, (8, 6, 5, 4, 3, 2)),)
-_LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)),), True: ((4, (12, 8)), (1, (4, 3)))}
+_LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)), (1, (8, 6, 5, 4, 3, 2))), True: ((4, (12, 8)), (1, (4, 3)))}
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,7 @@ def families(
             row_groups = math.ceil(blocks / channel_blocks) * (len(taps.lines) // lines)
             may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
             stays = taps_in_rows or Taps.stay_in_cells(problem.axes3)
-            for (pixels, pixel_blocks), k_steps, split, resident, innermost in itertools.product(
-                _widths(2 * sums // row_blocks, wgmma),
+            for k_steps, split, resident, innermost in itertools.product(
                 (1, 2, 4),
                 _splits(1 if taps_in_rows else row_groups, wgmma),
                 (True, False) if may_reside else (False,),
@@ -206,13 +206,15 @@ def families(
             ):
                 by_engine = boxes and channels_last and wgmma and parts == 1 and _fills(problem, k_steps)
                 for loaders, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last or innermost]:
-                    yield tuple(
-                        GemmVariant(
-                            pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
-                            split, resident, innermost, loaders if wgmma else 1, wgmma, taps_in_rows, by_engine,
-                        )
-                        for count in stages
-                    )  # fmt: skip
+                    loaders = loaders if wgmma else 1
+                    for pixels, pixel_blocks in _widths(2 * sums // row_blocks, wgmma, loaders):
+                        yield tuple(
+                            GemmVariant(
+                                pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
+                                split, resident, innermost, loaders, wgmma, taps_in_rows, by_engine,
+                            )
+                            for count in stages
+                        )  # fmt: skip
 
 
 def _fills(problem: ConvTransposeProblem, k_steps: int) -> bool:
@@ -228,12 +230,12 @@ def _accumulators(parts: int, wgmma: bool, strided_pixels: bool) -> int:
     return (144 if strided_pixels else 160) // parts
 
 
-def _widths(cells: int, wgmma: bool) -> list[tuple[int, int]]:
+def _widths(cells: int, wgmma: bool, loaders: int) -> list[tuple[int, int]]:
     """Pixels of an instruction and their number, for at most ``cells`` cells and for fewer."""
     multiple = 8 if wgmma else 16
     found = []
     for share in (20, 18, 16, 13, 10):  # images are seldom as wide as registers allow
-        blocks = math.ceil(cells * share / 20 / _WIDEST)
+        blocks = math.ceil(cells * share / 20 / _WIDEST[loaders])
         pixels = cells * share // 20 // blocks // multiple * multiple if blocks else 0
         if pixels >= 16:
             found.append((pixels, blocks))

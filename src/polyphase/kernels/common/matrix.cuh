@@ -23,31 +23,19 @@ __device__ __forceinline__ void clear(float& sum) {
 }
 
 // Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
-// the four bytes `lane % 4` of row lane / 4. TRANSPOSED exchanges rows and columns of 16-bit elements.
-template <bool TRANSPOSED = false>
+// the four bytes `lane % 4` of row lane / 4.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
 #ifndef EMULATOR
-  if (TRANSPOSED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address)
-                 : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address)
-                 : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
 #else
-  typedef Vector<unsigned short, 8> Row;
+  typedef Vector<unsigned, 4> Row;
   const auto addresses = emulator::all_lanes(~0u, address);
-  const int line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
   for (int matrix = 0; matrix < 4; ++matrix) {
-    unsigned halves[2];
-    for (int i = 0; i < 2; ++i) {
-      const unsigned row = addresses.of[8 * matrix + (TRANSPOSED ? pair + i : line)];
-      halves[i] = ((const Row*)__cvta_shared_to_generic(row))->value[TRANSPOSED ? line : pair + i];
-    }
-    to[matrix] = halves[0] | halves[1] << 16;
+    const unsigned row = addresses.of[8 * matrix + threadIdx.x % 32 / 4];
+    to[matrix] = ((const Row*)__cvta_shared_to_generic(row))->value[threadIdx.x % 4];
   }
 #endif
 }

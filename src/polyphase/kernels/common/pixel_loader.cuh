@@ -157,13 +157,14 @@ struct Loader {
       copy_stage<sizeof(scalar_t)>(base, channel, to);
   }
 
-  // A copied stage as the tensor cores take it: warps take a chunk of 32 pixels at a time.
+  // A copied stage as the tensor cores take it: warps take a chunk of 128 bytes of each channel at a time.
+  static constexpr int TURNED = 128 / (int)sizeof(scalar_t);  // pixels
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
     if (IN_PLACE && sizeof(scalar_t) == 2) return;
-    const int lane = thread % 32, blocks = (g.halo + 31) / 32, filled = g.boxes ? g.boxes * g.box_pixels : g.halo;
+    const int lane = thread % 32, blocks = ceil_div(g.halo, TURNED), filled = g.boxes ? g.boxes * g.box_pixels : g.halo;
 #pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
     for (int i = thread / 32; i < blocks * STAGE_CHUNKS; i += LOADERS / 32) {
-      const int chunk = i % STAGE_CHUNKS, first = i / STAGE_CHUNKS * 32;
+      const int chunk = i % STAGE_CHUNKS, first = i / STAGE_CHUNKS * TURNED;
       unsigned char* const target = to + chunk * g.chunk_bytes + first * 16;
       const int box = g.boxes > 1 ? first / g.box_pixels : 0;
       const scalar_t* const row = (const scalar_t*)copied + box * (STAGE_CHANNELS - 1) * g.box_pixels +
@@ -179,11 +180,21 @@ struct Loader {
         ((Vector<float, 4>*)target)[lane] = high;
         if (PARTS == 2) ((Vector<float, 4>*)(target + STAGE_CHUNKS * g.chunk_bytes))[lane] = low;
       } else {
-        // Four matrices of 8 channels by 8 pixels are turned around at once.
-        unsigned turned[4];
-        load_matrices<true>(turned, shared_address(row + lane % 8 * g.raw_pitch + lane / 8 * 8));
+        // Lanes take two neighbouring pixels each, and in turns the first or the second first, for the banks' sake.
+        Vector<unsigned, 4> pixels[2];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) ((unsigned*)target)[32 * k + lane] = first + 8 * k < filled ? turned[k] : 0u;
+        for (int k = 0; k < 4; ++k) {
+          unsigned pair[2];
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+            pair[j] = first + 2 * lane < filled ? ((const unsigned*)(row + (2 * k + j) * g.raw_pitch))[lane] : 0u;
+          pixels[0].value[k] = (pair[0] & 0xffffu) | pair[1] << 16;
+          pixels[1].value[k] = pair[0] >> 16 | (pair[1] & 0xffff0000u);
+        }
+        const bool second = lane & 4;
+        if (first + 2 * lane >= round_up(g.halo, 2)) continue;
+        ((Vector<unsigned, 4>*)target)[2 * lane + second] = second ? pixels[1] : pixels[0];
+        ((Vector<unsigned, 4>*)target)[2 * lane + !second] = second ? pixels[0] : pixels[1];
       }
     }
   }
