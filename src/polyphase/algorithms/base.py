@@ -140,9 +140,12 @@ class Algorithm(Protocol):
         """The launch of one variant."""
 
 
-def typical(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at the size that choices are made at, so that it keeps its kernel whatever images it meets."""
-    side = {1: 4096, 2: 64, 3: 32}[problem.dims]
+def typical(problem: ConvTransposeProblem, sides: tuple[int, int, int] = (4096, 64, 32)) -> ConvTransposeProblem:
+    """The layer at the size that choices are made at, so that it keeps its kernel whatever images it meets.
+
+    ``sides`` are those of images in one, two and three dimensions.
+    """
+    side = sides[problem.dims - 1]
     sizes = tuple(max(side, axis.input_size(side * axis.stride)) for axis in problem.axes)
     return replace(problem, batch=1024, input_size=sizes, output_padding=(0,) * problem.dims)
 

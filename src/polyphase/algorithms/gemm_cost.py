@@ -116,8 +116,9 @@ def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -
     """Cycles of an item's stores."""
     stride, size = gather.axes[2].stride, DTYPE_BYTES[gather.dtype]
     if variant.taps_in_rows:
-        rows = Taps.of(gather.axes).rows(gather.dst_channels, variant.lines)
-        outputs = gather.dst_channels * gather.phases / product.line_groups * tile.tile_cells
+        channels = min(gather.dst_channels, variant.channel_blocks * variant.row_channels) * variant.row_parts
+        rows = Taps.of(gather.axes).rows(channels, variant.lines)
+        outputs = channels * gather.phases / product.line_groups * tile.tile_cells
         scattered = gather.dst.channels_last and gather.dst_channels > 1
         return _COSTS.partial * rows * variant.cells + outputs * (_COSTS.scattered if scattered else _COSTS.output)
     owned = product.row_blocks // variant.channel_blocks * product.line_groups

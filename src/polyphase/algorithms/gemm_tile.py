@@ -104,7 +104,7 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
     size = DTYPE_BYTES[gather.dtype]
     if variant.taps_in_rows:
         pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
-        rows = Taps.of(gather.axes).rows(gather.dst_channels, variant.lines)
+        rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4
     if gather.dst.channels_last:
         return CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
@@ -116,10 +116,10 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
 
 
 def _pixels_join(gather: Gather) -> bool:
-    """Whether the pixels of an image follow each other in memory, and no tap reads beside its cell."""
+    """Whether the pixels of an image follow each other in memory."""
     sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
-    alone = Taps.stay_in_cells(gather.axes) and gather.cells == sizes
-    return alone and strides[1] == sizes[2] * strides[2] and (sizes[0] == 1 or strides[0] == sizes[1] * strides[1])
+    rows_join = sizes[1] == 1 or strides[1] == sizes[2] * strides[2]
+    return rows_join and (sizes[0] == 1 or strides[0] == sizes[1] * sizes[2] * strides[2])
 
 
 def _copy_sizes(gather: Gather, row: int) -> list[int]:
@@ -148,7 +148,11 @@ def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceIn
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
     shared = _SharedBytes(gather, variant)
     engines = (True,) if variant.boxes else (True, False) if may_take_boxes(gather, variant) else (False,)
-    for tile in _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows, engines):
+    if variant.whole_images:
+        tiles = list(_whole_images(gather, variant.cells, batch, banks, engines))
+    else:
+        tiles = _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows, engines)
+    for tile in tiles:
         if shared.of(tile, not reserve) <= limit:
             return tile
     return None
@@ -191,7 +195,8 @@ def _runs(
     """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
     depth, height, width = gather.cells
     pixels = depth * height * width
-    if not (_pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
+    alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
+    if not (alone and _pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
         return
     if (batch + 1) * pixels >= 2**31 - capacity:
         return
@@ -210,6 +215,29 @@ def _runs(
         allocated = _allocated(max(capacity, count * box), capacity, banks)
         if engine:
             allocated = math.ceil(allocated / 32) * 32
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
+
+
+def _whole_images(
+    gather: Gather, capacity: int, batch: int, banks: int, engines: tuple[bool, ...]
+) -> Iterator[Tile]:
+    """The pixels of whole images, one after the other."""
+    depth, height, width = gather.src.shape[2:]
+    pixels = depth * height * width
+    images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch))
+    if images == 0 or not _pixels_join(gather) or max(gather.cells) > _MAX_SIDE[1]:
+        return
+    last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
+    for engine in engines:
+        if engine and last and batch > 1 and gather.src.strides[0] != pixels * gather.src.strides[4]:
+            continue
+        if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
+            continue
+        count, box = (0, 0) if not engine else _pieces_of_row(run) if last else (1, run)
+        allocated = _allocated(max(run, count * box), capacity, banks)
+        if engine:
+            allocated = math.ceil(allocated / 32) * 32
+        size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
 
 
@@ -257,7 +285,7 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
     columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
     box = [columns, slab // row, image // slab, tile.images]
     if tile.run:  # pixels are one row: of an image, or of the tensor
-        box = [columns, 1, 1, 1]
+        box = [columns, 1, 1, 1] if last or not variant.whole_images else [image, 1, 1, tile.images]
         pixel = gather.src.strides[4] * size
         if last:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)

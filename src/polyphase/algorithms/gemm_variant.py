@@ -18,6 +18,7 @@ CONSUMERS = 2  # warp groups that multiply
 # Pixels of an instruction, by loading groups: its sums must fit the registers that a thread has at launch.
 _WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
+TINY = 64  # pixels of an image up to which whole images are tiles
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 RAW_STAGES = 2  # copied stages of a loading group that are not turned around yet
 
@@ -36,7 +37,9 @@ class GemmVariant:
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
     ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
     ``innermost`` whether pixels stay innermost on their way to the cores, ``wgmma`` whether Hopper's instruction is
-    used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come last. With ``taps_in_rows`` rows are the taps of all channels, in as few row blocks as hold them.
+    used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come last. With ``row_channels`` rows
+    are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are one
+    item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
     """
 
     pixels: int
@@ -51,8 +54,14 @@ class GemmVariant:
     innermost: bool
     loader_groups: int
     wgmma: bool
-    taps_in_rows: bool = False
+    row_channels: int = 0
     boxes: bool = False
+    whole_images: bool = False
+
+    @property
+    def taps_in_rows(self) -> bool:
+        """Whether a row is a tap, not a channel of a phase."""
+        return self.row_channels > 0
 
     @property
     def group_cells(self) -> int:
@@ -132,8 +141,8 @@ class Product:
         lines = variant.lines
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
         if variant.taps_in_rows:
-            row_blocks = operations = taps.row_blocks(gather.dst_channels, lines)
-            channel_groups = 1
+            row_blocks = operations = variant.channel_blocks * taps.row_blocks(variant.row_channels, lines)
+            channel_groups = math.ceil(gather.dst_channels / (variant.channel_blocks * variant.row_channels))
         else:
             row_blocks = variant.channel_blocks * lines * taps.owned_w
             operations = max(groups) * taps.along_w * variant.channel_blocks
@@ -184,23 +193,28 @@ def families(
     half = not channels_last and DTYPE_BYTES[problem.dtype] == 2
     some_lines = [lines for lines in range(1, len(taps.lines) + 1) if len(taps.lines) % lines == 0]
     shapes = [
-        (channel_blocks, lines, channel_blocks * lines * taps.owned_w, False)
+        (channel_blocks, lines, channel_blocks * lines * taps.owned_w, 0, False)
         for channel_blocks in ({1, 2, 4} if blocks > 2 else {1, blocks})
         for lines in some_lines
     ]
     # In two parts, or with many small groups, the direct kernel is faster (docs/performance.md).
     few = channels <= _FEW_CHANNELS and problem.groups == 1 and parts == 1
     if few and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
-        shapes += [(1, lines, taps.row_blocks(channels, lines), True) for lines in some_lines]
+        shapes += [(1, lines, taps.row_blocks(channels, lines), channels, False) for lines in some_lines]
+    taps_of_channel = taps.rows(1, len(taps.lines))
+    if math.prod(problem.input_size) <= TINY and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
+        row_channels = min(ROWS // taps_of_channel, channels)
+        shapes += [(sets, len(taps.lines), sets, row_channels, True) for sets in (1, 2, 4)]
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
-        for channel_blocks, lines, row_blocks, taps_in_rows in shapes:
-            sums = _accumulators(parts, wgmma, channels_last and taps.owned_w >= 3 and not taps_in_rows)
-            row_groups = math.ceil(blocks / channel_blocks) * (len(taps.lines) // lines)
+        for channel_blocks, lines, row_blocks, row_channels, whole_images in shapes:
+            sums = _accumulators(parts, wgmma, channels_last and taps.owned_w >= 3 and not row_channels)
+            channel_groups = math.ceil(channels / (channel_blocks * (row_channels or ROWS)))
+            row_groups = channel_groups * (len(taps.lines) // lines)
             may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
-            stays = taps_in_rows or Taps.stay_in_cells(problem.axes3)
+            stays = row_channels or Taps.stay_in_cells(problem.axes3)
             for k_steps, split, resident, innermost in itertools.product(
                 (1, 2, 4),
-                _splits(1 if taps_in_rows else row_groups, wgmma),
+                _splits(1 if row_channels and not whole_images else row_groups, wgmma),
                 (True, False) if may_reside else (False,),
                 (True, False) if wgmma and half and stays else (False,),
             ):
@@ -211,7 +225,8 @@ def families(
                         yield tuple(
                             GemmVariant(
                                 pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
-                                split, resident, innermost, loaders, wgmma, taps_in_rows, by_engine,
+                                split, resident, innermost, loaders, wgmma, row_channels, by_engine,
+                                whole_images,
                             )
                             for count in stages
                         )  # fmt: skip

@@ -19,7 +19,16 @@ from polyphase.algorithms.gemm_tile import (
     store_vector,
     wide,
 )
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, ROWS, GemmVariant, Product, families
+from polyphase.algorithms.gemm_variant import (
+    CHUNK_BYTES,
+    CONSUMERS,
+    RAW_STAGES,
+    ROWS,
+    TINY,
+    GemmVariant,
+    Product,
+    families,
+)
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -28,7 +37,12 @@ _MAX_OPERATIONS = 512
 _MAX_TAPS = 4096
 _OFFERED = 8
 _COMPARED = 64
-_OTHER_SIZES = (1, (2048, 48, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))  # batch, and side in each dimension
+_TYPICAL_SIDES = {True: (16, 4, 2), False: (4096, 64, 32)}  # of images in each dimension, by whether they are tiny
+# Batch and sides of others: a single image, and smaller and larger ones.
+_OTHER_SIZES = {
+    True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
+    False: ((1, (2048, 48, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
+}
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
 
@@ -58,7 +72,7 @@ class ImplicitGemm:
     ) -> list[Candidate]:
         gather = Gather.of(problem, pass_, layouts)
         result = []
-        for variant in ranked(typical(problem), device, gather.src.channels_last, box_strides(gather) is not None):
+        for variant in ranked(_typical(problem), device, gather.src.channels_last, box_strides(gather) is not None):
             if (tile := best_tile(gather, variant, problem.batch, device)) is not None:
                 seconds, bound = estimate(gather, variant, tile, device, problem.bytes)
                 result.append(Candidate(self.name, variant, seconds, bound))
@@ -113,6 +127,7 @@ class ImplicitGemm:
             *_packing(gather, variant, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
             ("PIXELS_INNERMOST", variant.innermost),
+            ("WHOLE_IMAGES", variant.whole_images),
             ("BOXES", variant.boxes),
             ("PIXELS", variant.pixels),
             ("PIXEL_BLOCKS", variant.pixel_blocks),
@@ -136,6 +151,7 @@ def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tu
         K_STEPS=variant.k_steps,
         PARTS=variant.parts,
         TAPS_IN_ROWS=variant.taps_in_rows,
+        ROW_CHANNELS=variant.row_channels,
         OPERATIONS=product.operations,
         MIN_BLOCKS=1,
     )
@@ -184,6 +200,7 @@ def ranked(
     Among the first, half the say has how they do at other sizes: a single image, small images, large ones.
     """
     typical_size = _sized_gather(problem, src_channels_last)
+    others = _OTHER_SIZES[_is_tiny(problem)]
     scores: dict[GemmVariant, float] = {}
     for family in families(problem, device, src_channels_last, boxes):
         if Product.of(typical_size, family[0]).operations > _MAX_OPERATIONS:
@@ -199,12 +216,20 @@ def ranked(
             scores[fastest[1]] = math.log(fastest[0])
     first = sorted(scores, key=lambda variant: scores[variant])
     for variant in first[:_COMPARED]:
-        for batch, sides in _OTHER_SIZES:
-            size = (sides[problem.dims - 1],) * problem.dims
-            gather = _sized_gather(replace(problem, batch=batch, input_size=size), src_channels_last)
+        for batch, sides in others:
+            gather = _sized_gather(replace(typical(problem, sides), batch=batch), src_channels_last)
             seconds = _seconds(gather, variant, batch, device) or math.inf
-            scores[variant] += math.log(seconds) / len(_OTHER_SIZES)
+            scores[variant] += math.log(seconds) / len(others)
     return sorted(first[:_COMPARED], key=lambda variant: scores[variant]) + first[_COMPARED:]
+
+
+def _is_tiny(problem: ConvTransposeProblem) -> bool:
+    return math.prod(problem.input_size) <= TINY
+
+
+def _typical(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at the size that variants are compared at: one for tiny images, one for all others."""
+    return typical(problem, _TYPICAL_SIDES[_is_tiny(problem)])
 
 
 def _sized_gather(problem: ConvTransposeProblem, src_channels_last: bool) -> Gather:

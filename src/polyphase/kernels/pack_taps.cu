@@ -1,20 +1,20 @@
-// The weights as the tensor cores take them where a row is one tap of one channel (row_blocks.cuh): for every group and
-// group of lines
+// The weights as the tensor cores take them where a row is one tap of one channel (row_blocks.cuh): for every group,
+// group of channels and group of lines
 //
 //     [step][row block][part][chunk of two][row of 64][16 bytes]
 //
 // Rows and channels that do not exist are zero. A thread block makes one operation: a row and a chunk for each thread.
 
-static_assert(OPERATIONS == ROW_BLOCKS && CHANNEL_GROUPS == 1 && TAPS > 0,
-              "an operation is a row block of all channels");
+static_assert(OPERATIONS == ROW_BLOCKS && TAPS > 0, "an operation is a row block");
 
 extern "C" __global__ void __launch_bounds__(2 * ROWS, MIN_BLOCKS)
     pack_taps(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
   let_dependents_start();
   const int chunk = blockIdx.x / ROW_BLOCKS % STEPS * 2 + threadIdx.x / ROWS;
-  const int line_group = blockIdx.x / (ROW_BLOCKS * STEPS) % LINE_GROUPS;
-  const int group = blockIdx.x / (ROW_BLOCKS * STEPS) / LINE_GROUPS;
-  int row = blockIdx.x % ROW_BLOCKS * ROWS + threadIdx.x % ROWS, line = line_group * LINES;
+  const int row_group = blockIdx.x / (ROW_BLOCKS * STEPS), block = blockIdx.x % ROW_BLOCKS;
+  const int line_group = row_group % LINE_GROUPS, group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
+  const int first_out = row_group / LINE_GROUPS % CHANNEL_GROUPS * GROUP_CHANNELS + block / SET_BLOCKS * ROW_CHANNELS;
+  int row = block % SET_BLOCKS * ROWS + threadIdx.x % ROWS, line = line_group * LINES;
   const int behind = line + LINES;
   for (; line < behind && row >= rows_of_lines(line, line + 1); ++line) row -= rows_of_lines(line, line + 1);
 
@@ -28,13 +28,14 @@ extern "C" __global__ void __launch_bounds__(2 * ROWS, MIN_BLOCKS)
     const int height_tap = first_tap(AXIS_H, height) + row % along_h * tap_step(AXIS_H);
     row /= along_h;
     const int along_d = tap_count(AXIS_D, depth);
-    const int depth_tap = first_tap(AXIS_D, depth) + row % along_d * tap_step(AXIS_D), out = row / along_d;
+    const int depth_tap = first_tap(AXIS_D, depth) + row % along_d * tap_step(AXIS_D);
+    const int out = first_out + row / along_d;
     const int tap = (depth_tap * AXIS_H.kernel + height_tap) * AXIS_W.kernel + width_tap, first_in = chunk * CHUNK;
     const scalar_t* const from =
         weight + (long long)(group * SRC_CHANNELS + first_in) * WEIGHT_STRIDE_IN + weight_offset(0, out, tap);
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in)
-      if (first_in + in < SRC_CHANNELS) values[in] = read(from + (long long)in * WEIGHT_STRIDE_IN);
+      if (out < DST_CHANNELS && first_in + in < SRC_CHANNELS) values[in] = read(from + (long long)in * WEIGHT_STRIDE_IN);
   }
   alignas(16) scalar_t parts[PARTS][CHUNK];
 #pragma unroll

@@ -90,7 +90,7 @@ struct Item {
     d = index % g.tiles[1] * g.cells[0], index /= g.tiles[1];
     if (g.run) {
       const int cell = column * g.run, image = cell / g.pitch[0];
-      n = index + image, first = cell - image * g.pitch[0], w = 0;
+      n = index * g.images + image, first = cell - image * g.pitch[0], w = 0;
     } else {
       n = index * g.images, first = 0, w = column * g.cells[2];
     }

@@ -58,8 +58,9 @@ struct Loader {
         p.locate(g, item.first + i * copied);
       else
         p.unpack(position);
-      const int d = item.d + p.d + first_offset(AXIS_D), h = item.h + p.h + first_offset(AXIS_H);
-      const int w = item.w + p.w + first_offset(AXIS_W) - g.skew;
+      const int d = g.run ? p.d : item.d + p.d + first_offset(AXIS_D);
+      const int h = g.run ? p.h : item.h + p.h + first_offset(AXIS_H);
+      const int w = g.run ? p.w : item.w + p.w + first_offset(AXIS_W) - g.skew;
       const bool inside = position != NOWHERE && p.n < g.images && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
                           (unsigned)h < (unsigned)g.src.size[1] && (unsigned)w < (unsigned)g.src.size[2];
       offsets[i] = inside ? offset_of(g.src, p.n, d, h, w) : PADDING;

@@ -7,10 +7,11 @@
 //
 // An operation is one tap of one row block. `find_operation` numbers those of a thread block.
 //
-// Where output channels are few most of such a block would be empty. With TAPS_IN_ROWS a row is one tap of one channel
-// instead, for all taps of LINES of those phases: row blocks are one operation each, and what a pixel adds to the
-// outputs that it reaches is added up afterwards (store_overlap.cuh). Rows are ordered by line, channel, tap along
-// depth, height and width.
+// Where output channels are few most of such a block would be empty, and where images are tiny most of the cells are
+// halo. With TAPS_IN_ROWS a row is one tap of one channel instead, for all taps of LINES of those phases: row blocks are
+// one operation each, and what a pixel adds to the outputs that it reaches is added up afterwards (store_overlap.cuh).
+// As few row blocks as hold the taps of ROW_CHANNELS are a set, and a thread block computes CHANNEL_BLOCKS sets. The rows
+// of a set are ordered by line, channel, tap along depth, height and width.
 
 constexpr int ROWS = 64;
 
@@ -58,7 +59,7 @@ __host__ __device__ constexpr int taps_of_line(int line) {
 // With TAPS_IN_ROWS, rows of the lines from `first` to before `last`, and of the group of lines that has most.
 __host__ __device__ constexpr int rows_of_lines(int first, int last) {
   int rows = 0;
-  for (int line = first; line < last; ++line) rows += taps_of_line(line) * AXIS_W.kernel * DST_CHANNELS;
+  for (int line = first; line < last; ++line) rows += taps_of_line(line) * AXIS_W.kernel * ROW_CHANNELS;
   return rows;
 }
 __host__ __device__ constexpr int most_rows() {
@@ -70,8 +71,10 @@ __host__ __device__ constexpr int most_rows() {
   return most;
 }
 
-constexpr int ROW_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : CHANNEL_BLOCKS * LINES * OWNED_W;
-constexpr int CHANNEL_GROUPS = TAPS_IN_ROWS ? 1 : ceil_div(DST_CHANNELS, CHANNEL_BLOCKS* ROWS);
+constexpr int SET_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : LINES * OWNED_W;
+constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * SET_BLOCKS;
+constexpr int GROUP_CHANNELS = CHANNEL_BLOCKS * (TAPS_IN_ROWS ? ROW_CHANNELS : ROWS);
+constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, GROUP_CHANNELS);
 
 struct Operation {
   int channel_block, depth_tap, height_tap, width_tap;

@@ -3,13 +3,14 @@
 // A column of the product holds what one pixel adds to every output that it reaches. The columns of an item, its halo
 // included, go to shared memory, a row of PARTIAL_PITCH floats for each tap; then each lane takes a cell of the tile,
 // its neighbours the neighbouring ones, and adds up for every output of one row of the cell the taps of its phase, each
-// from the pixel that the tap reads. Those who write the rows wait for those who have added up the item before, and the
-// other way round.
+// from the pixel that the tap reads. Those who write the rows wait for those who have added up the rows before, and the
+// other way round. With WHOLE_IMAGES there is no halo among the columns: taps that read beside the image are left out.
 
 constexpr int PARTIAL_ROWS = most_rows();
 constexpr int PARTIAL_PITCH = round_up(CELLS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
-constexpr int PARTIALS = PARTIAL_ROWS * PARTIAL_PITCH;      // of an item
-constexpr int STORE_BYTES = (TAKE_TURNS ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
+constexpr int PARTIALS = PARTIAL_ROWS * PARTIAL_PITCH;      // of a set
+constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;  // warp groups store for themselves
+constexpr int STORE_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
 // The widest vector that divides a cell's elements of a row.
@@ -27,9 +28,9 @@ struct Store {
   const unsigned* cells;  // positions of the tile's cells
   scalar_t* dst;          // the item's first channel, the tile's first batch entry
   const scalar_t* bias;   // of the item's first channel
-  float* partials;        // of the item
+  float* partials;        // of a set
 
-  static constexpr int STORERS = SHARERS * 128;
+  static constexpr int STORERS = ALONE ? 128 : CONSUMERS * 128;
   static constexpr int WIDE = widest_vector(DST_W);
 
   __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell,
@@ -39,9 +40,9 @@ struct Store {
         sums(sums),
         first_cell(first_cell),
         cells(cells),
-        dst(dst),
-        bias(bias),
-        partials((float*)memory + (TAKE_TURNS ? threadIdx.x / 128 * PARTIALS : 0)) {}
+        dst(dst + item.channel_group * GROUP_CHANNELS * g.dst.stride[1]),
+        bias(bias + item.channel_group * GROUP_CHANNELS),
+        partials((float*)memory + (ALONE ? threadIdx.x / 128 * PARTIALS : 0)) {}
 
   // Cell `i` of the tile, one behind the other without the halo.
   static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
@@ -52,11 +53,12 @@ struct Store {
     return p.n < g.images ? p.packed() : NOWHERE;
   }
 
+  template <int SET>
   __device__ __forceinline__ void write_partials() const {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     float* const to = partials + first_cell + lane % 4 * 2;
 #pragma unroll
-    for (int block = 0; block < ROW_BLOCKS; ++block)
+    for (int block = 0; block < SET_BLOCKS; ++block)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = block * ROWS + first_row + 8 * half;
@@ -65,8 +67,8 @@ struct Store {
         for (int part = 0; part < PIXEL_BLOCKS; ++part)
 #pragma unroll
           for (int j = 0; j < PIXELS / 8; ++j) {
-            const Vector<float, 2> pair = {sums[block][part][4 * j + 2 * half],
-                                           sums[block][part][4 * j + 2 * half + 1]};
+            const float (&sum)[SUMS] = sums[SET * SET_BLOCKS + block][part];
+            const Vector<float, 2> pair = {sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1]};
             *(Vector<float, 2>*)(to + row * PARTIAL_PITCH + part * PIXELS + 8 * j) = pair;
           }
       }
@@ -88,46 +90,64 @@ struct Store {
     }
   }
 
+  // The end of a set's channels, counted like `first` from the item's.
+  __device__ __forceinline__ int channels_behind(int first) const {
+    return min(first + ROW_CHANNELS, DST_CHANNELS - item.channel_group * GROUP_CHANNELS);
+  }
   __device__ __forceinline__ float start(int channel) const { return HAS_BIAS ? widen(read(bias + channel)) : 0.f; }
 
-  // Where a cell lies: its first pixel among the columns, its first element, and how far the destination reaches from
-  // there.
+  // Where a cell lies: in the image; its first pixel among the columns, or with WHOLE_IMAGES its own; its first element
+  // of the item's first channel; and how far the destination reaches from there.
   struct Cell {
-    int from, columns, rows, slabs;
+    int d, h, w, from, columns, rows, slabs;
     scalar_t* to;
   };
 
   // Cells of the tile.
   __device__ __forceinline__ int tile() const {
-    return g.run ? g.run : g.images * g.cells[0] * g.cells[1] * g.cells[2];
+    return g.run && !WHOLE_IMAGES ? g.run : g.images * g.cells[0] * g.cells[1] * g.cells[2];
   }
 
   // Cell `i` of the tile; false where it does not exist.
   __device__ __forceinline__ bool locate(int i, Cell& cell) const {
     if (i >= tile()) return false;
     Pixel p;
-    if (g.run)
+    if (WHOLE_IMAGES)
+      p.unpack(position(g, i));
+    else if (g.run)
       p.locate(g, item.first + i);
     else
       p.unpack(cells[i]);
-    const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W;
-    cell.from = g.run ? i : p.n * g.pitch[0] + p.d * g.pitch[1] + p.h * g.pitch[2] + p.w + g.skew;
+    cell.d = item.d + p.d, cell.h = item.h + p.h, cell.w = item.w + p.w;
+    const int d = cell.d * DST_D, h = cell.h * DST_H, w = cell.w * DST_W;
+    const bool by_order = g.run && !WHOLE_IMAGES;
+    cell.from = by_order ? i : p.n * g.pitch[0] + p.d * g.pitch[1] + p.h * g.pitch[2] + p.w + g.skew;
     cell.columns = min(DST_W, g.dst.size[2] - w), cell.rows = g.dst.size[1] - h, cell.slabs = g.dst.size[0] - d;
     cell.to = dst + offset_of(g.dst, p.n, d, h, w);
     return p.n < g.images && item.n + p.n < g.batch && cell.columns > 0 && cell.rows > 0 && cell.slabs > 0;
   }
 
+  // Pixels from a cell's `from` to what a tap reads.
+  static __device__ __forceinline__ int distance(Axis axis, int tap) {
+    return src_offset(axis, tap) - (WHOLE_IMAGES ? 0 : first_offset(axis));
+  }
+  // Whether a tap reads within the image.
+  static __device__ __forceinline__ bool reads(Axis axis, int cell, int tap, int size) {
+    return !WHOLE_IMAGES || (unsigned)(cell + src_offset(axis, tap)) < (unsigned)size;
+  }
+
   // Line LINE of a cell, all channels. (Recursion, so that the taps of a line are constants to the compiler.)
   template <int LINE = 0>
-  __device__ __forceinline__ void add_lines(const Cell& cell) const {
+  __device__ __forceinline__ void add_lines(const Cell& cell, int first_channel) const {
     constexpr int DEPTH = owned_phase(AXIS_D, LINE / OWNED_H), HEIGHT = owned_phase(AXIS_H, LINE % OWNED_H);
     constexpr int ALONG_D = tap_count(AXIS_D, DEPTH), ALONG_H = tap_count(AXIS_H, HEIGHT);
     constexpr int FIRST_ROW = rows_of_lines(LINE / LINES * LINES, LINE);
     if ((LINE_GROUPS == 1 || LINE / LINES == item.line_group) && HEIGHT < cell.rows && DEPTH < cell.slabs) {
       const float* row = partials + FIRST_ROW * PARTIAL_PITCH + cell.from;
-      scalar_t* to = cell.to + DEPTH * g.dst.stride[2] + HEIGHT * g.dst.stride[3];
+      scalar_t* to = cell.to + first_channel * g.dst.stride[1] + DEPTH * g.dst.stride[2] + HEIGHT * g.dst.stride[3];
+      const int behind = channels_behind(first_channel);
 #pragma unroll 1
-      for (int channel = 0; channel < DST_CHANNELS; ++channel) {
+      for (int channel = first_channel; channel < behind; ++channel) {
         float value[DST_W];
 #pragma unroll
         for (int i = 0; i < DST_W; ++i) value[i] = start(channel);
@@ -135,30 +155,33 @@ struct Store {
         for (int i = 0; i < ALONG_D * ALONG_H; ++i) {
           const int depth_tap = first_tap(AXIS_D, DEPTH) + i / ALONG_H * tap_step(AXIS_D);
           const int height_tap = first_tap(AXIS_H, HEIGHT) + i % ALONG_H * tap_step(AXIS_H);
-          const float* const pixels = row + (src_offset(AXIS_D, depth_tap) - first_offset(AXIS_D)) * g.pitch[1] +
-                                      (src_offset(AXIS_H, height_tap) - first_offset(AXIS_H)) * g.pitch[2];
+          const float* const pixels =
+              row + distance(AXIS_D, depth_tap) * g.pitch[1] + distance(AXIS_H, height_tap) * g.pitch[2];
+          if (!reads(AXIS_D, cell.d, depth_tap, g.src.size[0]) || !reads(AXIS_H, cell.h, height_tap, g.src.size[1]))
+            continue;
 #pragma unroll
           for (int tap = 0; tap < AXIS_W.kernel; ++tap)
-            value[phase_of(AXIS_W, tap)] +=
-                pixels[(i * AXIS_W.kernel + tap) * PARTIAL_PITCH + src_offset(AXIS_W, tap) - first_offset(AXIS_W)];
+            if (reads(AXIS_W, cell.w, tap, g.src.size[2]))
+              value[phase_of(AXIS_W, tap)] +=
+                  pixels[(i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
         }
         write(value, to, cell.columns);
         row += ALONG_D * ALONG_H * AXIS_W.kernel * PARTIAL_PITCH;
         to += g.dst.stride[1];
       }
     }
-    if constexpr (LINE + 1 < OWNED_LINES) add_lines<LINE + 1>(cell);
+    if constexpr (LINE + 1 < OWNED_LINES) add_lines<LINE + 1>(cell, first_channel);
   }
 
   // Lines that own no taps, which one item stores.
-  __device__ __forceinline__ void fill_lines(const Cell& cell) const {
+  __device__ __forceinline__ void fill_lines(const Cell& cell, int first_channel) const {
 #pragma unroll 1
     for (int phase = 0; phase < DST_D * DST_H; ++phase) {
       const int depth = phase / DST_H, height = phase % DST_H;
       const bool owned = has_taps(AXIS_D, depth) && has_taps(AXIS_H, height);
       if (owned || height >= cell.rows || depth >= cell.slabs) continue;
 #pragma unroll 1
-      for (int channel = 0; channel < DST_CHANNELS; ++channel) {
+      for (int channel = first_channel; channel < channels_behind(first_channel); ++channel) {
         float value[DST_W];
 #pragma unroll
         for (int i = 0; i < DST_W; ++i) value[i] = start(channel);
@@ -168,17 +191,21 @@ struct Store {
     }
   }
 
-  __device__ __forceinline__ void operator()() const {
-    const int barrier = FIRST_STORE_BARRIER + (TAKE_TURNS ? threadIdx.x / 128 : 0);
+  template <int SET = 0>
+  __device__ __forceinline__ void store_sets() const {
+    const int barrier = FIRST_STORE_BARRIER + (ALONE ? threadIdx.x / 128 : 0), first_channel = SET * ROW_CHANNELS;
     threads_sync(barrier, STORERS);
-    write_partials();
+    write_partials<SET>();
     threads_sync(barrier, STORERS);
 #pragma unroll 1
     for (int i = threadIdx.x % STORERS; i < tile(); i += STORERS) {
       Cell cell;
       if (!locate(i, cell)) continue;
-      add_lines(cell);
-      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) fill_lines(cell);
+      add_lines(cell, first_channel);
+      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) fill_lines(cell, first_channel);
     }
+    if constexpr (SET + 1 < CHANNEL_BLOCKS) store_sets<SET + 1>();
   }
+
+  __device__ __forceinline__ void operator()() const { store_sets(); }
 };
