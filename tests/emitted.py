@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.utils.cpp_extension import include_paths
 
 from emulator import EmulatedKernel
+from kernel_harness import tensor_map
+from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes
 from polyphase.device import DeviceInfo
 from polyphase.emit.file import emit
 from polyphase.emit.model import model_of_file, model_of_layer
@@ -29,6 +32,9 @@ ARCHS = ("sm_80", "sm_90a", "sm_100a")
 ON_ALL = ("grouped_strided", "square_stride1")
 
 
+#: A layer whose pixels come in boxes on sm_90a.
+BY_BOXES = "3x32x9x11 -> 16, k=4, s=2, p=1, channels_last, bfloat16, bias"
+
 #: Layers that meet every algorithm, dimension and memory format.
 LAYERS = (
     "2x16x9x8 -> 16, k=3, s=2, p=1, bias",
@@ -38,6 +44,7 @@ LAYERS = (
     "2x12x8x8 -> 16, k=4, s=2, p=1, channels_last, float16",
     "2x3x6x5 -> 2, k=3, float64",
     "1x1x30 -> 1, k=2000, s=500",
+    BY_BOXES,
 )
 
 TWO_LAYERS = '''
@@ -115,11 +122,13 @@ class Extension:
         self.files = module.FILES
         self.shared = module.SHARED_FILES
         self.launches: list[str] = []
+        self.boxes: list[Boxes] = []
 
     def launch(
         self,
         number: int,
         geometry: bytes,
+        boxes: bytes,
         grid_x: int,
         grid_y: int,
         grid_z: int,
@@ -131,9 +140,21 @@ class Extension:
         self.launches.append(name)
         texts = [self.files[file] for file in self.shared], [self.files[file] for file in files]
         kernel = EmulatedKernel("\n".join([*texts[0], specialisation, *texts[1]]), name)
+        if boxes:
+            assert tensors[0] is not None
+            assert tensors[0].data_ptr() % 16 == 0
+            self.boxes.append(unpacked_boxes(boxes))
+            geometry = tensor_map(self.boxes[-1]) + geometry[TENSOR_MAP_BYTES:]
         sizes = (ctypes.c_ubyte * len(geometry)).from_buffer_copy(geometry)
         parameters = [*tensors, sizes] if geometry else tensors
         kernel.launch((grid_x, grid_y, grid_z), block, shared_bytes, parameters)
+
+
+def unpacked_boxes(packed: bytes) -> Boxes:
+    """What binding.cpp is told of boxes."""
+    numbers = struct.unpack("<9Q7I4x", packed)
+    dtype = {6: "float16", 7: "float32", 9: "bfloat16", 11: "float32"}[numbers[14]]
+    return Boxes(dtype, numbers[:5], numbers[5:9], numbers[9:14], 16 << numbers[15], numbers[14] == 11)
 
 
 def on_the_emulator(module: Any, arch: str) -> Extension:
@@ -147,13 +168,25 @@ def on_the_emulator(module: Any, arch: str) -> Extension:
     return extension
 
 
-# What binding.cpp takes from CUDA and PyTorch's CUDA part, for tensors on the CPU.
+# What binding.cpp takes from CUDA and PyTorch's CUDA part, for tensors on the CPU. CUDA 11 knows no tensor maps.
 _STUBS = {
     "cuda_runtime.h": """
 #pragma once
 typedef int cudaError_t;
 typedef void* cudaStream_t;
 struct dim3 { unsigned x, y, z; dim3(unsigned x, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
+enum { cudaEnableDefault };
+inline int devices_set = 0;
+inline cudaError_t cudaSetDevice(int) { return ++devices_set, 0; }
+extern void* cuTensorMapEncodeTiled;
+#if CUDART_VERSION >= 13000
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned, unsigned long long) {
+  *found = name == std::string("cuTensorMapEncodeTiled") ? cuTensorMapEncodeTiled : nullptr;
+  return 0;
+}
+#else
+inline cudaError_t cudaGetDriverEntryPoint(const char*, void**, unsigned long long) { return 500; }
+#endif
 """,
     "c10/cuda/CUDAException.h": '#define C10_CUDA_CHECK(status) TORCH_CHECK((status) == 0, "CUDA error ", (status))\n',
     "c10/cuda/CUDAGuard.h": "namespace c10::cuda { struct CUDAGuard { CUDAGuard(c10::Device) {} }; }\n",
@@ -163,36 +196,54 @@ _MAIN = """
 #include <torch/extension.h>
 #define is_cuda is_cpu
 #include "binding.cpp"
+// Kernel 1 has room for a tensor map.
 std::size_t pointers_of(std::size_t number) { return number; }
-std::size_t geometry_bytes_of(std::size_t number) { return 4; }
-std::vector<int64_t> launched;
+std::size_t geometry_bytes_of(std::size_t number) { return number == 1 ? 132 : 4; }
+std::vector<int64_t> launched, encoded;
+std::string geometry;
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream) {
   launched = {(int64_t)number, grid.x, grid.y, grid.z, block.x, block.y, block.z};
   launched.insert(launched.end(), {(int64_t)shared_bytes, (int64_t)stream});
   for (std::size_t i = 0; i < number; ++i) launched.push_back(*(int64_t*)arguments[i]);
-  launched.push_back(*(int*)arguments[number]);
+  geometry.assign((char*)arguments[number], geometry_bytes_of(number));
   return shared_bytes == 13 ? 1 : 0;
 }
+// The driver's; it refuses a swizzle of 4.
+int encode_tiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes, const uint64_t* strides,
+                 const unsigned* box, const unsigned* steps, int interleave, int swizzle, int promotion, int fill) {
+  encoded = {devices_set, (int64_t)map % 64, type, rank, (int64_t)address};
+  encoded.insert(encoded.end(), sizes, sizes + rank);
+  encoded.insert(encoded.end(), strides, strides + rank - 1);
+  encoded.insert(encoded.end(), box, box + rank);
+  encoded.insert(encoded.end(), steps, steps + rank);
+  encoded.insert(encoded.end(), {interleave, swizzle, promotion, fill});
+  memset(map, 'm', 128);
+  return swizzle == 4;
+}
+void* cuTensorMapEncodeTiled = (void*)encode_tiled;
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("launch", torch::wrap_pybind_function(launch), "launch");
   m.def("launched", [] { return launched; });
+  m.def("encoded", [] { return encoded; });
+  m.def("geometry", [] { return py::bytes(geometry); });
 }
 """
 
 
-def binding_on_the_cpu(text: str, folder: Path) -> Any:
-    """binding.cpp as PyTorch builds it, on a driver that notes what it is asked to launch."""
+def binding_on_the_cpu(text: str, folder: Path, cuda: int) -> Any:
+    """binding.cpp as PyTorch builds it, on a driver that notes what it is asked for; ``cuda`` is CUDART_VERSION."""
     for name, stub in {**_STUBS, "binding.cpp": text, "main.cpp": _MAIN}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(stub, encoding="utf-8")
     paths = [folder, *include_paths(), sysconfig.get_path("include")]
-    library = folder / "emitted_binding.so"
-    command = ["g++", "-std=c++20", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=emitted_binding"]
+    name = f"emitted_binding_{cuda}"
+    library = folder / f"{name}.so"
+    command = ["g++", "-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={name}", f"-DCUDART_VERSION={cuda}"]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *(f"-I{path}" for path in paths)]
     libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     subprocess.run([*command, str(folder / "main.cpp"), *libraries, "-o", str(library)], check=True)
-    spec = importlib.util.spec_from_file_location("emitted_binding", library)
+    spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

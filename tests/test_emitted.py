@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 import emulator
-from emitted import LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
-from polyphase.algorithms.base import Launch
+from emitted import BY_BOXES, LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
+from polyphase.algorithms import ALGORITHMS
+from polyphase.algorithms.base import Boxes, Launch, typical
 from polyphase.device import DeviceInfo
-from polyphase.emit.support import layouts_of, of_pass
+from polyphase.emit import support
+from polyphase.emit.support import layouts_of, of_pass, packed_boxes
 from polyphase.plan import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -43,19 +45,22 @@ def random_sizes(problem: ConvTransposeProblem, seed: int) -> list[ConvTranspose
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
-    """Grid, block, shared memory, geometry, workspace and constants, as the package's own planner has them."""
-    compared = 0
+    """Grid, block, shared memory, geometry, boxes, workspace and constants, as the package has them.
+
+    That is: of what its planner chooses at a typical size, and of aligned tensors where they come in boxes.
+    """
+    compared, by_boxes = 0, 0
     for seed, (name, text) in enumerate((name, emitted(name)) for name in names()):
         module: Any = load(text)
         on_the_emulator(module, arch)
         problem = model_problem(module)
         for other in random_sizes(problem, seed):
             for pass_ in Pass:
+                expected = expected_launch(other, pass_, arch, aligned=True)
                 for aligned in (True, False):
-                    expected = plan(
-                        of_pass(other, pass_), pass_, DeviceInfo.for_arch(arch), layouts_of(other, pass_, aligned)
-                    ).launch
-                    assert expected is not None
+                    copies = not aligned and expected.boxes is not None
+                    if not aligned and not copies:
+                        expected = expected_launch(other, pass_, arch, aligned=False)
                     call = module.prepare(
                         module.Pass[pass_.name],
                         module.LAYERS[0],
@@ -65,12 +70,24 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
                         aligned,
                     )
                     assert (call.planes, call.workspace_bytes) == (expected.planes, expected.workspace_bytes), name
+                    assert call.copies == copies
                     compare(module, arch, call.launch, expected)
                     assert (call.prologue is None) == (expected.prologue is None)
                     if expected.prologue is not None:
                         compare(module, arch, call.prologue, expected.prologue)
                     compared += 1
+                    by_boxes += expected.boxes is not None
     assert compared > 500
+    assert (by_boxes > 20) == (arch == "sm_90a")
+
+
+def expected_launch(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Launch:
+    device, standard = DeviceInfo.for_arch(arch), of_pass(typical(problem), pass_)
+    chosen = plan(standard, pass_, device, layouts_of(standard, pass_))
+    assert chosen.candidate is not None
+    algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == chosen.algorithm)
+    layouts = layouts_of(problem, pass_, aligned)
+    return algorithm.launch(of_pass(problem, pass_), pass_, device, layouts, chosen.candidate.variant)
 
 
 def model_problem(module: Any) -> ConvTransposeProblem:
@@ -78,9 +95,9 @@ def model_problem(module: Any) -> ConvTransposeProblem:
 
 
 def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Launch) -> None:
-    number, geometry, *grid, block, shared_bytes = given
+    number, geometry, boxes, *grid, block, shared_bytes = given
     assert (tuple(grid), block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
-    assert geometry == expected.geometry
+    assert (geometry, boxes) == (expected.geometry, packed_boxes(expected.boxes))
     name, specialisation, files = module.KERNELS[arch][number]
     assert (name, files) == (expected.source.kernel, expected.source.files)
     lines = zip(specialisation.strip().splitlines(), expected.source.specialisation.strip().splitlines(), strict=True)
@@ -116,7 +133,7 @@ def both(module: Any) -> tuple[nn.Module, nn.Module]:
 
 @needs_emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("layer", LAYERS[:6])
+@pytest.mark.parametrize("layer", [*LAYERS[:6], BY_BOXES])
 def test_it_computes_the_layer_and_its_gradients(layer: str, arch: str) -> None:
     """Small integers, whose sums are exact in any order and any of the dtypes."""
     module: Any = load(emitted(layer))
@@ -164,22 +181,76 @@ def test_a_model_of_several_layers() -> None:
 
 
 @needs_emulator
+def test_boxes_are_those_of_the_tensor_at_hand() -> None:
+    """On sm_90a the extension is told what boxes to take, and tensors that boxes cannot be taken of are copied."""
+    module: Any = load(emitted(BY_BOXES))
+    extension = on_the_emulator(module, "sm_90a")
+    new = module.ModelNew().to(torch.bfloat16)
+    x = torch.randint(-3, 4, (3, 32, 9, 11)).to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    beside = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride()).copy_(x)
+    assert beside.data_ptr() % 16 != 0
+    assert torch.equal(new(x), new(beside))
+    first, second = extension.boxes
+    assert first == second
+    assert (first.dtype, first.sizes[0], first.strides[0]) == ("bfloat16", 32, 64)
+
+
+def test_boxes_are_packed_by_the_numbers_of_the_driver() -> None:
+    tensor_map = pytest.importorskip("polyphase.jit.tensor_map", reason="needs cuda-bindings, but no GPU")
+    assert {name: int(number) for name, number in tensor_map._DTYPES.items()} == support._DATA_TYPES
+    assert {name: int(number) for name, number in tensor_map._SWIZZLES.items()} == support._SWIZZLES
+    for dtype, tf32, number in (("float32", True, 11), ("float32", False, 7), ("float16", True, 6)):
+        packed = packed_boxes(Boxes(dtype, (1, 2, 3, 4, 5), (6, 7, 8, 2**39), (10, 11, 12, 13, 14), 64, tf32))
+        assert struct.unpack("=9Q7I4x", packed) == (*range(1, 9), 2**39, *range(10, 15), number, 2)
+    assert packed_boxes(None) == b""
+
+
+@needs_emulator
 @pytest.mark.slow
 def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> None:
     """The C++ between Python and a launch, built for the CPU: pointers, a missing tensor, bytes, sizes, errors."""
-    binding = binding_on_the_cpu(small.BINDING, tmp_path)
+    binding = binding_on_the_cpu(small.BINDING, tmp_path, 13000)
     first, second = torch.rand(3), torch.rand(4)
-    binding.launch(3, struct.pack("<i", -5), 2**31 - 1, 5, 6, 256, 1024, [first, None, second])
+    binding.launch(3, b"abcd", b"", 2**31 - 1, 5, 6, 256, 1024, [first, None, second])
     assert binding.launched() == [
         *(3, 2**31 - 1, 5, 6, 256, 1, 1, 1024, 7),
-        *(first.data_ptr(), 0, second.data_ptr(), -5),
+        *(first.data_ptr(), 0, second.data_ptr()),
     ]
+    assert binding.geometry() == b"abcd"
+    assert binding.encoded() == []
     with pytest.raises(RuntimeError, match="kernel 2 takes 2 tensors and 4 bytes, given 1 tensors and 3 bytes"):
-        binding.launch(2, b"abc", 1, 1, 1, 32, 0, [first])
+        binding.launch(2, b"abc", b"", 1, 1, 1, 32, 0, [first])
     with pytest.raises(RuntimeError, match="all tensors must be on one CUDA device, got cpu and meta"):
-        binding.launch(2, b"abcd", 1, 1, 1, 32, 0, [first, torch.empty(3, device="meta")])
+        binding.launch(2, b"abcd", b"", 1, 1, 1, 32, 0, [first, torch.empty(3, device="meta")])
     with pytest.raises(RuntimeError, match="CUDA error 1"):
-        binding.launch(1, b"abcd", 1, 1, 1, 32, 13, [first])
+        binding.launch(2, b"abcd", b"", 1, 1, 1, 32, 13, [first, second])
+
+    geometry, boxes = bytes(range(132)), Boxes("float32", (9, 8, 7, 6, 2**33), (16, 32, 48, 2**38), (4,) * 5, 64, True)
+    binding.launch(1, geometry, packed_boxes(boxes), 1, 1, 1, 32, 0, [first])
+    assert binding.encoded() == [
+        *(1, 0, 11, 5, first.data_ptr()),
+        *(*boxes.sizes, *boxes.strides, *boxes.box, 1, 1, 1, 1, 1),
+        *(0, 2, 2, 0),
+    ]
+    assert binding.geometry() == b"m" * 128 + geometry[128:]
+    assert geometry == bytes(range(132))
+    with pytest.raises(RuntimeError, match=r"boxes are .* 104 bytes.* takes 128 .* given 103 bytes and 132"):
+        binding.launch(1, geometry, packed_boxes(boxes)[1:], 1, 1, 1, 32, 0, [first])
+    with pytest.raises(RuntimeError, match=r"boxes are .* 104 bytes.* takes 128 .* given 104 bytes and 4"):
+        binding.launch(2, b"abcd", packed_boxes(boxes), 1, 1, 1, 32, 0, [first, second])
+    refused = packed_boxes(boxes)[:-8] + struct.pack("<I4x", 4)
+    with pytest.raises(RuntimeError, match=r"no tensor map, error 1: data type 11, sizes \[9, .*\], .* swizzle 4, add"):
+        binding.launch(1, geometry, refused, 1, 1, 1, 32, 0, [first])
+
+
+@needs_emulator
+@pytest.mark.slow
+def test_the_binding_is_built_with_cuda_11(small: Any, tmp_path: Path) -> None:
+    binding = binding_on_the_cpu(small.BINDING, tmp_path, 11070)
+    boxes = packed_boxes(Boxes("float16", (8,) * 5, (16,) * 4, (8,) * 5, 16, False))
+    binding.launch(1, bytes(132), b"", 1, 1, 1, 32, 0, [torch.rand(3)])
+    with pytest.raises(RuntimeError, match="knows no tensor maps: both must be of CUDA 12 or newer"):
+        binding.launch(1, bytes(132), boxes, 1, 1, 1, 32, 0, [torch.rand(3)])
 
 
 # What it refuses

@@ -16,32 +16,33 @@ from polyphase.problem import DTYPE_BYTES
 class _Costs:
     """Multiprocessor cycles, fitted to the times of 1,714 variants on an H200 (docs/performance.md)."""
 
-    shared: float = 0.82 / 128  # a byte through shared memory, beside the products
-    issue: float = 12.3  # each matrix instruction, above what the cores and shared memory take
-    wait: float = 16.0  # for a stage, by those who multiply
+    shared: float = 1.05 / 128  # a byte through shared memory, beside the products
+    issue: float = 9.82  # each matrix instruction, above what the cores and shared memory take
+    wait: float = 16.7  # for a stage, by those who multiply
     stage: float = 750.0  # barriers and latencies of a stage, for the group that loads it
-    stage_in_place: float = 620.0
-    stage_boxes: float = 200.0
-    box_pixel: float = 1.5  # of a box that the copy engine brings
+    stage_in_place: float = 571.0
+    stage_turned: float = 917.0  # where the copy engine brings boxes that are turned around
+    stage_boxes: float = 270.0  # and where it brings operands
+    box_pixel: float = 1.75  # of those, each pixel
     copy_rows: float = 99.0  # a warp's copies, channels first
-    copy_blocks: float = 205.0  # those that keep pixels innermost
+    copy_blocks: float = 255.0  # those that keep pixels innermost
     copy_pixels: float = 340.0  # and channels last
-    convert: float = 187.0  # a chunk of 32 pixels turned around, for each warp
-    moved: float = 1 / 47  # a byte from the L2 cache
-    slot: float = 1900.0  # from a stage that is free to the same stage full, beside the products
-    slot_in_place: float = 1300.0
-    slot_use: float = 1.45  # of the products of a stage, what its slot is held for them
-    value_rows: float = 27.0  # a thread's value stored, channels first
-    value_pixels: float = 44.5  # and channels last
-    partial_lines: float = 1.35  # times that, where an item stores every other line
-    odd_stride: float = 1.6  # times that and the bytes of a value, where a thread's elements are no vector
-    edges: float = 29.0  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
-    partial: float = 0.045  # with taps in rows: a partial product stored and added up
-    output: float = 0.1  # and a result stored
-    scattered: float = 3.5  # where lanes' results lie apart
-    launch: float = 25500.0
-    overlap: float = 3.2  # exponents of the norms that add what goes on at the same time
-    turns: float = 3.6
+    convert: float = 178.0  # a chunk of 32 pixels turned around, for each warp
+    moved: float = 1 / 43.0  # a byte from the L2 cache
+    slot: float = 1800.0  # from a stage that is free to the same stage full, beside the products
+    slot_in_place: float = 1000.0
+    slot_use: float = 1.30  # of the products of a stage, what its slot is held for them
+    value_rows: float = 27.6  # a thread's value stored, channels first
+    value_pixels: float = 45.1  # and channels last
+    partial_lines: float = 1.28  # times that, where an item stores every other line
+    odd_stride: float = 1.52  # times that and the bytes of a value, where a thread's elements are no vector
+    edges: float = 28.9  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
+    partial: float = 0.046  # with taps in rows: a partial product stored and added up
+    output: float = 0.101  # and a result stored
+    scattered: float = 3.35  # where lanes' results lie apart
+    launch: float = 22800.0
+    overlap: float = 3.13  # exponents of the norms that add what goes on at the same time
+    turns: float = 4.24
     other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
 
 
@@ -101,7 +102,7 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     else:
         copies = _COSTS.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
     turned = 0 if variant.boxes or (size == 2 and in_place) else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
-    latency = _COSTS.stage_in_place if in_place else _COSTS.stage
+    latency = _COSTS.stage_in_place if in_place else _COSTS.stage_turned if tile.boxes else _COSTS.stage
     load = stages * (latency + copies + _COSTS.convert * turned) / variant.loader_groups
     if variant.boxes:
         load = stages * (_COSTS.stage_boxes + _COSTS.box_pixel * tile.halo)

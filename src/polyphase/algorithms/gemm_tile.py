@@ -211,7 +211,7 @@ def _runs(
             run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
         else:
             continue
-        count, box = _pieces_of_row(run) if engine else (0, 0)
+        count, box = _pieces_of_row(run, gather) if engine else (0, 0)
         allocated = _allocated(max(capacity, count * box), capacity, banks)
         if engine:
             allocated = math.ceil(allocated / 32) * 32
@@ -233,7 +233,7 @@ def _whole_images(
             continue
         if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
             continue
-        count, box = (0, 0) if not engine else _pieces_of_row(run) if last else (1, run)
+        count, box = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
         allocated = _allocated(max(run, count * box), capacity, banks)
         if engine:
             allocated = math.ceil(allocated / 32) * 32
@@ -246,10 +246,10 @@ def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
     return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
 
 
-def _pieces_of_row(row: int) -> tuple[int, int]:
-    """Boxes that a row of pixels is brought in, and the pixels of each."""
-    count = math.ceil(row / _MAX_BOX_SIDE)
-    return count, row if count == 1 else math.ceil(row / count / 32) * 32
+def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
+    """Boxes that a row of pixels is brought in, and the pixels of each; one of several is turned around as a whole."""
+    count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // DTYPE_BYTES[gather.dtype]
+    return count, row if count == 1 else math.ceil(row / count / turned) * turned
 
 
 def box_strides(gather: Gather) -> tuple[int, ...] | None:
@@ -292,11 +292,10 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
         else:
             sizes, strides = [math.prod(spatial), 1, 1, batch], (*(CHUNK_BYTES,) * 2, *strides[2:])
     stage_bytes = 2 * CHUNK_BYTES * variant.k_steps
+    rounded = variant.parts == 1
     if last:
-        return Boxes(
-            gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, variant.parts == 1
-        )
-    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), CHUNK_BYTES, False)
+        return Boxes(gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, rounded)
+    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), CHUNK_BYTES, rounded)
 
 
 def _allocated(halo: int, read: int, banks: int) -> int:
@@ -360,7 +359,7 @@ def _boxes(
                         continue
                     boxes, box_pixels = (1, images * image) if engine else (0, 0)
                     if engine and row > _MAX_BOX_SIDE:
-                        boxes, box_pixels = _pieces_of_row(row)
+                        boxes, box_pixels = _pieces_of_row(row, gather)
                     allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks)
                     if engine:  # swizzled rows of eight, in stages of whole kilobytes
                         allocated = math.ceil(max(allocated, boxes * box_pixels) / 32) * 32

@@ -111,17 +111,17 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
 
 
 def _plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Candidate, list[KernelSource]]:
-    """What the planner chooses, and its kernels at the layer's size and at a typical one."""
-    chosen = plan(of_pass(problem, pass_), pass_, device, layouts_of(problem, pass_), by_prediction=True)
-    assert chosen.candidate is not None
-    assert chosen.launch is not None
+    """What the planner chooses at a typical size, which serves any other, and its kernels at that and the layer's."""
+    sizes = typical(problem), problem
+    chosen = plan(of_pass(sizes[0], pass_), pass_, device, layouts_of(sizes[0], pass_), by_prediction=True)
+    candidate = chosen.candidate
+    assert candidate is not None
     algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == chosen.algorithm)
-    standard = typical(problem)
-    usual = algorithm.launch(
-        of_pass(standard, pass_), pass_, device, layouts_of(standard, pass_), chosen.candidate.variant
-    )
-    sources = [*_sources(usual), *_sources(chosen.launch)]
-    return chosen.candidate, list(dict.fromkeys(sources))
+    launches = [
+        algorithm.launch(of_pass(size, pass_), pass_, device, layouts_of(size, pass_), candidate.variant)
+        for size in sizes
+    ]
+    return candidate, list(dict.fromkeys(source for launch in launches for source in _sources(launch)))
 
 
 def _sources(launch: Launch) -> list[KernelSource]:

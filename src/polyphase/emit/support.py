@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.cpp_extension import load_inline
 
-from polyphase.algorithms.base import ALIGNMENT, Algorithm, Launch, Layouts
+from polyphase.algorithms.base import ALIGNMENT, Algorithm, Boxes, Launch, Layouts
 from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import SHARED_FILES, KernelSource
@@ -136,9 +137,13 @@ def kernel_number(arch: str, source: KernelSource) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared call. Launches are what the extension's ``launch`` takes before the tensors."""
+    """A prepared call. Launches are what the extension's ``launch`` takes before the tensors.
+
+    ``copies``: the first tensor is copied, so that it is aligned.
+    """
 
     extension: Any
+    copies: bool
     launch: tuple[Any, ...]
     prologue: tuple[Any, ...] | None
     workspace_bytes: int
@@ -165,13 +170,16 @@ def prepare(
     )
     arch = arch_of(device)
     choice = layer.choices[arch][pass_]
-    launch = choice.algorithm.launch(
-        of_pass(problem, pass_),
-        pass_,
-        DeviceInfo.of(device),
-        layouts_of(problem, pass_, aligned),
-        choice.variant,
-    )
+
+    def launch_on(aligned: bool) -> Launch:
+        return choice.algorithm.launch(
+            of_pass(problem, pass_), pass_, DeviceInfo.of(device), layouts_of(problem, pass_, aligned), choice.variant
+        )
+
+    launch = launch_on(aligned=True)
+    copies = not aligned and launch.boxes is not None  # whose tensor must be aligned
+    if not aligned and not copies:
+        launch = launch_on(aligned=False)
     shapes = {
         Pass.FORWARD: problem.output_shape,
         Pass.INPUT_GRAD: problem.input_shape,
@@ -179,6 +187,7 @@ def prepare(
     }
     return Call(
         extension=build(arch),
+        copies=copies,
         launch=arguments(arch, launch),
         prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
         workspace_bytes=launch.workspace_bytes,
@@ -190,7 +199,21 @@ def prepare(
 
 def arguments(arch: str, launch: Launch) -> tuple[Any, ...]:
     """What the extension's ``launch`` takes before the tensors."""
-    return (kernel_number(arch, launch.source), launch.geometry, *launch.grid, launch.block, launch.shared_bytes)
+    number, boxes = kernel_number(arch, launch.source), packed_boxes(launch.boxes)
+    return (number, launch.geometry, boxes, *launch.grid, launch.block, launch.shared_bytes)
+
+
+# How the driver numbers what it makes tensor maps of, and the bytes within which chunks change places.
+_DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
+_SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
+
+
+def packed_boxes(boxes: Boxes | None) -> bytes:
+    """``Boxes`` of binding.cpp; empty where there are none."""
+    if boxes is None:
+        return b""
+    data_type = _DATA_TYPES["tf32" if boxes.tf32 and boxes.dtype == "float32" else boxes.dtype]
+    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, data_type, _SWIZZLES[boxes.swizzle])
 
 
 def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:
@@ -221,7 +244,8 @@ def run(
             _calls.clear()
         call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
     launch = call.extension.launch
-    empty = 0 in call.launch[2:5]
+    first = first.clone() if call.copies else first
+    empty = 0 in call.launch[3:6]
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
         partial = torch.empty((call.planes, *call.shape), dtype=accumulator, device=first.device)

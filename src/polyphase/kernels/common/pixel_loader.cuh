@@ -158,45 +158,95 @@ struct Loader {
       copy_stage<sizeof(scalar_t)>(base, channel, to);
   }
 
-  // A copied stage as the tensor cores take it: warps take a chunk of 128 bytes of each channel at a time.
-  static constexpr int TURNED = 128 / (int)sizeof(scalar_t);  // pixels
+  // A copied stage as the tensor cores take it. A chunk is turned around TURNED pixels at a time, by a warp. Warps keep
+  // to their chunks.
+  static constexpr int TURNED = 128 / (int)sizeof(scalar_t);
+  static constexpr int WARPS = LOADERS / 32, WARPS_OF_CHUNK = WARPS > STAGE_CHUNKS ? WARPS / STAGE_CHUNKS : 1;
+
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
     if (IN_PLACE && sizeof(scalar_t) == 2) return;
-    const int lane = thread % 32, blocks = ceil_div(g.halo, TURNED), filled = g.boxes ? g.boxes * g.box_pixels : g.halo;
+    const int warp = thread / 32;
+#pragma unroll
+    for (int i = 0; i < STAGE_CHUNKS; i += WARPS) {
+      const int chunk = i + warp % STAGE_CHUNKS;
+      unsigned char* const target = to + chunk * g.chunk_bytes;
+      int piece = warp / STAGE_CHUNKS;
+      if (IN_PLACE) {
+        for (; piece * TURNED < g.halo; piece += WARPS_OF_CHUNK)
+          round_piece(target + piece * TURNED * 16, copied + chunk * g.chunk_bytes + piece * TURNED * 16);
+        continue;
+      }
+      // Boxes are turned around one by one; what they do not fill is zero.
+      const int filled = g.boxes ? g.box_pixels : g.halo, whole = g.boxes ? filled / TURNED : 0;
+      const scalar_t* box = (const scalar_t*)copied + chunk * CHUNK * g.raw_pitch;
+      unsigned char* first = target;
+      for (int j = 0; j < g.boxes; ++j) {
+#pragma unroll 2
+        for (piece = warp / STAGE_CHUNKS; piece < whole; piece += WARPS_OF_CHUNK)
+          turn<true>(first + piece * TURNED * 16, box + piece * TURNED, 0, 0);
+        if (j + 1 < g.boxes) box += STAGE_CHANNELS * g.box_pixels, first += g.box_pixels * 16;
+      }
+      const int wanted = g.halo - (int)(first - target) / 16;
 #pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
-    for (int i = thread / 32; i < blocks * STAGE_CHUNKS; i += LOADERS / 32) {
-      const int chunk = i % STAGE_CHUNKS, first = i / STAGE_CHUNKS * TURNED;
-      unsigned char* const target = to + chunk * g.chunk_bytes + first * 16;
-      const int box = g.boxes > 1 ? first / g.box_pixels : 0;
-      const scalar_t* const row = (const scalar_t*)copied + box * (STAGE_CHANNELS - 1) * g.box_pixels +
-                                  chunk * CHUNK * g.raw_pitch + first;
-      if constexpr (sizeof(scalar_t) == 4) {
-        Vector<float, 4> channels, high, low;
-        if (IN_PLACE) channels = ((const Vector<float, 4>*)(copied + chunk * g.chunk_bytes + first * 16))[lane];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (!IN_PLACE) channels.value[k] = first + lane < filled ? ((const float*)row)[k * g.raw_pitch + lane] : 0.f;
-          split_tf32(channels.value[k], high.value[k], low.value[k]);
-        }
-        ((Vector<float, 4>*)target)[lane] = high;
-        if (PARTS == 2) ((Vector<float, 4>*)(target + STAGE_CHUNKS * g.chunk_bytes))[lane] = low;
-      } else {
-        // Lanes take two neighbouring pixels each, and in turns the first or the second first, for the banks' sake.
-        Vector<unsigned, 4> pixels[2];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          unsigned pair[2];
-#pragma unroll
-          for (int j = 0; j < 2; ++j)
-            pair[j] = first + 2 * lane < filled ? ((const unsigned*)(row + (2 * k + j) * g.raw_pitch))[lane] : 0u;
-          pixels[0].value[k] = (pair[0] & 0xffffu) | pair[1] << 16;
-          pixels[1].value[k] = pair[0] >> 16 | (pair[1] & 0xffff0000u);
-        }
-        const bool second = lane & 4;
-        if (first + 2 * lane >= round_up(g.halo, 2)) continue;
-        ((Vector<unsigned, 4>*)target)[2 * lane + second] = second ? pixels[1] : pixels[0];
-        ((Vector<unsigned, 4>*)target)[2 * lane + !second] = second ? pixels[0] : pixels[1];
+      for (; piece * TURNED < wanted; piece += WARPS_OF_CHUNK) {
+        const int pixel = piece * TURNED;
+        turn<false>(first + pixel * 16, box + pixel, filled - pixel, wanted - pixel);
       }
     }
+  }
+
+  // TURNED pixels of a chunk, of which the first `filled` were copied and the first `wanted` are used; with WHOLE_BOX all
+  // of them, which are rounded already.
+  template <bool WHOLE_BOX>
+  __device__ __forceinline__ void turn(unsigned char* to, const scalar_t* from, int filled, int wanted) const {
+    const int lane = thread % 32;
+    if constexpr (sizeof(scalar_t) == 4) {
+      Vector<float, 4> channels, high, low;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        channels.value[k] = WHOLE_BOX || lane < filled ? ((const float*)from)[k * g.raw_pitch + lane] : 0.f;
+        if (WHOLE_BOX && PARTS == 1)
+          high.value[k] = channels.value[k];
+        else
+          split_tf32(channels.value[k], high.value[k], low.value[k]);
+      }
+      ((Vector<float, 4>*)to)[lane] = high;
+      if (PARTS == 2) ((Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes))[lane] = low;
+    } else {
+      // Lanes take two neighbouring pixels each, and in turns the first or the second first, for the banks' sake.
+      const bool second = lane & 4, exists = WHOLE_BOX || 2 * lane < filled;
+      Vector<unsigned, 4> pixels[2];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        unsigned pair[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          pair[j] = exists ? ((const unsigned*)(from + (2 * k + j) * g.raw_pitch))[lane] : 0u;
+        pixels[0].value[k] = join_halves(pair[0], pair[1], second);
+        pixels[1].value[k] = join_halves(pair[0], pair[1], !second);
+      }
+      if (!WHOLE_BOX && 2 * lane >= wanted) return;
+      ((Vector<unsigned, 4>*)to)[2 * lane + second] = pixels[0];
+      ((Vector<unsigned, 4>*)to)[2 * lane + !second] = pixels[1];
+    }
+  }
+  // The upper or the lower halves of two words, the first one's below.
+  static __device__ __forceinline__ unsigned join_halves(unsigned first, unsigned second, bool upper) {
+#ifndef EMULATOR
+    return __byte_perm(first, second, upper ? 0x7632 : 0x5410);
+#else
+    return upper ? first >> 16 | (second & 0xffff0000u) : (first & 0xffffu) | second << 16;
+#endif
+  }
+
+  // TURNED pixels of float32, whose channels come last, from and to the same place but for their low part.
+  __device__ __forceinline__ void round_piece(unsigned char* to, const unsigned char* from) const {
+    const int lane = thread % 32;
+    const Vector<float, 4> channels = ((const Vector<float, 4>*)from)[lane];
+    Vector<float, 4> high, low;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) split_tf32(channels.value[k], high.value[k], low.value[k]);
+    ((Vector<float, 4>*)to)[lane] = high;
+    if (PARTS == 2) ((Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes))[lane] = low;
   }
 };
