@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from polyphase.algorithms.base import Boxes, extent
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_STAGES, ROWS, GemmVariant, Product, Taps
+from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_SLOTS, ROWS, GemmVariant, Product, Taps
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES
 
@@ -69,7 +69,7 @@ class _SharedBytes:
         self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
         in_place = variant.in_place(self.src_channels_last)
         self.in_boxes = variant.boxes
-        self.raw = 0 if in_place else variant.loader_groups * RAW_STAGES * chunks * CHUNK_BYTES
+        self.raw = 0 if in_place else RAW_SLOTS * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
@@ -88,7 +88,7 @@ class _SharedBytes:
 
 def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
     """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
-    barriers = 8 * (2 * variant.stages + CONSUMERS + 1 + variant.loader_groups * RAW_STAGES)
+    barriers = 8 * (2 * (variant.stages + RAW_SLOTS) + CONSUMERS + 1)
     alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
@@ -261,7 +261,8 @@ def box_strides(gather: Gather) -> tuple[int, ...] | None:
     inner = channels if gather.src.channels_last else dimensions.pop(0)
     if not gather.src.channels_last:
         dimensions.append(channels)
-    if not gather.aligned or (inner[0] > 1 and inner[1] != 1):
+    last_joins = not gather.src.channels_last or channels[0] * size % CHUNK_BYTES == 0  # whatever the image's size
+    if not gather.aligned or not last_joins or (inner[0] > 1 and inner[1] != 1):
         return None
     found = tuple(CHUNK_BYTES if n == 1 else step * size for n, step in dimensions)
     return found if all(0 < step < 2**40 and step % CHUNK_BYTES == 0 for step in found) else None

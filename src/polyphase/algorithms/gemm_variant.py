@@ -20,7 +20,7 @@ _WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
 TINY = 64  # pixels of an image up to which whole images are tiles
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
-RAW_STAGES = 2  # copied stages of a loading group that are not turned around yet
+RAW_SLOTS = 4  # for copied stages that are not turned around yet, those of all loading groups
 
 # Loading groups, and the stages they may have, by whether they copy in place. Such copies are waited for by those who
 # multiply: they take more stages (see LOOKAHEAD in the kernel).

@@ -22,7 +22,7 @@ from polyphase.algorithms.gemm_tile import (
 from polyphase.algorithms.gemm_variant import (
     CHUNK_BYTES,
     CONSUMERS,
-    RAW_STAGES,
+    RAW_SLOTS,
     ROWS,
     TINY,
     GemmVariant,
@@ -138,7 +138,7 @@ class ImplicitGemm:
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
             ("STAGES", variant.stages),
-            ("RAW_STAGES", RAW_STAGES),
+            ("RAW_STAGES", RAW_SLOTS // variant.loader_groups),
             ("WGMMA", variant.wgmma),
         )
 

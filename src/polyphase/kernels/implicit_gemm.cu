@@ -23,7 +23,8 @@ struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
   unsigned long long turn[CONSUMERS];            // of each warp group to multiply
   unsigned long long resident;                   // weights have come
-  unsigned long long come[LOADER_GROUPS * RAW_STAGES];  // boxes that a loading group turns around
+  unsigned long long come[LOADER_GROUPS * RAW_STAGES];    // boxes that are to be turned around
+  unsigned long long turned[LOADER_GROUPS * RAW_STAGES];  // and their slots, free again
   int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
   unsigned cells[CELLS];                         // positions, or NOWHERE (Store::position)
@@ -60,35 +61,62 @@ struct Cursor {
 };
 
 #if BULK_COPY
-// One thread has the copy engine load: pixels to `to`, the weights ahead of them.
+// Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of stages
+// with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights are
+// waited for.
+constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES, PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
+constexpr int TURNERS = LOADER_THREADS / 32 - 1;  // warps that turn boxes around
+
 __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* src, const unsigned char* packed,
-                                           unsigned char* to, int stage_bytes, unsigned full, unsigned empty) {
-  Slot<STAGES> slot;
+                                           unsigned char* stages, int stage_bytes, unsigned char* pixels,
+                                           int pixel_bytes, unsigned full, unsigned empty, unsigned come,
+                                           unsigned turned) {
   BoxLoader loader(g, src);
-  auto load_pixels = [&](const Cursor& now) {
-    if (now.stage == 0) loader.locate(now.index);
-    loader.load(now.stage, to + slot.index * stage_bytes, full + 8 * slot.index);
-  };
-  // Pixels for all slots are on their way before weights are waited for.
   Cursor ahead{(int)blockIdx.x, 0};
-  for (; slot.parity == 0 && ahead.index < g.items; ahead.skip(1), slot.skip(1)) load_pixels(ahead);
+  Slot<PIXEL_SLOTS> slot_ahead;
+  auto load_pixels = [&]() {
+    if (ahead.stage == 0) loader.locate(ahead.index);
+    const unsigned barrier = (BOXES ? full : come) + 8 * slot_ahead.index;
+    loader.load(ahead.stage, pixels + slot_ahead.index * pixel_bytes, barrier);
+    if (!BOXES) barrier_arrive(barrier);
+    ahead.skip(1), slot_ahead.skip(1);
+  };
+  for (int i = 0; i < PIXEL_SLOTS && ahead.index < g.items; ++i) load_pixels();
   wait_for_prologue();
-  slot = {};
-  bool first_round = true;
+  Slot<STAGES> slot;
+  int loaded = 0;  // stages, up to PIXEL_SLOTS
   for (Cursor now{(int)blockIdx.x, 0}; now.index < g.items; now.skip(1)) {
-    const unsigned come = full + 8 * slot.index;
-    if (!first_round) {
-      barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-      load_pixels(now);
-    }
+    barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+    if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
+    if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
     const unsigned char* const weights =
         packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + now.stage * WEIGHT_STAGE;
     for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
-      bulk_copy(shared_address(to + slot.index * stage_bytes - WEIGHT_SLOT + part * WEIGHT_STAGE),
-                weights + part * WEIGHT_ITEM, WEIGHT_STAGE, come);
-    barrier_arrive(come);
+      bulk_copy(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE), weights + part * WEIGHT_ITEM,
+                WEIGHT_STAGE, full + 8 * slot.index);
+    barrier_arrive(full + 8 * slot.index);
     slot.skip(1);
-    first_round = first_round && slot.index > 0;
+    if (!BOXES && ahead.index < g.items) {
+      barrier_wait(turned + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
+      load_pixels();
+    }
+  }
+}
+
+// One of the warps that turn boxes around, each at its own pace.
+__device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigned char* stages, int stage_bytes,
+                                            const unsigned char* raw, int raw_stage, unsigned full, unsigned empty,
+                                            unsigned come, unsigned turned) {
+  Slot<STAGES> slot;
+  Slot<RAW_SLOTS> slot_raw;
+  for (Cursor now{(int)blockIdx.x, 0}; now.index < g.items; now.skip(1)) {
+    barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
+    barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+    turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT, warp);
+    publish_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
+    slot.skip(1), slot_raw.skip(1);
   }
 }
 #endif
@@ -112,12 +140,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned turns = shared_address(shared.turn);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, BOXES ? 1 : LOADERS);
+      barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : LOADER_THREADS / 32);
       barrier_init(empty + 8 * i, SHARERS * RELEASES);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
     barrier_init(shared_address(&shared.resident), 1);
-    for (int i = 0; i < LOADER_GROUPS * RAW_STAGES; ++i) barrier_init(shared_address(shared.come + i), 1);
+    for (int i = 0; i < LOADER_GROUPS * RAW_STAGES; ++i) {
+      barrier_init(shared_address(shared.come + i), 1);
+      barrier_init(shared_address(shared.turned + i), LOADER_THREADS / 32 - 1);
+    }
     barriers_publish();
   }
   // Positions are the same for every tile.
@@ -154,9 +185,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
 
 #if BULK_COPY
-  if (BOXES && warp_group >= CONSUMERS) {
+  if (g.boxes && warp_group >= CONSUMERS) {
     registers_release();
-    if (thread == CONSUMERS * 128) load_boxes(g, src, packed, shared_memory + WEIGHT_SLOT, stage_bytes, full, empty);
+    const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
+    const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
+    if (warp < TURNERS && !BOXES) {
+      turn_stages(g, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
+    } else if (thread == THREADS - 32) {
+      unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;
+      load_boxes(g, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage, full, empty, come,
+                 turned);
+    }
     return;
   }
 #endif
@@ -166,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int loader_thread = thread - CONSUMERS * 128;
     const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
     raw += loader_group * RAW_STAGES * raw_stage;
-    const int table = g.boxes ? 0 : ceil_div(g.halo, copied);
+    const int table = ceil_div(g.halo, copied);
     const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
                         loader_thread % LOADERS};
     Cursor ahead{(int)blockIdx.x, 0}, now{(int)blockIdx.x, 0};
@@ -175,15 +214,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     slot.skip(loader_group), slot_ahead.skip(loader_group);
     Slot<RAW_STAGES> copy_ahead, copy_now;
     const scalar_t* base = src;
-    BoxLoader boxes(g, src);
-    const unsigned come = shared_address(shared.come + loader_group * RAW_STAGES);
     const unsigned char* weights = packed;
     bool new_item = true, new_weights = true;
     auto start_copy = [&]() {
       if (ahead.index < g.items) {
-        if (new_item && g.boxes) {
-          boxes.locate(ahead.index);
-        } else if (new_item) {
+        if (new_item) {
           Item item;
           item.locate(g, ahead.index, 0);
           base = src + item.n * g.src.stride[0] + (long long)item.group * SRC_CHANNELS * g.src.stride[1];
@@ -196,11 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           loader.load(base, ahead.stage, shared_memory + slot_ahead.index * stage_bytes + WEIGHT_SLOT);
           slot_ahead.skip(LOADER_GROUPS);
         } else {
-          unsigned char* const to = raw + copy_ahead.index * raw_stage;
-          if (g.boxes == 0)
-            loader.load(base, ahead.stage, to);
-          else if (loader.thread == 0)
-            boxes.load_and_arrive(ahead.stage, to, come + 8 * copy_ahead.index);
+          loader.load(base, ahead.stage, raw + copy_ahead.index * raw_stage);
           copy_ahead.skip(1);
         }
         new_item = ahead.skip(LOADER_GROUPS);
@@ -218,7 +249,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int part = 0; part < ROW_PARTS; ++part)
           bulk_copy(shared_address(stage + part * WEIGHT_STAGE),
                     weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
-      if (g.boxes) barrier_wait(come + 8 * copy_now.index, copy_now.parity);
       copies_wait<LOOKAHEAD - 1>();
 #else
       copies_wait<LOOKAHEAD - 1>();

@@ -19,6 +19,7 @@ constexpr bool IN_PLACE = SRC_CHANNELS_LAST || PIXELS_INNERMOST;
 static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
 static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
               "not on the cores");
+static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.

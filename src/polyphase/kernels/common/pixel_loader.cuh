@@ -20,8 +20,10 @@ struct BoxLoader {
     d = one_row ? 0 : item.d + first_offset(AXIS_D);
     n = one_row && BOXES ? 0 : item.n;
   }
+  // Of stage `stage` of the item; the barrier is told to wait for them.
   __device__ __forceinline__ void load(int stage, unsigned char* to, unsigned barrier) const {
     const int bytes = g.box_pixels * STAGE_CHANNELS * (int)sizeof(scalar_t), from = channel + stage * STAGE_CHANNELS;
+#pragma unroll 1
     for (int i = 0; i < g.boxes; ++i) {
       const int column = w + i * g.box_pixels;  // there is one box, or one row
       if (BOXES)
@@ -30,18 +32,89 @@ struct BoxLoader {
         box_copy(shared_address(to + i * bytes), g.box, src, {column, h, d, n, from}, bytes, barrier);
     }
   }
-  __device__ __forceinline__ void load_and_arrive(int stage, unsigned char* to, unsigned barrier) const {
-    load(stage, to, barrier);
-    barrier_arrive(barrier);
-  }
-};
-#else
-struct BoxLoader {
-  __device__ __forceinline__ BoxLoader(const Geometry&, const scalar_t*) {}
-  __device__ __forceinline__ void locate(int) {}
-  __device__ __forceinline__ void load_and_arrive(int, unsigned char*, unsigned) const {}
 };
 #endif
+
+// Copied pixels as the tensor cores take them: a warp turns TURNED pixels of a chunk around at a time.
+constexpr int TURNED = 128 / (int)sizeof(scalar_t);
+
+// The upper or the lower halves of two words, the first one's below.
+__device__ __forceinline__ unsigned join_halves(unsigned first, unsigned second, bool upper) {
+#ifndef EMULATOR
+  return __byte_perm(first, second, upper ? 0x7632 : 0x5410);
+#else
+  return upper ? first >> 16 | (second & 0xffff0000u) : (first & 0xffffu) | second << 16;
+#endif
+}
+
+__device__ __forceinline__ void store_rounded(const Geometry& g, unsigned char* to, const Vector<float, 4>& channels) {
+  Vector<float, 4> high, low;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) split_tf32(channels.value[k], high.value[k], low.value[k]);
+  *(Vector<float, 4>*)to = high;
+  if (PARTS == 2) *(Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes) = low;
+}
+
+// Of the pixels the first `filled` were copied, and the first `wanted` are used. With WHOLE all were copied, and rounded.
+template <bool WHOLE>
+__device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to, const scalar_t* from, int filled,
+                                            int wanted) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(scalar_t) == 4) {
+    Vector<float, 4> channels;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      channels.value[k] = WHOLE || lane < filled ? ((const float*)from)[k * g.raw_pitch + lane] : 0.f;
+    if (WHOLE && PARTS == 1)
+      ((Vector<float, 4>*)to)[lane] = channels;
+    else
+      store_rounded(g, to + lane * 16, channels);
+  } else {
+    // Lanes take two neighbouring pixels each, and in turns the first or the second first, for the banks' sake.
+    const bool second = lane & 4, exists = WHOLE || 2 * lane < filled;
+    Vector<unsigned, 4> pixels[2];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      unsigned pair[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) pair[j] = exists ? ((const unsigned*)(from + (2 * k + j) * g.raw_pitch))[lane] : 0u;
+      pixels[0].value[k] = join_halves(pair[0], pair[1], second);
+      pixels[1].value[k] = join_halves(pair[0], pair[1], !second);
+    }
+    if (!WHOLE && 2 * lane >= wanted) return;
+    ((Vector<unsigned, 4>*)to)[2 * lane + second] = pixels[0];
+    ((Vector<unsigned, 4>*)to)[2 * lane + !second] = pixels[1];
+  }
+}
+
+// float32 with channels last, where it lies.
+__device__ __forceinline__ void round_pixels(const Geometry& g, unsigned char* pixels) {
+  unsigned char* const mine = pixels + threadIdx.x % 32 * 16;
+  store_rounded(g, mine, *(const Vector<float, 4>*)mine);
+}
+
+// A stage of boxes, a part of it for each of WARPS; what boxes do not fill is zero.
+template <int WARPS>
+__device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned char* copied, unsigned char* to, int warp) {
+  const scalar_t* box = (const scalar_t*)copied;
+  const int whole = g.box_pixels / TURNED * STAGE_CHUNKS;
+  int i = warp, before = 0;  // pixels of the boxes before
+  for (int j = 0; j < g.boxes; ++j) {
+#pragma unroll 2
+    for (i = warp; i < whole; i += WARPS) {
+      const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
+      turn_pixels<true>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16, box + chunk * CHUNK * g.raw_pitch + pixel,
+                        0, 0);
+    }
+    if (j + 1 < g.boxes) box += STAGE_CHANNELS * g.box_pixels, before += g.box_pixels;
+  }
+  const int wanted = g.halo - before;
+  for (; i < ceil_div(wanted, TURNED) * STAGE_CHUNKS; i += WARPS) {
+    const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
+    turn_pixels<false>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16, box + chunk * CHUNK * g.raw_pitch + pixel,
+                       g.box_pixels - pixel, wanted - pixel);
+  }
+}
 
 struct Loader {
   const Geometry& g;
@@ -158,95 +231,18 @@ struct Loader {
       copy_stage<sizeof(scalar_t)>(base, channel, to);
   }
 
-  // A copied stage as the tensor cores take it. A chunk is turned around TURNED pixels at a time, by a warp. Warps keep
-  // to their chunks.
-  static constexpr int TURNED = 128 / (int)sizeof(scalar_t);
-  static constexpr int WARPS = LOADERS / 32, WARPS_OF_CHUNK = WARPS > STAGE_CHUNKS ? WARPS / STAGE_CHUNKS : 1;
-
+  // A copied stage as the tensor cores take it.
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
     if (IN_PLACE && sizeof(scalar_t) == 2) return;
-    const int warp = thread / 32;
-#pragma unroll
-    for (int i = 0; i < STAGE_CHUNKS; i += WARPS) {
-      const int chunk = i + warp % STAGE_CHUNKS;
-      unsigned char* const target = to + chunk * g.chunk_bytes;
-      int piece = warp / STAGE_CHUNKS;
-      if (IN_PLACE) {
-        for (; piece * TURNED < g.halo; piece += WARPS_OF_CHUNK)
-          round_piece(target + piece * TURNED * 16, copied + chunk * g.chunk_bytes + piece * TURNED * 16);
-        continue;
-      }
-      // Boxes are turned around one by one; what they do not fill is zero.
-      const int filled = g.boxes ? g.box_pixels : g.halo, whole = g.boxes ? filled / TURNED : 0;
-      const scalar_t* box = (const scalar_t*)copied + chunk * CHUNK * g.raw_pitch;
-      unsigned char* first = target;
-      for (int j = 0; j < g.boxes; ++j) {
-#pragma unroll 2
-        for (piece = warp / STAGE_CHUNKS; piece < whole; piece += WARPS_OF_CHUNK)
-          turn<true>(first + piece * TURNED * 16, box + piece * TURNED, 0, 0);
-        if (j + 1 < g.boxes) box += STAGE_CHANNELS * g.box_pixels, first += g.box_pixels * 16;
-      }
-      const int wanted = g.halo - (int)(first - target) / 16;
 #pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
-      for (; piece * TURNED < wanted; piece += WARPS_OF_CHUNK) {
-        const int pixel = piece * TURNED;
-        turn<false>(first + pixel * 16, box + pixel, filled - pixel, wanted - pixel);
-      }
+    for (int i = thread / 32; i < ceil_div(g.halo, TURNED) * STAGE_CHUNKS; i += LOADERS / 32) {
+      const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
+      unsigned char* const target = to + chunk * g.chunk_bytes + pixel * 16;
+      if constexpr (IN_PLACE)
+        round_pixels(g, target);
+      else
+        turn_pixels<false>(g, target, (const scalar_t*)copied + chunk * CHUNK * g.raw_pitch + pixel, g.halo - pixel,
+                           g.halo - pixel);
     }
-  }
-
-  // TURNED pixels of a chunk, of which the first `filled` were copied and the first `wanted` are used; with WHOLE_BOX all
-  // of them, which are rounded already.
-  template <bool WHOLE_BOX>
-  __device__ __forceinline__ void turn(unsigned char* to, const scalar_t* from, int filled, int wanted) const {
-    const int lane = thread % 32;
-    if constexpr (sizeof(scalar_t) == 4) {
-      Vector<float, 4> channels, high, low;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        channels.value[k] = WHOLE_BOX || lane < filled ? ((const float*)from)[k * g.raw_pitch + lane] : 0.f;
-        if (WHOLE_BOX && PARTS == 1)
-          high.value[k] = channels.value[k];
-        else
-          split_tf32(channels.value[k], high.value[k], low.value[k]);
-      }
-      ((Vector<float, 4>*)to)[lane] = high;
-      if (PARTS == 2) ((Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes))[lane] = low;
-    } else {
-      // Lanes take two neighbouring pixels each, and in turns the first or the second first, for the banks' sake.
-      const bool second = lane & 4, exists = WHOLE_BOX || 2 * lane < filled;
-      Vector<unsigned, 4> pixels[2];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        unsigned pair[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          pair[j] = exists ? ((const unsigned*)(from + (2 * k + j) * g.raw_pitch))[lane] : 0u;
-        pixels[0].value[k] = join_halves(pair[0], pair[1], second);
-        pixels[1].value[k] = join_halves(pair[0], pair[1], !second);
-      }
-      if (!WHOLE_BOX && 2 * lane >= wanted) return;
-      ((Vector<unsigned, 4>*)to)[2 * lane + second] = pixels[0];
-      ((Vector<unsigned, 4>*)to)[2 * lane + !second] = pixels[1];
-    }
-  }
-  // The upper or the lower halves of two words, the first one's below.
-  static __device__ __forceinline__ unsigned join_halves(unsigned first, unsigned second, bool upper) {
-#ifndef EMULATOR
-    return __byte_perm(first, second, upper ? 0x7632 : 0x5410);
-#else
-    return upper ? first >> 16 | (second & 0xffff0000u) : (first & 0xffffu) | second << 16;
-#endif
-  }
-
-  // TURNED pixels of float32, whose channels come last, from and to the same place but for their low part.
-  __device__ __forceinline__ void round_piece(unsigned char* to, const unsigned char* from) const {
-    const int lane = thread % 32;
-    const Vector<float, 4> channels = ((const Vector<float, 4>*)from)[lane];
-    Vector<float, 4> high, low;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) split_tf32(channels.value[k], high.value[k], low.value[k]);
-    ((Vector<float, 4>*)to)[lane] = high;
-    if (PARTS == 2) ((Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes))[lane] = low;
   }
 };
