@@ -75,7 +75,9 @@ def tensor_map(boxes: Boxes) -> bytes:
     inner = boxes.box[0] * DTYPE_BYTES[boxes.dtype]
     assert inner % 16 == 0
     assert boxes.swizzle in (16, inner)
-    return struct.pack("<4q5i5i2i", *boxes.strides, *boxes.sizes, *boxes.box, boxes.swizzle, boxes.tf32).ljust(TENSOR_MAP_BYTES, b"\0")
+    return struct.pack("<4q5i5i2i", *boxes.strides, *boxes.sizes, *boxes.box, boxes.swizzle, boxes.tf32).ljust(
+        TENSOR_MAP_BYTES, b"\0"
+    )
 
 
 class Gpu:

@@ -319,7 +319,9 @@ def gemm_variants(problem: ConvTransposeProblem, device: DeviceInfo = H200) -> l
     found = []
     for layouts in gemm_layouts(problem):
         gather = Gather.of(problem, Pass.FORWARD, layouts)
-        for variant in gemm_variant.variants(problem, device, gather.src.channels_last, box_strides(gather) is not None):
+        for variant in gemm_variant.variants(
+            problem, device, gather.src.channels_last, box_strides(gather) is not None
+        ):
             if best_tile(gather, variant, problem.batch, device) is not None:
                 found.append(GemmCase(problem, layouts, variant))
     return found

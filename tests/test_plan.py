@@ -17,9 +17,10 @@ from helpers import random_problem
 from kernel_harness import formats
 from polyphase import UnsupportedError, plan
 from polyphase.algorithms import ALGORITHMS
-from polyphase.algorithms.base import Launch, Layouts
+from polyphase.algorithms.base import Launch, Layouts, is_tiny
 from polyphase.bench.layers import NamedLayer, every_layer
 from polyphase.device import PORTABLE, DeviceInfo, _of_cuda
+from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 make = ConvTransposeProblem.make
@@ -105,16 +106,18 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
 
 
 def assert_one_source(problem: ConvTransposeProblem) -> None:
+    """The layer has one kernel for tiny images, and one for all others."""
     for pass_ in Pass:
-        sources = {}
+        sources: dict[bool, dict[KernelSource, ConvTransposeProblem]] = {True: {}, False: {}}
         for sized in [*other_sizes(problem), replace(problem, batch=0), problem]:
             launch = plan.plan(sized, pass_, H200).launch
             assert launch is not None
             assert_launchable(sized, pass_, H200, launch)
-            sources.setdefault(launch.source, sized)
-        narrow = {replace(source, wide_offsets=True): sized for source, sized in sources.items()}
-        assert len(narrow) == 1, f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
-        assert len(sources) <= 2
+            sources[is_tiny(sized)].setdefault(launch.source, sized)
+        for found in sources.values():
+            narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
+            assert len(narrow) <= 1, f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
+            assert len(found) <= 2
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)

@@ -1235,13 +1235,15 @@ cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t
 """
 
 BINDING = r"""
-// From Python to a launch: checks, the tensors' device, its current stream.
+// From Python to a launch: checks, the tensors' device, its current stream, the tensor map of boxes.
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -1251,9 +1253,55 @@ std::size_t geometry_bytes_of(std::size_t number);
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream);
 
+// Boxes that the copy engine takes of a kernel's first tensor, as the driver is told of them: dimensions innermost
+// first, strides in bytes, without the first dimension's.
+struct Boxes {
+  std::uint64_t sizes[5], strides[4];
+  std::uint32_t box[5], data_type, swizzle;
+};
+
+// The driver's cuTensorMapEncodeTiled. It is found at run time, since nothing here links the driver, and CUDA 11 has
+// none of its types.
+typedef int (*EncodeTiled)(void* map, unsigned data_type, std::uint32_t rank, void* address, const std::uint64_t* sizes,
+                           const std::uint64_t* strides, const std::uint32_t* box, const std::uint32_t* steps,
+                           unsigned interleave, unsigned swizzle, unsigned promotion, unsigned fill);
+
+EncodeTiled find_encode_tiled() {
+  void* found = nullptr;
+#if CUDART_VERSION >= 13000
+  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault);
+#else
+  cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault);
+#endif
+  TORCH_CHECK(found, "the CUDA driver or runtime knows no tensor maps: both must be of CUDA 12 or newer");
+  return (EncodeTiled)found;
+}
+
+// Puts the tensor map of boxes of the tensor at `address` where the geometry begins.
+void place_tensor_map(std::string& geometry, const std::string& packed, void* address) {
+  static const EncodeTiled encode_tiled = find_encode_tiled();
+  const std::uint32_t steps[] = {1, 1, 1, 1, 1};
+  alignas(64) char map[128];
+  Boxes boxes;
+  TORCH_CHECK(packed.size() == sizeof boxes && geometry.size() >= sizeof map, "boxes are described by ", sizeof boxes,
+              " bytes, and their map takes ", sizeof map, " of the kernel's, given ", packed.size(), " bytes and ",
+              geometry.size());
+  std::memcpy(&boxes, packed.data(), sizeof boxes);
+  const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
+                                  0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
+                                  0 /* zeros beside the tensor */);
+  TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
+              ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
+              c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
+              ", swizzle ", boxes.swizzle, ", address ", address);
+  std::memcpy(geometry.data(), map, sizeof map);
+}
+
 // Kernel `number` on `tensors`, of which a missing one is a null pointer, and the bytes of its last parameter.
-void launch(int64_t number, const std::string& geometry, int64_t grid_x, int64_t grid_y, int64_t grid_z, int64_t block,
-            int64_t shared_bytes, const std::vector<std::optional<at::Tensor>>& tensors) {
+// These begin with the tensor map of `boxes` of the first tensor, unless `boxes` is empty.
+void launch(int64_t number, std::string geometry, const std::string& boxes, int64_t grid_x, int64_t grid_y,
+            int64_t grid_z, int64_t block, int64_t shared_bytes,
+            const std::vector<std::optional<at::Tensor>>& tensors) {
   TORCH_CHECK(tensors.size() == pointers_of(number) && geometry.size() == geometry_bytes_of(number), "kernel ", number,
               " takes ", pointers_of(number), " tensors and ", geometry_bytes_of(number), " bytes, given ",
               tensors.size(), " tensors and ", geometry.size(), " bytes");
@@ -1266,8 +1314,12 @@ void launch(int64_t number, const std::string& geometry, int64_t grid_x, int64_t
     addresses.push_back(tensor ? tensor->data_ptr() : nullptr);
   }
   for (void*& address : addresses) arguments.push_back(&address);
-  arguments.push_back((void*)geometry.data());
   const c10::cuda::CUDAGuard guard(device);
+  if (!boxes.empty()) {
+    C10_CUDA_CHECK(cudaSetDevice(device.index()));  // a thread may not have the context yet that the driver asks for
+    place_tensor_map(geometry, boxes, addresses.front());
+  }
+  arguments.push_back(geometry.data());
   C10_CUDA_CHECK(launch_kernel(number, dim3(grid_x, grid_y, grid_z), dim3(block), shared_bytes, arguments.data(),
                                c10::cuda::getCurrentCUDAStream()));
 }
@@ -1691,6 +1743,7 @@ class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
+    With ``boxes`` its first `TENSOR_MAP_BYTES` are left for a tensor map of the first tensor.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     """
 
@@ -1702,6 +1755,7 @@ class Launch:
     planes: int = 1
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
+    boxes: "Boxes | None" = None
 
 
 def two_dimensions(blocks: int) -> "tuple[int, int]":
@@ -2345,9 +2399,13 @@ def kernel_number(arch: str, source: "KernelSource") -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared call. Launches are what the extension's ``launch`` takes before the tensors."""
+    """A prepared call. Launches are what the extension's ``launch`` takes before the tensors.
+
+    ``copies``: the first tensor is copied, so that it is aligned.
+    """
 
     extension: Any
+    copies: bool
     launch: "tuple[Any, ...]"
     prologue: "tuple[Any, ...] | None"
     workspace_bytes: int
@@ -2374,13 +2432,16 @@ def prepare(
     )
     arch = arch_of(device)
     choice = layer.choices[arch][pass_]
-    launch = choice.algorithm.launch(
-        of_pass(problem, pass_),
-        pass_,
-        DeviceInfo.of(device),
-        layouts_of(problem, pass_, aligned),
-        choice.variant,
-    )
+
+    def launch_on(aligned: bool) -> "Launch":
+        return choice.algorithm.launch(
+            of_pass(problem, pass_), pass_, DeviceInfo.of(device), layouts_of(problem, pass_, aligned), choice.variant
+        )
+
+    launch = launch_on(aligned=True)
+    copies = not aligned and launch.boxes is not None  # whose tensor must be aligned
+    if not aligned and not copies:
+        launch = launch_on(aligned=False)
     shapes = {
         Pass.FORWARD: problem.output_shape,
         Pass.INPUT_GRAD: problem.input_shape,
@@ -2388,6 +2449,7 @@ def prepare(
     }
     return Call(
         extension=build(arch),
+        copies=copies,
         launch=arguments(arch, launch),
         prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
         workspace_bytes=launch.workspace_bytes,
@@ -2399,7 +2461,23 @@ def prepare(
 
 def arguments(arch: str, launch: "Launch") -> "tuple[Any, ...]":
     """What the extension's ``launch`` takes before the tensors."""
-    return (kernel_number(arch, launch.source), launch.geometry, *launch.grid, launch.block, launch.shared_bytes)
+    number, boxes = kernel_number(arch, launch.source), packed_boxes(launch.boxes)
+    return (number, launch.geometry, boxes, *launch.grid, launch.block, launch.shared_bytes)
+
+
+# How the driver numbers what it makes tensor maps of, and the bytes within which chunks change places.
+_DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
+
+
+_SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
+
+
+def packed_boxes(boxes: "Boxes | None") -> bytes:
+    """``Boxes`` of binding.cpp; empty where there are none."""
+    if boxes is None:
+        return b""
+    data_type = _DATA_TYPES["tf32" if boxes.tf32 and boxes.dtype == "float32" else boxes.dtype]
+    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, data_type, _SWIZZLES[boxes.swizzle])
 
 
 def memory_format(problem: "ConvTransposeProblem") -> torch.memory_format:
@@ -2430,7 +2508,8 @@ def run(
             _calls.clear()
         call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
     launch = call.extension.launch
-    empty = 0 in call.launch[2:5]
+    first = first.clone() if call.copies else first
+    empty = 0 in call.launch[3:6]
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
         partial = torch.empty((call.planes, *call.shape), dtype=accumulator, device=first.device)

@@ -9,7 +9,8 @@
 #
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32
 #     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
-#         parts=1, split=turns, resident=False, innermost=False, loader_groups=2, wgmma=True, taps_in_rows=False)
+#         parts=1, split=turns, resident=False, innermost=False, loader_groups=2, wgmma=True, row_channels=0,
+#         boxes=False, whole_images=False, raw_slots=4)
 #     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=16, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
 #         stage_channels=4, loads=4, min_blocks=3, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=64, columns=64, thread_rows=8, thread_columns=8, k_slices=4, depth=32,
@@ -279,6 +280,12 @@ __device__ __forceinline__ float round_tf32(float value) {
 #endif
 }
 
+__device__ __forceinline__ float rounded(float value) { return round_tf32(value); }
+template <class T>
+__device__ __forceinline__ T rounded(T value) {
+  return value;
+}
+
 __device__ __forceinline__ void split_tf32(float value, float& high, float& low) {
   high = round_tf32(value);
   if (PARTS == 1) return;
@@ -312,10 +319,11 @@ FILES["common/row_blocks.cuh"] = r"""
 //
 // An operation is one tap of one row block. `find_operation` numbers those of a thread block.
 //
-// Where output channels are few most of such a block would be empty. With TAPS_IN_ROWS a row is one tap of one channel
-// instead, for all taps of LINES of those phases: row blocks are one operation each, and what a pixel adds to the
-// outputs that it reaches is added up afterwards (store_overlap.cuh). Rows are ordered by line, channel, tap along
-// depth, height and width.
+// Where output channels are few most of such a block would be empty, and where images are tiny most of the cells are
+// halo. With TAPS_IN_ROWS a row is one tap of one channel instead, for all taps of LINES of those phases: row blocks
+// are one operation each, and what a pixel adds to the outputs that it reaches is added up afterwards
+// (store_overlap.cuh). As few row blocks as hold the taps of ROW_CHANNELS are a set, and a thread block computes
+// CHANNEL_BLOCKS sets. The rows of a set are ordered by line, channel, tap along depth, height and width.
 
 constexpr int ROWS = 64;
 
@@ -363,7 +371,7 @@ __host__ __device__ constexpr int taps_of_line(int line) {
 // With TAPS_IN_ROWS, rows of the lines from `first` to before `last`, and of the group of lines that has most.
 __host__ __device__ constexpr int rows_of_lines(int first, int last) {
   int rows = 0;
-  for (int line = first; line < last; ++line) rows += taps_of_line(line) * AXIS_W.kernel * DST_CHANNELS;
+  for (int line = first; line < last; ++line) rows += taps_of_line(line) * AXIS_W.kernel * ROW_CHANNELS;
   return rows;
 }
 __host__ __device__ constexpr int most_rows() {
@@ -375,8 +383,10 @@ __host__ __device__ constexpr int most_rows() {
   return most;
 }
 
-constexpr int ROW_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : CHANNEL_BLOCKS * LINES * OWNED_W;
-constexpr int CHANNEL_GROUPS = TAPS_IN_ROWS ? 1 : ceil_div(DST_CHANNELS, CHANNEL_BLOCKS* ROWS);
+constexpr int SET_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : LINES * OWNED_W;
+constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * SET_BLOCKS;
+constexpr int GROUP_CHANNELS = CHANNEL_BLOCKS * (TAPS_IN_ROWS ? ROW_CHANNELS : ROWS);
+constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, GROUP_CHANNELS);
 
 struct Operation {
   int channel_block, depth_tap, height_tap, width_tap;
@@ -599,6 +609,20 @@ FILES["common/async.cuh"] = r"""
 #define BULK_COPY 0
 #endif
 
+// A tensor of five dimensions, innermost first, and the box of it that the copy engine brings at once (Boxes in
+// algorithms/base.py); encoded by the driver.
+struct alignas(64) TensorMap {
+#ifndef EMULATOR
+  unsigned char encoded[128];
+#else
+  long long strides[4];  // in bytes, of all dimensions but the first
+  int sizes[5], box[5];
+  int swizzle;  // bytes within which chunks change places
+  int tf32;     // whether float32 is rounded on its way
+  unsigned char unused[48];
+#endif
+};
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
@@ -695,11 +719,46 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
+// The same for a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along
+// the innermost dimension; what lies beside the tensor is zero.
+__device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t*, const int (&place)[5],
+                                         unsigned bytes, unsigned barrier) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(&map), "r"(place[0]), "r"(place[1]), "r"(place[2]), "r"(place[3]), "r"(place[4]), "r"(barrier)
+      : "memory");
+}
 #else
 __device__ __forceinline__ void publish_shared() {}
 #ifdef EMULATOR
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), from, bytes);
+}
+__device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
+  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
+}
+__device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t* tensor,
+                                         const int (&place)[5], unsigned bytes, unsigned barrier) {
+  if (place[0] * (int)sizeof(scalar_t) % 16) __trap();
+  unsigned char* const box = (unsigned char*)emulator::scratch(bytes);
+  unsigned offset = 0;
+  int at[5] = {};
+  for (; offset < bytes; offset += sizeof(scalar_t)) {
+    bool inside = true;
+    long long from = 0;
+    for (int i = 0; i < 5; ++i) {
+      const int index = place[i] + at[i];
+      inside = inside && index >= 0 && index < map.sizes[i];
+      from += i == 0 ? (long long)index * sizeof(scalar_t) : index * map.strides[i - 1];
+    }
+    const scalar_t value = inside ? *(const scalar_t*)((const char*)tensor + from) : zero<scalar_t>();
+    *(scalar_t*)(box + swizzled(to + offset, map.swizzle) - to) = map.tf32 ? rounded(value) : value;
+    for (int i = 0; i < 5 && ++at[i] == map.box[i]; ++i) at[i] = 0;
+  }
+  emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), box, bytes);
 }
 #endif
 #endif
@@ -725,10 +784,14 @@ FILES["common/matrix.cuh"] = r"""
 //
 // Half precision with PIXELS_INNERMOST: in B, blocks of eight columns have channels for rows, each with eight pixels.
 //
+// With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order the copy engine changes (swizzling) so
+// that those of neighbours lie in different banks. The cores undo that by the bits of the address, wherever B begins.
+//
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
+constexpr int PIXEL_PITCH = BOXES ? 32 * K_STEPS : 16;
 
 // Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
 __device__ __forceinline__ void clear(float& sum) {
@@ -739,31 +802,19 @@ __device__ __forceinline__ void clear(float& sum) {
 }
 
 // Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
-// the four bytes `lane % 4` of row lane / 4. TRANSPOSED exchanges rows and columns of 16-bit elements.
-template <bool TRANSPOSED = false>
+// the four bytes `lane % 4` of row lane / 4.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
 #ifndef EMULATOR
-  if (TRANSPOSED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address)
-                 : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address)
-                 : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
 #else
-  typedef Vector<unsigned short, 8> Row;
+  typedef Vector<unsigned, 4> Row;
   const auto addresses = emulator::all_lanes(~0u, address);
-  const int line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
   for (int matrix = 0; matrix < 4; ++matrix) {
-    unsigned halves[2];
-    for (int i = 0; i < 2; ++i) {
-      const unsigned row = addresses.of[8 * matrix + (TRANSPOSED ? pair + i : line)];
-      halves[i] = ((const Row*)__cvta_shared_to_generic(row))->value[TRANSPOSED ? line : pair + i];
-    }
-    to[matrix] = halves[0] | halves[1] << 16;
+    const unsigned row = addresses.of[8 * matrix + threadIdx.x % 32 / 4];
+    to[matrix] = ((const Row*)__cvta_shared_to_generic(row))->value[threadIdx.x % 4];
   }
 #endif
 }
@@ -787,7 +838,8 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
       for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
         const unsigned block = b + chunk * b_chunk + column / 8 * 128;
         const int major = PIXELS_INNERMOST ? i : column % 8, minor = PIXELS_INNERMOST ? column % 8 : i;
-        const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(block + major * 16);
+        const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(
+            BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) : block + major * 16);
         sum += operand(left.value[i]) * operand(right.value[minor]);
       }
     }
@@ -818,10 +870,12 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
 }
 #endif
 #elif WGMMA_INSTRUCTION
-// No swizzle: groups of 8 rows are 128 bytes, and follow each other.
+// Groups of 8 rows follow each other, and those of a row are `pitch` bytes apart.
+template <int PITCH>
 __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
+  constexpr unsigned long long swizzle = PITCH == 128 ? 1 : PITCH == 64 ? 2 : PITCH == 32 ? 3 : 0;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
-         (unsigned long long)(128 >> 4) << 32;
+         (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
 }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -830,7 +884,7 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
-  wgmma(sums, describe_matrix(a, A_CHUNK), describe_matrix(b, b_chunk), add);
+  wgmma(sums, describe_matrix<16>(a, A_CHUNK), describe_matrix<PIXEL_PITCH>(b, b_chunk), add);
 }
 #else
 __device__ __forceinline__ void products_begin() {}
@@ -880,10 +934,12 @@ constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
 // The pixels are copied to where they are used: channels last, or as the cores can take PIXELS_INNERMOST.
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST || PIXELS_INNERMOST;
+static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
 static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
               "not on the cores");
+static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
 // Stages of its own that a loading group copies ahead of the one it turns around.
-constexpr int LOOKAHEAD = IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
+constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
@@ -894,6 +950,7 @@ constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 
 struct Geometry {
+  TensorMap box;  // of the source's pixels
   Tensor5 src, dst;
   int batch;
   int images;        // batch entries of a tile
@@ -903,12 +960,14 @@ struct Geometry {
   int tile_items;    // of one tile
   int pitch[3];      // pixels of the run from one image, slab and row to the next
   int halo;          // pixels of the run that are loaded
-  int raw_pitch;     // pixels of the run in a copied stage
+  int raw_pitch;     // pixels of the run in a copied stage, or of a box there
   int chunk_bytes;   // of the run in a stage
   int skew;          // columns before the first that is needed, so that copies are aligned
   int copy_bytes;    // of one copy: 16, 8, 4 or 2
   int store_vector;  // elements of a store
-  int run;           // whether tiles are runs of CELLS cells across rows and images, which taps without reach allow
+  int boxes;         // of a stage, one behind the other along the width; none where threads copy
+  int box_pixels;    // of each; the halo behind the last is padding
+  int run;           // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
 };
 
 // Position of a pixel in a run.
@@ -944,11 +1003,16 @@ struct Item {
     line_group = row_group % LINE_GROUPS;
     channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
     group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
-    w = index % g.tiles[3] * g.cells[2], index /= g.tiles[3];
+    const int column = index % g.tiles[3];
+    index /= g.tiles[3];
     h = index % g.tiles[2] * g.cells[1], index /= g.tiles[2];
     d = index % g.tiles[1] * g.cells[0], index /= g.tiles[1];
-    n = g.run ? index * CELLS / g.pitch[0] : index * g.images;
-    first = g.run ? index * CELLS - n * g.pitch[0] : 0;
+    if (g.run) {
+      const int cell = column * g.run, image = cell / g.pitch[0];
+      n = index * g.images + image, first = cell - image * g.pitch[0], w = 0;
+    } else {
+      n = index * g.images, first = 0, w = column * g.cells[2];
+    }
   }
 };
 
@@ -965,7 +1029,125 @@ __device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& to
 }
 """
 FILES["common/pixel_loader.cuh"] = r"""
-// From the source tensor to the operands of tensor cores: one group of threads loads a stage of an item's pixels.
+// From the source tensor to the operands of tensor cores: a stage of an item's pixels, loaded by one group of threads,
+// or by the copy engine where the tensor's strides allow it to take boxes.
+
+#if BULK_COPY
+// Boxes of an item's pixels: with BOXES as the cores take them, else channel by channel as they lie in memory.
+struct BoxLoader {
+  const Geometry& g;
+  const scalar_t* src;
+  int channel, w, h, d, n;  // where the item's first box begins
+
+  __device__ __forceinline__ BoxLoader(const Geometry& g, const scalar_t* src) : g(g), src(src) {}
+
+  __device__ __forceinline__ void locate(int index) {
+    Item item;
+    item.locate(g, index, 0);
+    const bool one_row = g.run != 0;  // of all pixels: of an image, with channels last of the tensor
+    channel = item.group * SRC_CHANNELS;
+    w = one_row ? item.first + (BOXES ? item.n * g.pitch[0] : 0) : item.w + first_offset(AXIS_W) - g.skew;
+    h = one_row ? 0 : item.h + first_offset(AXIS_H);
+    d = one_row ? 0 : item.d + first_offset(AXIS_D);
+    n = one_row && BOXES ? 0 : item.n;
+  }
+  // Of stage `stage` of the item; the barrier is told to wait for them.
+  __device__ __forceinline__ void load(int stage, unsigned char* to, unsigned barrier) const {
+    const int bytes = g.box_pixels * STAGE_CHANNELS * (int)sizeof(scalar_t), from = channel + stage * STAGE_CHANNELS;
+#pragma unroll 1
+    for (int i = 0; i < g.boxes; ++i) {
+      const int column = w + i * g.box_pixels;  // there is one box, or one row
+      if (BOXES)
+        box_copy(shared_address(to + i * bytes), g.box, src, {from, column, h, d, n}, bytes, barrier);
+      else
+        box_copy(shared_address(to + i * bytes), g.box, src, {column, h, d, n, from}, bytes, barrier);
+    }
+  }
+};
+#endif
+
+// Copied pixels as the tensor cores take them: a warp turns TURNED pixels of a chunk around at a time.
+constexpr int TURNED = 128 / (int)sizeof(scalar_t);
+
+// The upper or the lower halves of two words, the first one's below.
+__device__ __forceinline__ unsigned join_halves(unsigned first, unsigned second, bool upper) {
+#ifndef EMULATOR
+  return __byte_perm(first, second, upper ? 0x7632 : 0x5410);
+#else
+  return upper ? first >> 16 | (second & 0xffff0000u) : (first & 0xffffu) | second << 16;
+#endif
+}
+
+__device__ __forceinline__ void store_rounded(const Geometry& g, unsigned char* to, const Vector<float, 4>& channels) {
+  Vector<float, 4> high, low;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) split_tf32(channels.value[k], high.value[k], low.value[k]);
+  *(Vector<float, 4>*)to = high;
+  if (PARTS == 2) *(Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes) = low;
+}
+
+// Of the pixels the first `filled` were copied, and the first `wanted` are used. With WHOLE all were copied, and
+// rounded.
+template <bool WHOLE>
+__device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to, const scalar_t* from, int filled,
+                                            int wanted) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(scalar_t) == 4) {
+    Vector<float, 4> channels;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      channels.value[k] = WHOLE || lane < filled ? ((const float*)from)[k * g.raw_pitch + lane] : 0.f;
+    if (WHOLE && PARTS == 1)
+      ((Vector<float, 4>*)to)[lane] = channels;
+    else
+      store_rounded(g, to + lane * 16, channels);
+  } else {
+    // Lanes take two neighbouring pixels each, and in turns the first or the second first, for the banks' sake.
+    const bool second = lane & 4, exists = WHOLE || 2 * lane < filled;
+    Vector<unsigned, 4> pixels[2];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      unsigned pair[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) pair[j] = exists ? ((const unsigned*)(from + (2 * k + j) * g.raw_pitch))[lane] : 0u;
+      pixels[0].value[k] = join_halves(pair[0], pair[1], second);
+      pixels[1].value[k] = join_halves(pair[0], pair[1], !second);
+    }
+    if (!WHOLE && 2 * lane >= wanted) return;
+    ((Vector<unsigned, 4>*)to)[2 * lane + second] = pixels[0];
+    ((Vector<unsigned, 4>*)to)[2 * lane + !second] = pixels[1];
+  }
+}
+
+// float32 with channels last, where it lies.
+__device__ __forceinline__ void round_pixels(const Geometry& g, unsigned char* pixels) {
+  unsigned char* const mine = pixels + threadIdx.x % 32 * 16;
+  store_rounded(g, mine, *(const Vector<float, 4>*)mine);
+}
+
+// A stage of boxes, a part of it for each of WARPS; what boxes do not fill is zero.
+template <int WARPS>
+__device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned char* copied, unsigned char* to,
+                                           int warp) {
+  const scalar_t* box = (const scalar_t*)copied;
+  const int whole = g.box_pixels / TURNED * STAGE_CHUNKS;
+  int i = warp, before = 0;  // pixels of the boxes before
+  for (int j = 0; j < g.boxes; ++j) {
+#pragma unroll 2
+    for (i = warp; i < whole; i += WARPS) {
+      const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
+      turn_pixels<true>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16,
+                        box + chunk * CHUNK * g.raw_pitch + pixel, 0, 0);
+    }
+    if (j + 1 < g.boxes) box += STAGE_CHANNELS * g.box_pixels, before += g.box_pixels;
+  }
+  const int wanted = g.halo - before;
+  for (; i < ceil_div(wanted, TURNED) * STAGE_CHUNKS; i += WARPS) {
+    const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
+    turn_pixels<false>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16, box + chunk * CHUNK * g.raw_pitch + pixel,
+                       g.box_pixels - pixel, wanted - pixel);
+  }
+}
 
 struct Loader {
   const Geometry& g;
@@ -982,10 +1164,12 @@ struct Loader {
         p.locate(g, item.first + i * copied);
       else
         p.unpack(position);
-      const int d = item.d + p.d + first_offset(AXIS_D), h = item.h + p.h + first_offset(AXIS_H);
-      const int w = item.w + p.w + first_offset(AXIS_W) - g.skew;
-      const bool inside = position != NOWHERE && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
-                          (unsigned)h < (unsigned)g.src.size[1] && (unsigned)w < (unsigned)g.src.size[2];
+      const int d = g.run ? p.d : item.d + p.d + first_offset(AXIS_D);
+      const int h = g.run ? p.h : item.h + p.h + first_offset(AXIS_H);
+      const int w = g.run ? p.w : item.w + p.w + first_offset(AXIS_W) - g.skew;
+      const bool inside = position != NOWHERE && p.n < g.images && item.n + p.n < g.batch &&
+                          (unsigned)d < (unsigned)g.src.size[0] && (unsigned)h < (unsigned)g.src.size[1] &&
+                          (unsigned)w < (unsigned)g.src.size[2];
       offsets[i] = inside ? offset_of(g.src, p.n, d, h, w) : PADDING;
     }
   }
@@ -1081,34 +1265,18 @@ struct Loader {
       copy_stage<sizeof(scalar_t)>(base, channel, to);
   }
 
-  // A copied stage as the tensor cores take it: warps take a chunk of 32 pixels at a time.
+  // A copied stage as the tensor cores take it.
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
     if (IN_PLACE && sizeof(scalar_t) == 2) return;
-    const int lane = thread % 32, blocks = (g.halo + 31) / 32;
 #pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
-    for (int i = thread / 32; i < blocks * STAGE_CHUNKS; i += LOADERS / 32) {
-      const int chunk = i % STAGE_CHUNKS, first = i / STAGE_CHUNKS * 32;
-      unsigned char* const target = to + chunk * g.chunk_bytes + first * 16;
-      if constexpr (sizeof(scalar_t) == 4) {
-        Vector<float, 4> channels, high, low;
-        if (IN_PLACE) channels = ((const Vector<float, 4>*)(copied + chunk * g.chunk_bytes + first * 16))[lane];
-        const float* const row = (const float*)copied + chunk * 4 * g.raw_pitch + first + lane;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (!IN_PLACE) channels.value[k] = row[k * g.raw_pitch];
-          split_tf32(channels.value[k], high.value[k], low.value[k]);
-        }
-        ((Vector<float, 4>*)target)[lane] = high;
-        if (PARTS == 2) ((Vector<float, 4>*)(target + STAGE_CHUNKS * g.chunk_bytes))[lane] = low;
-      } else {
-        // Four matrices of 8 channels by 8 pixels are turned around at once.
-        unsigned turned[4];
-        const scalar_t* const row =
-            (const scalar_t*)copied + (chunk * 8 + lane % 8) * g.raw_pitch + first + lane / 8 * 8;
-        load_matrices<true>(turned, shared_address(row));
-#pragma unroll
-        for (int k = 0; k < 4; ++k) ((unsigned*)target)[32 * k + lane] = turned[k];
-      }
+    for (int i = thread / 32; i < ceil_div(g.halo, TURNED) * STAGE_CHUNKS; i += LOADERS / 32) {
+      const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
+      unsigned char* const target = to + chunk * g.chunk_bytes + pixel * 16;
+      if constexpr (IN_PLACE)
+        round_pixels(g, target);
+      else
+        turn_pixels<false>(g, target, (const scalar_t*)copied + chunk * CHUNK * g.raw_pitch + pixel, g.halo - pixel,
+                           g.halo - pixel);
     }
   }
 };
@@ -1234,7 +1402,8 @@ struct Store {
         p.locate(g, item.first + first_cell + cell);
       else
         p.unpack(cells[first_cell + cell]);
-      if ((!g.run && cells[first_cell + cell] == NOWHERE) || item.n + p.n >= g.batch) continue;
+      const bool exists = g.run ? p.n < g.images && first_cell + cell < g.run : cells[first_cell + cell] != NOWHERE;
+      if (!exists || item.n + p.n >= g.batch) continue;
       const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
       const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
       if (d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
@@ -1440,11 +1609,13 @@ FILES["implicit_gemm.cu"] = r"""
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[CONSUMERS];            // of each warp group to multiply
-  unsigned long long resident;                   // weights have come
-  int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
-  int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
-  unsigned cells[CELLS];                         // positions, or NOWHERE (Store::position)
+  unsigned long long turn[CONSUMERS];                     // of each warp group to multiply
+  unsigned long long resident;                            // weights have come
+  unsigned long long come[LOADER_GROUPS * RAW_STAGES];    // boxes that are to be turned around
+  unsigned long long turned[LOADER_GROUPS * RAW_STAGES];  // and their slots, free again
+  int operations[OPERATIONS * LINE_GROUPS + 1];           // distance of each operation's pixels, in bytes
+  int counts[ROW_BLOCKS * LINE_GROUPS];                   // operations of each row block
+  unsigned cells[CELLS];                                  // positions, or NOWHERE (Store::position)
 };
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
@@ -1477,16 +1648,77 @@ struct Cursor {
   }
 };
 
+#if BULK_COPY
+// Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
+// stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
+// are waited for.
+constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES, PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
+constexpr int TURNERS = LOADER_THREADS / 32 - 1;  // warps that turn boxes around
+
+__device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* src, const unsigned char* packed,
+                                           unsigned char* stages, int stage_bytes, unsigned char* pixels,
+                                           int pixel_bytes, unsigned full, unsigned empty, unsigned come,
+                                           unsigned turned) {
+  BoxLoader loader(g, src);
+  Cursor ahead{(int)blockIdx.x, 0};
+  Slot<PIXEL_SLOTS> slot_ahead;
+  auto load_pixels = [&]() {
+    if (ahead.stage == 0) loader.locate(ahead.index);
+    const unsigned barrier = (BOXES ? full : come) + 8 * slot_ahead.index;
+    loader.load(ahead.stage, pixels + slot_ahead.index * pixel_bytes, barrier);
+    if (!BOXES) barrier_arrive(barrier);
+    ahead.skip(1), slot_ahead.skip(1);
+  };
+  for (int i = 0; i < PIXEL_SLOTS && ahead.index < g.items; ++i) load_pixels();
+  wait_for_prologue();
+  Slot<STAGES> slot;
+  int loaded = 0;  // stages, up to PIXEL_SLOTS
+  for (Cursor now{(int)blockIdx.x, 0}; now.index < g.items; now.skip(1)) {
+    barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+    if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
+    if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
+    const unsigned char* const weights =
+        packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + now.stage * WEIGHT_STAGE;
+    for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
+      bulk_copy(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE), weights + part * WEIGHT_ITEM,
+                WEIGHT_STAGE, full + 8 * slot.index);
+    barrier_arrive(full + 8 * slot.index);
+    slot.skip(1);
+    if (!BOXES && ahead.index < g.items) {
+      barrier_wait(turned + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
+      load_pixels();
+    }
+  }
+}
+
+// One of the warps that turn boxes around, each at its own pace.
+__device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigned char* stages, int stage_bytes,
+                                            const unsigned char* raw, int raw_stage, unsigned full, unsigned empty,
+                                            unsigned come, unsigned turned) {
+  Slot<STAGES> slot;
+  Slot<RAW_SLOTS> slot_raw;
+  for (Cursor now{(int)blockIdx.x, 0}; now.index < g.items; now.skip(1)) {
+    barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
+    barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+    turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT, warp);
+    publish_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
+    slot.skip(1), slot_raw.skip(1);
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Geometry g) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
+                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+  extern __shared__ __align__(BOXES ? 1024 : 128) unsigned char shared_memory[];
   __shared__ __align__(8) Shared shared;
   const int thread = threadIdx.x;
   const int warp_group = __shfl_sync(0xffffffffu, thread / 128, 0);
   const int pixel_stage = PARTS * STAGE_CHUNKS * g.chunk_bytes;  // bytes
   const int stage_bytes = WEIGHT_SLOT + pixel_stage;
-  const int raw_stage = STAGE_CHANNELS * g.raw_pitch * (int)sizeof(scalar_t);
+  const int raw_stage = STAGE_CHANNELS * g.raw_pitch * max(g.boxes, 1) * (int)sizeof(scalar_t);
   unsigned char* const resident = shared_memory + STAGES * stage_bytes;
   unsigned char* raw = resident + RESIDENT_WEIGHTS;
   unsigned char* const store_memory = raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage);
@@ -1496,16 +1728,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned turns = shared_address(shared.turn);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, LOADERS);
+      barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : LOADER_THREADS / 32);
       barrier_init(empty + 8 * i, SHARERS * RELEASES);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
     barrier_init(shared_address(&shared.resident), 1);
+    for (int i = 0; i < LOADER_GROUPS * RAW_STAGES; ++i) {
+      barrier_init(shared_address(shared.come + i), 1);
+      barrier_init(shared_address(shared.turned + i), LOADER_THREADS / 32 - 1);
+    }
     barriers_publish();
   }
   // Positions are the same for every tile.
   const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
-  for (int i = thread; i * copied < g.halo; i += THREADS) {
+  for (int i = thread; g.boxes == 0 && i * copied < g.halo; i += THREADS) {
     Pixel p;
     p.locate(g, i * copied);
     const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
@@ -1519,17 +1755,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       pixels = (src_offset(AXIS_D, o.depth_tap) - first_offset(AXIS_D)) * g.pitch[1] +
                (src_offset(AXIS_H, o.height_tap) - first_offset(AXIS_H)) * g.pitch[2] +
                src_offset(AXIS_W, o.width_tap) - first_offset(AXIS_W) + g.skew;
-    shared.operations[i] = pixels * 16;
+    shared.operations[i] = pixels * PIXEL_PITCH;
   }
   for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
+  // What no box fills.
+  if (BOXES)
+    for (int i = g.boxes * g.box_pixels * PIXEL_PITCH + thread * 16; i < g.halo * PIXEL_PITCH; i += THREADS * 16)
+      for (int stage = 0; stage < STAGES; ++stage)
+        *(Vector<unsigned, 4>*)(shared_memory + stage * stage_bytes + WEIGHT_SLOT + i) = Vector<unsigned, 4>{};
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
         *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
 #endif
+  publish_shared();
   __syncthreads();
 
+#if BULK_COPY
+  if (g.boxes && warp_group >= CONSUMERS) {
+    registers_release();
+    const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
+    const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
+    if (warp < TURNERS && !BOXES) {
+      turn_stages(g, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
+    } else if (thread == THREADS - 32) {
+      unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;
+      load_boxes(g, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage, full, empty, come,
+                 turned);
+    }
+    return;
+  }
+#endif
   if (warp_group >= CONSUMERS) {
     registers_release();
     // The loading groups take stages in turn.
@@ -1640,7 +1897,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const unsigned weights = RESIDENT
                                      ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
                                      : held + row_part * WEIGHT_STAGE;
-        const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * 16);
+        const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
         products_begin();
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
@@ -1651,13 +1908,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           for (int block = 0; block < ROW_BLOCKS; ++block) {
 #pragma unroll 2
             for (int i = 0; i < counts[block]; ++i) {
-              const unsigned b = pixels + step * 2 * g.chunk_bytes + distance;
+              const unsigned b = pixels + step * (BOXES ? 32 : 2 * g.chunk_bytes) + distance;
               distance = *++distances;  // in time for the next operation
               const bool add = PARTS == 2 || stage + step + i > 0;
 #pragma unroll
               for (int part = 0; part < PIXEL_BLOCKS; ++part) {
                 float (&to)[SUMS] = sums[block][part];
-                const unsigned from = b + part * (PIXELS * 16);
+                const unsigned from = b + part * (PIXELS * PIXEL_PITCH);
                 if (PARTS == 2) {
                   add_product(to, a, from + STAGE_CHUNKS * g.chunk_bytes, g.chunk_bytes, add);
                   add_product(to, a + 2 * A_CHUNK, from, g.chunk_bytes, true);
@@ -2479,6 +2736,7 @@ constexpr int LINES = 1;
 constexpr int K_STEPS = 1;
 constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
+constexpr int ROW_CHANNELS = 0;
 constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
 constexpr int SLAB_CHANNELS = 16;
@@ -2505,10 +2763,13 @@ constexpr int LINES = 1;
 constexpr int K_STEPS = 1;
 constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
+constexpr int ROW_CHANNELS = 0;
 constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr bool PIXELS_INNERMOST = false;
+constexpr bool WHOLE_IMAGES = false;
+constexpr bool BOXES = false;
 constexpr int PIXELS = 160;
 constexpr int PIXEL_BLOCKS = 2;
 constexpr int CONSUMERS = 2;
@@ -2633,13 +2894,15 @@ cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t
 """
 
 BINDING = r"""
-// From Python to a launch: checks, the tensors' device, its current stream.
+// From Python to a launch: checks, the tensors' device, its current stream, the tensor map of boxes.
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -2649,9 +2912,55 @@ std::size_t geometry_bytes_of(std::size_t number);
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream);
 
+// Boxes that the copy engine takes of a kernel's first tensor, as the driver is told of them: dimensions innermost
+// first, strides in bytes, without the first dimension's.
+struct Boxes {
+  std::uint64_t sizes[5], strides[4];
+  std::uint32_t box[5], data_type, swizzle;
+};
+
+// The driver's cuTensorMapEncodeTiled. It is found at run time, since nothing here links the driver, and CUDA 11 has
+// none of its types.
+typedef int (*EncodeTiled)(void* map, unsigned data_type, std::uint32_t rank, void* address, const std::uint64_t* sizes,
+                           const std::uint64_t* strides, const std::uint32_t* box, const std::uint32_t* steps,
+                           unsigned interleave, unsigned swizzle, unsigned promotion, unsigned fill);
+
+EncodeTiled find_encode_tiled() {
+  void* found = nullptr;
+#if CUDART_VERSION >= 13000
+  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault);
+#else
+  cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault);
+#endif
+  TORCH_CHECK(found, "the CUDA driver or runtime knows no tensor maps: both must be of CUDA 12 or newer");
+  return (EncodeTiled)found;
+}
+
+// Puts the tensor map of boxes of the tensor at `address` where the geometry begins.
+void place_tensor_map(std::string& geometry, const std::string& packed, void* address) {
+  static const EncodeTiled encode_tiled = find_encode_tiled();
+  const std::uint32_t steps[] = {1, 1, 1, 1, 1};
+  alignas(64) char map[128];
+  Boxes boxes;
+  TORCH_CHECK(packed.size() == sizeof boxes && geometry.size() >= sizeof map, "boxes are described by ", sizeof boxes,
+              " bytes, and their map takes ", sizeof map, " of the kernel's, given ", packed.size(), " bytes and ",
+              geometry.size());
+  std::memcpy(&boxes, packed.data(), sizeof boxes);
+  const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
+                                  0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
+                                  0 /* zeros beside the tensor */);
+  TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
+              ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
+              c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
+              ", swizzle ", boxes.swizzle, ", address ", address);
+  std::memcpy(geometry.data(), map, sizeof map);
+}
+
 // Kernel `number` on `tensors`, of which a missing one is a null pointer, and the bytes of its last parameter.
-void launch(int64_t number, const std::string& geometry, int64_t grid_x, int64_t grid_y, int64_t grid_z, int64_t block,
-            int64_t shared_bytes, const std::vector<std::optional<at::Tensor>>& tensors) {
+// These begin with the tensor map of `boxes` of the first tensor, unless `boxes` is empty.
+void launch(int64_t number, std::string geometry, const std::string& boxes, int64_t grid_x, int64_t grid_y,
+            int64_t grid_z, int64_t block, int64_t shared_bytes,
+            const std::vector<std::optional<at::Tensor>>& tensors) {
   TORCH_CHECK(tensors.size() == pointers_of(number) && geometry.size() == geometry_bytes_of(number), "kernel ", number,
               " takes ", pointers_of(number), " tensors and ", geometry_bytes_of(number), " bytes, given ",
               tensors.size(), " tensors and ", geometry.size(), " bytes");
@@ -2664,8 +2973,12 @@ void launch(int64_t number, const std::string& geometry, int64_t grid_x, int64_t
     addresses.push_back(tensor ? tensor->data_ptr() : nullptr);
   }
   for (void*& address : addresses) arguments.push_back(&address);
-  arguments.push_back((void*)geometry.data());
   const c10::cuda::CUDAGuard guard(device);
+  if (!boxes.empty()) {
+    C10_CUDA_CHECK(cudaSetDevice(device.index()));  // a thread may not have the context yet that the driver asks for
+    place_tensor_map(geometry, boxes, addresses.front());
+  }
+  arguments.push_back(geometry.data());
   C10_CUDA_CHECK(launch_kernel(number, dim3(grid_x, grid_y, grid_z), dim3(block), shared_bytes, arguments.data(),
                                c10::cuda::getCurrentCUDAStream()));
 }
@@ -3052,6 +3365,10 @@ def _declare(name: str, value: "Constant") -> str:
 ALIGNMENT = 32
 
 
+#: Bytes of a tensor map, which is also aligned to half of that.
+TENSOR_MAP_BYTES = 128
+
+
 @dataclass(frozen=True)
 class Layouts:
     """How the tensors of a call lie: the input's side and the output's side of the layer, and the weight.
@@ -3098,10 +3415,27 @@ def channels_innermost(channels: int, strides: "Strides") -> bool:
 
 
 @dataclass(frozen=True)
+class Boxes:
+    """Boxes of a kernel's first tensor, as Hopper's copy engine takes them: what a tensor map says but the address.
+
+    Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. Chunks of 16 bytes
+    change places within ``swizzle`` bytes. ``tf32``: float32 elements are rounded to TF32 on their way.
+    """
+
+    dtype: str
+    sizes: "tuple[int, ...]"
+    strides: "tuple[int, ...]"
+    box: "tuple[int, ...]"
+    swizzle: int
+    tf32: bool
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
+    With ``boxes`` its first `TENSOR_MAP_BYTES` are left for a tensor map of the first tensor.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     """
 
@@ -3113,6 +3447,7 @@ class Launch:
     planes: int = 1
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
+    boxes: "Boxes | None" = None
 
 
 def two_dimensions(blocks: int) -> "tuple[int, int]":
@@ -3568,7 +3903,6 @@ def _aligned_rows(gather: "Gather", variant: "TiledVariant") -> bool:
 ROWS = 64  # of a row block
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # warp groups that multiply
-RAW_STAGES = 2  # copied stages of a loading group that are not turned around yet
 
 
 @dataclass(frozen=True)
@@ -3580,7 +3914,10 @@ class GemmVariant:
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
     ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
     ``innermost`` whether pixels stay innermost on their way to the cores, ``wgmma`` whether Hopper's instruction is
-    used, or ``mma.sync``. With ``taps_in_rows`` rows are the taps of all channels, in as few row blocks as hold them.
+    used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come last. With ``row_channels`` rows
+    are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are one
+    item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
+    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups.
     """
 
     pixels: int
@@ -3595,7 +3932,15 @@ class GemmVariant:
     innermost: bool
     loader_groups: int
     wgmma: bool
-    taps_in_rows: bool = False
+    row_channels: int = 0
+    boxes: bool = False
+    whole_images: bool = False
+    raw_slots: int = 4
+
+    @property
+    def taps_in_rows(self) -> bool:
+        """Whether a row is a tap, not a channel of a phase."""
+        return self.row_channels > 0
 
     @property
     def group_cells(self) -> int:
@@ -3670,8 +4015,8 @@ class Product:
         lines = variant.lines
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
         if variant.taps_in_rows:
-            row_blocks = operations = taps.row_blocks(gather.dst_channels, lines)
-            channel_groups = 1
+            row_blocks = operations = variant.channel_blocks * taps.row_blocks(variant.row_channels, lines)
+            channel_groups = math.ceil(gather.dst_channels / (variant.channel_blocks * variant.row_channels))
         else:
             row_blocks = variant.channel_blocks * lines * taps.owned_w
             operations = max(groups) * taps.along_w * variant.channel_blocks
@@ -3701,6 +4046,7 @@ class Product:
 
 _MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
 _MAX_STATIC_SHARED = 48 << 10
+_MAX_BOX_SIDE = 256
 
 
 @dataclass(frozen=True)
@@ -3715,7 +4061,9 @@ class Tile:
     skew: int
     copy_bytes: int
     tiles: "tuple[int, int, int, int]"
-    run: bool = False  # of cells of any rows and images, one after the other
+    boxes: int = 0  # that the copy engine brings for a stage; none where threads copy
+    box_pixels: int = 0
+    run: int = 0  # cells of any rows, and images up to ``images``, one after the other
 
     @property
     def count(self) -> int:
@@ -3724,9 +4072,8 @@ class Tile:
 
 
 def raw_pitch(halo: int, size: int) -> int:
-    """Pixels of a channel in a copied stage. Eight 16-byte rows of half precision lie in different banks."""
-    whole = math.ceil(halo / 32) * 32
-    return whole if size == 4 else math.ceil((whole - 8) / 64) * 64 + 8
+    """Pixels of a channel in a copied stage, which is turned around 128 bytes at a time."""
+    return math.ceil(halo * size / 128) * 128 // size
 
 
 def shared_bytes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
@@ -3747,7 +4094,8 @@ class _SharedBytes:
         chunks = 2 * variant.k_steps
         self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
         in_place = variant.in_place(self.src_channels_last)
-        self.raw = 0 if in_place else variant.loader_groups * RAW_STAGES * chunks * CHUNK_BYTES
+        self.in_boxes = variant.boxes
+        self.raw = 0 if in_place else variant.raw_slots * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
@@ -3758,15 +4106,18 @@ class _SharedBytes:
         copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
         halo = tile.halo if aligned else max(tile.halo, self.worst_halo)
         total = self.fixed + self.allocated * (tile.allocated + (0 if aligned else 32))
+        if tile.boxes and (aligned or self.in_boxes):
+            return total + self.raw * tile.boxes * tile.box_pixels
         total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
 
 
 def _static_shared_bytes(variant: "GemmVariant", product: "Product") -> int:
     """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
-    barriers = 8 * (2 * variant.stages + CONSUMERS + 1)
+    barriers = 8 * (2 * (variant.stages + variant.raw_slots) + CONSUMERS + 1)
+    alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
-    return math.ceil((barriers + 4 * numbers) / 128) * 128
+    return math.ceil((barriers + 4 * numbers) / alignment) * alignment
 
 
 def wide(gather: "Gather") -> bool:
@@ -3779,7 +4130,7 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
     size = DTYPE_BYTES[gather.dtype]
     if variant.taps_in_rows:
         pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
-        rows = Taps.of(gather.axes).rows(gather.dst_channels, variant.lines)
+        rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4
     if gather.dst.channels_last:
         return CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
@@ -3791,10 +4142,10 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
 
 
 def _pixels_join(gather: "Gather") -> bool:
-    """Whether the pixels of an image follow each other in memory, and no tap reads beside its cell."""
+    """Whether the pixels of an image follow each other in memory."""
     sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
-    alone = Taps.stay_in_cells(gather.axes) and gather.cells == sizes
-    return alone and strides[1] == sizes[2] * strides[2] and (sizes[0] == 1 or strides[0] == sizes[1] * strides[1])
+    rows_join = sizes[1] == 1 or strides[1] == sizes[2] * strides[2]
+    return rows_join and (sizes[0] == 1 or strides[0] == sizes[1] * sizes[2] * strides[2])
 
 
 def _copy_sizes(gather: "Gather", row: int) -> "list[int]":
@@ -3820,30 +4171,38 @@ def best_tile(gather: "Gather", variant: "GemmVariant", batch: int, device: "Dev
         return None
     limit = device.shared_bytes_per_block - static - reserve
     # Chunks of a pixel lie in different banks, where they are copied together.
-    banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last else 0
+    banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
     shared = _SharedBytes(gather, variant)
-    for tile in _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows):
+    engines = (True,) if variant.boxes else (True, False) if may_take_boxes(gather, variant) else (False,)
+    if variant.whole_images:
+        tiles = list(_whole_images(gather, variant.cells, batch, banks, engines))
+    else:
+        tiles = _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows, engines)
+    for tile in tiles:
         if shared.of(tile, not reserve) <= limit:
             return tile
     return None
 
 
 @lru_cache(maxsize=65536)
-def _tiles(gather: "Gather", capacity: int, batch: int, banks: int, all_pixels: bool) -> "list[Tile]":
+def _tiles(
+    gather: "Gather", capacity: int, batch: int, banks: int, all_pixels: bool, engines: "tuple[bool, ...]"
+) -> "list[Tile]":
     """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
 
-    ``all_pixels``: of at most so many pixels, every one of which is a column of the product.
+    ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
+    copy engine brings them.
     """
     # Several images only where offsets within the tile have 32 bits.
     sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
     images = min((2**31 - one) // max(1, stride) for stride, one in sides)
-    pixels = math.prod(gather.cells)
-    if _pixels_join(gather) and images > capacity // max(1, pixels) + 2 and (batch + 1) * pixels < 2**31 - capacity:
-        return [_run(gather, capacity, batch, banks)]
+    offered = [*_runs(gather, capacity, batch, banks, images, engines)]
+    if not offered:
+        offered = [
+            tile for engine in engines for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
+        ]
     found: list[Tile] = []
-    for tile in sorted(
-        _boxes(gather, capacity, batch, banks, images, all_pixels), key=lambda tile: _work(tile, capacity)
-    ):
+    for tile in sorted(offered, key=lambda tile: _work(tile, capacity)):
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
     return found
@@ -3851,19 +4210,117 @@ def _tiles(gather: "Gather", capacity: int, batch: int, banks: int, all_pixels: 
 
 def _work(tile: "Tile", capacity: int) -> float:
     # What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers.
-    per_pixel = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
+    per_pixel = 0.1 if tile.boxes else {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
     rows = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0  # short rows move parts of memory's lines
     return tile.count * (capacity + per_pixel * tile.halo) * rows
 
 
-def _run(gather: "Gather", capacity: int, batch: int, banks: int) -> "Tile":
-    """Cells in the order of memory, whatever rows and images they belong to."""
+def _runs(
+    gather: "Gather", capacity: int, batch: int, banks: int, addressable: int, engines: "tuple[bool, ...]"
+) -> "Iterator[Tile]":
+    """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
     depth, height, width = gather.cells
     pixels = depth * height * width
-    tiles = (math.ceil(batch * pixels / capacity), 1, 1, 1)
-    pitch = pixels, height * width, width
-    copy_bytes = max(_copy_sizes(gather, pixels))
-    return Tile(1, gather.cells, pitch, capacity, _allocated(capacity, capacity, banks), 0, copy_bytes, tiles, run=True)
+    alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
+    if not (alone and _pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
+        return
+    if (batch + 1) * pixels >= 2**31 - capacity:
+        return
+    last, pitch = gather.src.channels_last, (pixels, height * width, width)
+    for engine in engines:
+        joined = not engine or (last and (batch == 1 or gather.src.strides[0] == pixels * gather.src.strides[4]))
+        size = max(_copy_sizes(gather, pixels))
+        if joined:
+            run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
+        elif pixels and not last:
+            parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
+            run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
+        else:
+            continue
+        count, box = _pieces_of_row(run, gather) if engine else (0, 0)
+        allocated = _allocated(max(capacity, count * box), capacity, banks)
+        if engine:
+            allocated = math.ceil(allocated / 32) * 32
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
+
+
+def _whole_images(gather: "Gather", capacity: int, batch: int, banks: int, engines: "tuple[bool, ...]") -> "Iterator[Tile]":
+    """The pixels of whole images, one after the other."""
+    depth, height, width = gather.src.shape[2:]
+    pixels = depth * height * width
+    images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch))
+    if images == 0 or not _pixels_join(gather):
+        return
+    last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
+    for engine in engines:
+        if engine and last and batch > 1 and gather.src.strides[0] != pixels * gather.src.strides[4]:
+            continue
+        if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
+            continue
+        count, box = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
+        allocated = _allocated(max(run, count * box), capacity, banks)
+        if engine:
+            allocated = math.ceil(allocated / 32) * 32
+        size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
+
+
+def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
+    """Whether the copy engine brings so many pixels at once, or a single row in several pieces."""
+    return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
+
+
+def _pieces_of_row(row: int, gather: "Gather") -> "tuple[int, int]":
+    """Boxes that a row of pixels is brought in, and the pixels of each; one of several is turned around as a whole."""
+    count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // DTYPE_BYTES[gather.dtype]
+    return count, row if count == 1 else math.ceil(row / count / turned) * turned
+
+
+def box_strides(gather: "Gather") -> "tuple[int, ...] | None":
+    """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where the copy engine
+    cannot take the source apart."""
+    size = DTYPE_BYTES[gather.dtype]
+    batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
+    dimensions = [*spatial[::-1], batch]
+    inner = channels if gather.src.channels_last else dimensions.pop(0)
+    if not gather.src.channels_last:
+        dimensions.append(channels)
+    last_joins = not gather.src.channels_last or channels[0] * size % CHUNK_BYTES == 0  # whatever the image's size
+    if not gather.aligned or not last_joins or (inner[0] > 1 and inner[1] != 1):
+        return None
+    found = tuple(CHUNK_BYTES if n == 1 else step * size for n, step in dimensions)
+    return found if all(0 < step < 2**40 and step % CHUNK_BYTES == 0 for step in found) else None
+
+
+def may_take_boxes(gather: "Gather", variant: "GemmVariant") -> bool:
+    """Whether the copy engine can bring pixels that are then turned around, channels first."""
+    stage_channels = variant.k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
+    fills = gather.groups == 1 or gather.src_channels % stage_channels == 0
+    turned = not variant.in_place(gather.src.channels_last)
+    return variant.wgmma and fills and turned and box_strides(gather) is not None
+
+
+def boxes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> "Boxes":
+    """What the copy engine brings for a stage of the tile, ``tile.boxes`` times."""
+    strides = box_strides(gather)
+    assert strides is not None
+    size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
+    batch, channels, *spatial = gather.src.shape
+    sizes, (image, slab, row) = [*spatial[::-1], batch], tile.pitch
+    columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
+    box = [columns, slab // row, image // slab, tile.images]
+    if tile.run:  # pixels are one row: of an image, or of the tensor
+        box = [columns, 1, 1, 1] if last or not variant.whole_images else [image, 1, 1, tile.images]
+        pixel = gather.src.strides[4] * size
+        if last:
+            sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
+        else:
+            sizes, strides = [math.prod(spatial), 1, 1, batch], (*(CHUNK_BYTES,) * 2, *strides[2:])
+    stage_bytes = 2 * CHUNK_BYTES * variant.k_steps
+    rounded = variant.parts == 1
+    if last:
+        return Boxes(gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, rounded)
+    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), CHUNK_BYTES, rounded)
 
 
 def _allocated(halo: int, read: int, banks: int) -> int:
@@ -3875,7 +4332,9 @@ def _allocated(halo: int, read: int, banks: int) -> int:
     return whole + (banks - whole) % 8 if banks else whole
 
 
-def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool) -> "Iterator[Tile]":
+def _boxes(
+    gather: "Gather", capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool, engine: bool
+) -> "Iterator[Tile]":
     """Boxes of cells, which lie in a run of pixels with the halo between them.
 
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
@@ -3887,8 +4346,8 @@ def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable:
     back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
     reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
     whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
-    for copy_bytes in _copy_sizes(gather, whole_rows):
-        even = 1 if gather.src.channels_last else copy_bytes // size
+    for copy_bytes in [max(_copy_sizes(gather, whole_rows))] if engine else _copy_sizes(gather, whole_rows):
+        even = 1 if gather.src.channels_last else (CHUNK_BYTES if engine else copy_bytes) // size
         skew = -back[2] % even
         lead = back[2] + skew
         widest = min(width, capacity, _MAX_SIDE[0])
@@ -3921,7 +4380,14 @@ def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable:
                     halo = images * image + tail
                     if all_pixels and halo > capacity:
                         continue
+                    if engine and not _is_box(row, slab // row, image // slab, images):
+                        continue
+                    boxes, box_pixels = (1, images * image) if engine else (0, 0)
+                    if engine and row > _MAX_BOX_SIDE:
+                        boxes, box_pixels = _pieces_of_row(row, gather)
                     allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks)
+                    if engine:  # swizzled rows of eight, in stages of whole kilobytes
+                        allocated = math.ceil(max(allocated, boxes * box_pixels) / 32) * 32
                     tiles = (
                         math.ceil(batch / images),
                         math.ceil(depth / slabs),
@@ -3929,7 +4395,8 @@ def _boxes(gather: "Gather", capacity: int, batch: int, banks: int, addressable:
                         math.ceil(width / columns),
                     )
                     pitch = image, slab, row
-                    yield Tile(images, (slabs, rows, columns), pitch, halo, allocated, skew, copy_bytes, tiles)
+                    cells = slabs, rows, columns
+                    yield Tile(images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, boxes, box_pixels)
 
 
 def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
@@ -3969,9 +4436,9 @@ class ImplicitGemm:
         assert tile is not None
         tile_items = product.row_groups // variant.row_parts
         items = tile.count * tile_items
-        geometry = gather.src.packed() + gather.dst.packed()
+        geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
         geometry += struct.pack(
-            "<21i4x",
+            "<23i",
             problem.batch,
             tile.images,
             *tile.cells,
@@ -3980,13 +4447,16 @@ class ImplicitGemm:
             tile_items,
             *tile.pitch,
             tile.halo,
-            raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
+            tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             tile.allocated * CHUNK_BYTES,
             tile.skew,
             tile.copy_bytes,
             store_vector(gather, variant, tile),
+            tile.boxes,
+            tile.box_pixels,
             tile.run,
         )
+        geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
         return Launch(
             source=KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product)),
             grid=(_blocks(items, tile_items, device, variant), 1, 1),
@@ -3995,6 +4465,7 @@ class ImplicitGemm:
             geometry=geometry,
             prologue=_pack_weights(gather, variant, product),
             workspace_bytes=product.row_groups * product.weight_bytes(variant),
+            boxes=boxes(gather, variant, tile) if tile.boxes else None,
         )
 
     @staticmethod
@@ -4003,6 +4474,8 @@ class ImplicitGemm:
             *_packing(gather, variant, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
             ("PIXELS_INNERMOST", variant.innermost),
+            ("WHOLE_IMAGES", variant.whole_images),
+            ("BOXES", variant.boxes),
             ("PIXELS", variant.pixels),
             ("PIXEL_BLOCKS", variant.pixel_blocks),
             ("CONSUMERS", CONSUMERS),
@@ -4012,7 +4485,7 @@ class ImplicitGemm:
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
             ("STAGES", variant.stages),
-            ("RAW_STAGES", RAW_STAGES),
+            ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
             ("WGMMA", variant.wgmma),
         )
 
@@ -4025,6 +4498,7 @@ def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "t
         K_STEPS=variant.k_steps,
         PARTS=variant.parts,
         TAPS_IN_ROWS=variant.taps_in_rows,
+        ROW_CHANNELS=variant.row_channels,
         OPERATIONS=product.operations,
         MIN_BLOCKS=1,
     )
@@ -4260,9 +4734,13 @@ def kernel_number(arch: str, source: "KernelSource") -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared call. Launches are what the extension's ``launch`` takes before the tensors."""
+    """A prepared call. Launches are what the extension's ``launch`` takes before the tensors.
+
+    ``copies``: the first tensor is copied, so that it is aligned.
+    """
 
     extension: Any
+    copies: bool
     launch: "tuple[Any, ...]"
     prologue: "tuple[Any, ...] | None"
     workspace_bytes: int
@@ -4289,13 +4767,16 @@ def prepare(
     )
     arch = arch_of(device)
     choice = layer.choices[arch][pass_]
-    launch = choice.algorithm.launch(
-        of_pass(problem, pass_),
-        pass_,
-        DeviceInfo.of(device),
-        layouts_of(problem, pass_, aligned),
-        choice.variant,
-    )
+
+    def launch_on(aligned: bool) -> "Launch":
+        return choice.algorithm.launch(
+            of_pass(problem, pass_), pass_, DeviceInfo.of(device), layouts_of(problem, pass_, aligned), choice.variant
+        )
+
+    launch = launch_on(aligned=True)
+    copies = not aligned and launch.boxes is not None  # whose tensor must be aligned
+    if not aligned and not copies:
+        launch = launch_on(aligned=False)
     shapes = {
         Pass.FORWARD: problem.output_shape,
         Pass.INPUT_GRAD: problem.input_shape,
@@ -4303,6 +4784,7 @@ def prepare(
     }
     return Call(
         extension=build(arch),
+        copies=copies,
         launch=arguments(arch, launch),
         prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
         workspace_bytes=launch.workspace_bytes,
@@ -4314,7 +4796,23 @@ def prepare(
 
 def arguments(arch: str, launch: "Launch") -> "tuple[Any, ...]":
     """What the extension's ``launch`` takes before the tensors."""
-    return (kernel_number(arch, launch.source), launch.geometry, *launch.grid, launch.block, launch.shared_bytes)
+    number, boxes = kernel_number(arch, launch.source), packed_boxes(launch.boxes)
+    return (number, launch.geometry, boxes, *launch.grid, launch.block, launch.shared_bytes)
+
+
+# How the driver numbers what it makes tensor maps of, and the bytes within which chunks change places.
+_DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
+
+
+_SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
+
+
+def packed_boxes(boxes: "Boxes | None") -> bytes:
+    """``Boxes`` of binding.cpp; empty where there are none."""
+    if boxes is None:
+        return b""
+    data_type = _DATA_TYPES["tf32" if boxes.tf32 and boxes.dtype == "float32" else boxes.dtype]
+    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, data_type, _SWIZZLES[boxes.swizzle])
 
 
 def memory_format(problem: "ConvTransposeProblem") -> torch.memory_format:
@@ -4345,7 +4843,8 @@ def run(
             _calls.clear()
         call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
     launch = call.extension.launch
-    empty = 0 in call.launch[2:5]
+    first = first.clone() if call.copies else first
+    empty = 0 in call.launch[3:6]
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
         partial = torch.empty((call.planes, *call.shape), dtype=accumulator, device=first.device)
@@ -4518,7 +5017,10 @@ LAYERS = [
                         innermost=False,
                         loader_groups=2,
                         wgmma=True,
-                        taps_in_rows=False,
+                        row_channels=0,
+                        boxes=False,
+                        whole_images=False,
+                        raw_slots=4,
                     ),
                 ),
                 Pass.INPUT_GRAD: Choice(

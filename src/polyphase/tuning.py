@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from polyphase.algorithms.base import typical
+from polyphase.algorithms.base import standard
 from polyphase.device import DeviceInfo
 from polyphase.jit.cache import cache_directory
 from polyphase.jit.source import KERNELS
@@ -103,7 +103,7 @@ def _layer(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> st
     precision are never channels_last.
     """
     last = problem.channels_last and pass_ is not Pass.WEIGHT_GRAD and problem.dtype != "float64"
-    problem = replace(typical(problem), bias=problem.bias and pass_ is Pass.FORWARD, channels_last=last)
+    problem = replace(standard(problem), bias=problem.bias and pass_ is Pass.FORWARD, channels_last=last)
     where = f"{device.arch} with {device.multiprocessors} multiprocessors"
     return f"{pass_.value} of {problem!r} on {where}, kernels {_kernels()}"
 

@@ -18,6 +18,9 @@ Strides = tuple[int, int, int, int, int]
 #: Bytes that the widest vector access needs a tensor to be aligned to: four doubles.
 ALIGNMENT = 32
 
+#: Pixels of an image up to which it is tiny: a kernel may take such images as a whole.
+TINY = 64
+
 #: Bytes of a tensor map, which is also aligned to half of that.
 TENSOR_MAP_BYTES = 128
 
@@ -84,10 +87,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Boxes of a kernel's first tensor, as the copy engine of Hopper takes them: what a tensor map says but the address.
+    """Boxes of a kernel's first tensor, as Hopper's copy engine takes them: what a tensor map says but the address.
 
-    Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. Chunks of 16 bytes change
-    places within ``swizzle`` bytes. ``tf32``: float32 elements are rounded to TF32 on their way.
+    Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. Chunks of 16 bytes
+    change places within ``swizzle`` bytes. ``tf32``: float32 elements are rounded to TF32 on their way.
     """
 
     dtype: str
@@ -131,7 +134,8 @@ class Algorithm(Protocol):
     ) -> list[Candidate]:
         """Variants in rising order of predicted time.
 
-        The first does not depend on batch and image size, so that a new size never compiles again.
+        The first does not depend on batch and image size but for whether images are tiny, so that a new size does not
+        compile again.
         """
 
     def launch(
@@ -148,6 +152,16 @@ def typical(problem: ConvTransposeProblem, sides: tuple[int, int, int] = (4096, 
     side = sides[problem.dims - 1]
     sizes = tuple(max(side, axis.input_size(side * axis.stride)) for axis in problem.axes)
     return replace(problem, batch=1024, input_size=sizes, output_padding=(0,) * problem.dims)
+
+
+def is_tiny(problem: ConvTransposeProblem) -> bool:
+    """Whether images are tiny. Layers may have one kernel for such images and one for all others."""
+    return math.prod(problem.input_size) <= TINY
+
+
+def standard(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at the `typical` size of its kind: of tiny images, or of all others."""
+    return typical(problem, (16, 4, 2)) if is_tiny(problem) else typical(problem)
 
 
 def two_dimensions(blocks: int) -> tuple[int, int]:

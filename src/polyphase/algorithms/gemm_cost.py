@@ -14,35 +14,37 @@ from polyphase.problem import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class _Costs:
-    """Multiprocessor cycles, fitted to the times of 1,714 variants on an H200 (docs/performance.md)."""
+    """Multiprocessor cycles, fitted to the times of 1,819 variants on an H200 (docs/performance.md)."""
 
     shared: float = 1.05 / 128  # a byte through shared memory, beside the products
-    issue: float = 9.82  # each matrix instruction, above what the cores and shared memory take
-    wait: float = 16.7  # for a stage, by those who multiply
+    issue: float = 9.78  # each matrix instruction, above what the cores and shared memory take
+    wait: float = 16.9  # for a stage, by those who multiply
     stage: float = 750.0  # barriers and latencies of a stage, for the group that loads it
-    stage_in_place: float = 571.0
-    stage_turned: float = 917.0  # where the copy engine brings boxes that are turned around
-    stage_boxes: float = 270.0  # and where it brings operands
-    box_pixel: float = 1.75  # of those, each pixel
+    stage_in_place: float = 580.0
+    stage_turned: float = 456.0  # where the copy engine brings boxes that are turned around
+    turn: float = 163.0  # and 128 bytes of each channel of a chunk, for each warp
+    stage_boxes: float = 302.0  # and where it brings operands
+    box_pixel: float = 1.58  # of those, each pixel
     copy_rows: float = 99.0  # a warp's copies, channels first
-    copy_blocks: float = 255.0  # those that keep pixels innermost
+    copy_blocks: float = 242.0  # those that keep pixels innermost
     copy_pixels: float = 340.0  # and channels last
     convert: float = 178.0  # a chunk of 32 pixels turned around, for each warp
-    moved: float = 1 / 43.0  # a byte from the L2 cache
-    slot: float = 1800.0  # from a stage that is free to the same stage full, beside the products
-    slot_in_place: float = 1000.0
-    slot_use: float = 1.30  # of the products of a stage, what its slot is held for them
-    value_rows: float = 27.6  # a thread's value stored, channels first
-    value_pixels: float = 45.1  # and channels last
-    partial_lines: float = 1.28  # times that, where an item stores every other line
-    odd_stride: float = 1.52  # times that and the bytes of a value, where a thread's elements are no vector
-    edges: float = 28.9  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
+    moved: float = 1 / 42.7  # a byte from the L2 cache
+    slot: float = 1700.0  # from a stage that is free to the same stage full, beside the products
+    slot_in_place: float = 940.0
+    slot_use: float = 1.32  # of the products of a stage, what its slot is held for them
+    value_rows: float = 24.7  # a thread's value stored, channels first
+    value_pixels: float = 31.1  # and channels last
+    partial_lines: float = 1.03  # times that, where an item stores every other line, channels first
+    partial_pixels: float = 1.90  # and channels last
+    odd_stride: float = 1.52  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
+    edges: float = 26.9  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
     partial: float = 0.046  # with taps in rows: a partial product stored and added up
-    output: float = 0.101  # and a result stored
-    scattered: float = 3.35  # where lanes' results lie apart
-    launch: float = 22800.0
+    output: float = 0.102  # and a result stored
+    scattered: float = 3.24  # where lanes' results lie apart
+    launch: float = 23500.0
     overlap: float = 3.13  # exponents of the norms that add what goes on at the same time
-    turns: float = 4.24
+    turns: float = 4.31
     other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
 
 
@@ -75,8 +77,7 @@ def _norm(exponent: float, *parts: float) -> float:
 def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> tuple[float, float, float, float]:
     """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
     size = DTYPE_BYTES[gather.dtype]
-    last = gather.src.channels_last
-    in_place = variant.in_place(last)
+    in_place = variant.in_place(gather.src.channels_last)
     stages = product.steps // variant.k_steps
     chunks = 2 * variant.k_steps
     weight_bytes = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
@@ -90,27 +91,35 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else _COSTS.other_instruction)
     multiply = products + _COSTS.issue * instructions + _COSTS.wait * stages * variant.sharers
 
-    warps = variant.loader_threads // variant.loader_groups // 32
-    vectors = tile.halo / (tile.copy_bytes // size)
+    load = stages * _load(gather, variant, tile)
+    free = variant.stages - (variant.loader_groups if in_place and not variant.boxes else 0)
+    slot = _COSTS.slot_in_place if in_place else _COSTS.slot
+    slots = (stages * slot + _COSTS.slot_use * multiply) / free
+    return multiply, load, (pixel_bytes + weight_bytes) * _COSTS.moved, slots
+
+
+def _load(gather: Gather, variant: GemmVariant, tile: Tile) -> float:
+    """Cycles until a stage is loaded, of as many as are loaded at a time."""
+    size = DTYPE_BYTES[gather.dtype]
+    in_place, chunks = variant.in_place(gather.src.channels_last), 2 * variant.k_steps
+    if variant.boxes:
+        return _COSTS.stage_boxes + _COSTS.box_pixel * tile.halo
+    warps = variant.loader_threads // 32
     if tile.boxes:
-        copies = 0.0
-    elif last:
+        pieces = math.ceil(tile.halo * size / 128) * chunks * variant.parts
+        return _COSTS.stage_turned + _COSTS.turn * math.ceil(pieces / (warps - 1))
+    warps //= variant.loader_groups
+    vectors = tile.halo / (tile.copy_bytes // size)
+    if gather.src.channels_last:
         pieces = CHUNK_BYTES // tile.copy_bytes
         copies = _COSTS.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
     elif variant.innermost:
         copies = _COSTS.copy_blocks * math.ceil(vectors / (4 * warps)) * chunks
     else:
         copies = _COSTS.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
-    turned = 0 if variant.boxes or (size == 2 and in_place) else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
-    latency = _COSTS.stage_in_place if in_place else _COSTS.stage_turned if tile.boxes else _COSTS.stage
-    load = stages * (latency + copies + _COSTS.convert * turned) / variant.loader_groups
-    if variant.boxes:
-        load = stages * (_COSTS.stage_boxes + _COSTS.box_pixel * tile.halo)
-
-    free = variant.stages - (variant.loader_groups if in_place and not variant.boxes else 0)
-    slot = _COSTS.slot_in_place if in_place else _COSTS.slot
-    slots = (stages * slot + _COSTS.slot_use * multiply) / free
-    return multiply, load, (pixel_bytes + weight_bytes) * _COSTS.moved, slots
+    turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
+    latency = _COSTS.stage_in_place if in_place else _COSTS.stage
+    return (latency + copies + _COSTS.convert * turned) / variant.loader_groups
 
 
 def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> float:
@@ -127,9 +136,11 @@ def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -
     if gather.dst.channels_last:
         value = _COSTS.value_pixels
     elif stride & (stride - 1):
-        value = _COSTS.value_rows * _COSTS.odd_stride * size
+        value = _COSTS.value_rows * _COSTS.odd_stride * (2 + size / 2)
     else:
         value = _COSTS.value_rows
     if not gather.dst.channels_last and tile.tiles[3] > 1:
         value *= 1 + _COSTS.edges / (tile.cells[2] * stride * size)
-    return values * value * (_COSTS.partial_lines if product.line_groups > 1 else 1)
+    if product.line_groups > 1:
+        value *= _COSTS.partial_pixels if gather.dst.channels_last else _COSTS.partial_lines
+    return values * value

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from polyphase.algorithms.base import Boxes, extent
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, RAW_SLOTS, ROWS, GemmVariant, Product, Taps
+from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, ROWS, GemmVariant, Product, Taps
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES
 
@@ -69,7 +69,7 @@ class _SharedBytes:
         self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
         in_place = variant.in_place(self.src_channels_last)
         self.in_boxes = variant.boxes
-        self.raw = 0 if in_place else RAW_SLOTS * chunks * CHUNK_BYTES
+        self.raw = 0 if in_place else variant.raw_slots * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
@@ -88,7 +88,7 @@ class _SharedBytes:
 
 def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
     """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
-    barriers = 8 * (2 * (variant.stages + RAW_SLOTS) + CONSUMERS + 1)
+    barriers = 8 * (2 * (variant.stages + variant.raw_slots) + CONSUMERS + 1)
     alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
@@ -218,14 +218,12 @@ def _runs(
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
 
 
-def _whole_images(
-    gather: Gather, capacity: int, batch: int, banks: int, engines: tuple[bool, ...]
-) -> Iterator[Tile]:
+def _whole_images(gather: Gather, capacity: int, batch: int, banks: int, engines: tuple[bool, ...]) -> Iterator[Tile]:
     """The pixels of whole images, one after the other."""
     depth, height, width = gather.src.shape[2:]
     pixels = depth * height * width
     images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch))
-    if images == 0 or not _pixels_join(gather) or max(gather.cells) > _MAX_SIDE[1]:
+    if images == 0 or not _pixels_join(gather):
         return
     last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
     for engine in engines:

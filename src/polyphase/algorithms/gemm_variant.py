@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from polyphase.algorithms.base import TINY, is_tiny
 from polyphase.algorithms.gather import Gather
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
@@ -18,14 +19,13 @@ CONSUMERS = 2  # warp groups that multiply
 # Pixels of an instruction, by loading groups: its sums must fit the registers that a thread has at launch.
 _WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
-TINY = 64  # pixels of an image up to which whole images are tiles
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
-RAW_SLOTS = 4  # for copied stages that are not turned around yet, those of all loading groups
 
-# Loading groups, and the stages they may have, by whether they copy in place. Such copies are waited for by those who
-# multiply: they take more stages (see LOOKAHEAD in the kernel).
-_BOX_LOADERS = ((1, (8, 6, 5, 4, 3, 2)),)
-_LOADERS = {False: ((2, (8, 6, 5, 4, 3, 2)), (1, (8, 6, 5, 4, 3, 2))), True: ((4, (12, 8)), (1, (4, 3)))}
+# Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
+# for by those who multiply: they take more stages (see LOOKAHEAD in the kernel), unless the copy engine brings them.
+_FEWER = 8, 6, 5, 4, 3, 2
+_LOADERS = {False: ((2, 4, _FEWER), (1, 4, _FEWER), (1, 2, _FEWER)), True: ((4, 4, (12, 8)), (1, 4, (4, 3)))}
+_BOX_LOADERS = ((1, 4, _FEWER),)
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class GemmVariant:
     used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come last. With ``row_channels`` rows
     are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are one
     item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
+    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups.
     """
 
     pixels: int
@@ -57,6 +58,7 @@ class GemmVariant:
     row_channels: int = 0
     boxes: bool = False
     whole_images: bool = False
+    raw_slots: int = 4
 
     @property
     def taps_in_rows(self) -> bool:
@@ -202,7 +204,7 @@ def families(
     if few and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
         shapes += [(1, lines, taps.row_blocks(channels, lines), channels, False) for lines in some_lines]
     taps_of_channel = taps.rows(1, len(taps.lines))
-    if math.prod(problem.input_size) <= TINY and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
+    if is_tiny(problem) and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
         row_channels = min(ROWS // taps_of_channel, channels)
         shapes += [(sets, len(taps.lines), sets, row_channels, True) for sets in (1, 2, 4)]
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
@@ -219,14 +221,16 @@ def families(
                 (True, False) if wgmma and half and stays else (False,),
             ):
                 by_engine = boxes and channels_last and wgmma and parts == 1 and _fills(problem, k_steps)
-                for loaders, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last or innermost]:
+                for loaders, raw_slots, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last or innermost]:
                     loaders = loaders if wgmma else 1
                     for pixels, pixel_blocks in _widths(2 * sums // row_blocks, wgmma, loaders):
+                        if whole_images and pixels * pixel_blocks * (CONSUMERS if split == "cells" else 1) < TINY:
+                            continue
                         yield tuple(
                             GemmVariant(
                                 pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
                                 split, resident, innermost, loaders, wgmma, row_channels, by_engine,
-                                whole_images,
+                                whole_images, raw_slots,
                             )
                             for count in stages
                         )  # fmt: skip

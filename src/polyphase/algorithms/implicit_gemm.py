@@ -7,7 +7,16 @@ import struct
 from dataclasses import replace
 from functools import lru_cache
 
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts, dense_strides, typical
+from polyphase.algorithms.base import (
+    TENSOR_MAP_BYTES,
+    Candidate,
+    Launch,
+    Layouts,
+    dense_strides,
+    is_tiny,
+    standard,
+    typical,
+)
 from polyphase.algorithms.gather import MAX_PHASES, Gather
 from polyphase.algorithms.gemm_cost import estimate
 from polyphase.algorithms.gemm_tile import (
@@ -22,9 +31,7 @@ from polyphase.algorithms.gemm_tile import (
 from polyphase.algorithms.gemm_variant import (
     CHUNK_BYTES,
     CONSUMERS,
-    RAW_SLOTS,
     ROWS,
-    TINY,
     GemmVariant,
     Product,
     families,
@@ -37,8 +44,7 @@ _MAX_OPERATIONS = 512
 _MAX_TAPS = 4096
 _OFFERED = 8
 _COMPARED = 64
-_TYPICAL_SIDES = {True: (16, 4, 2), False: (4096, 64, 32)}  # of images in each dimension, by whether they are tiny
-# Batch and sides of others: a single image, and smaller and larger ones.
+# Batch and sides of other images, by whether they are tiny: a single one, and smaller and larger ones.
 _OTHER_SIZES = {
     True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
     False: ((1, (2048, 48, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
@@ -72,7 +78,8 @@ class ImplicitGemm:
     ) -> list[Candidate]:
         gather = Gather.of(problem, pass_, layouts)
         result = []
-        for variant in ranked(_typical(problem), device, gather.src.channels_last, box_strides(gather) is not None):
+        last = gather.src.channels_last
+        for variant in ranked(standard(problem), device, last, last and box_strides(gather) is not None):
             if (tile := best_tile(gather, variant, problem.batch, device)) is not None:
                 seconds, bound = estimate(gather, variant, tile, device, problem.bytes)
                 result.append(Candidate(self.name, variant, seconds, bound))
@@ -138,7 +145,7 @@ class ImplicitGemm:
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
             ("STAGES", variant.stages),
-            ("RAW_STAGES", RAW_SLOTS // variant.loader_groups),
+            ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
             ("WGMMA", variant.wgmma),
         )
 
@@ -200,7 +207,7 @@ def ranked(
     Among the first, half the say has how they do at other sizes: a single image, small images, large ones.
     """
     typical_size = _sized_gather(problem, src_channels_last)
-    others = _OTHER_SIZES[_is_tiny(problem)]
+    others = _OTHER_SIZES[is_tiny(problem)]
     scores: dict[GemmVariant, float] = {}
     for family in families(problem, device, src_channels_last, boxes):
         if Product.of(typical_size, family[0]).operations > _MAX_OPERATIONS:
@@ -221,15 +228,6 @@ def ranked(
             seconds = _seconds(gather, variant, batch, device) or math.inf
             scores[variant] += math.log(seconds) / len(others)
     return sorted(first[:_COMPARED], key=lambda variant: scores[variant]) + first[_COMPARED:]
-
-
-def _is_tiny(problem: ConvTransposeProblem) -> bool:
-    return math.prod(problem.input_size) <= TINY
-
-
-def _typical(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at the size that variants are compared at: one for tiny images, one for all others."""
-    return typical(problem, _TYPICAL_SIDES[_is_tiny(problem)])
 
 
 def _sized_gather(problem: ConvTransposeProblem, src_channels_last: bool) -> Gather:

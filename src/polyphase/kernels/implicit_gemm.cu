@@ -21,13 +21,13 @@
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[CONSUMERS];            // of each warp group to multiply
-  unsigned long long resident;                   // weights have come
+  unsigned long long turn[CONSUMERS];                     // of each warp group to multiply
+  unsigned long long resident;                            // weights have come
   unsigned long long come[LOADER_GROUPS * RAW_STAGES];    // boxes that are to be turned around
   unsigned long long turned[LOADER_GROUPS * RAW_STAGES];  // and their slots, free again
-  int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
-  int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
-  unsigned cells[CELLS];                         // positions, or NOWHERE (Store::position)
+  int operations[OPERATIONS * LINE_GROUPS + 1];           // distance of each operation's pixels, in bytes
+  int counts[ROW_BLOCKS * LINE_GROUPS];                   // operations of each row block
+  unsigned cells[CELLS];                                  // positions, or NOWHERE (Store::position)
 };
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
@@ -61,9 +61,9 @@ struct Cursor {
 };
 
 #if BULK_COPY
-// Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of stages
-// with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights are
-// waited for.
+// Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
+// stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
+// are waited for.
 constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES, PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
 constexpr int TURNERS = LOADER_THREADS / 32 - 1;  // warps that turn boxes around
 

@@ -35,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(2 * ROWS, MIN_BLOCKS)
         weight + (long long)(group * SRC_CHANNELS + first_in) * WEIGHT_STRIDE_IN + weight_offset(0, out, tap);
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in)
-      if (out < DST_CHANNELS && first_in + in < SRC_CHANNELS) values[in] = read(from + (long long)in * WEIGHT_STRIDE_IN);
+      if (out < DST_CHANNELS && first_in + in < SRC_CHANNELS)
+        values[in] = read(from + (long long)in * WEIGHT_STRIDE_IN);
   }
   alignas(16) scalar_t parts[PARTS][CHUNK];
 #pragma unroll

@@ -118,8 +118,8 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
                : "memory");
 }
 
-// The same for a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along the
-// innermost dimension; what lies beside the tensor is zero.
+// The same for a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along
+// the innermost dimension; what lies beside the tensor is zero.
 __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t*, const int (&place)[5],
                                          unsigned bytes, unsigned barrier) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -55,7 +55,8 @@ __device__ __forceinline__ void store_rounded(const Geometry& g, unsigned char* 
   if (PARTS == 2) *(Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes) = low;
 }
 
-// Of the pixels the first `filled` were copied, and the first `wanted` are used. With WHOLE all were copied, and rounded.
+// Of the pixels the first `filled` were copied, and the first `wanted` are used. With WHOLE all were copied, and
+// rounded.
 template <bool WHOLE>
 __device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to, const scalar_t* from, int filled,
                                             int wanted) {
@@ -95,7 +96,8 @@ __device__ __forceinline__ void round_pixels(const Geometry& g, unsigned char* p
 
 // A stage of boxes, a part of it for each of WARPS; what boxes do not fill is zero.
 template <int WARPS>
-__device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned char* copied, unsigned char* to, int warp) {
+__device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned char* copied, unsigned char* to,
+                                           int warp) {
   const scalar_t* box = (const scalar_t*)copied;
   const int whole = g.box_pixels / TURNED * STAGE_CHUNKS;
   int i = warp, before = 0;  // pixels of the boxes before
@@ -103,8 +105,8 @@ __device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned cha
 #pragma unroll 2
     for (i = warp; i < whole; i += WARPS) {
       const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
-      turn_pixels<true>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16, box + chunk * CHUNK * g.raw_pitch + pixel,
-                        0, 0);
+      turn_pixels<true>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16,
+                        box + chunk * CHUNK * g.raw_pitch + pixel, 0, 0);
     }
     if (j + 1 < g.boxes) box += STAGE_CHANNELS * g.box_pixels, before += g.box_pixels;
   }
@@ -134,8 +136,9 @@ struct Loader {
       const int d = g.run ? p.d : item.d + p.d + first_offset(AXIS_D);
       const int h = g.run ? p.h : item.h + p.h + first_offset(AXIS_H);
       const int w = g.run ? p.w : item.w + p.w + first_offset(AXIS_W) - g.skew;
-      const bool inside = position != NOWHERE && p.n < g.images && item.n + p.n < g.batch && (unsigned)d < (unsigned)g.src.size[0] &&
-                          (unsigned)h < (unsigned)g.src.size[1] && (unsigned)w < (unsigned)g.src.size[2];
+      const bool inside = position != NOWHERE && p.n < g.images && item.n + p.n < g.batch &&
+                          (unsigned)d < (unsigned)g.src.size[0] && (unsigned)h < (unsigned)g.src.size[1] &&
+                          (unsigned)w < (unsigned)g.src.size[2];
       offsets[i] = inside ? offset_of(g.src, p.n, d, h, w) : PADDING;
     }
   }

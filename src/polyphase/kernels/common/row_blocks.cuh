@@ -8,10 +8,10 @@
 // An operation is one tap of one row block. `find_operation` numbers those of a thread block.
 //
 // Where output channels are few most of such a block would be empty, and where images are tiny most of the cells are
-// halo. With TAPS_IN_ROWS a row is one tap of one channel instead, for all taps of LINES of those phases: row blocks are
-// one operation each, and what a pixel adds to the outputs that it reaches is added up afterwards (store_overlap.cuh).
-// As few row blocks as hold the taps of ROW_CHANNELS are a set, and a thread block computes CHANNEL_BLOCKS sets. The rows
-// of a set are ordered by line, channel, tap along depth, height and width.
+// halo. With TAPS_IN_ROWS a row is one tap of one channel instead, for all taps of LINES of those phases: row blocks
+// are one operation each, and what a pixel adds to the outputs that it reaches is added up afterwards
+// (store_overlap.cuh). As few row blocks as hold the taps of ROW_CHANNELS are a set, and a thread block computes
+// CHANNEL_BLOCKS sets. The rows of a set are ordered by line, channel, tap along depth, height and width.
 
 constexpr int ROWS = 64;
 

@@ -9,7 +9,7 @@
 constexpr int PARTIAL_ROWS = most_rows();
 constexpr int PARTIAL_PITCH = round_up(CELLS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
 constexpr int PARTIALS = PARTIAL_ROWS * PARTIAL_PITCH;      // of a set
-constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;  // warp groups store for themselves
+constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;            // warp groups store for themselves
 constexpr int STORE_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
@@ -45,11 +45,15 @@ struct Store {
         partials((float*)memory + (ALONE ? threadIdx.x / 128 * PARTIALS : 0)) {}
 
   // Cell `i` of the tile, one behind the other without the halo.
-  static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
+  static __device__ __forceinline__ Pixel find_cell(const Geometry& g, int i) {
     Pixel p;
     p.w = i % g.cells[2], i /= g.cells[2];
     p.h = i % g.cells[1], i /= g.cells[1];
     p.d = i % g.cells[0], p.n = i / g.cells[0];
+    return p;
+  }
+  static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
+    const Pixel p = find_cell(g, i);
     return p.n < g.images ? p.packed() : NOWHERE;
   }
 
@@ -113,7 +117,7 @@ struct Store {
     if (i >= tile()) return false;
     Pixel p;
     if (WHOLE_IMAGES)
-      p.unpack(position(g, i));
+      p = find_cell(g, i);
     else if (g.run)
       p.locate(g, item.first + i);
     else
@@ -162,8 +166,7 @@ struct Store {
 #pragma unroll
           for (int tap = 0; tap < AXIS_W.kernel; ++tap)
             if (reads(AXIS_W, cell.w, tap, g.src.size[2]))
-              value[phase_of(AXIS_W, tap)] +=
-                  pixels[(i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
+              value[phase_of(AXIS_W, tap)] += pixels[(i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
         }
         write(value, to, cell.columns);
         row += ALONG_D * ALONG_H * AXIS_W.kernel * PARTIAL_PITCH;
