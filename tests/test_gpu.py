@@ -29,9 +29,10 @@ from helpers import (
     normal_tensor,
     reference,
     results,
+    tf32,
 )
 from kernel_harness import DTYPES, Gpu, assert_exact, compile_ahead, formats
-from polyphase import runtime
+from polyphase import plan, runtime
 from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.device import DeviceInfo
 from polyphase.jit import compiler, launcher
@@ -165,9 +166,9 @@ BUSY_LAYERS = {
 def busy_cases() -> Iterator[ParameterSet]:
     for name, layer in BUSY_LAYERS.items():
         for formatted in formats(layer):
-            for dtype, tf32 in (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False)):
-                problem = replace(formatted, dtype=dtype, tf32=tf32)
-                label = f"{name}-{'last' if formatted.channels_last else 'first'}-{dtype}{'-tf32' if tf32 else ''}"
+            for dtype, allowed in (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False)):
+                problem = replace(formatted, dtype=dtype, tf32=allowed)
+                label = f"{name}-{'last' if formatted.channels_last else 'first'}-{dtype}{'-tf32' if allowed else ''}"
                 yield pytest.param(Case(problem, Pass.FORWARD, algorithm="implicit_gemm"), id=label)
 
 
@@ -519,7 +520,8 @@ def test_new_sizes_compile_nothing(layer: str, channels_last: bool) -> None:
             operands = operands.map(lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t)
         assert_right(problem, operands, passes(problem, operands))
 
-    call(2, 8, 8)
+    for size in ((2, 8, 8), (2, 8, 9)):  # tiny images, and others
+        call(*size)
     before = compiler.compilations, len(launcher._loaded)
     sizes = [
         (1, 8, 8),
@@ -535,6 +537,25 @@ def test_new_sizes_compile_nothing(layer: str, channels_last: bool) -> None:
     for size in [*sizes, (300, 2, 2), (0, 9, 9)]:
         call(*size)
     assert (compiler.compilations, len(launcher._loaded)) == before
+
+
+@pytest.mark.parametrize("bits", [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], ids=hex)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_boxes_carry_inf_and_nan(channels_last: bool, bits: int) -> None:
+    """The copy engine rounds to TF32: neither does an Inf become a NaN, nor a NaN anything else."""
+    problem = make((2, 32, 12, 16), 32, 3, 1, 1, channels_last=channels_last, tf32=True)
+    chosen = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).launch
+    if chosen is None or chosen.boxes is None:
+        pytest.skip("the planner takes no boxes here")
+    operands = make_operands(problem, torch.float32, DEVICE)
+    if channels_last:
+        operands = operands.map(lambda tensor: tensor.contiguous(memory_format=torch.channels_last))
+    operands.input.view(torch.int32)[0, 3, 5, 7] = bits
+    with tf32(True):
+        found = passes(problem, operands)[0].cpu()
+    wanted = reference(problem, operands).output.float()
+    assert not bool(wanted.isfinite().all())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_warm_calls_take_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -366,19 +366,186 @@ def test_products_of_runs(size: tuple[int, int], copied: int, more_rows: int, in
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(0))
 
 
+# Boxes of pixels that the copy engine brings: a layer, settings of the variant, and what its tiles are to be.
+BOXED = {
+    "one box": (
+        make((2, 20, 6, 16), 70, 3, 1, 1, bias=True, tf32=True),
+        {"k_steps": 1},
+        {"boxes": 1, "run": False, "several": True},
+    ),
+    "in two parts": (make((1, 20, 5, 8), 16, 3, 1, 1), {"parts": 2, "k_steps": 2}, {"boxes": 1}),
+    "a row in two boxes": (
+        make((2, 20, 2, 520), 16, (1, 3), 1, (0, 1), tf32=True),
+        {"k_steps": 1},
+        {"boxes": 2, "run": False},
+    ),
+    "a row in boxes, 1-D": (make((2, 24, 600), 16, 4, dtype="bfloat16"), {"k_steps": 2}, {"boxes": 2, "run": False}),
+    "a run": (make((3, 24, 5, 24), 40, 2, 2, dtype="bfloat16"), {"k_steps": 1}, {"boxes": 1, "run": True}),
+    "a run in two boxes": (make((2, 20, 16, 36), 40, 2, 2, tf32=True), {"k_steps": 1}, {"boxes": 2, "run": True}),
+    "whole images": (
+        make((11, 20, 3, 8), 9, 4, 2, 1, bias=True, dtype="bfloat16"),
+        {"whole_images": True, "k_steps": 2},
+        {"boxes": 1, "run": True, "several": True},
+    ),
+    "whole images in two parts": (
+        make((9, 12, 4, 4), 70, 4, 2, 1),
+        {"whole_images": True, "parts": 2},
+        {"boxes": 1, "run": True, "several": True},
+    ),
+    "zeros behind": (
+        make((5, 20, 9, 8), 40, 4, 2, 1, tf32=True),
+        {"k_steps": 4},
+        {"boxes": 1, "zeros": True, "several": True},
+    ),
+    "groups": (
+        make((2, 64, 9, 16), 24, 3, 1, 1, groups=2, dtype="bfloat16", bias=True),
+        {"k_steps": 2},
+        {"boxes": 1, "several": True},
+    ),
+    "3-D": (make((2, 18, 3, 4, 8), 16, (3, 2, 4), (1, 1, 2), (1, 0, 1), dtype="float16"), {"k_steps": 1}, {"boxes": 1}),
+    "last, swizzled by 32": (
+        make((2, 40, 9, 9), 24, 3, 1, 1, dtype="bfloat16", channels_last=True),
+        {"k_steps": 1, "whole_images": False},
+        {"boxes": 1, "run": False, "zeros": True},
+    ),
+    "last, swizzled by 64": (
+        make((3, 20, 7, 10), 24, 4, 2, 1, tf32=True, channels_last=True, bias=True),
+        {"k_steps": 2},
+        {"boxes": 1, "run": False},
+    ),
+    "last, swizzled by 128": (
+        make((3, 72, 9, 8), 24, 3, 1, 1, dtype="bfloat16", channels_last=True),
+        {"k_steps": 4},
+        {"boxes": 1, "run": False},
+    ),
+    "last, a run in two boxes": (
+        make((7, 40, 7, 11), 24, 2, 2, tf32=True, channels_last=True),
+        {"k_steps": 4},
+        {"boxes": 2, "run": True},
+    ),
+    "last, whole images": (
+        make((23, 24, 3, 5), 9, 4, 2, 1, dtype="bfloat16", channels_last=True),
+        {"whole_images": True, "k_steps": 2},
+        {"boxes": 1, "run": True, "several": True},
+    ),
+    "last, groups": (
+        make((2, 64, 5, 15), 24, 3, 1, 1, groups=2, dtype="bfloat16", channels_last=True),
+        {"k_steps": 2, "whole_images": False},
+        {"boxes": 1},
+    ),
+}
+
+
+def tile_of(case: GemmCase) -> dict[str, int]:
+    """What `BOXED` says of tiles: boxes of a stage, whether they are runs, of several images, fewer than the halo."""
+    numbers = case.numbers(H200)
+    halo, boxes, box_pixels, run = numbers[14], *numbers[20:]
+    return {"boxes": boxes, "run": run > 0, "several": numbers[1] > 1, "zeros": halo > boxes * box_pixels}
+
+
+def boxed(
+    problem: ConvTransposeProblem, settings: dict[str, object], wanted: dict[str, int]
+) -> tuple[GemmCase, Candidate, Launch]:
+    """The first variant with such settings that has such tiles, the problem in its own format; its launch."""
+    dense = Layouts.dense(problem)
+    cases = (case for case in gemm_variants(problem) if settings.items() <= vars(case.variant).items())
+    case = next(case for case in cases if case.layouts == dense and wanted.items() <= tile_of(case).items())
+    return case, *case.offers(H200)[0]
+
+
+@pytest.mark.parametrize("name", BOXED)
+def test_products_of_boxes(name: str) -> None:
+    case, candidate, launch = boxed(*BOXED[name])
+    assert launch.boxes is not None
+    last = case.problem.channels_last
+    assert case.variant.boxes is last
+    assert launch.boxes.swizzle == (32 * case.variant.k_steps if last else 16)
+    assert launch.boxes.tf32 is (case.variant.parts == 1)
+    for order in ("reversed", 5):
+        assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("split", ["turns", "rows", "cells"])
+def test_boxes_do_not_race(split: str, channels_last: bool) -> None:
+    """More tiles and stages than there are slots, and warps that run ahead of others or lag behind."""
+    size, channels = (72 if channels_last else 12, 40, 5, 8), 128 if split == "rows" else 16
+    problem = make(size, channels, 3, 1, 1, channels_last=channels_last, tf32=True)
+    case, candidate, launch = boxed(problem, {"split": split, "k_steps": 1, "whole_images": False}, {"boxes": 1})
+    assert case.numbers(H200)[9] > 2 * 2
+    for seed in range(4):
+        assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))
+
+
+def offers_boxes(problem: ConvTransposeProblem, **layout: bool) -> set[int]:
+    """The depths of stages, in instructions, of which the copy engine brings the pixels."""
+    layouts = replace(Layouts.dense(problem), **layout)
+    found = set()
+    for case in gemm_variants(problem):
+        if (case.layouts.input, case.layouts.aligned) == (layouts.input, layouts.aligned):
+            launch = ImplicitGemm().launch(problem, Pass.FORWARD, H200, case.layouts, case.variant)
+            assert (launch.boxes is not None) is (case.numbers(H200)[20] > 0)
+            found |= {case.variant.k_steps} if launch.boxes else set()
+    return found
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_boxes_only_where_the_copy_engine_can(channels_last: bool) -> None:
+    """Not of unaligned tensors, rows or pixels that are no multiple of 16 bytes, nor beyond a group's channels."""
+    problem = make((2, 64, 9, 16), 24, 3, 1, 1, dtype="bfloat16", channels_last=channels_last)
+    assert offers_boxes(problem) == {1, 2, 4}
+    assert offers_boxes(problem, aligned=False) == set()
+    assert offers_boxes(replace(problem, in_channels=60, input_size=(9, 12))) == set()
+    assert offers_boxes(replace(problem, groups=2)) == {1, 2}
+    assert offers_boxes(replace(problem, groups=8, in_channels=80)) == set()
+
+
+STRANGE = {
+    "a column with gaps": (make((2, 16, 80, 1), 16, 2, 2, tf32=True), (5120, 320, 0, 4, 4)),
+    "a short column with gaps": (make((5, 16, 16, 1), 16, 4, 2, 1, tf32=True), (1024, 64, 0, 4, 4)),
+    "one pixel": (make((1, 32, 1, 1), 16, 4, tf32=True), (32, 1, 0, 7, 5)),
+    "gaps between rows": (make((2, 16, 9, 8), 16, 2, 2, tf32=True), (4096, 256, 0, 12, 1)),
+    "gaps between images": (make((3, 16, 9, 8), 16, 2, 2, tf32=True), (1600, 1, 0, 160, 20)),
+    "images in another order": (make((3, 16, 9, 8), 16, 3, 1, 1, tf32=True), (72, 216, 0, 8, 1)),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_boxes_of_strange_tensors(name: str) -> None:
+    """The first variant with boxes, where there is one."""
+    problem, strides = STRANGE[name]
+    layouts = replace(Layouts.dense(problem), input=strides)
+    found = ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)
+    offers = [GemmCase(problem, layouts, candidate.variant).offers(H200)[0] for candidate in found]
+    candidate, launch = next((offer for offer in offers if offer[1].boxes), offers[0])
+    assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(1))
+
+
+def test_boxes_begin_at_multiples_of_16_bytes() -> None:
+    """The emulator does not let the copy engine begin elsewhere, which it cannot."""
+    case, candidate, launch = boxed(*BOXED["one box"])
+    skew = TENSOR_MAP_BYTES + 2 * 56 + 17 * 4
+    assert struct.unpack_from("<i", launch.geometry, skew)[0] == case.numbers(H200)[17]
+    moved = struct.pack("<i", case.numbers(H200)[17] + 1)
+    launch = replace(launch, geometry=launch.geometry[:skew] + moved + launch.geometry[skew + 4 :])
+    with pytest.raises(emulator.EmulationError, match="__trap"):
+        assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
+
+
 def tf32(values: torch.Tensor) -> torch.Tensor:
     """Rounded to the 11 significant bits of TF32, ties away from zero."""
     bits = values.float().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).double()
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_products_of_float32(parts: int, channels_last: bool) -> None:
+def test_products_of_float32(parts: int, channels_last: bool, width: int) -> None:
     """One part is TF32 rounded to nearest, two are as good as float32; with neither does an Inf become a NaN."""
-    problem = make((1, 20, 4, 5), 16, 4, 2, 1, tf32=parts == 1, channels_last=channels_last)
+    problem = make((1, 20, 4, width), 16, 4, 2, 1, tf32=parts == 1, channels_last=channels_last)
     case = gemm_case(problem, parts=parts)
     ((_, launch),) = case.offers(H200)
+    assert (launch.boxes is not None) is (parts == 1 if channels_last else width == 8)
     torch.manual_seed(3)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
     out = run(problem, Pass.FORWARD, launch, case.layouts, (x, w)).double()

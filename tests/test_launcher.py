@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cuda.bindings import driver
 
+from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch
 from polyphase.device import DeviceInfo
-from polyphase.jit import launcher
+from polyphase.errors import PolyphaseError
+from polyphase.jit import launcher, tensor_map
 from polyphase.plan import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -84,6 +90,7 @@ def test_only_a_kernel_that_waits_by_itself_may_start_early(
     launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(arch)).launch
     assert launch is not None
     assert launch.prologue is not None
+    launch = replace(launch, boxes=None)  # which the real driver encodes
     driver = FakeDriver(version)
     use(monkeypatch, driver)
     executable = launcher.Executable(launch, arch, 0, 4)
@@ -128,3 +135,100 @@ def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.Monk
     assert not failures
     launcher.Executable(launch, "sm_90a", 0, 3)(0, 1, 2, 3)  # and so does who comes later
     assert next(driver.handles) == 2, "the kernel was loaded more than once"
+
+
+# Tensor maps
+
+
+def launch_of_boxes() -> Launch:
+    problem = ConvTransposeProblem.make((8, 64, 32, 32), 64, 3, dtype="float16", channels_last=True)
+    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
+    assert launch is not None
+    assert launch.boxes is not None
+    return launch
+
+
+def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The map is that of the first pointer, of which a launch remembers some, whichever thread calls."""
+    launch = launch_of_boxes()
+    encoded: list[int] = []
+
+    def encode(boxes: Boxes, address: int) -> bytes:
+        assert boxes == launch.boxes
+        encoded.append(address)
+        return bytes([address]) * TENSOR_MAP_BYTES
+
+    use(monkeypatch, FakeDriver())
+    monkeypatch.setattr(tensor_map, "encode", encode)
+    monkeypatch.setattr(launcher, "_MOST_MAPS", 2)
+    executable = launcher.Executable(launch, "sm_90a", 0, 4)
+
+    def call(*pointers: int) -> None:
+        executable(0, *pointers)
+        geometry = executable._local.keep[0].raw
+        assert geometry[:TENSOR_MAP_BYTES] == bytes([pointers[0]]) * TENSOR_MAP_BYTES
+        assert geometry[TENSOR_MAP_BYTES:] == launch.geometry[TENSOR_MAP_BYTES:]
+
+    for pointers, known in (
+        ((1, 2, 3, 4), [1]),
+        ((1, 7, 8, 9), [1]),
+        ((5, 2, 3, 4), [1, 5]),
+        ((1, 2, 3, 4), [1, 5]),
+        ((6, 2, 3, 4), [1, 5, 6]),
+        ((1, 2, 3, 4), [1, 5, 6, 1]),
+    ):
+        call(*pointers)
+        assert encoded == known
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call, 6, 2, 3, 4).result()
+    call(1, 2, 3, 4)
+    assert encoded == [1, 5, 6, 1]
+
+
+def test_no_map_without_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeDriver())
+    monkeypatch.setattr(tensor_map, "encode", lambda boxes, address: pytest.fail("a map that nobody reads"))
+    launcher.Executable(replace(launch_of_boxes(), boxes=None), "sm_90a", 0, 4)(0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "dtype", "swizzle"),
+    [
+        (Boxes("float32", (96, 9, 8, 1, 2), (384, 3456, 16, 27648), (16, 5, 4, 1, 2), 64, True), "TFLOAT32", "64B"),
+        (Boxes("float32", (96, 9, 8, 1, 2), (384, 3456, 16, 27648), (8, 5, 4, 1, 2), 32, False), "FLOAT32", "32B"),
+        (Boxes("bfloat16", (64, 9, 8, 1, 2), (128, 1152, 16, 9216), (64, 5, 4, 1, 2), 128, True), "BFLOAT16", "128B"),
+        (Boxes("float16", (16, 9, 1, 2, 40), (32, 16, 11520, 288), (16, 5, 1, 2, 16), 16, True), "FLOAT16", "NONE"),
+    ],
+    ids=str,
+)
+def test_maps_say_what_boxes_are(monkeypatch: pytest.MonkeyPatch, boxes: Boxes, dtype: str, swizzle: str) -> None:
+    found = ctypes.create_string_buffer(bytes(range(TENSOR_MAP_BYTES)), TENSOR_MAP_BYTES)
+    given: list[Any] = []
+
+    def encode(*arguments: Any) -> tuple[int, Any]:
+        given.extend(arguments)
+        return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(found))
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    assert tensor_map.encode(boxes, 1 << 40) == found.raw
+    element, rank, address, sizes, strides, box, steps, interleave, swizzled, _, fill = given
+    assert element.name == f"CU_TENSOR_MAP_DATA_TYPE_{dtype}"
+    assert (rank, address) == (5, 1 << 40)
+    assert tuple(map(int, sizes)) == boxes.sizes
+    assert tuple(map(int, strides)) == boxes.strides
+    assert tuple(map(int, box)) == boxes.box
+    assert [int(step) for step in steps] == [1] * 5
+    assert swizzled.name == f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"
+    assert interleave.name.endswith("INTERLEAVE_NONE")
+    assert fill.name.endswith("OOB_FILL_NONE")  # zeros
+
+
+def test_a_map_that_the_driver_refuses_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = launch_of_boxes()
+    use(monkeypatch, FakeDriver())
+    refusal = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *arguments: (refusal, None))
+    executable = launcher.Executable(launch, "sm_90a", 0, 4)
+    for _ in range(2):  # a map that was not made is not taken for one that was
+        with pytest.raises(PolyphaseError, match=r"the driver makes no tensor map of Boxes\(.*INVALID_VALUE"):
+            executable(0, 1 << 40, 2, 3, 4)

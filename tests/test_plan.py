@@ -17,7 +17,9 @@ from helpers import random_problem
 from kernel_harness import formats
 from polyphase import UnsupportedError, plan
 from polyphase.algorithms import ALGORITHMS
-from polyphase.algorithms.base import Launch, Layouts, is_tiny
+from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny
+from polyphase.algorithms.gather import Gather
+from polyphase.algorithms.gemm_tile import box_strides
 from polyphase.bench.layers import NamedLayer, every_layer
 from polyphase.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.jit.source import KernelSource
@@ -206,6 +208,77 @@ def test_layouts_are_part_of_a_plan() -> None:
         assert other is not None
         assert other.source == plain.source
         assert other.geometry != plain.geometry
+
+
+# Boxes of pixels that the copy engine brings
+
+
+def strides_of_boxes(problem: ConvTransposeProblem, strides: Strides, aligned: bool = True) -> tuple[int, ...] | None:
+    layouts = replace(Layouts.dense(problem), input=strides, aligned=aligned)
+    return box_strides(Gather.of(problem, Pass.FORWARD, layouts))
+
+
+@pytest.mark.parametrize(
+    ("strides", "found"),
+    [
+        ((2048, 256, 0, 16, 1), (64, 16, 8192, 1024)),
+        ((2**38 - 4, 256, 0, 16, 1), (64, 16, 2**40 - 16, 1024)),
+        ((2**38, 256, 0, 16, 1), None),
+        ((0, 256, 0, 16, 1), None),
+        ((2048, 0, 0, 16, 1), None),
+        ((2048, 256, 0, 0, 1), None),
+        ((4096, 512, 0, 32, 2), None),
+        ((2048, 256, 0, 1, 16), None),
+        ((2048, 256, 0, 18, 1), None),
+        ((2050, 256, 0, 16, 1), None),
+        ((2048, 1, 0, 128, 8), (32, 512, 16, 8192)),
+        ((0, 1, 0, 128, 8), None),
+        ((2048, 1, 0, 128, 0), None),
+        ((4096, 2, 0, 256, 16), None),
+        ((2304, 1, 0, 144, 9), None),
+    ],
+    ids=str,
+)
+def test_strides_that_the_copy_engine_can_take(strides: Strides, found: tuple[int, ...] | None) -> None:
+    """Of float32 images of 16×16 pixels and 8 channels."""
+    problem = make((2, 8, 16, 16), 8, 3)
+    assert strides_of_boxes(problem, strides) == found
+    assert strides_of_boxes(problem, strides, aligned=False) is None
+    if found is not None:  # the stride of a single image is nothing
+        assert strides_of_boxes(replace(problem, batch=1), (3, *strides[1:])) is not None
+
+
+def assert_driver_takes(boxes: Boxes) -> None:
+    """The rules of ``cuTensorMapEncodeTiled``."""
+    size = DTYPE_BYTES[boxes.dtype]
+    assert len(boxes.sizes) == len(boxes.box) == len(boxes.strides) + 1 == 5
+    assert all(0 < each <= 2**32 for each in boxes.sizes)
+    assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in boxes.strides)
+    assert all(1 <= side <= 256 for side in boxes.box)
+    assert boxes.box[0] * size % 16 == 0
+    assert boxes.swizzle in (16, 32, 64, 128)
+    assert boxes.swizzle == 16 or boxes.box[0] * size <= boxes.swizzle
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
+    met = set()
+    for layer in LAYERS:
+        for formatted in formats(layer.problem):
+            problem = replace(formatted, dtype=dtype, tf32=True)
+            for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
+                if launch.boxes is None:
+                    continue
+                assert candidate.algorithm == "implicit_gemm"
+                assert_driver_takes(launch.boxes)
+                count, pixels = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 20 * 4)
+                assert count >= 1
+                stage = math.prod(launch.boxes.box) * DTYPE_BYTES[dtype]
+                assert stage == pixels * 32 * candidate.variant.k_steps
+                slots = candidate.variant.stages if problem.channels_last else candidate.variant.raw_slots
+                assert slots * count * stage <= launch.shared_bytes
+                met.add((problem.channels_last, launch.boxes.swizzle))
+    assert {last for last, _ in met} == {False, True}
 
 
 def test_plans_are_cached() -> None:

@@ -135,6 +135,19 @@ def test_a_warp_wide_matrix_product_on_the_host():
     assert torch.equal(out, left @ right.T)
 
 
+def test_scratch_memory_lives_as_long_as_its_block():
+    body = """
+    int* const mine = (int*)emulator::scratch(20);
+    for (int i = 0; i < 5; ++i) mine[i] = 100 * threadIdx.x + i;
+    __syncthreads();
+    int sum = (std::size_t)mine % 16;
+    for (int i = 0; i < 5; ++i) sum += mine[i];
+    out[blockIdx.x * 64 + threadIdx.x] = sum;"""
+    out = torch.zeros(2, 64, dtype=torch.int32)
+    kernel(body, "int* out").launch_in_every_order(2, 64, 0, [out])
+    assert out.tolist() == [[500 * thread + 10 for thread in range(64)]] * 2
+
+
 RING = """
     // Half of the threads fill slots of a ring, the others empty them; each slot has two mbarriers.
     __shared__ float slots[2][32];

@@ -202,11 +202,12 @@ def _runs(
         return
     last, pitch = gather.src.channels_last, (pixels, height * width, width)
     for engine in engines:
-        joined = not engine or (last and (batch == 1 or gather.src.strides[0] == pixels * gather.src.strides[4]))
         size = max(_copy_sizes(gather, pixels))
-        if joined:
+        if engine and not _are_one_row(gather, batch):
+            continue
+        if last or not engine:
             run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
-        elif pixels and not last:
+        elif pixels:
             parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
             run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
         else:
@@ -227,7 +228,7 @@ def _whole_images(gather: Gather, capacity: int, batch: int, banks: int, engines
         return
     last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
     for engine in engines:
-        if engine and last and batch > 1 and gather.src.strides[0] != pixels * gather.src.strides[4]:
+        if engine and not _are_one_row(gather, batch):
             continue
         if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
             continue
@@ -237,6 +238,14 @@ def _whole_images(gather: Gather, capacity: int, batch: int, banks: int, engines
             allocated = math.ceil(allocated / 32) * 32
         size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
+
+
+def _are_one_row(gather: Gather, batch: int) -> bool:
+    """Whether boxes can take pixels that join as one row: those of an image, or with channels last of the tensor."""
+    pixels, (image, *_, pixel) = math.prod(gather.src.shape[2:]), gather.src.strides
+    if gather.src.channels_last:
+        return batch == 1 or image == pixels * pixel
+    return pixel == 1 or pixels == 1
 
 
 def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
@@ -285,7 +294,7 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
     box = [columns, slab // row, image // slab, tile.images]
     if tile.run:  # pixels are one row: of an image, or of the tensor
         box = [columns, 1, 1, 1] if last or not variant.whole_images else [image, 1, 1, tile.images]
-        pixel = gather.src.strides[4] * size
+        pixel = CHUNK_BYTES if math.prod(sizes) == 1 else gather.src.strides[4] * size
         if last:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
         else:

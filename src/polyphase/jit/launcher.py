@@ -17,6 +17,7 @@ from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel
 from polyphase.jit.source import KernelSource
 
 _DEFAULT_SHARED_BYTES = 48 << 10
+_MOST_MAPS = 256  # that a launch keeps, one for each address of its first tensor
 
 
 class Executable:
@@ -36,6 +37,7 @@ class Executable:
         self._empty = 0 in launch.grid
         self._geometry = launch.geometry
         self._boxes = launch.boxes
+        self._maps: dict[int, bytes] = {}
         self._pointers = pointers
         self._pack = struct.Struct(f"{pointers}Q").pack_into
         self._local = threading.local()
@@ -86,8 +88,13 @@ class Executable:
         from polyphase.jit.tensor_map import encode
 
         assert self._boxes is not None
+        encoded = self._maps.get(address)
+        if encoded is None:
+            if len(self._maps) >= _MOST_MAPS:
+                self._maps.clear()
+            encoded = self._maps[address] = encode(self._boxes, address)
         geometry, _ = self._local.keep
-        ctypes.memmove(geometry, encode(self._boxes, address), TENSOR_MAP_BYTES)
+        ctypes.memmove(geometry, encoded, TENSOR_MAP_BYTES)
         self._local.mapped = address
 
     def _overlapping(self) -> Any:

@@ -236,16 +236,17 @@ struct Loader {
 
   // A copied stage as the tensor cores take it.
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
-    if (IN_PLACE && sizeof(scalar_t) == 2) return;
+    if constexpr (!IN_PLACE || sizeof(scalar_t) == 4) {
 #pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
-    for (int i = thread / 32; i < ceil_div(g.halo, TURNED) * STAGE_CHUNKS; i += LOADERS / 32) {
-      const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
-      unsigned char* const target = to + chunk * g.chunk_bytes + pixel * 16;
-      if constexpr (IN_PLACE)
-        round_pixels(g, target);
-      else
-        turn_pixels<false>(g, target, (const scalar_t*)copied + chunk * CHUNK * g.raw_pitch + pixel, g.halo - pixel,
-                           g.halo - pixel);
+      for (int i = thread / 32; i < ceil_div(g.halo, TURNED) * STAGE_CHUNKS; i += LOADERS / 32) {
+        const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
+        unsigned char* const target = to + chunk * g.chunk_bytes + pixel * 16;
+        const scalar_t* const row = (const scalar_t*)copied + chunk * CHUNK * g.raw_pitch + pixel;
+        if constexpr (IN_PLACE)
+          round_pixels(g, target);
+        else
+          turn_pixels<false>(g, target, row, g.halo - pixel, g.halo - pixel);
+      }
     }
   }
 };
