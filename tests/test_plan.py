@@ -122,6 +122,16 @@ def assert_one_source(problem: ConvTransposeProblem) -> None:
             assert len(found) <= 2
 
 
+def test_tiny_images_far_apart_share_no_tile() -> None:
+    """A view of large images: the offsets of a tile's images have 32 bits."""
+    problem = make((64, 256, 1, 1), 128, 4, 2, 1, dtype="float16")
+    layouts = replace(Layouts.dense(problem), input=(256 * 520 * 524, 520 * 524, 0, 524, 1))
+    for candidate, launch in plan.launches(problem, Pass.FORWARD, H200, layouts):
+        if candidate.algorithm == "implicit_gemm" and not launch.source.wide_offsets:
+            images = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56)[1]
+            assert images * layouts.input[0] < 2**31
+
+
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_kernels_do_not_depend_on_sizes(layer: NamedLayer) -> None:
     for formatted in formats(layer.problem):

@@ -4194,9 +4194,7 @@ def _tiles(
     ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
     copy engine brings them.
     """
-    # Several images only where offsets within the tile have 32 bits.
-    sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
-    images = min((2**31 - one) // max(1, stride) for stride, one in sides)
+    images = _addressable(gather)
     offered = [*_runs(gather, capacity, batch, banks, images, engines)]
     if not offered:
         offered = [
@@ -4207,6 +4205,12 @@ def _tiles(
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
     return found
+
+
+def _addressable(gather: "Gather") -> int:
+    """Images of a tile, of which several are taken only where offsets within it have 32 bits."""
+    sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
+    return min((2**31 - one) // max(1, stride) for stride, one in sides)
 
 
 def _work(tile: "Tile", capacity: int) -> float:
@@ -4250,8 +4254,8 @@ def _whole_images(gather: "Gather", capacity: int, batch: int, banks: int, engin
     """The pixels of whole images, one after the other."""
     depth, height, width = gather.src.shape[2:]
     pixels = depth * height * width
-    images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch))
-    if images == 0 or not _pixels_join(gather):
+    images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), _addressable(gather))
+    if images < 1 or not _pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
         return
     last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
     for engine in engines:
