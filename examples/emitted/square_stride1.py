@@ -608,6 +608,8 @@ FILES["common/async.cuh"] = r"""
 #else
 #define BULK_COPY 0
 #endif
+// It brings boxes where Hopper's matrix instruction is used.
+#define BOX_COPY (BULK_COPY && WGMMA_INSTRUCTION)
 
 // A tensor of five dimensions, innermost first, and the box of it that the copy engine brings at once (Boxes in
 // algorithms/base.py); encoded by the driver.
@@ -1032,7 +1034,7 @@ FILES["common/pixel_loader.cuh"] = r"""
 // From the source tensor to the operands of tensor cores: a stage of an item's pixels, loaded by one group of threads,
 // or by the copy engine where the tensor's strides allow it to take boxes.
 
-#if BULK_COPY
+#if BOX_COPY
 // Boxes of an item's pixels: with BOXES as the cores take them, else channel by channel as they lie in memory.
 struct BoxLoader {
   const Geometry& g;
@@ -1649,7 +1651,7 @@ struct Cursor {
   }
 };
 
-#if BULK_COPY
+#if BOX_COPY
 // Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
 // stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
 // are waited for.
@@ -1773,7 +1775,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   publish_shared();
   __syncthreads();
 
-#if BULK_COPY
+#if BOX_COPY
   if (g.boxes && warp_group >= CONSUMERS) {
     registers_release();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);

@@ -60,7 +60,7 @@ struct Cursor {
   }
 };
 
-#if BULK_COPY
+#if BOX_COPY
 // Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
 // stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
 // are waited for.
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   publish_shared();
   __syncthreads();
 
-#if BULK_COPY
+#if BOX_COPY
   if (g.boxes && warp_group >= CONSUMERS) {
     registers_release();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);

@@ -6,6 +6,8 @@
 #else
 #define BULK_COPY 0
 #endif
+// It brings boxes where Hopper's matrix instruction is used.
+#define BOX_COPY (BULK_COPY && WGMMA_INSTRUCTION)
 
 // A tensor of five dimensions, innermost first, and the box of it that the copy engine brings at once (Boxes in
 // algorithms/base.py); encoded by the driver.

@@ -1,7 +1,7 @@
 // From the source tensor to the operands of tensor cores: a stage of an item's pixels, loaded by one group of threads,
 // or by the copy engine where the tensor's strides allow it to take boxes.
 
-#if BULK_COPY
+#if BOX_COPY
 // Boxes of an item's pixels: with BOXES as the cores take them, else channel by channel as they lie in memory.
 struct BoxLoader {
   const Geometry& g;
