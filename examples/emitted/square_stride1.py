@@ -940,6 +940,8 @@ static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), 
 static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
               "not on the cores");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
+constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not turned around yet
+constexpr int TURNERS = LOADER_THREADS / 32 - 1;       // warps that turn boxes around
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
@@ -1598,12 +1600,13 @@ FILES["implicit_gemm.cu"] = r"""
 // stored.
 //
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
-// memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. The others
-// multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or a tile of its own
-// (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take every gridDim.x-th item: the next tile
-// is being loaded while the last one is stored. RESIDENT weights stay, too: then the items of a block are of the same
-// row groups, and stages are pixels alone. The kernel may start while its weights are still being packed, and waits for
-// them when the first pixels are on their way.
+// memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. Where the
+// copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone; with BOXES
+// they are operands as they come. The others multiply: each its part of the tile's cells; or all cells and its own row
+// group (SPLIT_ROWS); or a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and
+// take every gridDim.x-th item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too:
+// then the items of a block are of the same row groups, and stages are pixels alone. The kernel may start while its
+// weights are still being packed, and waits for them when the first pixels are on their way.
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
@@ -1612,13 +1615,13 @@ FILES["implicit_gemm.cu"] = r"""
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[CONSUMERS];                     // of each warp group to multiply
-  unsigned long long resident;                            // weights have come
-  unsigned long long come[LOADER_GROUPS * RAW_STAGES];    // boxes that are to be turned around
-  unsigned long long turned[LOADER_GROUPS * RAW_STAGES];  // and their slots, free again
-  int operations[OPERATIONS * LINE_GROUPS + 1];           // distance of each operation's pixels, in bytes
-  int counts[ROW_BLOCKS * LINE_GROUPS];                   // operations of each row block
-  unsigned cells[CELLS];                                  // positions, or NOWHERE (Store::position)
+  unsigned long long turn[CONSUMERS];            // of each warp group to multiply
+  unsigned long long resident;                   // weights have come
+  unsigned long long come[RAW_SLOTS];            // boxes that are to be turned around
+  unsigned long long turned[RAW_SLOTS];          // and their slots, free again
+  int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
+  int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
+  unsigned cells[CELLS];                         // positions, or NOWHERE (Store::position)
 };
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
@@ -1655,8 +1658,7 @@ struct Cursor {
 // Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
 // stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
 // are waited for.
-constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES, PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
-constexpr int TURNERS = LOADER_THREADS / 32 - 1;  // warps that turn boxes around
+constexpr int PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
 
 __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* src, const unsigned char* packed,
                                            unsigned char* stages, int stage_bytes, unsigned char* pixels,
@@ -1724,21 +1726,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int raw_stage = STAGE_CHANNELS * g.raw_pitch * max(g.boxes, 1) * (int)sizeof(scalar_t);
   unsigned char* const resident = shared_memory + STAGES * stage_bytes;
   unsigned char* raw = resident + RESIDENT_WEIGHTS;
-  unsigned char* const store_memory = raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage);
+  unsigned char* const store_memory = raw + (IN_PLACE ? 0 : RAW_SLOTS * raw_stage);
   unsigned* const halo = (unsigned*)(store_memory + STORE_BYTES);
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : LOADER_THREADS / 32);
+      barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : TURNERS + 1);
       barrier_init(empty + 8 * i, SHARERS * RELEASES);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
     barrier_init(shared_address(&shared.resident), 1);
-    for (int i = 0; i < LOADER_GROUPS * RAW_STAGES; ++i) {
+    for (int i = 0; i < RAW_SLOTS; ++i) {
       barrier_init(shared_address(shared.come + i), 1);
-      barrier_init(shared_address(shared.turned + i), LOADER_THREADS / 32 - 1);
+      barrier_init(shared_address(shared.turned + i), TURNERS);
     }
     barriers_publish();
   }
@@ -1762,17 +1764,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
-  // What no box fills.
-  if (BOXES)
+  if (BOXES) {  // what none fills
     for (int i = g.boxes * g.box_pixels * PIXEL_PITCH + thread * 16; i < g.halo * PIXEL_PITCH; i += THREADS * 16)
       for (int stage = 0; stage < STAGES; ++stage)
         *(Vector<unsigned, 4>*)(shared_memory + stage * stage_bytes + WEIGHT_SLOT + i) = Vector<unsigned, 4>{};
+    publish_shared();
+  }
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
         *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
 #endif
-  publish_shared();
   __syncthreads();
 
 #if BOX_COPY
@@ -3432,6 +3434,11 @@ class Boxes:
     swizzle: int
     tf32: bool
 
+    @property
+    def element(self) -> str:
+        """What boxes are made of: ``"tf32"``, or the dtype."""
+        return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -4041,6 +4048,11 @@ class Product:
         """Packed weights of a row group."""
         return self.steps * self.step_bytes(variant)
 
+
+def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
+    """Whether the last stage of a group's ``channels`` does not reach into the next group."""
+    return groups == 1 or channels % (k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[dtype]) == 0
+
 # =====================================================================================================================
 # polyphase/algorithms/gemm_tile.py
 # =====================================================================================================================
@@ -4245,11 +4257,9 @@ def _runs(
             run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
         else:
             continue
-        count, box = _pieces_of_row(run, gather) if engine else (0, 0)
-        allocated = _allocated(max(capacity, count * box), capacity, banks)
-        if engine:
-            allocated = math.ceil(allocated / 32) * 32
-        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
+        boxes = _pieces_of_row(run, gather) if engine else (0, 0)
+        allocated = _allocated(capacity, capacity, banks, *boxes)
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
 
 def _whole_images(gather: "Gather", capacity: int, batch: int, banks: int, engines: "tuple[bool, ...]") -> "Iterator[Tile]":
@@ -4265,12 +4275,10 @@ def _whole_images(gather: "Gather", capacity: int, batch: int, banks: int, engin
             continue
         if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
             continue
-        count, box = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
-        allocated = _allocated(max(run, count * box), capacity, banks)
-        if engine:
-            allocated = math.ceil(allocated / 32) * 32
+        boxes = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
+        allocated = _allocated(run, capacity, banks, *boxes)
         size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
-        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
 
 def _are_one_row(gather: "Gather", batch: int) -> bool:
@@ -4310,8 +4318,7 @@ def box_strides(gather: "Gather") -> "tuple[int, ...] | None":
 
 def may_take_boxes(gather: "Gather", variant: "GemmVariant") -> bool:
     """Whether the copy engine can bring pixels that are then turned around, channels first."""
-    stage_channels = variant.k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
-    fills = gather.groups == 1 or gather.src_channels % stage_channels == 0
+    fills = fills_stages(gather.groups, gather.src_channels, gather.dtype, variant.k_steps)
     turned = not variant.in_place(gather.src.channels_last)
     return variant.wgmma and fills and turned and box_strides(gather) is not None
 
@@ -4339,12 +4346,15 @@ def boxes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> "Boxes":
     return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), CHUNK_BYTES, rounded)
 
 
-def _allocated(halo: int, read: int, banks: int) -> int:
+def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:
     """Pixels of a run in shared memory, of which taps read some beyond the halo.
 
-    Chunks of 32 are turned around, and chunks of channels lie in other banks.
+    Chunks of 32 are turned around, and chunks of channels lie in other banks. Boxes are swizzled in rows of eight, and
+    stages of them are whole kilobytes.
     """
     whole = max(math.ceil(halo / 32) * 32, read)
+    if boxes:
+        return math.ceil(max(whole, boxes * box_pixels) / 32) * 32
     return whole + (banks - whole) % 8 if banks else whole
 
 
@@ -4398,12 +4408,10 @@ def _boxes(
                         continue
                     if engine and not _is_box(row, slab // row, image // slab, images):
                         continue
-                    boxes, box_pixels = (1, images * image) if engine else (0, 0)
+                    boxes = (1, images * image) if engine else (0, 0)
                     if engine and row > _MAX_BOX_SIDE:
-                        boxes, box_pixels = _pieces_of_row(row, gather)
-                    allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks)
-                    if engine:  # swizzled rows of eight, in stages of whole kilobytes
-                        allocated = math.ceil(max(allocated, boxes * box_pixels) / 32) * 32
+                        boxes = _pieces_of_row(row, gather)
+                    allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks, *boxes)
                     tiles = (
                         math.ceil(batch / images),
                         math.ceil(depth / slabs),
@@ -4412,7 +4420,7 @@ def _boxes(
                     )
                     pitch = image, slab, row
                     cells = slabs, rows, columns
-                    yield Tile(images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, boxes, box_pixels)
+                    yield Tile(images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, *boxes)
 
 
 def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
@@ -4827,8 +4835,8 @@ def packed_boxes(boxes: "Boxes | None") -> bytes:
     """``Boxes`` of binding.cpp; empty where there are none."""
     if boxes is None:
         return b""
-    data_type = _DATA_TYPES["tf32" if boxes.tf32 and boxes.dtype == "float32" else boxes.dtype]
-    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, data_type, _SWIZZLES[boxes.swizzle])
+    kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
+    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, *kind)
 
 
 def memory_format(problem: "ConvTransposeProblem") -> torch.memory_format:

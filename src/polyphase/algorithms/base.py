@@ -100,6 +100,11 @@ class Boxes:
     swizzle: int
     tf32: bool
 
+    @property
+    def element(self) -> str:
+        """What boxes are made of: ``"tf32"``, or the dtype."""
+        return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
+
 
 @dataclass(frozen=True)
 class Launch:

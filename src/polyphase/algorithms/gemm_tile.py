@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from polyphase.algorithms.base import Boxes, extent
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, ROWS, GemmVariant, Product, Taps
+from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, ROWS, GemmVariant, Product, Taps, fills_stages
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES
 
@@ -36,7 +36,7 @@ class Tile:
 
     @property
     def tile_cells(self) -> int:
-        """Cells of a whole tile."""
+        """Cells of a tile; of whole images their pixels."""
         return self.run or self.images * math.prod(self.cells)
 
     @property
@@ -216,11 +216,9 @@ def _runs(
             run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
         else:
             continue
-        count, box = _pieces_of_row(run, gather) if engine else (0, 0)
-        allocated = _allocated(max(capacity, count * box), capacity, banks)
-        if engine:
-            allocated = math.ceil(allocated / 32) * 32
-        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
+        boxes = _pieces_of_row(run, gather) if engine else (0, 0)
+        allocated = _allocated(capacity, capacity, banks, *boxes)
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
 
 def _whole_images(gather: Gather, capacity: int, batch: int, banks: int, engines: tuple[bool, ...]) -> Iterator[Tile]:
@@ -236,12 +234,10 @@ def _whole_images(gather: Gather, capacity: int, batch: int, banks: int, engines
             continue
         if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
             continue
-        count, box = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
-        allocated = _allocated(max(run, count * box), capacity, banks)
-        if engine:
-            allocated = math.ceil(allocated / 32) * 32
+        boxes = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
+        allocated = _allocated(run, capacity, banks, *boxes)
         size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
-        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, count, box, run)
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
 
 def _are_one_row(gather: Gather, batch: int) -> bool:
@@ -281,8 +277,7 @@ def box_strides(gather: Gather) -> tuple[int, ...] | None:
 
 def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:
     """Whether the copy engine can bring pixels that are then turned around, channels first."""
-    stage_channels = variant.k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
-    fills = gather.groups == 1 or gather.src_channels % stage_channels == 0
+    fills = fills_stages(gather.groups, gather.src_channels, gather.dtype, variant.k_steps)
     turned = not variant.in_place(gather.src.channels_last)
     return variant.wgmma and fills and turned and box_strides(gather) is not None
 
@@ -310,12 +305,15 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
     return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), CHUNK_BYTES, rounded)
 
 
-def _allocated(halo: int, read: int, banks: int) -> int:
+def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:
     """Pixels of a run in shared memory, of which taps read some beyond the halo.
 
-    Chunks of 32 are turned around, and chunks of channels lie in other banks.
+    Chunks of 32 are turned around, and chunks of channels lie in other banks. Boxes are swizzled in rows of eight, and
+    stages of them are whole kilobytes.
     """
     whole = max(math.ceil(halo / 32) * 32, read)
+    if boxes:
+        return math.ceil(max(whole, boxes * box_pixels) / 32) * 32
     return whole + (banks - whole) % 8 if banks else whole
 
 
@@ -369,12 +367,10 @@ def _boxes(
                         continue
                     if engine and not _is_box(row, slab // row, image // slab, images):
                         continue
-                    boxes, box_pixels = (1, images * image) if engine else (0, 0)
+                    boxes = (1, images * image) if engine else (0, 0)
                     if engine and row > _MAX_BOX_SIDE:
-                        boxes, box_pixels = _pieces_of_row(row, gather)
-                    allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks)
-                    if engine:  # swizzled rows of eight, in stages of whole kilobytes
-                        allocated = math.ceil(max(allocated, boxes * box_pixels) / 32) * 32
+                        boxes = _pieces_of_row(row, gather)
+                    allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks, *boxes)
                     tiles = (
                         math.ceil(batch / images),
                         math.ceil(depth / slabs),
@@ -383,7 +379,7 @@ def _boxes(
                     )
                     pitch = image, slab, row
                     cells = slabs, rows, columns
-                    yield Tile(images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, boxes, box_pixels)
+                    yield Tile(images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, *boxes)
 
 
 def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:

@@ -220,7 +220,8 @@ def families(
                 (True, False) if may_reside else (False,),
                 (True, False) if wgmma and half and stays else (False,),
             ):
-                by_engine = boxes and channels_last and wgmma and parts == 1 and _fills(problem, k_steps)
+                fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
+                by_engine = boxes and channels_last and wgmma and parts == 1 and fills
                 for loaders, raw_slots, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last or innermost]:
                     loaders = loaders if wgmma else 1
                     for pixels, pixel_blocks in _widths(2 * sums // row_blocks, wgmma, loaders):
@@ -236,10 +237,9 @@ def families(
                         )  # fmt: skip
 
 
-def _fills(problem: ConvTransposeProblem, k_steps: int) -> bool:
-    """Whether the last stage of a group does not reach into the next, or is filled with zeros."""
-    stage_channels = k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[problem.dtype]
-    return problem.groups == 1 or problem.in_channels_per_group % stage_channels == 0
+def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
+    """Whether the last stage of a group's ``channels`` does not reach into the next group."""
+    return groups == 1 or channels % (k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[dtype]) == 0
 
 
 def _accumulators(parts: int, wgmma: bool, strided_pixels: bool) -> int:

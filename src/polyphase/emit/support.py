@@ -212,8 +212,8 @@ def packed_boxes(boxes: Boxes | None) -> bytes:
     """``Boxes`` of binding.cpp; empty where there are none."""
     if boxes is None:
         return b""
-    data_type = _DATA_TYPES["tf32" if boxes.tf32 and boxes.dtype == "float32" else boxes.dtype]
-    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, data_type, _SWIZZLES[boxes.swizzle])
+    kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
+    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, *kind)
 
 
 def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:

@@ -26,7 +26,7 @@ _DTYPES = {
 def encode(boxes: Boxes, address: int) -> bytes:
     """The tensor map of boxes of the tensor at ``address``. Raises `PolyphaseError` where the driver refuses."""
     status, found = driver.cuTensorMapEncodeTiled(
-        _DTYPES["tf32" if boxes.tf32 and boxes.dtype == "float32" else boxes.dtype],
+        _DTYPES[boxes.element],
         len(boxes.sizes),
         address,
         [driver.cuuint64_t(size) for size in boxes.sizes],

@@ -7,12 +7,13 @@
 // stored.
 //
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
-// memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. The others
-// multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or a tile of its own
-// (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take every gridDim.x-th item: the next tile
-// is being loaded while the last one is stored. RESIDENT weights stay, too: then the items of a block are of the same
-// row groups, and stages are pixels alone. The kernel may start while its weights are still being packed, and waits for
-// them when the first pixels are on their way.
+// memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. Where the
+// copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone; with BOXES
+// they are operands as they come. The others multiply: each its part of the tile's cells; or all cells and its own row
+// group (SPLIT_ROWS); or a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and
+// take every gridDim.x-th item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too:
+// then the items of a block are of the same row groups, and stages are pixels alone. The kernel may start while its
+// weights are still being packed, and waits for them when the first pixels are on their way.
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
@@ -21,13 +22,13 @@
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[CONSUMERS];                     // of each warp group to multiply
-  unsigned long long resident;                            // weights have come
-  unsigned long long come[LOADER_GROUPS * RAW_STAGES];    // boxes that are to be turned around
-  unsigned long long turned[LOADER_GROUPS * RAW_STAGES];  // and their slots, free again
-  int operations[OPERATIONS * LINE_GROUPS + 1];           // distance of each operation's pixels, in bytes
-  int counts[ROW_BLOCKS * LINE_GROUPS];                   // operations of each row block
-  unsigned cells[CELLS];                                  // positions, or NOWHERE (Store::position)
+  unsigned long long turn[CONSUMERS];            // of each warp group to multiply
+  unsigned long long resident;                   // weights have come
+  unsigned long long come[RAW_SLOTS];            // boxes that are to be turned around
+  unsigned long long turned[RAW_SLOTS];          // and their slots, free again
+  int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
+  int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
+  unsigned cells[CELLS];                         // positions, or NOWHERE (Store::position)
 };
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
@@ -64,8 +65,7 @@ struct Cursor {
 // Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
 // stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
 // are waited for.
-constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES, PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
-constexpr int TURNERS = LOADER_THREADS / 32 - 1;  // warps that turn boxes around
+constexpr int PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
 
 __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* src, const unsigned char* packed,
                                            unsigned char* stages, int stage_bytes, unsigned char* pixels,
@@ -133,21 +133,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int raw_stage = STAGE_CHANNELS * g.raw_pitch * max(g.boxes, 1) * (int)sizeof(scalar_t);
   unsigned char* const resident = shared_memory + STAGES * stage_bytes;
   unsigned char* raw = resident + RESIDENT_WEIGHTS;
-  unsigned char* const store_memory = raw + (IN_PLACE ? 0 : LOADER_GROUPS * RAW_STAGES * raw_stage);
+  unsigned char* const store_memory = raw + (IN_PLACE ? 0 : RAW_SLOTS * raw_stage);
   unsigned* const halo = (unsigned*)(store_memory + STORE_BYTES);
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : LOADER_THREADS / 32);
+      barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : TURNERS + 1);
       barrier_init(empty + 8 * i, SHARERS * RELEASES);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
     barrier_init(shared_address(&shared.resident), 1);
-    for (int i = 0; i < LOADER_GROUPS * RAW_STAGES; ++i) {
+    for (int i = 0; i < RAW_SLOTS; ++i) {
       barrier_init(shared_address(shared.come + i), 1);
-      barrier_init(shared_address(shared.turned + i), LOADER_THREADS / 32 - 1);
+      barrier_init(shared_address(shared.turned + i), TURNERS);
     }
     barriers_publish();
   }
@@ -171,17 +171,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
-  // What no box fills.
-  if (BOXES)
+  if (BOXES) {  // what none fills
     for (int i = g.boxes * g.box_pixels * PIXEL_PITCH + thread * 16; i < g.halo * PIXEL_PITCH; i += THREADS * 16)
       for (int stage = 0; stage < STAGES; ++stage)
         *(Vector<unsigned, 4>*)(shared_memory + stage * stage_bytes + WEIGHT_SLOT + i) = Vector<unsigned, 4>{};
+    publish_shared();
+  }
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
         *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
 #endif
-  publish_shared();
   __syncthreads();
 
 #if BOX_COPY

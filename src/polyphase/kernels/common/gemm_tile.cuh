@@ -20,6 +20,8 @@ static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), 
 static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
               "not on the cores");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
+constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not turned around yet
+constexpr int TURNERS = LOADER_THREADS / 32 - 1;       // warps that turn boxes around
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
