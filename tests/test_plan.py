@@ -281,7 +281,7 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
                     continue
                 assert candidate.algorithm == "implicit_gemm"
                 assert_driver_takes(launch.boxes)
-                count, pixels = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 20 * 4)
+                count, pixels = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 42 * 4)
                 assert count >= 1
                 stage = math.prod(launch.boxes.box) * DTYPE_BYTES[dtype]
                 assert stage == pixels * 32 * candidate.variant.k_steps

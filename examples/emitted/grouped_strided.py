@@ -1610,6 +1610,10 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
 
+# Constants that the preprocessor must know.
+_MACROS = ("WGMMA", "CLUSTER")
+
+
 @dataclass(frozen=True)
 class KernelSource:
     """A kernel file and the constants it is specialised by, in the order in which they are written."""
@@ -1635,7 +1639,7 @@ class KernelSource:
             f"typedef {scalar} scalar_t;       // of the tensors",
             f"typedef {accumulator} accum_t;  // of every sum",
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
-            *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name != "WGMMA"),
+            *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
         ]
         constants = dict(self.constants)
         if "WGMMA" in constants:
@@ -1645,11 +1649,13 @@ class KernelSource:
 
 def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
     """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
-    columns, wgmma, innermost = (constants[name] for name in ("PIXELS", "WGMMA", "PIXELS_INNERMOST"))
+    columns, innermost = constants["PIXELS"], constants["PIXELS_INNERMOST"]
+    wgmma, cluster = (constants[name] for name in _MACROS)
     assert isinstance(columns, int)
     depth, operand = _OPERANDS[dtype]
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
+        f"#define CLUSTER {cluster:d}  // thread blocks",
         f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
     ]
     if not wgmma:

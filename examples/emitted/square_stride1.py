@@ -10,7 +10,7 @@
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32
 #     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, innermost=False, loader_groups=2, wgmma=True, row_channels=0,
-#         boxes=False, whole_images=False, raw_slots=4)
+#         boxes=False, whole_images=False, raw_slots=4, cluster=2)
 #     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=16, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
 #         stage_channels=4, loads=4, min_blocks=3, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=64, columns=64, thread_rows=8, thread_columns=8, k_slices=4, depth=32,
@@ -677,6 +677,22 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 #endif
 }
 
+#if BULK_COPY
+// The same barrier of another block of the cluster. (With a scope of the cluster it would wait for all stores before.)
+__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int block) {
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+// All threads of the cluster's blocks but those that have exited; says nothing of memory.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+#endif
+
 // Threads of one named barrier of the block.
 __device__ __forceinline__ void threads_sync(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
@@ -706,6 +722,9 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::bar
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
   emulator::barrier_wait(barrier_at(barrier), parity);
 }
+// A block of a cluster runs alone, and does what the others would do for it.
+__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int) { barrier_arrive(barrier); }
+__device__ __forceinline__ void cluster_sync() {}
 __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::threads_sync(name, threads); }
 
 #endif
@@ -720,6 +739,18 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+// The same where every block of the cluster copies its part to all of them.
+template <int BLOCKS>
+__device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  const unsigned part = bytes / BLOCKS, offset = blockIdx.x % BLOCKS * part;
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to + offset),
+      "l"((const char*)from + offset), "r"(part), "r"(barrier), "h"((unsigned short)((1 << BLOCKS) - 1))
+      : "memory");
 }
 
 // The same for a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along
@@ -738,6 +769,10 @@ __device__ __forceinline__ void publish_shared() {}
 #ifdef EMULATOR
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), from, bytes);
+}
+template <int BLOCKS>
+__device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  bulk_copy(to, from, bytes, barrier);
 }
 __device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
   return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
@@ -926,7 +961,6 @@ constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;    // warp groups that work 
 constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;     // cells of a warp group
 constexpr int ROW_PARTS = SPLIT_ROWS ? CONSUMERS : 1;  // row groups of an item
 constexpr int CELL_PARTS = SHARERS / ROW_PARTS;
-constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of an item
 constexpr int STAGE_CHANNELS = K_STEPS * STEP_CHANNELS;
 constexpr int STAGE_CHUNKS = 2 * K_STEPS;
 constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
@@ -939,6 +973,7 @@ constexpr bool IN_PLACE = SRC_CHANNELS_LAST || PIXELS_INNERMOST;
 static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
 static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
               "not on the cores");
+static_assert(CLUSTER == 1 || (WGMMA_INSTRUCTION && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
 constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not turned around yet
 constexpr int TURNERS = LOADER_THREADS / 32 - 1;       // warps that turn boxes around
@@ -953,25 +988,37 @@ constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.strid
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 
+// A number that numbers from 0 to 2³¹ - 1 are divided by, known when the kernel is launched (gemm_tile.py).
+struct Divisor {
+  int value;
+  unsigned reciprocal;  // 2^shift / value, rounded up
+  int shift;            // 31 and the logarithm of the value to the base of 2, rounded up
+  __device__ __forceinline__ operator int() const { return value; }
+};
+__device__ __forceinline__ int operator/(int number, const Divisor& by) {
+  return (int)((unsigned long long)(unsigned)number * by.reciprocal >> by.shift);
+}
+__device__ __forceinline__ int operator%(int number, const Divisor& by) { return number - number / by * by.value; }
+
 struct Geometry {
   TensorMap box;  // of the source's pixels
   Tensor5 src, dst;
   int batch;
-  int images;        // batch entries of a tile
-  int cells[3];      // of a tile, along depth, height and width
-  int tiles[4];      // along batch, depth, height and width
-  int items;         // tiles by the row groups, ROW_PARTS at a time
-  int tile_items;    // of one tile
-  int pitch[3];      // pixels of the run from one image, slab and row to the next
-  int halo;          // pixels of the run that are loaded
-  int raw_pitch;     // pixels of the run in a copied stage, or of a box there
-  int chunk_bytes;   // of the run in a stage
-  int skew;          // columns before the first that is needed, so that copies are aligned
-  int copy_bytes;    // of one copy: 16, 8, 4 or 2
-  int store_vector;  // elements of a store
-  int boxes;         // of a stage, one behind the other along the width; none where threads copy
-  int box_pixels;    // of each; the halo behind the last is padding
-  int run;           // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
+  int images;          // batch entries of a tile
+  Divisor cells[3];    // of a tile, along depth, height and width
+  Divisor tiles[4];    // along batch, depth, height and width
+  Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_PARTS at a time
+  Divisor pitch[3];    // pixels of the run from one image, slab and row to the next
+  int items;           // tiles, CLUSTER at a time, by the items of each
+  int halo;            // pixels of the run that are loaded
+  int raw_pitch;       // pixels of the run in a copied stage, or of a box there
+  int chunk_bytes;     // of the run in a stage
+  int skew;            // columns before the first that is needed, so that copies are aligned
+  int copy_bytes;      // of one copy: 16, 8, 4 or 2
+  int store_vector;    // elements of a store
+  int boxes;           // of a stage, one behind the other along the width; none where threads copy
+  int box_pixels;      // of each; the halo behind the last is padding
+  int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
 };
 
 // Position of a pixel in a run.
@@ -996,27 +1043,33 @@ __device__ __forceinline__ offset_t offset_of(const Tensor5& t, int n, int d, in
   return byte_offset<char>(t, n, d, h, w);
 }
 
+// Blocks of a cluster take neighbouring tiles, each item together, and share its weights.
+__device__ __forceinline__ int first_item() { return blockIdx.x / CLUSTER; }
+__device__ __forceinline__ int item_step() { return gridDim.x / CLUSTER; }
+
 struct Item {
-  int n, d, h, w;  // the tile's first cell
+  int n, d, h, w;  // the tile's first cell; n is behind the batch where the last cluster has a tile too many
   int first;       // in a run: of the cells of batch entry n
   int group, channel_group, line_group, row_group;
 
   // `part` is the row group among the item's.
   __device__ __forceinline__ void locate(const Geometry& g, int index, int part) {
-    row_group = index % g.tile_items * ROW_PARTS + part, index /= g.tile_items;
+    row_group = index % g.tile_items * ROW_PARTS + part, index = index / g.tile_items;
     line_group = row_group % LINE_GROUPS;
     channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
     group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
+    index = index * CLUSTER + blockIdx.x % CLUSTER;
     const int column = index % g.tiles[3];
-    index /= g.tiles[3];
-    h = index % g.tiles[2] * g.cells[1], index /= g.tiles[2];
-    d = index % g.tiles[1] * g.cells[0], index /= g.tiles[1];
+    index = index / g.tiles[3];
+    h = index % g.tiles[2] * g.cells[1], index = index / g.tiles[2];
+    d = index % g.tiles[1] * g.cells[0], index = index / g.tiles[1];
     if (g.run) {
       const int cell = column * g.run, image = cell / g.pitch[0];
       n = index * g.images + image, first = cell - image * g.pitch[0], w = 0;
     } else {
       n = index * g.images, first = 0, w = column * g.cells[2];
     }
+    if (CLUSTER > 1 && index >= g.tiles[0]) n = g.batch;
   }
 };
 
@@ -1300,7 +1353,19 @@ constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? ROWS + 16 / (int)sizeof(scalar_t) : PIECE * DST_W + 8;
 constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
-constexpr int STORE_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
+constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
+
+// Where a cell's first element goes, from the tile's batch entry and the channel; and how many elements are ours from
+// there on along depth, height and width: none of a cell that is not stored.
+struct Place {
+  offset_t offset;
+  unsigned reach;
+  static __device__ __forceinline__ unsigned reach_of(int slabs, int rows, int columns) {
+    return min(slabs, DST_D) << 20 | min(rows, DST_H) << 10 | min(columns, 1023);
+  }
+};
+static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
+constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Place);
 
 // 16 bytes in one store, without a branch. (The compiler may take a vector apart where another path stores the same
 // elements one by one, and store those that both have together.)
@@ -1322,20 +1387,21 @@ struct Store {
   const Item& item;
   const Sums& sums;
   int first_cell;                   // of the warp group, among the tile's
-  const unsigned* cells;            // positions of the tile's cells
   scalar_t* dst;                    // the item's first channel, the tile's first batch entry
   scalar_t* staging;                // of the warp, or the warp group
+  Place* places;                    // of the warp group's cells
   float starts[CHANNEL_BLOCKS][2];  // the bias of the thread's rows
 
-  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell,
-                                   const unsigned* cells, scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell, scalar_t* dst,
+                                   const scalar_t* bias, unsigned char* memory)
       : g(g),
         item(item),
         sums(sums),
         first_cell(first_cell),
-        cells(cells),
         dst(dst),
-        staging((scalar_t*)memory + threadIdx.x / STAGERS * STAGING) {
+        staging((scalar_t*)memory + threadIdx.x / STAGERS * STAGING),
+        places((Place*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
+    find_places();
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
 #pragma unroll
@@ -1353,12 +1419,8 @@ struct Store {
 #endif
   }
 
-  // Cell `i` of those whose positions are known beforehand.
-  static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
-    Pixel p;
-    p.locate(g, i);
-    return p.n < g.images && p.d < g.cells[0] && p.h < g.cells[1] && p.w < g.cells[2] ? p.packed() : NOWHERE;
-  }
+  static __device__ __forceinline__ void prepare(const Geometry&, unsigned char*) {
+  }  // nothing is the same for all items
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
@@ -1391,35 +1453,44 @@ struct Store {
   static __device__ __forceinline__ int vector(int i) { return threadIdx.x % 128 + 128 * i; }
   struct Elements {
     offset_t offset[ELEMENTS];
-    int count[ELEMENTS];  // of the vector's or the cell's elements, those that exist
-    int rows[ELEMENTS];   // rows of a slab (low half) and slabs that exist from the cell's first on
+    int count[ELEMENTS];       // of the vector's or the cell's elements, those that exist
+    unsigned reach[ELEMENTS];  // the cell's
   };
+
+  // By the warp group together, while its last products are on their way.
+  __device__ __forceinline__ void find_places() const {
+    const int barrier = FIRST_BARRIER + threadIdx.x / 128;
+    threads_sync(barrier, 128);  // the places of the item before are no longer needed
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < GROUP_CELLS; i += 128) {
+      Pixel p;
+      p.locate(g, item.first + first_cell + i);
+      const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W;
+      const int slabs = g.dst.size[0] - d, rows = g.dst.size[1] - h;
+      const int columns = min((g.cells[2] - p.w) * DST_W, g.dst.size[2] - w);
+      const bool inside = p.n < g.images && p.d < g.cells[0] && p.h < g.cells[1] && item.n + p.n < g.batch;
+      const bool exists = (g.run == 0 || first_cell + i < g.run) && slabs > 0 && rows > 0 && columns > 0;
+      places[i] = {offset_of(g.dst, p.n, d, h, w), inside && exists ? Place::reach_of(slabs, rows, columns) : 0u};
+    }
+    threads_sync(barrier, 128);
+  }
 
   __device__ __forceinline__ void describe(int piece, Elements& elements) const {
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
       const int element = (lane() + 32 * i) * g.store_vector, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
       const int cell = piece * PIECE + (DST_CHANNELS_LAST ? vector(i) / VECTORS_OF_PIXEL : element / DST_W);
-      elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
-      if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
-      Pixel p;
-      if (g.run)
-        p.locate(g, item.first + first_cell + cell);
-      else
-        p.unpack(cells[first_cell + cell]);
-      const bool exists = g.run ? p.n < g.images && first_cell + cell < g.run : cells[first_cell + cell] != NOWHERE;
-      if (!exists || item.n + p.n >= g.batch) continue;
-      const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
-      const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
-      if (d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
+      const bool ours = (DST_CHANNELS_LAST || element < PIECE * DST_W) && cell < GROUP_CELLS;
+      const Place place = places[ours ? cell : 0];
+      const int columns = ours ? (int)(place.reach & 1023) - phase : 0;
       elements.count[i] = max(0, min(columns, DST_CHANNELS_LAST ? DST_W : g.store_vector));
-      elements.offset[i] = offset_of(g.dst, p.n, d, h, w);
-      elements.rows[i] = min(g.dst.size[1] - h, 0x7fff) | min(g.dst.size[0] - d, 0x7fff) << 16;
+      elements.offset[i] = place.offset + phase * (offset_t)g.dst.stride[4];
+      elements.reach[i] = place.reach;
     }
   }
   static __device__ __forceinline__ bool exists(const Elements& elements, int i, int depth, int height) {
     if (DST_D * DST_H == 1) return true;  // else cells may exist in part
-    return height < (elements.rows[i] & 0xffff) && depth < elements.rows[i] >> 16;
+    return height < (elements.reach[i] >> 10 & 1023) && depth < elements.reach[i] >> 20;
   }
 
   template <int COUNT>
@@ -1437,21 +1508,17 @@ struct Store {
     const scalar_t* from = staging + lane() * COUNT;
     scalar_t* to = line + first_channel * g.dst.stride[1];
     if (__all_sync(0xffffffffu, whole)) {
-      constexpr int AT_ONCE = VECTORS == 1 ? 8 : 1;  // rows; of many vectors those of a row are neighbours
+      const long long row_bytes = g.dst.stride[1] * (int)sizeof(scalar_t);
+      char* element[VECTORS];
 #pragma unroll
-      for (int row = 0; row < 8; row += AT_ONCE) {
+      for (int i = 0; i < VECTORS; ++i) element[i] = (char*)(to + elements.offset[i]);
+#pragma unroll
+      for (int row = 0; row < 8; ++row)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-          if (count[i] == 0) continue;
-          scalar_t* element = to + elements.offset[i];
-#pragma unroll
-          for (int next = 0; next < AT_ONCE; ++next) {
-            *(Run*)element = *(const Run*)(from + (row + next) * STAGING_PITCH + 32 * COUNT * i);
-            element += g.dst.stride[1];
-          }
+          if (count[i] > 0) *(Run*)element[i] = *(const Run*)(from + row * STAGING_PITCH + 32 * COUNT * i);
+          element[i] += row_bytes;
         }
-        to += AT_ONCE * g.dst.stride[1];
-      }
       return;
     }
 #pragma unroll 1
@@ -1605,7 +1672,8 @@ FILES["implicit_gemm.cu"] = r"""
 // they are operands as they come. The others multiply: each its part of the tile's cells; or all cells and its own row
 // group (SPLIT_ROWS); or a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and
 // take every gridDim.x-th item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too:
-// then the items of a block are of the same row groups, and stages are pixels alone. The kernel may start while its
+// then the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may
+// share weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while its
 // weights are still being packed, and waits for them when the first pixels are on their way.
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
@@ -1621,15 +1689,20 @@ struct Shared {
   unsigned long long turned[RAW_SLOTS];          // and their slots, free again
   int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
-  unsigned cells[CELLS];                         // positions, or NOWHERE (Store::position)
 };
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
 constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
 __device__ __forceinline__ void release(unsigned barrier) {
   if (RELEASES > 1) __syncwarp();
-  if (threadIdx.x % (128 / RELEASES) == 0) barrier_arrive(barrier);
+  if constexpr (CLUSTER > 1) {
+    if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 128);
+  } else if (threadIdx.x % (128 / RELEASES) == 0)
+    barrier_arrive(barrier);
 }
+
+// Operations of a row block in a row, without a branch: the cores then take one instruction right after the other.
+constexpr int UNROLLED = groups_are_alike() && K_STEPS * OPERATIONS <= 128 ? OPERATIONS : 2;
 
 // A slot of a ring, and the parity of its barriers.
 template <int SLOTS>
@@ -1649,10 +1722,20 @@ struct Cursor {
   // `count` stages on; true where that is another item.
   __device__ __forceinline__ bool skip(int count) {
     const int before = index;
-    for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += gridDim.x;
+    for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += item_step();
     return index != before;
   }
 };
+
+#if BULK_COPY
+// A stage's weights of a row group, by one thread.
+__device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* from, unsigned barrier) {
+  if constexpr (CLUSTER > 1)
+    bulk_copy_shared<CLUSTER>(to, from, WEIGHT_STAGE, barrier);
+  else
+    bulk_copy(to, from, WEIGHT_STAGE, barrier);
+}
+#endif
 
 #if BOX_COPY
 // Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
@@ -1665,7 +1748,7 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* sr
                                            int pixel_bytes, unsigned full, unsigned empty, unsigned come,
                                            unsigned turned) {
   BoxLoader loader(g, src);
-  Cursor ahead{(int)blockIdx.x, 0};
+  Cursor ahead{first_item(), 0};
   Slot<PIXEL_SLOTS> slot_ahead;
   auto load_pixels = [&]() {
     if (ahead.stage == 0) loader.locate(ahead.index);
@@ -1678,15 +1761,15 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* sr
   wait_for_prologue();
   Slot<STAGES> slot;
   int loaded = 0;  // stages, up to PIXEL_SLOTS
-  for (Cursor now{(int)blockIdx.x, 0}; now.index < g.items; now.skip(1)) {
+  for (Cursor now{first_item(), 0}; now.index < g.items; now.skip(1)) {
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
     if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
     const unsigned char* const weights =
         packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + now.stage * WEIGHT_STAGE;
     for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
-      bulk_copy(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE), weights + part * WEIGHT_ITEM,
-                WEIGHT_STAGE, full + 8 * slot.index);
+      copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
+                   weights + part * WEIGHT_ITEM, full + 8 * slot.index);
     barrier_arrive(full + 8 * slot.index);
     slot.skip(1);
     if (!BOXES && ahead.index < g.items) {
@@ -1702,7 +1785,7 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigne
                                             unsigned come, unsigned turned) {
   Slot<STAGES> slot;
   Slot<RAW_SLOTS> slot_raw;
-  for (Cursor now{(int)blockIdx.x, 0}; now.index < g.items; now.skip(1)) {
+  for (Cursor now{first_item(), 0}; now.index < g.items; now.skip(1)) {
     barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT, warp);
@@ -1714,7 +1797,13 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigne
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER)
+#else
+#define CLUSTERED
+#endif
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
                   const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
   extern __shared__ __align__(BOXES ? 1024 : 128) unsigned char shared_memory[];
@@ -1734,7 +1823,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : TURNERS + 1);
-      barrier_init(empty + 8 * i, SHARERS * RELEASES);
+      barrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
     barrier_init(shared_address(&shared.resident), 1);
@@ -1752,7 +1841,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
     halo[i] = inside ? p.packed() : NOWHERE;
   }
-  for (int i = thread; i < CELLS; i += THREADS) shared.cells[i] = Store::position(g, i);
+  Store::prepare(g, store_memory);
   for (int i = thread; i < OPERATIONS * LINE_GROUPS; i += THREADS) {
     Operation o;
     int pixels = 0;
@@ -1773,9 +1862,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
-        *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
+        *(const Vector<unsigned, 4>*)(packed + (long long)((int)blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
 #endif
   __syncthreads();
+  if (CLUSTER > 1) cluster_sync();
 
 #if BOX_COPY
   if (g.boxes && warp_group >= CONSUMERS) {
@@ -1801,7 +1891,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int table = ceil_div(g.halo, copied);
     const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
                         loader_thread % LOADERS};
-    Cursor ahead{(int)blockIdx.x, 0}, now{(int)blockIdx.x, 0};
+    Cursor ahead{first_item(), 0}, now{first_item(), 0};
     ahead.skip(loader_group), now.skip(loader_group);
     Slot<STAGES> slot, slot_ahead;
     slot.skip(loader_group), slot_ahead.skip(loader_group);
@@ -1814,7 +1904,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (new_item) {
           Item item;
           item.locate(g, ahead.index, 0);
-          base = src + item.n * g.src.stride[0] + (long long)item.group * SRC_CHANNELS * g.src.stride[1];
+          base = src + (CLUSTER == 1 || item.n < g.batch ? item.n : 0) * g.src.stride[0] +
+                 (long long)item.group * SRC_CHANNELS * g.src.stride[1];
           threads_sync(1 + loader_group, LOADERS);  // all have copied the tile before
           loader.find_pixels(item);
           threads_sync(1 + loader_group, LOADERS);
@@ -1840,8 +1931,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if BULK_COPY
       if (!RESIDENT && loader.thread == 0)
         for (int part = 0; part < ROW_PARTS; ++part)
-          bulk_copy(shared_address(stage + part * WEIGHT_STAGE),
-                    weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
+          copy_weights(shared_address(stage + part * WEIGHT_STAGE),
+                       weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, full + 8 * slot.index);
       copies_wait<LOOKAHEAD - 1>();
 #else
       copies_wait<LOOKAHEAD - 1>();
@@ -1876,14 +1967,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const unsigned come = shared_address(&shared.resident);
       if (thread == 0) {
         wait_for_prologue();
-        bulk_copy(shared_address(resident), packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS,
+        bulk_copy(shared_address(resident), packed + (long long)((int)blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS,
                   RESIDENT_WEIGHTS, come);
         barrier_arrive(come);
       }
       barrier_wait(come, 0);
     }
 #endif
-    for (int index = blockIdx.x + turn * gridDim.x; index < g.items; index += CONSUMERS / SHARERS * gridDim.x) {
+    for (int index = first_item() + turn * item_step(); index < g.items; index += CONSUMERS / SHARERS * item_step()) {
       Item item;
       item.locate(g, index, row_part);
       int counts[ROW_BLOCKS];
@@ -1911,7 +2002,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           int distance = *distances;
 #pragma unroll
           for (int block = 0; block < ROW_BLOCKS; ++block) {
-#pragma unroll 2
+#pragma unroll(UNROLLED)
             for (int i = 0; i < counts[block]; ++i) {
               const unsigned b = pixels + step * (BOXES ? 32 : 2 * g.chunk_bytes) + distance;
               distance = *++distances;  // in time for the next operation
@@ -1943,7 +2034,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         slot.skip(1);
       }
       const int first_channel = item.group * DST_CHANNELS;
-      const Store store(g, item, sums, cell_part * GROUP_CELLS, shared.cells,
+      const Store store(g, item, sums, cell_part * GROUP_CELLS,
                         dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
                         store_memory);
       products_wait<0>();
@@ -1953,8 +2044,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         slot.skip(STAGES_OF_ITEM);
         if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
       }
-      store();
+      if (CLUSTER == 1 || item.n < g.batch) store();
     }
+    if (CLUSTER > 1) cluster_sync();  // others may still be to give slots back here
   }
 }
 """
@@ -2786,6 +2878,7 @@ constexpr int LOADER_THREADS = 256;
 constexpr int STAGES = 4;
 constexpr int RAW_STAGES = 2;
 #define WGMMA_INSTRUCTION 1
+#define CLUSTER 2  // thread blocks
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 // sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.
 #ifndef EMULATOR
@@ -3287,6 +3380,10 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
 
+# Constants that the preprocessor must know.
+_MACROS = ("WGMMA", "CLUSTER")
+
+
 @dataclass(frozen=True)
 class KernelSource:
     """A kernel file and the constants it is specialised by, in the order in which they are written."""
@@ -3312,7 +3409,7 @@ class KernelSource:
             f"typedef {scalar} scalar_t;       // of the tensors",
             f"typedef {accumulator} accum_t;  // of every sum",
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
-            *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name != "WGMMA"),
+            *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
         ]
         constants = dict(self.constants)
         if "WGMMA" in constants:
@@ -3322,11 +3419,13 @@ class KernelSource:
 
 def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
     """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
-    columns, wgmma, innermost = (constants[name] for name in ("PIXELS", "WGMMA", "PIXELS_INNERMOST"))
+    columns, innermost = constants["PIXELS"], constants["PIXELS_INNERMOST"]
+    wgmma, cluster = (constants[name] for name in _MACROS)
     assert isinstance(columns, int)
     depth, operand = _OPERANDS[dtype]
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
+        f"#define CLUSTER {cluster:d}  // thread blocks",
         f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
     ]
     if not wgmma:
@@ -3927,7 +4026,8 @@ class GemmVariant:
     used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come last. With ``row_channels`` rows
     are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are one
     item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
-    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups.
+    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
+    thread blocks shares the weights it loads.
     """
 
     pixels: int
@@ -3946,6 +4046,7 @@ class GemmVariant:
     boxes: bool = False
     whole_images: bool = False
     raw_slots: int = 4
+    cluster: int = 1
 
     @property
     def taps_in_rows(self) -> bool:
@@ -4127,11 +4228,23 @@ class _SharedBytes:
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
 
 
+@lru_cache(maxsize=4096)
+def packed_divisor(value: int) -> bytes:
+    """The kernel's ``Divisor``: for 0 ≤ n < 2³¹, n · reciprocal / 2^shift rounds down to n // value.
+
+    T. Granlund and P. Montgomery, Division by Invariant Integers using Multiplication, 1994. Nothing divides by zero:
+    an empty batch has no tiles, and is not launched.
+    """
+    value = max(1, value)
+    shift = 31 + (value - 1).bit_length()
+    return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
+
+
 def _static_shared_bytes(variant: "GemmVariant", product: "Product") -> int:
-    """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
+    """The kernel's ``Shared``: barriers, distances of operations; what follows is aligned."""
     barriers = 8 * (2 * (variant.stages + variant.raw_slots) + CONSUMERS + 1)
     alignment = 1024 if variant.boxes else 128  # of what follows
-    numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
+    numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
 
 
@@ -4146,14 +4259,15 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
     if variant.taps_in_rows:
         pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
-        return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4
+        return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
+    places = CONSUMERS * variant.group_cells * (16 if wide(gather) else 8)
     if gather.dst.channels_last:
-        return CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
+        return places + CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
     stride = gather.axes[2].stride
     cells = 128
     while cells > 8 and cells * stride * size > 256:
         cells //= 2
-    return CONSUMERS * 4 * 8 * (cells * stride + 8) * size
+    return places + CONSUMERS * 4 * 8 * (cells * stride + 8) * size
 
 
 def _pixels_join(gather: "Gather") -> bool:
@@ -4459,17 +4573,13 @@ class ImplicitGemm:
         tile = best_tile(gather, variant, problem.batch, device)
         assert tile is not None
         tile_items = product.row_groups // variant.row_parts
-        items = tile.count * tile_items
+        items = math.ceil(tile.count / variant.cluster) * tile_items
         geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack("<2i", problem.batch, tile.images)
+        geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
         geometry += struct.pack(
-            "<23i",
-            problem.batch,
-            tile.images,
-            *tile.cells,
-            *tile.tiles,
+            "<10i",
             items,
-            tile_items,
-            *tile.pitch,
             tile.halo,
             tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             tile.allocated * CHUNK_BYTES,
@@ -4509,6 +4619,7 @@ class ImplicitGemm:
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
             ("STAGES", variant.stages),
+            ("CLUSTER", variant.cluster),
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
             ("WGMMA", variant.wgmma),
         )
@@ -4558,8 +4669,8 @@ def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") 
 
 def _blocks(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
     """Thread blocks; those with resident weights stay with their row groups."""
-    most = device.multiprocessors
-    return min(items, most // tile_items * tile_items if variant.resident else most)
+    clusters = device.multiprocessors // variant.cluster
+    return variant.cluster * min(items, clusters // tile_items * tile_items if variant.resident else clusters)
 
 # =====================================================================================================================
 # polyphase/algorithms/weight_grad.py
@@ -5045,6 +5156,7 @@ LAYERS = [
                         boxes=False,
                         whole_images=False,
                         raw_slots=4,
+                        cluster=2,
                     ),
                 ),
                 Pass.INPUT_GRAD: Choice(

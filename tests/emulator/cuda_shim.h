@@ -20,6 +20,7 @@
 #define __constant__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __noinline__ __attribute__((noinline))
 #define __forceinline__ inline __attribute__((always_inline))
 #define __align__(bytes) __attribute__((aligned(bytes)))

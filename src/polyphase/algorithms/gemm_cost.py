@@ -17,34 +17,35 @@ class _Costs:
     """Multiprocessor cycles, fitted to the times of 1,819 variants on an H200 (docs/performance.md)."""
 
     shared: float = 1.05 / 128  # a byte through shared memory, beside the products
-    issue: float = 9.78  # each matrix instruction, above what the cores and shared memory take
-    wait: float = 16.9  # for a stage, by those who multiply
+    issue: float = 9.77  # each matrix instruction, above what the cores and shared memory take
+    wait: float = 16.5  # for a stage, by those who multiply
     stage: float = 750.0  # barriers and latencies of a stage, for the group that loads it
-    stage_in_place: float = 580.0
-    stage_turned: float = 456.0  # where the copy engine brings boxes that are turned around
-    turn: float = 163.0  # and 128 bytes of each channel of a chunk, for each warp
-    stage_boxes: float = 302.0  # and where it brings operands
-    box_pixel: float = 1.58  # of those, each pixel
+    stage_in_place: float = 579.0
+    stage_turned: float = 517.0  # where the copy engine brings boxes that are turned around
+    turn: float = 156.0  # and 128 bytes of each channel of a chunk, for each warp
+    stage_boxes: float = 261.0  # and where it brings operands
+    box_pixel: float = 1.37  # of those, each pixel
     copy_rows: float = 99.0  # a warp's copies, channels first
-    copy_blocks: float = 242.0  # those that keep pixels innermost
+    copy_blocks: float = 245.0  # those that keep pixels innermost
     copy_pixels: float = 340.0  # and channels last
     convert: float = 178.0  # a chunk of 32 pixels turned around, for each warp
-    moved: float = 1 / 42.7  # a byte from the L2 cache
-    slot: float = 1700.0  # from a stage that is free to the same stage full, beside the products
-    slot_in_place: float = 940.0
-    slot_use: float = 1.32  # of the products of a stage, what its slot is held for them
-    value_rows: float = 24.7  # a thread's value stored, channels first
-    value_pixels: float = 31.1  # and channels last
-    partial_lines: float = 1.03  # times that, where an item stores every other line, channels first
-    partial_pixels: float = 1.90  # and channels last
-    odd_stride: float = 1.52  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
-    edges: float = 26.9  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
+    moved: float = 1 / 45.8  # a byte from the L2 cache
+    slot: float = 1300.0  # from a stage that is free to the same stage full, beside the products
+    slot_in_place: float = 934.0
+    slot_shared: float = 150.0  # more, where it is to be free in all blocks of a cluster
+    slot_use: float = 1.24  # of the products of a stage, what its slot is held for them
+    value_rows: float = 22.0  # a thread's value stored, channels first
+    value_pixels: float = 24.4  # and channels last
+    partial_lines: float = 1.02  # times that, where an item stores every other line, channels first
+    partial_pixels: float = 2.11  # and channels last
+    odd_stride: float = 1.44  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
+    edges: float = 26.5  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
     partial: float = 0.046  # with taps in rows: a partial product stored and added up
     output: float = 0.102  # and a result stored
-    scattered: float = 3.24  # where lanes' results lie apart
-    launch: float = 23500.0
-    overlap: float = 3.13  # exponents of the norms that add what goes on at the same time
-    turns: float = 4.31
+    scattered: float = 3.17  # where lanes' results lie apart
+    launch: float = 19000.0
+    overlap: float = 3.21  # exponents of the norms that add what goes on at the same time
+    turns: float = 3.64
     other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
 
 
@@ -61,7 +62,8 @@ def estimate(
     main = _norm(_COSTS.overlap, multiply, load, moved, slots)
     store = _store(gather, variant, tile, product)
     item = _norm(_COSTS.turns, main, (multiply + store) / 2) if turns else main + store
-    waves = tile.count * product.row_groups / variant.row_parts / device.multiprocessors
+    tiles = math.ceil(tile.count / variant.cluster) * variant.cluster
+    waves = tiles * product.row_groups / variant.row_parts / device.multiprocessors
     if waves < 8:
         waves = math.ceil(waves)
     resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
@@ -94,8 +96,9 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     load = stages * _load(gather, variant, tile)
     free = variant.stages - (variant.loader_groups if in_place and not variant.boxes else 0)
     slot = _COSTS.slot_in_place if in_place else _COSTS.slot
+    slot += _COSTS.slot_shared if variant.cluster > 1 else 0
     slots = (stages * slot + _COSTS.slot_use * multiply) / free
-    return multiply, load, (pixel_bytes + weight_bytes) * _COSTS.moved, slots
+    return multiply, load, (pixel_bytes + weight_bytes / variant.cluster) * _COSTS.moved, slots
 
 
 def _load(gather: Gather, variant: GemmVariant, tile: Tile) -> float:

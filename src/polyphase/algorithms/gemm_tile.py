@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -86,11 +87,23 @@ class _SharedBytes:
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
 
 
+@lru_cache(maxsize=4096)
+def packed_divisor(value: int) -> bytes:
+    """The kernel's ``Divisor``: for 0 ≤ n < 2³¹, n · reciprocal / 2^shift rounds down to n // value.
+
+    T. Granlund and P. Montgomery, Division by Invariant Integers using Multiplication, 1994. Nothing divides by zero:
+    an empty batch has no tiles, and is not launched.
+    """
+    value = max(1, value)
+    shift = 31 + (value - 1).bit_length()
+    return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
+
+
 def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
-    """The kernel's ``Shared``: barriers, distances of operations, positions of cells; what follows is aligned."""
+    """The kernel's ``Shared``: barriers, distances of operations; what follows is aligned."""
     barriers = 8 * (2 * (variant.stages + variant.raw_slots) + CONSUMERS + 1)
     alignment = 1024 if variant.boxes else 128  # of what follows
-    numbers = (product.operations + product.row_blocks) * product.line_groups + 1 + variant.cells
+    numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
 
 
@@ -105,14 +118,15 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
     if variant.taps_in_rows:
         pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
-        return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4
+        return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
+    places = CONSUMERS * variant.group_cells * (16 if wide(gather) else 8)
     if gather.dst.channels_last:
-        return CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
+        return places + CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
     stride = gather.axes[2].stride
     cells = 128
     while cells > 8 and cells * stride * size > 256:
         cells //= 2
-    return CONSUMERS * 4 * 8 * (cells * stride + 8) * size
+    return places + CONSUMERS * 4 * 8 * (cells * stride + 8) * size
 
 
 def _pixels_join(gather: Gather) -> bool:

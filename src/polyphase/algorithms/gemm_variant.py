@@ -40,7 +40,8 @@ class GemmVariant:
     used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come last. With ``row_channels`` rows
     are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are one
     item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
-    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups.
+    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
+    thread blocks shares the weights it loads.
     """
 
     pixels: int
@@ -59,6 +60,7 @@ class GemmVariant:
     boxes: bool = False
     whole_images: bool = False
     raw_slots: int = 4
+    cluster: int = 1
 
     @property
     def taps_in_rows(self) -> bool:
@@ -214,12 +216,14 @@ def families(
             row_groups = channel_groups * (len(taps.lines) // lines)
             may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
             stays = row_channels or Taps.stay_in_cells(problem.axes3)
-            for k_steps, split, resident, innermost in itertools.product(
+            for k_steps, split, (resident, cluster), innermost in itertools.product(
                 (1, 2, 4),
                 _splits(1 if row_channels and not whole_images else row_groups, wgmma),
-                (True, False) if may_reside else (False,),
+                (*([(True, 1)] if may_reside else []), (False, 1), *([(False, 2)] if wgmma else [])),
                 (True, False) if wgmma and half and stays else (False,),
             ):
+                if cluster > 1 and split != "turns":
+                    continue  # there the block's own warp groups share weights
                 fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
                 by_engine = boxes and channels_last and wgmma and parts == 1 and fills
                 for loaders, raw_slots, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last or innermost]:
@@ -231,7 +235,7 @@ def families(
                             GemmVariant(
                                 pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
                                 split, resident, innermost, loaders, wgmma, row_channels, by_engine,
-                                whole_images, raw_slots,
+                                whole_images, raw_slots, cluster,
                             )
                             for count in stages
                         )  # fmt: skip

@@ -23,6 +23,7 @@ from polyphase.algorithms.gemm_tile import (
     best_tile,
     box_strides,
     boxes,
+    packed_divisor,
     raw_pitch,
     shared_bytes,
     store_vector,
@@ -95,17 +96,13 @@ class ImplicitGemm:
         tile = best_tile(gather, variant, problem.batch, device)
         assert tile is not None
         tile_items = product.row_groups // variant.row_parts
-        items = tile.count * tile_items
+        items = math.ceil(tile.count / variant.cluster) * tile_items
         geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack("<2i", problem.batch, tile.images)
+        geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
         geometry += struct.pack(
-            "<23i",
-            problem.batch,
-            tile.images,
-            *tile.cells,
-            *tile.tiles,
+            "<10i",
             items,
-            tile_items,
-            *tile.pitch,
             tile.halo,
             tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             tile.allocated * CHUNK_BYTES,
@@ -145,6 +142,7 @@ class ImplicitGemm:
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
             ("STAGES", variant.stages),
+            ("CLUSTER", variant.cluster),
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
             ("WGMMA", variant.wgmma),
         )
@@ -194,8 +192,8 @@ def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Lau
 
 def _blocks(items: int, tile_items: int, device: DeviceInfo, variant: GemmVariant) -> int:
     """Thread blocks; those with resident weights stay with their row groups."""
-    most = device.multiprocessors
-    return min(items, most // tile_items * tile_items if variant.resident else most)
+    clusters = device.multiprocessors // variant.cluster
+    return variant.cluster * min(items, clusters // tile_items * tile_items if variant.resident else clusters)
 
 
 @lru_cache(maxsize=4096)

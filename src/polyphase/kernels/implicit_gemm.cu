@@ -12,7 +12,8 @@
 // they are operands as they come. The others multiply: each its part of the tile's cells; or all cells and its own row
 // group (SPLIT_ROWS); or a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and
 // take every gridDim.x-th item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too:
-// then the items of a block are of the same row groups, and stages are pixels alone. The kernel may start while its
+// then the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may
+// share weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while its
 // weights are still being packed, and waits for them when the first pixels are on their way.
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
@@ -28,15 +29,20 @@ struct Shared {
   unsigned long long turned[RAW_SLOTS];          // and their slots, free again
   int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
-  unsigned cells[CELLS];                         // positions, or NOWHERE (Store::position)
 };
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
 constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
 __device__ __forceinline__ void release(unsigned barrier) {
   if (RELEASES > 1) __syncwarp();
-  if (threadIdx.x % (128 / RELEASES) == 0) barrier_arrive(barrier);
+  if constexpr (CLUSTER > 1) {
+    if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 128);
+  } else if (threadIdx.x % (128 / RELEASES) == 0)
+    barrier_arrive(barrier);
 }
+
+// Operations of a row block in a row, without a branch: the cores then take one instruction right after the other.
+constexpr int UNROLLED = groups_are_alike() && K_STEPS * OPERATIONS <= 128 ? OPERATIONS : 2;
 
 // A slot of a ring, and the parity of its barriers.
 template <int SLOTS>
@@ -56,10 +62,20 @@ struct Cursor {
   // `count` stages on; true where that is another item.
   __device__ __forceinline__ bool skip(int count) {
     const int before = index;
-    for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += gridDim.x;
+    for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += item_step();
     return index != before;
   }
 };
+
+#if BULK_COPY
+// A stage's weights of a row group, by one thread.
+__device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* from, unsigned barrier) {
+  if constexpr (CLUSTER > 1)
+    bulk_copy_shared<CLUSTER>(to, from, WEIGHT_STAGE, barrier);
+  else
+    bulk_copy(to, from, WEIGHT_STAGE, barrier);
+}
+#endif
 
 #if BOX_COPY
 // Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
@@ -72,7 +88,7 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* sr
                                            int pixel_bytes, unsigned full, unsigned empty, unsigned come,
                                            unsigned turned) {
   BoxLoader loader(g, src);
-  Cursor ahead{(int)blockIdx.x, 0};
+  Cursor ahead{first_item(), 0};
   Slot<PIXEL_SLOTS> slot_ahead;
   auto load_pixels = [&]() {
     if (ahead.stage == 0) loader.locate(ahead.index);
@@ -85,15 +101,15 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* sr
   wait_for_prologue();
   Slot<STAGES> slot;
   int loaded = 0;  // stages, up to PIXEL_SLOTS
-  for (Cursor now{(int)blockIdx.x, 0}; now.index < g.items; now.skip(1)) {
+  for (Cursor now{first_item(), 0}; now.index < g.items; now.skip(1)) {
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
     if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
     const unsigned char* const weights =
         packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + now.stage * WEIGHT_STAGE;
     for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
-      bulk_copy(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE), weights + part * WEIGHT_ITEM,
-                WEIGHT_STAGE, full + 8 * slot.index);
+      copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
+                   weights + part * WEIGHT_ITEM, full + 8 * slot.index);
     barrier_arrive(full + 8 * slot.index);
     slot.skip(1);
     if (!BOXES && ahead.index < g.items) {
@@ -109,7 +125,7 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigne
                                             unsigned come, unsigned turned) {
   Slot<STAGES> slot;
   Slot<RAW_SLOTS> slot_raw;
-  for (Cursor now{(int)blockIdx.x, 0}; now.index < g.items; now.skip(1)) {
+  for (Cursor now{first_item(), 0}; now.index < g.items; now.skip(1)) {
     barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT, warp);
@@ -121,7 +137,13 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigne
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER)
+#else
+#define CLUSTERED
+#endif
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
                   const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
   extern __shared__ __align__(BOXES ? 1024 : 128) unsigned char shared_memory[];
@@ -141,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : TURNERS + 1);
-      barrier_init(empty + 8 * i, SHARERS * RELEASES);
+      barrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
     barrier_init(shared_address(&shared.resident), 1);
@@ -159,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
     halo[i] = inside ? p.packed() : NOWHERE;
   }
-  for (int i = thread; i < CELLS; i += THREADS) shared.cells[i] = Store::position(g, i);
+  Store::prepare(g, store_memory);
   for (int i = thread; i < OPERATIONS * LINE_GROUPS; i += THREADS) {
     Operation o;
     int pixels = 0;
@@ -180,9 +202,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
-        *(const Vector<unsigned, 4>*)(packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
+        *(const Vector<unsigned, 4>*)(packed + (long long)((int)blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
 #endif
   __syncthreads();
+  if (CLUSTER > 1) cluster_sync();
 
 #if BOX_COPY
   if (g.boxes && warp_group >= CONSUMERS) {
@@ -208,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int table = ceil_div(g.halo, copied);
     const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
                         loader_thread % LOADERS};
-    Cursor ahead{(int)blockIdx.x, 0}, now{(int)blockIdx.x, 0};
+    Cursor ahead{first_item(), 0}, now{first_item(), 0};
     ahead.skip(loader_group), now.skip(loader_group);
     Slot<STAGES> slot, slot_ahead;
     slot.skip(loader_group), slot_ahead.skip(loader_group);
@@ -221,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (new_item) {
           Item item;
           item.locate(g, ahead.index, 0);
-          base = src + item.n * g.src.stride[0] + (long long)item.group * SRC_CHANNELS * g.src.stride[1];
+          base = src + (CLUSTER == 1 || item.n < g.batch ? item.n : 0) * g.src.stride[0] +
+                 (long long)item.group * SRC_CHANNELS * g.src.stride[1];
           threads_sync(1 + loader_group, LOADERS);  // all have copied the tile before
           loader.find_pixels(item);
           threads_sync(1 + loader_group, LOADERS);
@@ -247,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if BULK_COPY
       if (!RESIDENT && loader.thread == 0)
         for (int part = 0; part < ROW_PARTS; ++part)
-          bulk_copy(shared_address(stage + part * WEIGHT_STAGE),
-                    weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, WEIGHT_STAGE, full + 8 * slot.index);
+          copy_weights(shared_address(stage + part * WEIGHT_STAGE),
+                       weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, full + 8 * slot.index);
       copies_wait<LOOKAHEAD - 1>();
 #else
       copies_wait<LOOKAHEAD - 1>();
@@ -283,14 +307,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const unsigned come = shared_address(&shared.resident);
       if (thread == 0) {
         wait_for_prologue();
-        bulk_copy(shared_address(resident), packed + (long long)(blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS,
+        bulk_copy(shared_address(resident), packed + (long long)((int)blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS,
                   RESIDENT_WEIGHTS, come);
         barrier_arrive(come);
       }
       barrier_wait(come, 0);
     }
 #endif
-    for (int index = blockIdx.x + turn * gridDim.x; index < g.items; index += CONSUMERS / SHARERS * gridDim.x) {
+    for (int index = first_item() + turn * item_step(); index < g.items; index += CONSUMERS / SHARERS * item_step()) {
       Item item;
       item.locate(g, index, row_part);
       int counts[ROW_BLOCKS];
@@ -318,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           int distance = *distances;
 #pragma unroll
           for (int block = 0; block < ROW_BLOCKS; ++block) {
-#pragma unroll 2
+#pragma unroll(UNROLLED)
             for (int i = 0; i < counts[block]; ++i) {
               const unsigned b = pixels + step * (BOXES ? 32 : 2 * g.chunk_bytes) + distance;
               distance = *++distances;  // in time for the next operation
@@ -350,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         slot.skip(1);
       }
       const int first_channel = item.group * DST_CHANNELS;
-      const Store store(g, item, sums, cell_part * GROUP_CELLS, shared.cells,
+      const Store store(g, item, sums, cell_part * GROUP_CELLS,
                         dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
                         store_memory);
       products_wait<0>();
@@ -360,7 +384,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         slot.skip(STAGES_OF_ITEM);
         if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
       }
-      store();
+      if (CLUSTER == 1 || item.n < g.batch) store();
     }
+    if (CLUSTER > 1) cluster_sync();  // others may still be to give slots back here
   }
 }

@@ -75,6 +75,22 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 #endif
 }
 
+#if BULK_COPY
+// The same barrier of another block of the cluster. (With a scope of the cluster it would wait for all stores before.)
+__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int block) {
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+// All threads of the cluster's blocks but those that have exited; says nothing of memory.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+#endif
+
 // Threads of one named barrier of the block.
 __device__ __forceinline__ void threads_sync(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
@@ -104,6 +120,9 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::bar
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
   emulator::barrier_wait(barrier_at(barrier), parity);
 }
+// A block of a cluster runs alone, and does what the others would do for it.
+__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int) { barrier_arrive(barrier); }
+__device__ __forceinline__ void cluster_sync() {}
 __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::threads_sync(name, threads); }
 
 #endif
@@ -118,6 +137,18 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+// The same where every block of the cluster copies its part to all of them.
+template <int BLOCKS>
+__device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  const unsigned part = bytes / BLOCKS, offset = blockIdx.x % BLOCKS * part;
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to + offset),
+      "l"((const char*)from + offset), "r"(part), "r"(barrier), "h"((unsigned short)((1 << BLOCKS) - 1))
+      : "memory");
 }
 
 // The same for a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along
@@ -136,6 +167,10 @@ __device__ __forceinline__ void publish_shared() {}
 #ifdef EMULATOR
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), from, bytes);
+}
+template <int BLOCKS>
+__device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  bulk_copy(to, from, bytes, barrier);
 }
 __device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
   return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;

@@ -6,7 +6,6 @@ constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;    // warp groups that work 
 constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;     // cells of a warp group
 constexpr int ROW_PARTS = SPLIT_ROWS ? CONSUMERS : 1;  // row groups of an item
 constexpr int CELL_PARTS = SHARERS / ROW_PARTS;
-constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of an item
 constexpr int STAGE_CHANNELS = K_STEPS * STEP_CHANNELS;
 constexpr int STAGE_CHUNKS = 2 * K_STEPS;
 constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
@@ -19,6 +18,7 @@ constexpr bool IN_PLACE = SRC_CHANNELS_LAST || PIXELS_INNERMOST;
 static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
 static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
               "not on the cores");
+static_assert(CLUSTER == 1 || (WGMMA_INSTRUCTION && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
 constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not turned around yet
 constexpr int TURNERS = LOADER_THREADS / 32 - 1;       // warps that turn boxes around
@@ -33,25 +33,37 @@ constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.strid
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 
+// A number that numbers from 0 to 2³¹ - 1 are divided by, known when the kernel is launched (gemm_tile.py).
+struct Divisor {
+  int value;
+  unsigned reciprocal;  // 2^shift / value, rounded up
+  int shift;            // 31 and the logarithm of the value to the base of 2, rounded up
+  __device__ __forceinline__ operator int() const { return value; }
+};
+__device__ __forceinline__ int operator/(int number, const Divisor& by) {
+  return (int)((unsigned long long)(unsigned)number * by.reciprocal >> by.shift);
+}
+__device__ __forceinline__ int operator%(int number, const Divisor& by) { return number - number / by * by.value; }
+
 struct Geometry {
   TensorMap box;  // of the source's pixels
   Tensor5 src, dst;
   int batch;
-  int images;        // batch entries of a tile
-  int cells[3];      // of a tile, along depth, height and width
-  int tiles[4];      // along batch, depth, height and width
-  int items;         // tiles by the row groups, ROW_PARTS at a time
-  int tile_items;    // of one tile
-  int pitch[3];      // pixels of the run from one image, slab and row to the next
-  int halo;          // pixels of the run that are loaded
-  int raw_pitch;     // pixels of the run in a copied stage, or of a box there
-  int chunk_bytes;   // of the run in a stage
-  int skew;          // columns before the first that is needed, so that copies are aligned
-  int copy_bytes;    // of one copy: 16, 8, 4 or 2
-  int store_vector;  // elements of a store
-  int boxes;         // of a stage, one behind the other along the width; none where threads copy
-  int box_pixels;    // of each; the halo behind the last is padding
-  int run;           // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
+  int images;          // batch entries of a tile
+  Divisor cells[3];    // of a tile, along depth, height and width
+  Divisor tiles[4];    // along batch, depth, height and width
+  Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_PARTS at a time
+  Divisor pitch[3];    // pixels of the run from one image, slab and row to the next
+  int items;           // tiles, CLUSTER at a time, by the items of each
+  int halo;            // pixels of the run that are loaded
+  int raw_pitch;       // pixels of the run in a copied stage, or of a box there
+  int chunk_bytes;     // of the run in a stage
+  int skew;            // columns before the first that is needed, so that copies are aligned
+  int copy_bytes;      // of one copy: 16, 8, 4 or 2
+  int store_vector;    // elements of a store
+  int boxes;           // of a stage, one behind the other along the width; none where threads copy
+  int box_pixels;      // of each; the halo behind the last is padding
+  int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
 };
 
 // Position of a pixel in a run.
@@ -76,27 +88,33 @@ __device__ __forceinline__ offset_t offset_of(const Tensor5& t, int n, int d, in
   return byte_offset<char>(t, n, d, h, w);
 }
 
+// Blocks of a cluster take neighbouring tiles, each item together, and share its weights.
+__device__ __forceinline__ int first_item() { return blockIdx.x / CLUSTER; }
+__device__ __forceinline__ int item_step() { return gridDim.x / CLUSTER; }
+
 struct Item {
-  int n, d, h, w;  // the tile's first cell
+  int n, d, h, w;  // the tile's first cell; n is behind the batch where the last cluster has a tile too many
   int first;       // in a run: of the cells of batch entry n
   int group, channel_group, line_group, row_group;
 
   // `part` is the row group among the item's.
   __device__ __forceinline__ void locate(const Geometry& g, int index, int part) {
-    row_group = index % g.tile_items * ROW_PARTS + part, index /= g.tile_items;
+    row_group = index % g.tile_items * ROW_PARTS + part, index = index / g.tile_items;
     line_group = row_group % LINE_GROUPS;
     channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
     group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
+    index = index * CLUSTER + blockIdx.x % CLUSTER;
     const int column = index % g.tiles[3];
-    index /= g.tiles[3];
-    h = index % g.tiles[2] * g.cells[1], index /= g.tiles[2];
-    d = index % g.tiles[1] * g.cells[0], index /= g.tiles[1];
+    index = index / g.tiles[3];
+    h = index % g.tiles[2] * g.cells[1], index = index / g.tiles[2];
+    d = index % g.tiles[1] * g.cells[0], index = index / g.tiles[1];
     if (g.run) {
       const int cell = column * g.run, image = cell / g.pitch[0];
       n = index * g.images + image, first = cell - image * g.pitch[0], w = 0;
     } else {
       n = index * g.images, first = 0, w = column * g.cells[2];
     }
+    if (CLUSTER > 1 && index >= g.tiles[0]) n = g.batch;
   }
 };
 

@@ -7,10 +7,12 @@
 // other way round. With WHOLE_IMAGES there is no halo among the columns: taps that read beside the image are left out.
 
 constexpr int PARTIAL_ROWS = most_rows();
-constexpr int PARTIAL_PITCH = round_up(CELLS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
-constexpr int PARTIALS = PARTIAL_ROWS * PARTIAL_PITCH;      // of a set
-constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;            // warp groups store for themselves
-constexpr int STORE_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
+constexpr int PARTIAL_PITCH = round_up(CELL_PARTS * GROUP_CELLS - 8, 32) + 8;  // 4 rows by 8 columns: different banks
+constexpr int PARTIALS = PARTIAL_ROWS * PARTIAL_PITCH;                         // of a set
+constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;                               // warp groups store for themselves
+constexpr int PARTIAL_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
+constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of a tile, at most
+constexpr int STORE_BYTES = PARTIAL_BYTES + CELLS * (int)sizeof(unsigned);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
 // The widest vector that divides a cell's elements of a row.
@@ -33,28 +35,27 @@ struct Store {
   static constexpr int STORERS = ALONE ? 128 : CONSUMERS * 128;
   static constexpr int WIDE = widest_vector(DST_W);
 
-  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell,
-                                   const unsigned* cells, scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell, scalar_t* dst,
+                                   const scalar_t* bias, unsigned char* memory)
       : g(g),
         item(item),
         sums(sums),
         first_cell(first_cell),
-        cells(cells),
+        cells((const unsigned*)(memory + PARTIAL_BYTES)),
         dst(dst + item.channel_group * GROUP_CHANNELS * g.dst.stride[1]),
         bias(bias + item.channel_group * GROUP_CHANNELS),
         partials((float*)memory + (ALONE ? threadIdx.x / 128 * PARTIALS : 0)) {}
 
-  // Cell `i` of the tile, one behind the other without the halo.
-  static __device__ __forceinline__ Pixel find_cell(const Geometry& g, int i) {
-    Pixel p;
-    p.w = i % g.cells[2], i /= g.cells[2];
-    p.h = i % g.cells[1], i /= g.cells[1];
-    p.d = i % g.cells[0], p.n = i / g.cells[0];
-    return p;
-  }
-  static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
-    const Pixel p = find_cell(g, i);
-    return p.n < g.images ? p.packed() : NOWHERE;
+  // What is the same for every item: where the cells of a tile lie, one behind the other without the halo.
+  static __device__ __forceinline__ void prepare(const Geometry& g, unsigned char* memory) {
+    for (int cell = threadIdx.x; cell < CELLS; cell += THREADS) {
+      Pixel p;
+      int i = cell;
+      p.w = i % g.cells[2], i = i / g.cells[2];
+      p.h = i % g.cells[1], i = i / g.cells[1];
+      p.d = i % g.cells[0], p.n = i / g.cells[0];
+      ((unsigned*)(memory + PARTIAL_BYTES))[cell] = p.n < g.images ? p.packed() : NOWHERE;
+    }
   }
 
   template <int SET>
@@ -116,12 +117,10 @@ struct Store {
   __device__ __forceinline__ bool locate(int i, Cell& cell) const {
     if (i >= tile()) return false;
     Pixel p;
-    if (WHOLE_IMAGES)
-      p = find_cell(g, i);
-    else if (g.run)
-      p.locate(g, item.first + i);
-    else
+    if (WHOLE_IMAGES || g.run == 0)
       p.unpack(cells[i]);
+    else
+      p.locate(g, item.first + i);
     cell.d = item.d + p.d, cell.h = item.h + p.h, cell.w = item.w + p.w;
     const int d = cell.d * DST_D, h = cell.h * DST_H, w = cell.w * DST_W;
     const bool by_order = g.run && !WHOLE_IMAGES;

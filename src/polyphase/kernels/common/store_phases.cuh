@@ -11,7 +11,19 @@ constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? ROWS + 16 / (int)sizeof(scalar_t) : PIECE * DST_W + 8;
 constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
-constexpr int STORE_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
+constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
+
+// Where a cell's first element goes, from the tile's batch entry and the channel; and how many elements are ours from
+// there on along depth, height and width: none of a cell that is not stored.
+struct Place {
+  offset_t offset;
+  unsigned reach;
+  static __device__ __forceinline__ unsigned reach_of(int slabs, int rows, int columns) {
+    return min(slabs, DST_D) << 20 | min(rows, DST_H) << 10 | min(columns, 1023);
+  }
+};
+static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
+constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Place);
 
 // 16 bytes in one store, without a branch. (The compiler may take a vector apart where another path stores the same
 // elements one by one, and store those that both have together.)
@@ -33,20 +45,21 @@ struct Store {
   const Item& item;
   const Sums& sums;
   int first_cell;                   // of the warp group, among the tile's
-  const unsigned* cells;            // positions of the tile's cells
   scalar_t* dst;                    // the item's first channel, the tile's first batch entry
   scalar_t* staging;                // of the warp, or the warp group
+  Place* places;                    // of the warp group's cells
   float starts[CHANNEL_BLOCKS][2];  // the bias of the thread's rows
 
-  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell,
-                                   const unsigned* cells, scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell, scalar_t* dst,
+                                   const scalar_t* bias, unsigned char* memory)
       : g(g),
         item(item),
         sums(sums),
         first_cell(first_cell),
-        cells(cells),
         dst(dst),
-        staging((scalar_t*)memory + threadIdx.x / STAGERS * STAGING) {
+        staging((scalar_t*)memory + threadIdx.x / STAGERS * STAGING),
+        places((Place*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
+    find_places();
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
 #pragma unroll
@@ -64,12 +77,8 @@ struct Store {
 #endif
   }
 
-  // Cell `i` of those whose positions are known beforehand.
-  static __device__ __forceinline__ unsigned position(const Geometry& g, int i) {
-    Pixel p;
-    p.locate(g, i);
-    return p.n < g.images && p.d < g.cells[0] && p.h < g.cells[1] && p.w < g.cells[2] ? p.packed() : NOWHERE;
-  }
+  static __device__ __forceinline__ void prepare(const Geometry&, unsigned char*) {
+  }  // nothing is the same for all items
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
@@ -102,35 +111,44 @@ struct Store {
   static __device__ __forceinline__ int vector(int i) { return threadIdx.x % 128 + 128 * i; }
   struct Elements {
     offset_t offset[ELEMENTS];
-    int count[ELEMENTS];  // of the vector's or the cell's elements, those that exist
-    int rows[ELEMENTS];   // rows of a slab (low half) and slabs that exist from the cell's first on
+    int count[ELEMENTS];       // of the vector's or the cell's elements, those that exist
+    unsigned reach[ELEMENTS];  // the cell's
   };
+
+  // By the warp group together, while its last products are on their way.
+  __device__ __forceinline__ void find_places() const {
+    const int barrier = FIRST_BARRIER + threadIdx.x / 128;
+    threads_sync(barrier, 128);  // the places of the item before are no longer needed
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < GROUP_CELLS; i += 128) {
+      Pixel p;
+      p.locate(g, item.first + first_cell + i);
+      const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W;
+      const int slabs = g.dst.size[0] - d, rows = g.dst.size[1] - h;
+      const int columns = min((g.cells[2] - p.w) * DST_W, g.dst.size[2] - w);
+      const bool inside = p.n < g.images && p.d < g.cells[0] && p.h < g.cells[1] && item.n + p.n < g.batch;
+      const bool exists = (g.run == 0 || first_cell + i < g.run) && slabs > 0 && rows > 0 && columns > 0;
+      places[i] = {offset_of(g.dst, p.n, d, h, w), inside && exists ? Place::reach_of(slabs, rows, columns) : 0u};
+    }
+    threads_sync(barrier, 128);
+  }
 
   __device__ __forceinline__ void describe(int piece, Elements& elements) const {
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
       const int element = (lane() + 32 * i) * g.store_vector, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
       const int cell = piece * PIECE + (DST_CHANNELS_LAST ? vector(i) / VECTORS_OF_PIXEL : element / DST_W);
-      elements.count[i] = 0, elements.offset[i] = 0, elements.rows[i] = 0;
-      if ((!DST_CHANNELS_LAST && element >= PIECE * DST_W) || cell >= GROUP_CELLS) continue;
-      Pixel p;
-      if (g.run)
-        p.locate(g, item.first + first_cell + cell);
-      else
-        p.unpack(cells[first_cell + cell]);
-      const bool exists = g.run ? p.n < g.images && first_cell + cell < g.run : cells[first_cell + cell] != NOWHERE;
-      if (!exists || item.n + p.n >= g.batch) continue;
-      const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W + phase;
-      const int columns = min((g.cells[2] - p.w) * DST_W - phase, g.dst.size[2] - w);  // from here on that are ours
-      if (d >= g.dst.size[0] || h >= g.dst.size[1]) continue;
+      const bool ours = (DST_CHANNELS_LAST || element < PIECE * DST_W) && cell < GROUP_CELLS;
+      const Place place = places[ours ? cell : 0];
+      const int columns = ours ? (int)(place.reach & 1023) - phase : 0;
       elements.count[i] = max(0, min(columns, DST_CHANNELS_LAST ? DST_W : g.store_vector));
-      elements.offset[i] = offset_of(g.dst, p.n, d, h, w);
-      elements.rows[i] = min(g.dst.size[1] - h, 0x7fff) | min(g.dst.size[0] - d, 0x7fff) << 16;
+      elements.offset[i] = place.offset + phase * (offset_t)g.dst.stride[4];
+      elements.reach[i] = place.reach;
     }
   }
   static __device__ __forceinline__ bool exists(const Elements& elements, int i, int depth, int height) {
     if (DST_D * DST_H == 1) return true;  // else cells may exist in part
-    return height < (elements.rows[i] & 0xffff) && depth < elements.rows[i] >> 16;
+    return height < (elements.reach[i] >> 10 & 1023) && depth < elements.reach[i] >> 20;
   }
 
   template <int COUNT>
@@ -148,21 +166,17 @@ struct Store {
     const scalar_t* from = staging + lane() * COUNT;
     scalar_t* to = line + first_channel * g.dst.stride[1];
     if (__all_sync(0xffffffffu, whole)) {
-      constexpr int AT_ONCE = VECTORS == 1 ? 8 : 1;  // rows; of many vectors those of a row are neighbours
+      const long long row_bytes = g.dst.stride[1] * (int)sizeof(scalar_t);
+      char* element[VECTORS];
 #pragma unroll
-      for (int row = 0; row < 8; row += AT_ONCE) {
+      for (int i = 0; i < VECTORS; ++i) element[i] = (char*)(to + elements.offset[i]);
+#pragma unroll
+      for (int row = 0; row < 8; ++row)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-          if (count[i] == 0) continue;
-          scalar_t* element = to + elements.offset[i];
-#pragma unroll
-          for (int next = 0; next < AT_ONCE; ++next) {
-            *(Run*)element = *(const Run*)(from + (row + next) * STAGING_PITCH + 32 * COUNT * i);
-            element += g.dst.stride[1];
-          }
+          if (count[i] > 0) *(Run*)element[i] = *(const Run*)(from + row * STAGING_PITCH + 32 * COUNT * i);
+          element[i] += row_bytes;
         }
-        to += AT_ONCE * g.dst.stride[1];
-      }
       return;
     }
 #pragma unroll 1
