@@ -261,14 +261,15 @@ class GemmCase:
     variant: GemmVariant
 
     def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
-        few = replace(device, multiprocessors=self.numbers(device)[10] if self.variant.resident else 2)
+        few = replace(device, multiprocessors=self.numbers(device)[9] if self.variant.resident else 2)
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, few, self.layouts, self.variant)
         return [(Candidate("implicit_gemm", self.variant, 0.0, ""), launch)]
 
     def numbers(self, device: DeviceInfo) -> list[int]:
-        """The kernel's `Geometry` behind the tensors."""
+        """The kernel's `Geometry` behind the tensors; of divisors the value."""
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant)
-        return list(struct.unpack_from("<23i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56))
+        found = struct.unpack_from("<2i" + 11 * "iIi" + "10i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56)
+        return [*found[:2], *found[2:35:3], *found[35:]]
 
     def kinds(self) -> set[tuple[object, ...]]:
         """What a sample should meet: settings with every instruction, layout and element size; and kinds of tiles."""
@@ -472,7 +473,7 @@ def test_boxes_do_not_race(split: str, channels_last: bool) -> None:
     size, channels = (72 if channels_last else 12, 40, 5, 8), 128 if split == "rows" else 16
     problem = make(size, channels, 3, 1, 1, channels_last=channels_last, tf32=True)
     case, candidate, launch = boxed(problem, {"split": split, "k_steps": 1, "whole_images": False}, {"boxes": 1})
-    assert case.numbers(H200)[9] > 2 * 2
+    assert case.numbers(H200)[13] > 2 * 2
     for seed in range(4):
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))
 
@@ -524,7 +525,7 @@ def test_boxes_of_strange_tensors(name: str) -> None:
 def test_boxes_begin_at_multiples_of_16_bytes() -> None:
     """The emulator does not let the copy engine begin elsewhere, which it cannot."""
     case, candidate, launch = boxed(*BOXED["one box"])
-    skew = TENSOR_MAP_BYTES + 2 * 56 + 17 * 4
+    skew = TENSOR_MAP_BYTES + 2 * 56 + 39 * 4
     assert struct.unpack_from("<i", launch.geometry, skew)[0] == case.numbers(H200)[17]
     moved = struct.pack("<i", case.numbers(H200)[17] + 1)
     launch = replace(launch, geometry=launch.geometry[:skew] + moved + launch.geometry[skew + 4 :])
