@@ -1835,12 +1835,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   // Positions are the same for every tile.
   const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
-  for (int i = thread; g.boxes == 0 && i * copied < g.halo; i += THREADS) {
-    Pixel p;
-    p.locate(g, i * copied);
-    const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
-    halo[i] = inside ? p.packed() : NOWHERE;
-  }
+  if (g.boxes == 0)
+    for (int i = thread; i * copied < g.halo; i += THREADS) {
+      Pixel p;
+      p.locate(g, i * copied);
+      const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
+      halo[i] = inside ? p.packed() : NOWHERE;
+    }
   Store::prepare(g, store_memory);
   for (int i = thread; i < OPERATIONS * LINE_GROUPS; i += THREADS) {
     Operation o;

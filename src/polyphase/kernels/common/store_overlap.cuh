@@ -46,14 +46,18 @@ struct Store {
         bias(bias + item.channel_group * GROUP_CHANNELS),
         partials((float*)memory + (ALONE ? threadIdx.x / 128 * PARTIALS : 0)) {}
 
-  // What is the same for every item: where the cells of a tile lie, one behind the other without the halo.
+  // Cell `i` of the tile, one behind the other without the halo.
+  static __device__ __forceinline__ Pixel find_cell(const Geometry& g, int i) {
+    Pixel p;
+    p.w = i % g.cells[2], i = i / g.cells[2];
+    p.h = i % g.cells[1], i = i / g.cells[1];
+    p.d = i % g.cells[0], p.n = i / g.cells[0];
+    return p;
+  }
+  // What is the same for every item: where the tile's cells lie. (Those of whole images may be more than its pixels.)
   static __device__ __forceinline__ void prepare(const Geometry& g, unsigned char* memory) {
-    for (int cell = threadIdx.x; cell < CELLS; cell += THREADS) {
-      Pixel p;
-      int i = cell;
-      p.w = i % g.cells[2], i = i / g.cells[2];
-      p.h = i % g.cells[1], i = i / g.cells[1];
-      p.d = i % g.cells[0], p.n = i / g.cells[0];
+    for (int cell = threadIdx.x; !WHOLE_IMAGES && cell < CELLS; cell += THREADS) {
+      const Pixel p = find_cell(g, cell);
       ((unsigned*)(memory + PARTIAL_BYTES))[cell] = p.n < g.images ? p.packed() : NOWHERE;
     }
   }
@@ -117,7 +121,9 @@ struct Store {
   __device__ __forceinline__ bool locate(int i, Cell& cell) const {
     if (i >= tile()) return false;
     Pixel p;
-    if (WHOLE_IMAGES || g.run == 0)
+    if (WHOLE_IMAGES)
+      p = find_cell(g, i);
+    else if (g.run == 0)
       p.unpack(cells[i]);
     else
       p.locate(g, item.first + i);
