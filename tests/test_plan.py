@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from helpers import random_problem
 from kernel_harness import formats
@@ -19,7 +21,9 @@ from polyphase import UnsupportedError, plan
 from polyphase.algorithms import ALGORITHMS
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_tile import box_strides
+from polyphase.algorithms.gemm_tile import box_strides, packed_divisor
+from polyphase.algorithms.gemm_variant import Product
+from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.bench.layers import NamedLayer, every_layer
 from polyphase.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.jit.source import KernelSource
@@ -289,6 +293,44 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
                 assert slots * count * stage <= launch.shared_bytes
                 met.add((problem.channels_last, launch.boxes.swizzle))
     assert {last for last, _ in met} == {False, True}
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(-1, 1))
+@example(1, 2**31 - 1, 0)
+@example(2**31 - 1, 1, -1)
+@example(2**30 + 1, 1, -1)
+def test_division_by_a_reciprocal_rounds_down(value: int, number: int, beside: int) -> None:
+    """Of any number, and of those beside a multiple of the divisor, as 64 bits have it in the kernel."""
+    stored, reciprocal, shift = struct.unpack("<iIi", packed_divisor(value))
+    multiple = number // value * value + beside
+    for each in (number, multiple if 0 <= multiple < 2**31 else 0):
+        assert each * reciprocal < 2**64
+        assert each * reciprocal >> shift == each // value
+    assert stored == value
+
+
+def test_clusters_are_whole() -> None:
+    """Blocks come in whole clusters, whatever the number of tiles and multiprocessors; items are a cluster's."""
+    problem = make((3, 16, 9, 11), 16, 3, 1, 1, tf32=True)
+    layouts = Layouts.dense(problem)
+    offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
+    variant = replace(next(each for each in offered if each.split == "turns"), resident=False, cluster=2)
+    for multiprocessors in (2, 5, 132):
+        device = replace(H200, multiprocessors=multiprocessors)
+        launch = ImplicitGemm().launch(problem, Pass.FORWARD, device, layouts, variant)
+        assert launch.grid[0] % 2 == 0
+        assert 0 < launch.grid[0] <= multiprocessors
+        assert "#define CLUSTER 2" in launch.source.text
+
+
+def test_resident_weights_have_blocks_on_small_gpus() -> None:
+    """A variant that was chosen for another GPU still covers every row group."""
+    problem = make((3, 16, 9, 11), 200, 2, 2, tf32=True)
+    layouts = Layouts.dense(problem)
+    offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
+    variant = replace(offered[0], resident=True, cluster=1, split="turns")
+    launch = ImplicitGemm().launch(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, variant)
+    assert launch.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), variant).row_groups > 2
 
 
 def test_plans_are_cached() -> None:

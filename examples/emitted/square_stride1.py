@@ -677,7 +677,6 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 #endif
 }
 
-#if BULK_COPY
 // The same barrier of another block of the cluster. (With a scope of the cluster it would wait for all stores before.)
 __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int block) {
   asm volatile(
@@ -687,11 +686,10 @@ __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int block) {
       "r"(block)
       : "memory");
 }
-// All threads of the cluster's blocks but those that have exited; says nothing of memory.
+// All threads of the cluster's blocks but those that have exited.
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
-#endif
 
 // Threads of one named barrier of the block.
 __device__ __forceinline__ void threads_sync(int name, int threads) {
@@ -1419,8 +1417,8 @@ struct Store {
 #endif
   }
 
-  static __device__ __forceinline__ void prepare(const Geometry&, unsigned char*) {
-  }  // nothing is the same for all items
+  // What is the same for every item: nothing.
+  static __device__ __forceinline__ void prepare(const Geometry&, unsigned char*) {}
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
@@ -2045,7 +2043,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         slot.skip(STAGES_OF_ITEM);
         if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
       }
-      if (CLUSTER == 1 || item.n < g.batch) store();
+      // Always true without clusters; without the branch the assembler reads sums ahead of the wait, and then makes
+      // every product wait for the one before.
+      if (item.n < g.batch) store();
     }
     if (CLUSTER > 1) cluster_sync();  // others may still be to give slots back here
   }
@@ -4669,9 +4669,11 @@ def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") 
 
 
 def _blocks(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
-    """Thread blocks; those with resident weights stay with their row groups."""
-    clusters = device.multiprocessors // variant.cluster
-    return variant.cluster * min(items, clusters // tile_items * tile_items if variant.resident else clusters)
+    """Thread blocks; those with resident weights stay with their row groups, however few multiprocessors there are."""
+    clusters = max(1, device.multiprocessors // variant.cluster)
+    if variant.resident:
+        clusters = max(1, clusters // tile_items) * tile_items
+    return variant.cluster * min(items, clusters)
 
 # =====================================================================================================================
 # polyphase/algorithms/weight_grad.py

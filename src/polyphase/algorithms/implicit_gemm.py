@@ -191,9 +191,11 @@ def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Lau
 
 
 def _blocks(items: int, tile_items: int, device: DeviceInfo, variant: GemmVariant) -> int:
-    """Thread blocks; those with resident weights stay with their row groups."""
-    clusters = device.multiprocessors // variant.cluster
-    return variant.cluster * min(items, clusters // tile_items * tile_items if variant.resident else clusters)
+    """Thread blocks; those with resident weights stay with their row groups, however few multiprocessors there are."""
+    clusters = max(1, device.multiprocessors // variant.cluster)
+    if variant.resident:
+        clusters = max(1, clusters // tile_items) * tile_items
+    return variant.cluster * min(items, clusters)
 
 
 @lru_cache(maxsize=4096)

@@ -385,7 +385,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         slot.skip(STAGES_OF_ITEM);
         if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
       }
-      if (CLUSTER == 1 || item.n < g.batch) store();
+      // Always true without clusters; without the branch the assembler reads sums ahead of the wait, and then makes
+      // every product wait for the one before.
+      if (item.n < g.batch) store();
     }
     if (CLUSTER > 1) cluster_sync();  // others may still be to give slots back here
   }

@@ -75,7 +75,6 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 #endif
 }
 
-#if BULK_COPY
 // The same barrier of another block of the cluster. (With a scope of the cluster it would wait for all stores before.)
 __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int block) {
   asm volatile(
@@ -85,11 +84,10 @@ __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int block) {
       "r"(block)
       : "memory");
 }
-// All threads of the cluster's blocks but those that have exited; says nothing of memory.
+// All threads of the cluster's blocks but those that have exited.
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
-#endif
 
 // Threads of one named barrier of the block.
 __device__ __forceinline__ void threads_sync(int name, int threads) {

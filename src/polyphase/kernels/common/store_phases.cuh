@@ -77,8 +77,8 @@ struct Store {
 #endif
   }
 
-  static __device__ __forceinline__ void prepare(const Geometry&, unsigned char*) {
-  }  // nothing is the same for all items
+  // What is the same for every item: nothing.
+  static __device__ __forceinline__ void prepare(const Geometry&, unsigned char*) {}
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
