@@ -19,7 +19,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, reference, run
-from polyphase.algorithms import gemm_variant, weight_grad
+from polyphase.algorithms import gemm_tile, gemm_variant, implicit_gemm, weight_grad
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gemm_tile import best_tile, box_strides
@@ -339,6 +339,20 @@ def test_products(case: GemmCase) -> None:
 def gemm_case(problem: ConvTransposeProblem, **settings: object) -> GemmCase:
     """The first variant with such settings, the problem in its own format."""
     return next(case for case in gemm_variants(problem) if settings.items() <= vars(case.variant).items())
+
+
+@pytest.mark.parametrize("row_channels", [0, 16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_products_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, channels_last: bool, row_channels: int) -> None:
+    """Tables of 64-bit offsets, as images beyond 2³¹ elements have them, in as much shared memory as they are given."""
+    for module in (gemm_tile, implicit_gemm):
+        monkeypatch.setattr(module, "wide", lambda gather: True)
+    # A layer of its own: what is cached of its tiles is of wide offsets.
+    problem = make((3, 20, 7, 13), 16, 3, 2, 1, 1, bias=True, channels_last=channels_last, tf32=True)
+    case = gemm_case(problem, wgmma=True, row_channels=row_channels)
+    for candidate, launch in case.offers(H200):
+        assert launch.source.wide_offsets
+        assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(1))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

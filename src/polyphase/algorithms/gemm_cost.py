@@ -14,7 +14,7 @@ from polyphase.problem import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class _Costs:
-    """Multiprocessor cycles, fitted to the times of 1,819 variants on an H200 (docs/performance.md)."""
+    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
     shared: float = 1.05 / 128  # a byte through shared memory, beside the products
     issue: float = 9.77  # each matrix instruction, above what the cores and shared memory take

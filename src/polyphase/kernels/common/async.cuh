@@ -130,8 +130,12 @@ __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::
 // Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+// The phase of a barrier does not end before so many bytes more have come.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  barrier_expect(barrier, bytes);
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
@@ -141,7 +145,7 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
 template <int BLOCKS>
 __device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   const unsigned part = bytes / BLOCKS, offset = blockIdx.x % BLOCKS * part;
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  barrier_expect(barrier, bytes);
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
       "%4;" ::"r"(to + offset),
@@ -153,7 +157,7 @@ __device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, 
 // the innermost dimension; what lies beside the tensor is zero.
 __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t*, const int (&place)[5],
                                          unsigned bytes, unsigned barrier) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  barrier_expect(barrier, bytes);
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),

@@ -7,11 +7,11 @@
 // other way round. With WHOLE_IMAGES there is no halo among the columns: taps that read beside the image are left out.
 
 constexpr int PARTIAL_ROWS = most_rows();
-constexpr int PARTIAL_PITCH = round_up(CELL_PARTS * GROUP_CELLS - 8, 32) + 8;  // 4 rows by 8 columns: different banks
-constexpr int PARTIALS = PARTIAL_ROWS * PARTIAL_PITCH;                         // of a set
-constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;                               // warp groups store for themselves
+constexpr int CELLS = CELL_PARTS * GROUP_CELLS;             // of an item, those in its halo included
+constexpr int PARTIAL_PITCH = round_up(CELLS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
+constexpr int PARTIALS = PARTIAL_ROWS * PARTIAL_PITCH;      // of a set
+constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;            // warp groups store for themselves
 constexpr int PARTIAL_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
-constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of a tile, at most
 constexpr int STORE_BYTES = PARTIAL_BYTES + CELLS * (int)sizeof(unsigned);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 

@@ -21,6 +21,10 @@ struct Place {
   static __device__ __forceinline__ unsigned reach_of(int slabs, int rows, int columns) {
     return min(slabs, DST_D) << 20 | min(rows, DST_H) << 10 | min(columns, 1023);
   }
+  static __device__ __forceinline__ int columns(unsigned reach) { return reach & 1023; }
+  static __device__ __forceinline__ bool has_line(unsigned reach, int depth, int height) {
+    return height < (reach >> 10 & 1023) && depth < reach >> 20;
+  }
 };
 static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
 constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Place);
@@ -115,10 +119,12 @@ struct Store {
     unsigned reach[ELEMENTS];  // the cell's
   };
 
+  // The threads of a warp group.
+  static __device__ __forceinline__ void group_sync() { threads_sync(FIRST_BARRIER + threadIdx.x / 128, 128); }
+
   // By the warp group together, while its last products are on their way.
   __device__ __forceinline__ void find_places() const {
-    const int barrier = FIRST_BARRIER + threadIdx.x / 128;
-    threads_sync(barrier, 128);  // the places of the item before are no longer needed
+    group_sync();  // the places of the item before are no longer needed
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < GROUP_CELLS; i += 128) {
       Pixel p;
@@ -130,7 +136,7 @@ struct Store {
       const bool exists = (g.run == 0 || first_cell + i < g.run) && slabs > 0 && rows > 0 && columns > 0;
       places[i] = {offset_of(g.dst, p.n, d, h, w), inside && exists ? Place::reach_of(slabs, rows, columns) : 0u};
     }
-    threads_sync(barrier, 128);
+    group_sync();
   }
 
   __device__ __forceinline__ void describe(int piece, Elements& elements) const {
@@ -140,7 +146,7 @@ struct Store {
       const int cell = piece * PIECE + (DST_CHANNELS_LAST ? vector(i) / VECTORS_OF_PIXEL : element / DST_W);
       const bool ours = (DST_CHANNELS_LAST || element < PIECE * DST_W) && cell < GROUP_CELLS;
       const Place place = places[ours ? cell : 0];
-      const int columns = ours ? (int)(place.reach & 1023) - phase : 0;
+      const int columns = ours ? Place::columns(place.reach) - phase : 0;
       elements.count[i] = max(0, min(columns, DST_CHANNELS_LAST ? DST_W : g.store_vector));
       elements.offset[i] = place.offset + phase * (offset_t)g.dst.stride[4];
       elements.reach[i] = place.reach;
@@ -148,7 +154,7 @@ struct Store {
   }
   static __device__ __forceinline__ bool exists(const Elements& elements, int i, int depth, int height) {
     if (DST_D * DST_H == 1) return true;  // else cells may exist in part
-    return height < (elements.reach[i] >> 10 & 1023) && depth < elements.reach[i] >> 20;
+    return Place::has_line(elements.reach[i], depth, height);
   }
 
   template <int COUNT>
@@ -230,7 +236,6 @@ struct Store {
   template <int LINE>
   __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
-    const int barrier = FIRST_BARRIER + threadIdx.x / STAGERS;
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
       const int first_channel = (item.channel_group * CHANNEL_BLOCKS + block) * ROWS;
@@ -252,7 +257,7 @@ struct Store {
                                     lane() / 4 * 2) = pair;
           }
         }
-        threads_sync(barrier, STAGERS);
+        group_sync();
         const int from_channel = lane() % VECTORS_OF_PIXEL * WIDE,
                   remaining = DST_CHANNELS - first_channel - from_channel;
         const scalar_t* const from = staging + threadIdx.x % 128 / VECTORS_OF_PIXEL * STAGING_PITCH + from_channel;
@@ -277,7 +282,7 @@ struct Store {
 #pragma unroll 1
               for (int k = 0; k < min(WIDE, remaining); ++k) to[elements.offset[i] + k] = from[i * APART + k];
         }
-        threads_sync(barrier, STAGERS);
+        group_sync();
       }
     }
   }
