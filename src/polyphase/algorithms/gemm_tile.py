@@ -126,7 +126,10 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
     cells = 128
     while cells > 8 and cells * stride * size > 256:
         cells //= 2
-    return places + CONSUMERS * 4 * 8 * (cells * stride + 8) * size
+    vector = CHUNK_BYTES // size
+    lanes = 32 if cells * stride > 16 * vector else 16
+    pitch = math.ceil(cells * stride / (lanes * vector)) * lanes * vector + 4 * math.gcd(2 * stride, vector)
+    return places + CONSUMERS * 4 * 8 * pitch * size
 
 
 def _pixels_join(gather: Gather) -> bool:
@@ -400,15 +403,16 @@ def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
     """Elements of a store, where every row allows the widest that the kernel has; else 1."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
-    if variant.taps_in_rows:
+    if variant.taps_in_rows and not gather.dst.channels_last:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        wide = 16 // size
+        wide = math.gcd(variant.row_channels, 16 // size)  # of no channels 16 bytes
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride
-    for count in (8 // size, 2):
+    for count in (16 // size, 8 // size, 2):
         rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
-        if width == 1 and rows and all(s % count == 0 for s in (batch, channel, depth, height)):
+        whole = width == 1 and gather.dst.shape[4] % count == 0
+        if whole and rows and all(s % count == 0 for s in (batch, channel, depth, height)):
             return count
     return 1

@@ -191,12 +191,13 @@ struct Loader {
     }
   }
 
-  // Channels first, as they are used: lanes take the eight channels of a chunk, each neighbouring pixels of one.
+  // Channels first, as they are used: lanes take the eight channels of a chunk, and neighbours the pixels of a sector
+  // of 32 bytes, which are read together.
   template <int BYTES>
   __device__ __forceinline__ void copy_blocks(const scalar_t* base, int channel, unsigned char* to) const {
-    constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
-    const int row = thread % 8;
-    for (int v = thread / 8; v * COUNT < g.halo; v += LOADERS / 8) {
+    constexpr int COUNT = BYTES / (int)sizeof(scalar_t), TOGETHER = BYTES >= 256 / LOADERS ? 32 / BYTES : LOADERS / 8;
+    const int row = thread / TOGETHER % 8;
+    for (int v = thread / (8 * TOGETHER) * TOGETHER + thread % TOGETHER; v * COUNT < g.halo; v += LOADERS / 8) {
       const offset_t offset = offsets[v];
       const scalar_t* from = base + row * g.src.stride[1] + (offset == PADDING ? 0 : offset);
       unsigned char* target = to + v * COUNT / 8 * 128 + row * 16 + v * COUNT % 8 * (int)sizeof(scalar_t);

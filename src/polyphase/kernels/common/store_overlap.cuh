@@ -15,12 +15,14 @@ constexpr int PARTIAL_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(f
 constexpr int STORE_BYTES = PARTIAL_BYTES + CELLS * (int)sizeof(unsigned);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
-// The widest vector that divides a cell's elements of a row.
-__host__ __device__ constexpr int widest_vector(int elements) {
-  return DST_CHANNELS_LAST || elements % 2 || elements * (int)sizeof(scalar_t) < 4
-             ? 1
-             : gcd(elements, 16 / (int)sizeof(scalar_t));
+// Neighbours of an output in memory that a lane adds up and stores together: of a cell's row, or channels last of a
+// set.
+__host__ __device__ constexpr int widest_vector() {
+  if (DST_CHANNELS_LAST) return gcd(ROW_CHANNELS, 16 / (int)sizeof(scalar_t));
+  return DST_W % 2 || DST_W * (int)sizeof(scalar_t) < 4 ? 1 : gcd(DST_W, 16 / (int)sizeof(scalar_t));
 }
+constexpr int WIDE = widest_vector();
+constexpr int CHANNELS = DST_CHANNELS_LAST ? WIDE : 1;  // at a time
 
 struct Store {
   const Geometry& g;
@@ -33,7 +35,6 @@ struct Store {
   float* partials;        // of a set
 
   static constexpr int STORERS = ALONE ? 128 : CONSUMERS * 128;
-  static constexpr int WIDE = widest_vector(DST_W);
 
   __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell, scalar_t* dst,
                                    const scalar_t* bias, unsigned char* memory)
@@ -83,19 +84,26 @@ struct Store {
       }
   }
 
-  // The elements of a cell's row, of which the first `columns` exist.
-  __device__ __forceinline__ void write(const float (&value)[DST_W], scalar_t* to, int columns) const {
-    alignas(16) scalar_t narrowed[DST_W];
+  // The elements of a cell's row, of which the first `columns` exist, for as many of CHANNELS as exist.
+  __device__ __forceinline__ void write(const float (&value)[CHANNELS][DST_W], scalar_t* to, int columns,
+                                        int channels) const {
+    alignas(16) scalar_t narrowed[DST_W * CHANNELS];  // as they lie in memory
 #pragma unroll
-    for (int i = 0; i < DST_W; ++i) narrow(value[i], narrowed[i]);
-    if (WIDE > 1 && columns == DST_W && g.store_vector == WIDE) {
+    for (int i = 0; i < DST_W; ++i)
 #pragma unroll
-      for (int i = 0; i < DST_W; i += WIDE)
-        *(Vector<scalar_t, WIDE>*)(to + i) = *(const Vector<scalar_t, WIDE>*)(narrowed + i);
+      for (int channel = 0; channel < CHANNELS; ++channel) narrow(value[channel][i], narrowed[i * CHANNELS + channel]);
+    const bool whole = DST_CHANNELS_LAST ? channels >= CHANNELS : columns == DST_W;
+    if (WIDE > 1 && whole && g.store_vector == WIDE) {
+#pragma unroll
+      for (int i = 0; i < DST_W * CHANNELS; i += WIDE)
+        if (i / CHANNELS < columns)
+          *(Vector<scalar_t, WIDE>*)(to + i / CHANNELS * g.dst.stride[4]) =
+              *(const Vector<scalar_t, WIDE>*)(narrowed + i);
     } else {
 #pragma unroll
-      for (int i = 0; i < DST_W; ++i)
-        if (i < columns) to[i * g.dst.stride[4]] = narrowed[i];
+      for (int i = 0; i < DST_W * CHANNELS; ++i)
+        if (i / CHANNELS < columns && i % CHANNELS < channels)
+          to[i / CHANNELS * g.dst.stride[4] + i % CHANNELS] = narrowed[i];
     }
   }
 
@@ -103,7 +111,15 @@ struct Store {
   __device__ __forceinline__ int channels_behind(int first) const {
     return min(first + ROW_CHANNELS, DST_CHANNELS - item.channel_group * GROUP_CHANNELS);
   }
-  __device__ __forceinline__ float start(int channel) const { return HAS_BIAS ? widen(read(bias + channel)) : 0.f; }
+  // Bias of the channels from `channel` to before `behind`.
+  __device__ __forceinline__ void start(float (&value)[CHANNELS][DST_W], int channel, int behind) const {
+#pragma unroll
+    for (int i = 0; i < CHANNELS; ++i) {
+      const float bias_of = HAS_BIAS && (i == 0 || channel + i < behind) ? widen(read(bias + channel + i)) : 0.f;
+#pragma unroll
+      for (int j = 0; j < DST_W; ++j) value[i][j] = bias_of;
+    }
+  }
 
   // Where a cell lies: in the image; its first pixel among the columns, or with WHOLE_IMAGES its own; its first element
   // of the item's first channel; and how far the destination reaches from there.
@@ -151,15 +167,15 @@ struct Store {
     constexpr int DEPTH = owned_phase(AXIS_D, LINE / OWNED_H), HEIGHT = owned_phase(AXIS_H, LINE % OWNED_H);
     constexpr int ALONG_D = tap_count(AXIS_D, DEPTH), ALONG_H = tap_count(AXIS_H, HEIGHT);
     constexpr int FIRST_ROW = rows_of_lines(LINE / LINES * LINES, LINE);
+    constexpr int ROWS_OF_CHANNEL = ALONG_D * ALONG_H * AXIS_W.kernel;
     if ((LINE_GROUPS == 1 || LINE / LINES == item.line_group) && HEIGHT < cell.rows && DEPTH < cell.slabs) {
       const float* row = partials + FIRST_ROW * PARTIAL_PITCH + cell.from;
       scalar_t* to = cell.to + first_channel * g.dst.stride[1] + DEPTH * g.dst.stride[2] + HEIGHT * g.dst.stride[3];
       const int behind = channels_behind(first_channel);
 #pragma unroll 1
-      for (int channel = first_channel; channel < behind; ++channel) {
-        float value[DST_W];
-#pragma unroll
-        for (int i = 0; i < DST_W; ++i) value[i] = start(channel);
+      for (int channel = first_channel; channel < behind; channel += CHANNELS) {
+        float value[CHANNELS][DST_W];
+        start(value, channel, behind);
 #pragma unroll
         for (int i = 0; i < ALONG_D * ALONG_H; ++i) {
           const int depth_tap = first_tap(AXIS_D, DEPTH) + i / ALONG_H * tap_step(AXIS_D);
@@ -171,11 +187,14 @@ struct Store {
 #pragma unroll
           for (int tap = 0; tap < AXIS_W.kernel; ++tap)
             if (reads(AXIS_W, cell.w, tap, g.src.size[2]))
-              value[phase_of(AXIS_W, tap)] += pixels[(i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
+#pragma unroll
+              for (int j = 0; j < CHANNELS; ++j)
+                value[j][phase_of(AXIS_W, tap)] +=
+                    pixels[(j * ROWS_OF_CHANNEL + i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
         }
-        write(value, to, cell.columns);
-        row += ALONG_D * ALONG_H * AXIS_W.kernel * PARTIAL_PITCH;
-        to += g.dst.stride[1];
+        write(value, to, cell.columns, behind - channel);
+        row += CHANNELS * ROWS_OF_CHANNEL * PARTIAL_PITCH;
+        to += CHANNELS * g.dst.stride[1];
       }
     }
     if constexpr (LINE + 1 < OWNED_LINES) add_lines<LINE + 1>(cell, first_channel);
@@ -189,12 +208,11 @@ struct Store {
       const bool owned = has_taps(AXIS_D, depth) && has_taps(AXIS_H, height);
       if (owned || height >= cell.rows || depth >= cell.slabs) continue;
 #pragma unroll 1
-      for (int channel = first_channel; channel < channels_behind(first_channel); ++channel) {
-        float value[DST_W];
-#pragma unroll
-        for (int i = 0; i < DST_W; ++i) value[i] = start(channel);
+      for (int channel = first_channel; channel < channels_behind(first_channel); channel += CHANNELS) {
+        float value[CHANNELS][DST_W];
+        start(value, channel, channels_behind(first_channel));
         scalar_t* const line = cell.to + depth * g.dst.stride[2] + height * g.dst.stride[3];
-        write(value, line + channel * g.dst.stride[1], cell.columns);
+        write(value, line + channel * g.dst.stride[1], cell.columns, channels_behind(first_channel) - channel);
       }
     }
   }
