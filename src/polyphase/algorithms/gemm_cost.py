@@ -17,35 +17,36 @@ class _Costs:
     """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
     shared: float = 1.05 / 128  # a byte through shared memory, beside the products
-    issue: float = 9.77  # each matrix instruction, above what the cores and shared memory take
-    wait: float = 16.5  # for a stage, by those who multiply
+    issue: float = 9.75  # each matrix instruction, above what the cores and shared memory take
+    wait: float = 15.7  # for a stage, by those who multiply
     stage: float = 750.0  # barriers and latencies of a stage, for the group that loads it
-    stage_in_place: float = 579.0
-    stage_turned: float = 517.0  # where the copy engine brings boxes that are turned around
-    turn: float = 156.0  # and 128 bytes of each channel of a chunk, for each warp
-    stage_boxes: float = 261.0  # and where it brings operands
+    stage_in_place: float = 694.0
+    stage_turned: float = 507.0  # where the copy engine brings boxes that are turned around
+    turn: float = 151.0  # and 128 bytes of each channel of a chunk, for each warp
+    stage_boxes: float = 264.0  # and where it brings operands
     box_pixel: float = 1.37  # of those, each pixel
     copy_rows: float = 99.0  # a warp's copies, channels first
-    copy_blocks: float = 245.0  # those that keep pixels innermost
+    copy_blocks: float = 295.0  # those that keep pixels innermost
     copy_pixels: float = 340.0  # and channels last
     convert: float = 178.0  # a chunk of 32 pixels turned around, for each warp
-    moved: float = 1 / 45.8  # a byte from the L2 cache
-    slot: float = 1300.0  # from a stage that is free to the same stage full, beside the products
-    slot_in_place: float = 934.0
-    slot_shared: float = 150.0  # more, where it is to be free in all blocks of a cluster
+    moved: float = 1 / 46.4  # a byte from the L2 cache
+    slot: float = 1284.0  # from a stage that is free to the same stage full, beside the products
+    slot_in_place: float = 1767.0
+    slot_shared: float = 151.0  # more, where it is to be free in all blocks of a cluster
     slot_use: float = 1.24  # of the products of a stage, what its slot is held for them
-    value_rows: float = 22.0  # a thread's value stored, channels first
-    value_pixels: float = 24.4  # and channels last
-    partial_lines: float = 1.02  # times that, where an item stores every other line, channels first
-    partial_pixels: float = 2.11  # and channels last
-    odd_stride: float = 1.44  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
-    edges: float = 26.5  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
+    value_rows: float = 17.8  # a thread's value stored, channels first
+    value_pixels: float = 23.3  # and channels last
+    partial_lines: float = 1.15  # times that, where an item stores every other line, channels first
+    partial_pixels: float = 2.12  # and channels last
+    crowding: float = 0.1  # share of that more for every four warps that load, beyond the first four
+    odd_stride: float = 1.4  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
+    edges: float = 26.0  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
     partial: float = 0.046  # with taps in rows: a partial product stored and added up
     output: float = 0.102  # and a result stored
-    scattered: float = 3.17  # where lanes' results lie apart
-    launch: float = 19000.0
-    overlap: float = 3.21  # exponents of the norms that add what goes on at the same time
-    turns: float = 3.64
+    scattered: float = 3.04  # where lanes' results lie apart
+    launch: float = 16600.0
+    overlap: float = 3.25  # exponents of the norms that add what goes on at the same time
+    turns: float = 3.65
     other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
 
 
@@ -146,4 +147,4 @@ def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -
         value *= 1 + _COSTS.edges / (tile.cells[2] * stride * size)
     if product.line_groups > 1:
         value *= _COSTS.partial_pixels if gather.dst.channels_last else _COSTS.partial_lines
-    return values * value
+    return values * value * (1 + _COSTS.crowding * (variant.loader_threads / 128 - 1))
