@@ -16,37 +16,37 @@ from polyphase.problem import DTYPE_BYTES
 class _Costs:
     """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
-    shared: float = 1.05 / 128  # a byte through shared memory, beside the products
-    issue: float = 9.75  # each matrix instruction, above what the cores and shared memory take
-    wait: float = 15.7  # for a stage, by those who multiply
+    shared: float = 1.055 / 128  # a byte through shared memory, beside the products
+    issue: float = 8.49  # each matrix instruction, above what the cores and shared memory take
+    wait: float = 15.38  # for a stage, by those who multiply
     stage: float = 750.0  # barriers and latencies of a stage, for the group that loads it
-    stage_in_place: float = 694.0
-    stage_turned: float = 507.0  # where the copy engine brings boxes that are turned around
-    turn: float = 151.0  # and 128 bytes of each channel of a chunk, for each warp
-    stage_boxes: float = 264.0  # and where it brings operands
-    box_pixel: float = 1.37  # of those, each pixel
+    stage_in_place: float = 727.8
+    stage_turned: float = 549.1  # where the copy engine brings boxes that are turned around
+    turn: float = 131.7  # and 128 bytes of each channel of a chunk, for each warp
+    stage_boxes: float = 267.6  # and where it brings operands
+    box_pixel: float = 1.38  # of those, each pixel
     copy_rows: float = 99.0  # a warp's copies, channels first
-    copy_blocks: float = 295.0  # those that keep pixels innermost
+    copy_blocks: float = 277.1  # those that keep pixels innermost
     copy_pixels: float = 340.0  # and channels last
     convert: float = 178.0  # a chunk of 32 pixels turned around, for each warp
-    moved: float = 1 / 46.4  # a byte from the L2 cache
-    slot: float = 1284.0  # from a stage that is free to the same stage full, beside the products
-    slot_in_place: float = 1767.0
-    slot_shared: float = 151.0  # more, where it is to be free in all blocks of a cluster
-    slot_use: float = 1.24  # of the products of a stage, what its slot is held for them
-    value_rows: float = 17.8  # a thread's value stored, channels first
-    value_pixels: float = 23.3  # and channels last
+    moved: float = 1 / 50.13  # a byte from the L2 cache
+    slot: float = 1292.0  # from a stage that is free to the same stage full, beside the products
+    slot_in_place: float = 1715.0
+    slot_shared: float = 149.8  # more, where it is to be free in all blocks of a cluster
+    slot_use: float = 1.32  # of the products of a stage, what its slot is held for them
+    value_rows: float = 17.79  # a thread's value stored, channels first
+    value_pixels: float = 22.51  # and channels last
     partial_lines: float = 1.15  # times that, where an item stores every other line, channels first
-    partial_pixels: float = 2.12  # and channels last
+    partial_pixels: float = 2.29  # and channels last
     crowding: float = 0.1  # share of that more for every four warps that load, beyond the first four
-    odd_stride: float = 1.4  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
-    edges: float = 26.0  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
-    partial: float = 0.046  # with taps in rows: a partial product stored and added up
-    output: float = 0.102  # and a result stored
-    scattered: float = 3.04  # where lanes' results lie apart
-    launch: float = 16600.0
-    overlap: float = 3.25  # exponents of the norms that add what goes on at the same time
-    turns: float = 3.65
+    odd_stride: float = 1.51  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
+    edges: float = 25.38  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
+    partial: float = 0.04602  # with taps in rows: a partial product stored and added up
+    output: float = 0.1022  # and a result stored
+    scattered: float = 3.15  # where lanes' results lie apart
+    launch: float = 16910.0
+    overlap: float = 2.66  # exponents of the norms that add what goes on at the same time
+    turns: float = 3.7
     other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
 
 
