@@ -622,10 +622,16 @@ __device__ __forceinline__ void describe_row(const Geometry& g, const Place& pla
   }
 }
 
+// With WHOLE all that the warp's lanes own exists, and it need not be asked for each element.
+template <bool WHOLE>
 __device__ __forceinline__ void store_rows(const Geometry& g, const Place& place, const Accumulators& acc,
                                            scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels,
                                            accum_t* staging, const Element* elements, int in_warp) {
   const bool vectors = VECTORS && g.aligned_rows;
+  constexpr bool KEPT = WHOLE && RUN <= 8;  // few enough for registers
+  offset_t offsets[KEPT ? RUN : 1];
+#pragma unroll
+  for (int i = 0; KEPT && RUN > 1 && i < RUN; ++i) offsets[i] = elements[i * 32 + in_warp].offset;
 #pragma unroll
   for (int channel = 0; channel < DST_PER_THREAD; ++channel) {
     if (channel >= channels) break;
@@ -660,9 +666,13 @@ __device__ __forceinline__ void store_rows(const Geometry& g, const Place& place
           }
 #pragma unroll
           for (int i = 0; i < RUN; ++i) {
-            const Element element = elements[i * 32 + in_warp];
-            if (row < (int)(element.limits & 0xffffu) && d < (int)(element.limits >> 16))
-              narrow(value[i], *at(line, element.offset));
+            if constexpr (WHOLE) {
+              narrow(value[i], *at(line, KEPT ? offsets[i] : elements[i * 32 + in_warp].offset));
+            } else {
+              const Element element = elements[i * 32 + in_warp];
+              if (row < (int)(element.limits & 0xffffu) && d < (int)(element.limits >> 16))
+                narrow(value[i], *at(line, element.offset));
+            }
           }
         }
   }
@@ -733,6 +743,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   taps.init(thread);
   place.init(g, tile, lane);
   if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(g, place, elements + lane * RUN);
+  const bool whole =
+      __all_sync(0xffffffffu, place.slabs >= DST_D && place.rows >= CELLS_H * DST_H && place.columns >= RUN);
 
   int group = first_item / DST_BLOCKS, dst_block = first_item % DST_BLOCKS;
   auto load = [&](int load_group, int load_block, int stage) {
@@ -776,11 +788,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
       scalar_t* const item_dst = dst + first_channel * g.dst.stride[1];
       if (STAGES > 4) place.init(g, tile, lane);  // again, so that its registers serve the stages
+      accum_t* const staging = epilogue + warp * (32 * RUN);
+      const Element* const of_warp = elements + lane / 32 * (32 * RUN);
       if (DST_CHANNELS_LAST)
         store_channels(g, place, acc, item_dst, biases, channels);
+      else if (RUN > 1 && !VECTORS && whole)
+        store_rows<true>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
       else
-        store_rows(g, place, acc, item_dst, biases, channels, epilogue + warp * (32 * RUN),
-                   elements + lane / 32 * (32 * RUN), lane % 32);
+        store_rows<false>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
     }
     group = next_group;
     dst_block = next_block;

@@ -1281,12 +1281,13 @@ struct Loader {
     }
   }
 
-  // Channels first, as they are used: lanes take the eight channels of a chunk, each neighbouring pixels of one.
+  // Channels first, as they are used: lanes take the eight channels of a chunk, and neighbours the pixels of a sector
+  // of 32 bytes, which are read together.
   template <int BYTES>
   __device__ __forceinline__ void copy_blocks(const scalar_t* base, int channel, unsigned char* to) const {
-    constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
-    const int row = thread % 8;
-    for (int v = thread / 8; v * COUNT < g.halo; v += LOADERS / 8) {
+    constexpr int COUNT = BYTES / (int)sizeof(scalar_t), TOGETHER = BYTES >= 256 / LOADERS ? 32 / BYTES : LOADERS / 8;
+    const int row = thread / TOGETHER % 8;
+    for (int v = thread / (8 * TOGETHER) * TOGETHER + thread % TOGETHER; v * COUNT < g.halo; v += LOADERS / 8) {
       const offset_t offset = offsets[v];
       const scalar_t* from = base + row * g.src.stride[1] + (offset == PADDING ? 0 : offset);
       unsigned char* target = to + v * COUNT / 8 * 128 + row * 16 + v * COUNT % 8 * (int)sizeof(scalar_t);
@@ -1350,9 +1351,14 @@ __host__ __device__ constexpr int piece_of(int cells) {
 }
 constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
+constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
+// Elements that a thread puts down at once, of the 2 · DST_W neighbours of a row that are its own.
+constexpr int STAGED = gcd(2 * DST_W, WIDE);
 // What a warp turns around at a time, 8 channels of a piece; channels last a warp group, the 64 channels of its cells.
 // A pitch lets neighbours lie in different banks.
-constexpr int STAGING_PITCH = DST_CHANNELS_LAST ? ROWS + 16 / (int)sizeof(scalar_t) : PIECE * DST_W + 8;
+constexpr int STAGING_PITCH = DST_CHANNELS_LAST
+                                  ? ROWS + WIDE
+                                  : round_up(PIECE * DST_W, (PIECE * DST_W > 16 * WIDE ? 32 : 16) * WIDE) + 4 * STAGED;
 constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
 constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
@@ -1373,19 +1379,43 @@ struct Place {
 static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
 constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Place);
 
-// 16 bytes in one store, without a branch. (The compiler may take a vector apart where another path stores the same
-// elements one by one, and store those that both have together.)
-__device__ __forceinline__ void store_vector(scalar_t* to, const Vector<unsigned, 4>& vector, bool exists) {
+// The bits of COUNT elements.
+template <int BYTES>
+struct BitsOf {
+  typedef Vector<unsigned, BYTES / 4> Type;
+};
+template <>
+struct BitsOf<2> {
+  typedef Vector<unsigned short, 1> Type;
+};
+template <int COUNT>
+using Bits = typename BitsOf<COUNT*(int)sizeof(scalar_t)>::Type;
+
+// One store, without a branch. (The compiler may take a vector apart where another path stores the same elements one by
+// one, and store those that both have together.)
 #ifndef EMULATOR
-  asm volatile(
-      "{ .reg .pred exists; setp.ne.b32 exists, %5, 0;\n"
-      "@exists st.global.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(to),
-      "r"(vector.value[0]), "r"(vector.value[1]), "r"(vector.value[2]), "r"(vector.value[3]), "r"((int)exists)
-      : "memory");
-#else
-  if (exists) *(Vector<unsigned, 4>*)to = vector;
-#endif
+#define STORE_IF "{ .reg .pred exists; setp.ne.b32 exists, %0, 0; @exists st.global."
+__device__ __forceinline__ void store_if(bool exists, void* to, const Vector<unsigned, 4>& bits) {
+  asm volatile(STORE_IF "v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"((int)exists), "l"(to), "r"(bits.value[0]),
+               "r"(bits.value[1]), "r"(bits.value[2]), "r"(bits.value[3])
+               : "memory");
 }
+__device__ __forceinline__ void store_if(bool exists, void* to, const Vector<unsigned, 2>& bits) {
+  asm volatile(STORE_IF "v2.b32 [%1], {%2, %3}; }" ::"r"((int)exists), "l"(to), "r"(bits.value[0]), "r"(bits.value[1])
+               : "memory");
+}
+__device__ __forceinline__ void store_if(bool exists, void* to, const Vector<unsigned, 1>& bits) {
+  asm volatile(STORE_IF "b32 [%1], %2; }" ::"r"((int)exists), "l"(to), "r"(bits.value[0]) : "memory");
+}
+__device__ __forceinline__ void store_if(bool exists, void* to, const Vector<unsigned short, 1>& bits) {
+  asm volatile(STORE_IF "b16 [%1], %2; }" ::"r"((int)exists), "l"(to), "h"(bits.value[0]) : "memory");
+}
+#else
+template <class Bits>
+__device__ __forceinline__ void store_if(bool exists, void* to, const Bits& bits) {
+  if (exists) *(Bits*)to = bits;
+}
+#endif
 
 // Stores what one warp has summed: 16 channels of each row block, all cells of its warp group's part of the run.
 struct Store {
@@ -1425,6 +1455,16 @@ struct Store {
 #endif
   }
 
+  // Bits in registers of their own before what follows is stored: left to itself the compiler takes the same few for
+  // all, and each waits until those before are stored.
+  template <class Bits>
+  static __device__ __forceinline__ void compute_now(Bits& bits) {
+#ifndef EMULATOR
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(Bits) / 4; ++i) asm volatile("" : "+r"(((unsigned*)&bits)[i]));
+#endif
+  }
+
   // What is the same for every item: nothing.
   static __device__ __forceinline__ void prepare(const Geometry&, unsigned char*) {}
 
@@ -1448,19 +1488,21 @@ struct Store {
     }
     if constexpr (I + 1 < 2 * DST_W) run<LINE, I + 1>(value, block, j, half, start);
   }
-  // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
-  // neighbouring elements of a row: whole lines are written.
   static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
-  static constexpr int WIDE = (DST_CHANNELS_LAST ? 16 : 8) / (int)sizeof(scalar_t);  // elements of a wide store
-  static constexpr int VECTORS_OF_PIXEL = ROWS / WIDE;                               // with channels last
-  static constexpr int ELEMENTS = DST_CHANNELS_LAST ? PIECE * VECTORS_OF_PIXEL / 128 : ceil_div(PIECE * DST_W, 32);
 
-  // What a lane stores of a piece: of every row, `g.store_vector` elements at a time; or of every 128 vectors one.
-  static __device__ __forceinline__ int vector(int i) { return threadIdx.x % 128 + 128 * i; }
-  struct Elements {
-    offset_t offset[ELEMENTS];
-    int count[ELEMENTS];       // of the vector's or the cell's elements, those that exist
-    unsigned reach[ELEMENTS];  // the cell's
+  // How the lanes of a warp share what is stored of a piece, COUNT elements at a time: each row of a channel, or two;
+  // channels last, those of a warp group the 64 channels of each cell.
+  template <int COUNT>
+  struct Share {
+    static constexpr int LANES = DST_CHANNELS_LAST ? ROWS / COUNT : PIECE * DST_W <= 16 * COUNT ? 16 : 32;
+    static constexpr int AT_ONCE = STAGERS / LANES;  // rows, or cells
+    static constexpr int VECTORS = DST_CHANNELS_LAST ? PIECE / AT_ONCE : ceil_div(PIECE * DST_W, LANES* COUNT);
+    offset_t offset[VECTORS];
+    unsigned reach[VECTORS];  // of the cell; nothing where the vector is not stored
+
+    __device__ __forceinline__ bool has_line(int i, int depth, int height) const {
+      return DST_D * DST_H == 1 ? reach[i] != 0 : Place::has_line(reach[i], depth, height);
+    }
   };
 
   // The threads of a warp group.
@@ -1483,71 +1525,49 @@ struct Store {
     group_sync();
   }
 
-  __device__ __forceinline__ void describe(int piece, Elements& elements) const {
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) {
-      const int element = (lane() + 32 * i) * g.store_vector, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
-      const int cell = piece * PIECE + (DST_CHANNELS_LAST ? vector(i) / VECTORS_OF_PIXEL : element / DST_W);
-      const bool ours = (DST_CHANNELS_LAST || element < PIECE * DST_W) && cell < GROUP_CELLS;
-      const Place place = places[ours ? cell : 0];
-      const int columns = ours ? Place::columns(place.reach) - phase : 0;
-      elements.count[i] = max(0, min(columns, DST_CHANNELS_LAST ? DST_W : g.store_vector));
-      elements.offset[i] = place.offset + phase * (offset_t)g.dst.stride[4];
-      elements.reach[i] = place.reach;
-    }
-  }
-  static __device__ __forceinline__ bool exists(const Elements& elements, int i, int depth, int height) {
-    if (DST_D * DST_H == 1) return true;  // else cells may exist in part
-    return Place::has_line(elements.reach[i], depth, height);
-  }
-
   template <int COUNT>
-  __device__ __forceinline__ void store_rows(const Elements& elements, int depth, int height, int first_channel,
-                                             scalar_t* line) const {
-    typedef Vector<scalar_t, COUNT> Run;
-    constexpr int VECTORS = ceil_div(PIECE * DST_W, 32 * COUNT);
-    int count[VECTORS];
-    bool whole = first_channel + 8 <= DST_CHANNELS;
+  __device__ __forceinline__ void describe(int piece, Share<COUNT>& share) const {
+    constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE;
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      count[i] = exists(elements, i, depth, height) ? elements.count[i] : 0;
-      whole = whole && (count[i] == COUNT || count[i] == 0);
-    }
-    const scalar_t* from = staging + lane() * COUNT;
-    scalar_t* to = line + first_channel * g.dst.stride[1];
-    if (__all_sync(0xffffffffu, whole)) {
-      const long long row_bytes = g.dst.stride[1] * (int)sizeof(scalar_t);
-      char* element[VECTORS];
-#pragma unroll
-      for (int i = 0; i < VECTORS; ++i) element[i] = (char*)(to + elements.offset[i]);
-#pragma unroll
-      for (int row = 0; row < 8; ++row)
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-          if (count[i] > 0) *(Run*)element[i] = *(const Run*)(from + row * STAGING_PITCH + 32 * COUNT * i);
-          element[i] += row_bytes;
-        }
-      return;
-    }
-#pragma unroll 1
-    for (int row = 0; row < min(8, DST_CHANNELS - first_channel); ++row) {
-#pragma unroll
-      for (int i = 0; i < VECTORS; ++i)
-#pragma unroll
-        for (int k = 0; k < COUNT; ++k)
-          if (k < count[i])
-            to[elements.offset[i] + k * g.dst.stride[4]] = from[row * STAGING_PITCH + 32 * COUNT * i + k];
-      to += g.dst.stride[1];
+    for (int i = 0; i < Share<COUNT>::VECTORS; ++i) {
+      const int element = (lane() % LANES + LANES * i) * COUNT, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
+      const int of_piece = DST_CHANNELS_LAST ? threadIdx.x % 128 / LANES + AT_ONCE * i : element / DST_W;
+      const int cell = piece * PIECE + of_piece;
+      const bool ours = of_piece < PIECE && cell < GROUP_CELLS;
+      const Place place = places[ours ? cell : 0];
+      share.offset[i] = place.offset + phase * (offset_t)g.dst.stride[4];
+      share.reach[i] = ours && phase < Place::columns(place.reach) ? place.reach : 0;
     }
   }
 
-  template <int LINE>
-  __device__ __forceinline__ void store_piece(const Elements& elements, int piece, int depth, int height) const {
-    scalar_t* const to = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
+  // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
+  // neighbouring elements of a row: whole lines are written. The host has seen to it (store_vector in gemm_tile.py)
+  // that COUNT elements exist together or not at all.
+  template <int COUNT, int LINE>
+  __device__ __forceinline__ void store_piece(int piece, int depth, int height) const {
+    constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE, VECTORS = Share<COUNT>::VECTORS;
+    const int ahead = lane() / LANES;  // rows
+    scalar_t* to[VECTORS];             // in the warp's first row
+    bool exists[VECTORS];
+    {
+      Share<COUNT> share;
+      describe(piece, share);
+      scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        to[i] = line + (channel(0, 0) + ahead) * g.dst.stride[1] + share.offset[i];
+        exists[i] = share.has_line(i, depth, height);
+      }
+    }
+    scalar_t* const to_shared = staging + lane() / 4 * STAGING_PITCH + lane() % 4 * 2 * DST_W;
+    const scalar_t* const from = staging + ahead * STAGING_PITCH + lane() % LANES * COUNT;
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const int first_channel = channel(block, 8 * half);
+        if (DST_CHANNELS % ROWS && first_channel >= DST_CHANNELS) continue;
+        Bits<STAGED> values[PIECE / 8][2 * DST_W / STAGED];
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
@@ -1556,29 +1576,50 @@ struct Store {
           run<LINE>(value, block, piece * (PIECE / 8) + j, half, starts[block][half]);
 #pragma unroll
           for (int i = 0; i < 2 * DST_W; ++i) narrow(value[i], narrowed[i]);
-          scalar_t* const to_shared = staging + lane() / 4 * STAGING_PITCH + (8 * j + lane() % 4 * 2) * DST_W;
-          constexpr int COUNT = DST_W % 2 == 0 && sizeof(scalar_t) * DST_W <= 8 ? 2 * DST_W : 2;
 #pragma unroll
-          for (int i = 0; i < 2 * DST_W; i += COUNT)
-            *(Vector<scalar_t, COUNT>*)(to_shared + i) = *(const Vector<scalar_t, COUNT>*)(narrowed + i);
+          for (int i = 0; i < 2 * DST_W / STAGED; ++i) {
+            values[j][i] = *(const Bits<STAGED>*)(narrowed + i * STAGED);
+            compute_now(values[j][i]);
+          }
         }
         __syncwarp();
-        const int first_channel = channel(block, 8 * half);
-        if (g.store_vector == WIDE)
-          store_rows<WIDE>(elements, depth, height, first_channel, to);
-        else if (WIDE > 2 && g.store_vector == 2)
-          store_rows<2>(elements, depth, height, first_channel, to);
-        else
-          store_rows<1>(elements, depth, height, first_channel, to);
+#pragma unroll
+        for (int j = 0; j < PIECE / 8; ++j) {
+          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+#pragma unroll
+          for (int i = 0; i < 2 * DST_W / STAGED; ++i)
+            *(Bits<STAGED>*)(to_shared + 8 * j * DST_W + i * STAGED) = values[j][i];
+        }
         __syncwarp();
+        constexpr int ROWS_AT_ONCE = 8 / AT_ONCE / (VECTORS > 2 ? 4 : VECTORS);
+#pragma unroll
+        for (int row = 0; row < 8; row += AT_ONCE * ROWS_AT_ONCE) {
+          Bits<COUNT> bits[ROWS_AT_ONCE][VECTORS];
+#pragma unroll
+          for (int k = 0; k < ROWS_AT_ONCE; ++k)
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i)
+              bits[k][i] = *(const Bits<COUNT>*)(from + (row + k * AT_ONCE) * STAGING_PITCH + LANES * COUNT * i);
+#pragma unroll
+          for (int k = 0; k < ROWS_AT_ONCE; ++k)
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+              const int ahead_of = ROWS * block + 8 * half + row + k * AT_ONCE;  // the warp's first row
+              const bool of_group = DST_CHANNELS % 8 == 0 || channel(0, 0) + ahead + ahead_of < DST_CHANNELS;
+              store_if(exists[i] && of_group, to[i] + ahead_of * g.dst.stride[1], bits[k][i]);
+            }
+        }
       }
   }
 
   // Channels last: a thread's two rows are neighbouring channels, eight lanes hold 16 of them, and four warps all 64.
   // The warp group turns one phase of a piece around, so that a lane stores 16 bytes and its neighbours those beside
-  // them.
-  template <int LINE>
-  __device__ __forceinline__ void store_pixels(const Elements& elements, int piece, int depth, int height) const {
+  // them; where those are not aligned, element by element.
+  template <int COUNT, int LINE>
+  __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
+    constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
+    Share<WIDE> share;
+    describe(piece, share);
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
@@ -1602,65 +1643,74 @@ struct Store {
           }
         }
         group_sync();
-        const int from_channel = lane() % VECTORS_OF_PIXEL * WIDE,
-                  remaining = DST_CHANNELS - first_channel - from_channel;
-        const scalar_t* const from = staging + threadIdx.x % 128 / VECTORS_OF_PIXEL * STAGING_PITCH + from_channel;
-        constexpr int APART = 128 / VECTORS_OF_PIXEL * STAGING_PITCH;
+        const int from_channel = lane() % LANES * WIDE, remaining = DST_CHANNELS - first_channel - from_channel;
+        const scalar_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + from_channel;
         scalar_t* const to = line + phase * g.dst.stride[4] + first_channel + from_channel;
-        bool stored[ELEMENTS];
+        bool exists[VECTORS];
 #pragma unroll
-        for (int i = 0; i < ELEMENTS; ++i)
-          stored[i] = phase < elements.count[i] && remaining > 0 && exists(elements, i, depth, height);
-        if (g.store_vector == WIDE) {
+        for (int i = 0; i < VECTORS; ++i)
+          exists[i] = phase < Place::columns(share.reach[i]) && remaining > 0 && share.has_line(i, depth, height);
+        if constexpr (COUNT == WIDE) {
 #pragma unroll
-          for (int i = 0; i < ELEMENTS; i += 2) {  // two vectors on their way together
-            const Vector<unsigned, 4> first = *(const Vector<unsigned, 4>*)(from + i * APART);
-            const Vector<unsigned, 4> second = *(const Vector<unsigned, 4>*)(from + (i + 1) * APART);
-            store_vector(to + elements.offset[i], first, stored[i]);
-            store_vector(to + elements.offset[i + 1], second, stored[i + 1]);
+          for (int i = 0; i < VECTORS; i += 2) {  // two vectors on their way together
+            const Bits<WIDE> first = *(const Bits<WIDE>*)(from + i * AT_ONCE * STAGING_PITCH);
+            const Bits<WIDE> second = *(const Bits<WIDE>*)(from + (i + 1) * AT_ONCE * STAGING_PITCH);
+            store_if(exists[i], to + share.offset[i], first);
+            store_if(exists[i + 1], to + share.offset[i + 1], second);
           }
         } else {
 #pragma unroll
-          for (int i = 0; i < ELEMENTS; ++i)
-            if (stored[i])
+          for (int i = 0; i < VECTORS; ++i)
+            if (exists[i])
 #pragma unroll 1
-              for (int k = 0; k < min(WIDE, remaining); ++k) to[elements.offset[i] + k] = from[i * APART + k];
+              for (int k = 0; k < min(WIDE, remaining); ++k)
+                to[share.offset[i] + k] = from[i * AT_ONCE * STAGING_PITCH + k];
         }
         group_sync();
       }
     }
   }
 
-  template <int LINE>
-  __device__ __forceinline__ void store_line(const Elements& elements, int piece, int depth, int height) const {
+  template <int COUNT, int LINE>
+  __device__ __forceinline__ void store_line(int piece, int depth, int height) const {
     if constexpr (DST_CHANNELS_LAST)
-      store_pixels<LINE>(elements, piece, depth, height);
+      store_pixels<COUNT, LINE>(piece, depth, height);
     else
-      store_piece<LINE>(elements, piece, depth, height);
+      store_piece<COUNT, LINE>(piece, depth, height);
   }
 
-  template <int LINE = 0>
-  __device__ __forceinline__ void store_lines(const Elements& elements, int piece) const {
+  template <int COUNT, int LINE = 0>
+  __device__ __forceinline__ void store_lines(int piece) const {
     const int owned = item.line_group * LINES + LINE;
     if (owned < OWNED_LINES)
-      store_line<LINE>(elements, piece, owned_phase(AXIS_D, owned / OWNED_H), owned_phase(AXIS_H, owned % OWNED_H));
-    if constexpr (LINE + 1 < LINES) store_lines<LINE + 1>(elements, piece);
+      store_line<COUNT, LINE>(piece, owned_phase(AXIS_D, owned / OWNED_H), owned_phase(AXIS_H, owned % OWNED_H));
+    if constexpr (LINE + 1 < LINES) store_lines<COUNT, LINE + 1>(piece);
   }
 
   // The item's lines; and one item stores those that own no taps.
-  __device__ __forceinline__ void operator()() const {
+  template <int COUNT>
+  __device__ __forceinline__ void store_all() const {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
-      Elements elements;
-      describe(piece, elements);
-      store_lines(elements, piece);
+      store_lines<COUNT>(piece);
       if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) {
 #pragma unroll 1
         for (int phase = 0; phase < DST_D * DST_H; ++phase)
           if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))
-            store_line<-1>(elements, piece, phase / DST_H, phase % DST_H);
+            store_line<COUNT, -1>(piece, phase / DST_H, phase % DST_H);
       }
     }
+  }
+
+  __device__ __forceinline__ void operator()() const {
+    if (g.store_vector == WIDE)
+      store_all<WIDE>();
+    else if (!DST_CHANNELS_LAST && g.store_vector == WIDE / 2)
+      store_all<WIDE / 2>();
+    else if (!DST_CHANNELS_LAST && WIDE > 4 && g.store_vector == 2)
+      store_all<2>();
+    else
+      store_all<1>();
   }
 };
 """
@@ -2416,10 +2466,16 @@ __device__ __forceinline__ void describe_row(const Geometry& g, const Place& pla
   }
 }
 
+// With WHOLE all that the warp's lanes own exists, and it need not be asked for each element.
+template <bool WHOLE>
 __device__ __forceinline__ void store_rows(const Geometry& g, const Place& place, const Accumulators& acc,
                                            scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels,
                                            accum_t* staging, const Element* elements, int in_warp) {
   const bool vectors = VECTORS && g.aligned_rows;
+  constexpr bool KEPT = WHOLE && RUN <= 8;  // few enough for registers
+  offset_t offsets[KEPT ? RUN : 1];
+#pragma unroll
+  for (int i = 0; KEPT && RUN > 1 && i < RUN; ++i) offsets[i] = elements[i * 32 + in_warp].offset;
 #pragma unroll
   for (int channel = 0; channel < DST_PER_THREAD; ++channel) {
     if (channel >= channels) break;
@@ -2454,9 +2510,13 @@ __device__ __forceinline__ void store_rows(const Geometry& g, const Place& place
           }
 #pragma unroll
           for (int i = 0; i < RUN; ++i) {
-            const Element element = elements[i * 32 + in_warp];
-            if (row < (int)(element.limits & 0xffffu) && d < (int)(element.limits >> 16))
-              narrow(value[i], *at(line, element.offset));
+            if constexpr (WHOLE) {
+              narrow(value[i], *at(line, KEPT ? offsets[i] : elements[i * 32 + in_warp].offset));
+            } else {
+              const Element element = elements[i * 32 + in_warp];
+              if (row < (int)(element.limits & 0xffffu) && d < (int)(element.limits >> 16))
+                narrow(value[i], *at(line, element.offset));
+            }
           }
         }
   }
@@ -2527,6 +2587,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   taps.init(thread);
   place.init(g, tile, lane);
   if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(g, place, elements + lane * RUN);
+  const bool whole =
+      __all_sync(0xffffffffu, place.slabs >= DST_D && place.rows >= CELLS_H * DST_H && place.columns >= RUN);
 
   int group = first_item / DST_BLOCKS, dst_block = first_item % DST_BLOCKS;
   auto load = [&](int load_group, int load_block, int stage) {
@@ -2570,11 +2632,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
       scalar_t* const item_dst = dst + first_channel * g.dst.stride[1];
       if (STAGES > 4) place.init(g, tile, lane);  // again, so that its registers serve the stages
+      accum_t* const staging = epilogue + warp * (32 * RUN);
+      const Element* const of_warp = elements + lane / 32 * (32 * RUN);
       if (DST_CHANNELS_LAST)
         store_channels(g, place, acc, item_dst, biases, channels);
+      else if (RUN > 1 && !VECTORS && whole)
+        store_rows<true>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
       else
-        store_rows(g, place, acc, item_dst, biases, channels, epilogue + warp * (32 * RUN),
-                   elements + lane / 32 * (32 * RUN), lane % 32);
+        store_rows<false>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
     }
     group = next_group;
     dst_block = next_block;
@@ -4277,7 +4342,10 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
     cells = 128
     while cells > 8 and cells * stride * size > 256:
         cells //= 2
-    return places + CONSUMERS * 4 * 8 * (cells * stride + 8) * size
+    vector = CHUNK_BYTES // size
+    lanes = 32 if cells * stride > 16 * vector else 16
+    pitch = math.ceil(cells * stride / (lanes * vector)) * lanes * vector + 4 * math.gcd(2 * stride, vector)
+    return places + CONSUMERS * 4 * 8 * pitch * size
 
 
 def _pixels_join(gather: "Gather") -> bool:
@@ -4551,16 +4619,17 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
     """Elements of a store, where every row allows the widest that the kernel has; else 1."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
-    if variant.taps_in_rows:
+    if variant.taps_in_rows and not gather.dst.channels_last:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        wide = 16 // size
+        wide = math.gcd(variant.row_channels, 16 // size)  # of no channels 16 bytes
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride
-    for count in (8 // size, 2):
+    for count in (16 // size, 8 // size, 2):
         rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
-        if width == 1 and rows and all(s % count == 0 for s in (batch, channel, depth, height)):
+        whole = width == 1 and gather.dst.shape[4] % count == 0
+        if whole and rows and all(s % count == 0 for s in (batch, channel, depth, height)):
             return count
     return 1
 
