@@ -356,6 +356,16 @@ def test_products_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, channels_la
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("channels", "channel_blocks"), [(192, 2), (192, 4), (320, 2)])
+def test_products_of_whole_blocks_that_do_not_exist(channels: int, channel_blocks: int, channels_last: bool) -> None:
+    """Channels that fill blocks of 64, of which the last item has some too many: nothing is stored for those."""
+    problem = make((3, 16, 3, 8), 2 * channels, 1, groups=2, bias=True, channels_last=channels_last, tf32=True)
+    case = gemm_case(problem, wgmma=True, channel_blocks=channel_blocks)
+    for candidate, launch in case.offers(H200):
+        assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(0))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("wgmma", "split"), [(True, "turns"), (True, "rows"), (True, "cells"), (False, "cells")])
 def test_products_do_not_race(wgmma: bool, split: str, channels_last: bool) -> None:
     """More tiles and stages than there are slots, and warps that run ahead of others or lag behind."""

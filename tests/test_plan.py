@@ -295,6 +295,32 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
     assert {last for last, _ in met} == {False, True}
 
 
+@pytest.mark.parametrize(
+    ("width", "channels", "channels_last", "float32", "bfloat16"),
+    [
+        (32, 64, False, 4, 8),
+        (28, 64, False, 4, 4),
+        (30, 64, False, 2, 2),
+        (31, 64, False, 1, 1),
+        (31, 64, True, 4, 8),
+        (32, 66, True, 1, 1),
+    ],
+)
+def test_stores_are_as_wide_as_rows_allow(
+    width: int, channels: int, channels_last: bool, float32: int, bfloat16: int
+) -> None:
+    """Elements that a store of outputs of such a width holds: of a row, or channels."""
+    odd = width % 2
+    for dtype, expected in (("float32", float32), ("bfloat16", bfloat16)):
+        problem = make((2, 64, 8, (width + odd) // 2), channels, 2 + odd, 2, odd, dtype=dtype, tf32=True)
+        problem = replace(problem, channels_last=channels_last)
+        assert problem.output_size[1] == width
+        for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
+            if candidate.algorithm == "implicit_gemm":
+                (found,) = struct.unpack_from("<i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 41 * 4)
+                assert found == expected, candidate.describe()
+
+
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(-1, 1))
 @example(1, 2**31 - 1, 0)
 @example(2**31 - 1, 1, -1)

@@ -1379,7 +1379,7 @@ struct Place {
 static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
 constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Place);
 
-// The bits of COUNT elements.
+// The bits of COUNT elements, as words.
 template <int BYTES>
 struct BitsOf {
   typedef Vector<unsigned, BYTES / 4> Type;
@@ -1566,7 +1566,7 @@ struct Store {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int first_channel = channel(block, 8 * half);
-        if (DST_CHANNELS % ROWS && first_channel >= DST_CHANNELS) continue;
+        if (DST_CHANNELS % GROUP_CHANNELS && first_channel >= DST_CHANNELS) continue;
         Bits<STAGED> values[PIECE / 8][2 * DST_W / STAGED];
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
@@ -4616,14 +4616,16 @@ def _boxes(
 
 
 def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
-    """Elements of a store, where every row allows the widest that the kernel has; else 1."""
+    """Elements of a store, the most that every row of the tile allows: each exists as a whole or not at all."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
     if variant.taps_in_rows and not gather.dst.channels_last:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        wide = math.gcd(variant.row_channels, 16 // size)  # of no channels 16 bytes
+        wide = math.gcd(variant.row_channels, 16 // size)  # 16 bytes where a row is no tap, and row_channels zero
+        while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > 16:
+            wide //= 2
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride
     for count in (16 // size, 8 // size, 2):

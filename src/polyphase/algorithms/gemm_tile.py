@@ -400,14 +400,16 @@ def _boxes(
 
 
 def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
-    """Elements of a store, where every row allows the widest that the kernel has; else 1."""
+    """Elements of a store, the most that every row of the tile allows: each exists as a whole or not at all."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
     if variant.taps_in_rows and not gather.dst.channels_last:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        wide = math.gcd(variant.row_channels, 16 // size)  # of no channels 16 bytes
+        wide = math.gcd(variant.row_channels, 16 // size)  # 16 bytes where a row is no tap, and row_channels zero
+        while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > 16:
+            wide //= 2
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride
     for count in (16 // size, 8 // size, 2):

@@ -15,13 +15,13 @@ constexpr int PARTIAL_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(f
 constexpr int STORE_BYTES = PARTIAL_BYTES + CELLS * (int)sizeof(unsigned);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
-// Neighbours of an output in memory that a lane adds up and stores together: of a cell's row, or channels last of a
-// set.
-__host__ __device__ constexpr int widest_vector() {
-  if (DST_CHANNELS_LAST) return gcd(ROW_CHANNELS, 16 / (int)sizeof(scalar_t));
-  return DST_W % 2 || DST_W * (int)sizeof(scalar_t) < 4 ? 1 : gcd(DST_W, 16 / (int)sizeof(scalar_t));
+// Neighbours in memory that a lane stores together: of a cell's row; channels last channels of a set, no more than
+// leave a lane 16 sums at a time.
+__host__ __device__ constexpr int together(int channels) {
+  return channels == 1 || channels * DST_W <= 16 ? channels : together(channels / 2);
 }
-constexpr int WIDE = widest_vector();
+constexpr int WIDE = DST_CHANNELS_LAST ? together(gcd(ROW_CHANNELS, 16 / (int)sizeof(scalar_t)))
+                                       : gcd(DST_W, 16 / (int)sizeof(scalar_t));
 constexpr int CHANNELS = DST_CHANNELS_LAST ? WIDE : 1;  // at a time
 
 struct Store {

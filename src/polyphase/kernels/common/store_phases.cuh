@@ -34,7 +34,7 @@ struct Place {
 static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
 constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Place);
 
-// The bits of COUNT elements.
+// The bits of COUNT elements, as words.
 template <int BYTES>
 struct BitsOf {
   typedef Vector<unsigned, BYTES / 4> Type;
@@ -221,7 +221,7 @@ struct Store {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int first_channel = channel(block, 8 * half);
-        if (DST_CHANNELS % ROWS && first_channel >= DST_CHANNELS) continue;
+        if (DST_CHANNELS % GROUP_CHANNELS && first_channel >= DST_CHANNELS) continue;
         Bits<STAGED> values[PIECE / 8][2 * DST_W / STAGED];
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
