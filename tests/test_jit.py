@@ -569,6 +569,15 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     assert 1 <= report.source.min_blocks < source.min_blocks
 
 
+def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
+    """Taps in rows, channels last: a lane adds up neighbouring channels together, fewer of them at a wide stride."""
+    problem = ConvTransposeProblem.make((8, 64, 64, 64), 16, 16, 8, dtype="bfloat16", channels_last=True)
+    offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
+    launch = next(launch for candidate, launch in offers if getattr(candidate.variant, "taps_in_rows", False))
+    report = compiler.resources_of(launch.source, ARCH)
+    assert report.clean, report
+
+
 def test_reports() -> None:
     problem = ConvTransposeProblem.make((1, 2, 8, 8), 2, 3, 2, bias=True)
     for pass_ in Pass:

@@ -191,8 +191,8 @@ struct Loader {
     }
   }
 
-  // Channels first, as they are used: lanes take the eight channels of a chunk, and neighbours the pixels of a sector
-  // of 32 bytes, which are read together.
+  // Channels first, as they are used: neighbouring threads take the pixels of a sector of 32 bytes (half of one where
+  // there are too few threads), the next ones those of the next of a chunk's eight channels.
   template <int BYTES>
   __device__ __forceinline__ void copy_blocks(const scalar_t* base, int channel, unsigned char* to) const {
     constexpr int COUNT = BYTES / (int)sizeof(scalar_t), TOGETHER = BYTES >= 256 / LOADERS ? 32 / BYTES : LOADERS / 8;
