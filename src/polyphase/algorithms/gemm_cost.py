@@ -111,7 +111,8 @@ def _load(gather: Gather, variant: GemmVariant, tile: Tile) -> float:
     warps = variant.loader_threads // 32
     if tile.boxes:
         pieces = math.ceil(tile.halo * size / 128) * chunks * variant.parts
-        return _COSTS.stage_turned + _COSTS.turn * math.ceil(pieces / (warps - 1))
+        turners = (warps - 1) // variant.turning_groups
+        return (_COSTS.stage_turned + _COSTS.turn * math.ceil(pieces / turners)) / variant.turning_groups
     warps //= variant.loader_groups
     vectors = tile.halo / (tile.copy_bytes // size)
     if gather.src.channels_last:

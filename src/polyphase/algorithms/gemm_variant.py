@@ -96,6 +96,11 @@ class GemmVariant:
         """Threads that load; the registers of those who multiply leave no more."""
         return 256 if self.wgmma and self.loader_groups > 1 else 128
 
+    @property
+    def turning_groups(self) -> int:
+        """Groups of warps that take turns to turn the copy engine's boxes around."""
+        return self.loader_threads // 128 if self.stages > 2 else 1
+
 
 @dataclass(frozen=True)
 class Taps:

@@ -8,13 +8,14 @@
 //
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
 // memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. Where the
-// copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone; with BOXES
-// they are operands as they come. The others multiply: each its part of the tile's cells; or all cells and its own row
-// group (SPLIT_ROWS); or a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and
-// take every gridDim.x-th item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too:
-// then the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may
-// share weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while its
-// weights are still being packed, and waits for them when the first pixels are on their way.
+// copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone, groups of
+// them stages in turn; with BOXES they are operands as they come. The others multiply: each its part of the tile's
+// cells; or all cells and its own row group (SPLIT_ROWS); or a tile of its own (TAKE_TURNS), and one stores while the
+// other multiplies. Blocks stay, and take every gridDim.x-th item: the next tile is being loaded while the last one is
+// stored. RESIDENT weights stay, too: then the items of a block are of the same row groups, and stages are pixels
+// alone. Otherwise a CLUSTER of blocks may share weights: each copies a part of them to all, when a slot is free in all
+// of them. The kernel may start while its weights are still being packed, and waits for them when the first pixels are
+// on their way.
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
@@ -119,20 +120,25 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* sr
   }
 }
 
-// One of the warps that turn boxes around, each at its own pace.
+// One of the warps that turn boxes around, each at its own pace: of a group of TURNERS that takes every
+// TURNING_GROUPS-th stage.
 __device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigned char* stages, int stage_bytes,
                                             const unsigned char* raw, int raw_stage, unsigned full, unsigned empty,
                                             unsigned come, unsigned turned) {
+  const int group = warp / TURNERS;
+  Cursor now{first_item(), 0};
   Slot<STAGES> slot;
   Slot<RAW_SLOTS> slot_raw;
-  for (Cursor now{first_item(), 0}; now.index < g.items; now.skip(1)) {
+  now.skip(group), slot.skip(group), slot_raw.skip(group);
+  while (now.index < g.items) {
     barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-    turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT, warp);
+    turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT,
+                        warp % TURNERS);
     publish_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
-    slot.skip(1), slot_raw.skip(1);
+    now.skip(TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
   }
 }
 #endif
@@ -213,7 +219,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     registers_release();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
-    if (warp < TURNERS && !BOXES) {
+    if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
       turn_stages(g, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
     } else if (thread == THREADS - 32) {
       unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;

@@ -20,14 +20,15 @@ static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 
               "not on the cores");
 static_assert(CLUSTER == 1 || (WGMMA_INSTRUCTION && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
-constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not turned around yet
-constexpr int TURNERS = LOADER_THREADS / 32 - 1;       // warps that turn boxes around
+constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stages that are not turned around yet
+constexpr int TURNERS = (LOADER_THREADS / 32 - 1) / TURNING_GROUPS;  // warps that turn a stage of boxes around together
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
-static_assert(STAGES >= LOADER_GROUPS, "too few stages");
+static_assert(STAGES >= LOADER_GROUPS && STAGES >= TURNING_GROUPS, "too few stages");
+static_assert(RAW_SLOTS % TURNING_GROUPS == 0, "boxes come in any order: those of a slot are for the same group");
 static_assert(OPERATIONS <= (TAPS_IN_ROWS ? ROW_BLOCKS : CHANNEL_BLOCKS * TAPS), "an operation is a tap");
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
