@@ -2,7 +2,8 @@
 
 A case is checked before it is timed: its output is poisoned with NaN, computed, and held against float64
 (`polyphase.bench.oracle`). What is wrong is reported as wrong and not timed. On a GPU a plan that names the portable
-path is a failure: a benchmark that times a fallback is a defect. Both contestants run under the same flags.
+path is a failure: a benchmark that times a fallback is a defect. Both contestants run under the same flags. PyTorch's
+benchmark mode runs in another process (`polyphase.bench.apart` says why).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from polyphase.bench import ceilings, environment, oracle
 from polyphase.bench.accuracy import compare
+from polyphase.bench.apart import BenchmarkProcess
 from polyphase.bench.contestants import TorchVariant, polyphase_call, torch_call, torch_flags, torch_variant_call
 from polyphase.bench.layers import NamedLayer, cut
 from polyphase.bench.operands import MEMORY_FORMATS, Operands, make_operands
@@ -73,7 +75,7 @@ def cutting_factor(problem: ConvTransposeProblem, flops: float) -> int:
 
 
 class Runner:
-    """Runs cases on one device, against some of PyTorch's variants."""
+    """Runs cases on one device, against some of PyTorch's variants. To be closed at the end."""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class Runner:
         self.strict_fp32 = strict_fp32
         self.timer = Timer(device, repetitions=5 if quick else 20, budget_seconds=0.05 if quick else 0.2)
         self.ceilings = ceilings.measure(self.timer, dtypes)
+        self._benchmark_mode = BenchmarkProcess(self.timer, strict_fp32)
         self._operands: tuple[ConvTransposeProblem, Operands] | None = None
         self._facts: dict[str, Any] = {
             "strict_fp32": strict_fp32,
@@ -129,6 +132,10 @@ class Runner:
         if self.device.type == "cuda" and torch.cuda.memory_reserved(self.device) > 32 << 30:
             torch.cuda.empty_cache()
         return record
+
+    def close(self) -> None:
+        """End the other process, if there is one."""
+        self._benchmark_mode.close()
 
     def _measure(self, case: Case, record: Record) -> None:
         record.algorithm, record.variant, record.reason = self._plan(case)
@@ -187,16 +194,20 @@ class Runner:
 
     def _measure_torch(self, variant: TorchVariant, case: Case, operands: Operands, record: Record) -> None:
         try:
-            with torch_flags(variant, self.strict_fp32):
-                call = torch_variant_call(variant, case.problem, case.pass_, operands)
-                if call is not None:
-                    setattr(record, f"torch_{variant.value}_ms", self.timer.measure(call).ms)
+            setattr(record, f"torch_{variant.value}_ms", self._torch_ms(variant, case, operands))
         except Exception as failure:  # PyTorch's failure is a note beside our time, not a failure of ours
             note = f"PyTorch {variant.value}: {environment.first_line(failure)}"
             record.reason = f"{record.reason}; {note}" if record.reason else note
         finally:
             if variant is TorchVariant.COMPILE:
                 torch.compiler.reset()  # or the next case counts as a recompilation of this one
+
+    def _torch_ms(self, variant: TorchVariant, case: Case, operands: Operands) -> float | None:
+        if variant is TorchVariant.BENCHMARK:
+            return self._benchmark_mode.measure(case.problem, case.pass_)
+        with torch_flags(variant, self.strict_fp32):
+            call = torch_variant_call(variant, case.problem, case.pass_, operands)
+            return None if call is None else self.timer.measure(call).ms
 
 
 @contextmanager

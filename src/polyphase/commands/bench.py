@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,13 +112,13 @@ def _measure(cases: list[Case], make_runner: Callable[[], Runner], csv: Path | N
     records: list[Record] = []
     with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task("ceilings", total=len(cases))
-        runner = make_runner()
-        for case in cases:
-            progress.update(task, description=f"{case.name}, {case.pass_.value}, {case.problem.dtype}")
-            records.append(runner.run(case))
-            progress.advance(task)
-            if csv is not None:
-                write_csv(csv, records)  # after every case: a run that is cut short leaves what it has
+        with closing(make_runner()) as runner:
+            for case in cases:
+                progress.update(task, description=f"{case.name}, {case.pass_.value}, {case.problem.dtype}")
+                records.append(runner.run(case))
+                progress.advance(task)
+                if csv is not None:
+                    write_csv(csv, records)  # after every case: a run that is cut short leaves what it has
     return records
 
 
