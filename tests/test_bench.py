@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import polyphase
-from polyphase.bench import accuracy, environment, oracle, plot, runner
+from polyphase.bench import accuracy, apart, environment, oracle, plot, runner
 from polyphase.bench.contestants import TorchVariant, polyphase_call, torch_call, torch_flags, torch_variant_call
 from polyphase.bench.layers import LayerSyntaxError, NamedLayer, Suite, cut, every_layer, parse_layer, suite
 from polyphase.bench.operands import make_operands
@@ -324,6 +329,97 @@ def test_a_fallback_on_a_gpu_is_never_timed(cpu_runner: runner.Runner, monkeypat
         cpu_runner._plan(runner.Case("small", SMALL, Pass.FORWARD))
 
 
+# PyTorch's benchmark mode
+
+
+@pytest.fixture(scope="module")
+def both_modes() -> Iterator[runner.Runner]:
+    found = runner.Runner(CPU, ["float32"], [TorchVariant.DEFAULT, TorchVariant.BENCHMARK], quick=True)
+    yield found
+    found.close()
+
+
+def _worker(of: runner.Runner) -> Any:
+    assert of._benchmark_mode._worker is not None
+    return of._benchmark_mode._worker[0]
+
+
+def test_benchmark_mode_is_timed_in_a_process_of_its_own(
+    both_modes: runner.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where PyTorch has been called by heuristics before, benchmark mode takes their plan; and the other way round."""
+    modes = []
+    function = torch.nn.functional.conv_transpose2d
+
+    def recorded(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        modes.append(torch.backends.cudnn.benchmark)
+        return function(*arguments, **keywords)
+
+    monkeypatch.setattr(torch.nn.functional, "conv_transpose2d", recorded)
+    pids = set()
+    for layout in (False, True):
+        record = both_modes.run(runner.Case("small", replace(SMALL, channels_last=layout), Pass.FORWARD))
+        assert (record.status, record.reason) == (OK, "")
+        assert record.torch_default_ms
+        assert record.torch_benchmark_ms
+        pids.add(_worker(both_modes).pid)
+    assert modes
+    assert not any(modes)
+    assert len(pids) == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_benchmark_mode_is_on_from_the_first_call_in_the_case_s_layout(
+    strict: bool, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudnn, calls = torch.backends.cudnn, []
+
+    def fake(problem: ConvTransposeProblem, pass_: Pass, operands: Any) -> Any:
+        layout = operands.input.is_contiguous(memory_format=torch.channels_last)
+        return lambda: calls.append((pass_, layout, cudnn.benchmark, cudnn.allow_tf32))
+
+    monkeypatch.setattr(apart, "torch_call", fake)
+    problem = replace(SMALL, channels_last=channels_last)
+    assert apart.benchmark_mode_ms(problem, Pass.INPUT_GRAD, CPU, 7, 1.0, strict) >= 0
+    assert calls == [(Pass.INPUT_GRAD, channels_last, True, not strict)] * (2 + 1 + 7)
+
+
+def test_a_failure_in_benchmark_mode_is_a_note(both_modes: runner.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = runner.Case("small", SMALL, Pass.FORWARD)
+    assert both_modes.run(case).torch_benchmark_ms
+    pid = _worker(both_modes).pid
+    with monkeypatch.context() as patch:
+        patch.setattr(both_modes._benchmark_mode, "_settings", (torch.device("vulkan"), 5, 0.1, False))
+        record = both_modes.run(case)
+    assert record.status == OK
+    assert record.reason.startswith("PyTorch benchmark: ")
+    assert record.ms
+    assert record.torch_default_ms
+    assert record.torch_benchmark_ms is None
+    assert both_modes.run(case).torch_benchmark_ms
+    assert _worker(both_modes).pid == pid
+
+
+def test_the_death_of_the_other_process_is_a_note(both_modes: runner.Runner) -> None:
+    case = runner.Case("small", SMALL, Pass.FORWARD)
+    assert both_modes.run(case).torch_benchmark_ms
+    os.kill(_worker(both_modes).pid, signal.SIGKILL)
+    record = both_modes.run(case)
+    assert (record.status, record.torch_benchmark_ms) == (OK, None)
+    assert record.reason == f"PyTorch benchmark: RuntimeError: its process ended with exit code {-signal.SIGKILL}"
+    assert both_modes.run(case).torch_benchmark_ms  # by another
+
+
+def test_the_other_process_ends_with_the_benchmark(both_modes: runner.Runner) -> None:
+    both_modes.run(runner.Case("small", SMALL, Pass.FORWARD))
+    process = _worker(both_modes)
+    assert process in multiprocessing.active_children()
+    both_modes.close()
+    assert process not in multiprocessing.active_children()
+    both_modes.close()  # which is nothing
+
+
 # CSV, means and picture
 
 
@@ -371,6 +467,16 @@ def test_geometric_means_count_what_was_measured_and_say_what_was_not() -> None:
     assert summaries([RECORDS[2]]) == []
 
 
+def test_the_means_against_benchmark_mode_stand_where_it_was_measured() -> None:
+    records = [_record(torch_benchmark_ms=4.0), _record("b", torch_benchmark_ms=1.0), _record("c")]
+    (found,) = summaries(records)
+    assert (found.layers, found.benchmarked, found.slower, found.benchmark_speedup) == (3, 2, 1, pytest.approx(1.0))
+    assert str(found).endswith("4.00 times as fast; 1.00 times as fast as PyTorch's benchmark mode, slower on 1 of 2")
+    (found,) = summaries([_record()])
+    assert (found.benchmarked, found.benchmark_speedup) == (0, None)
+    assert "benchmark" not in str(found)
+
+
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_a_picture_is_drawn_from_a_csv(tmp_path: Path, ending: str) -> None:
     write_csv(tmp_path / "results.csv", RECORDS)
@@ -388,6 +494,22 @@ def test_a_failed_layer_stays_in_the_picture(tmp_path: Path) -> None:
     text = picture.read_text()
     assert "failed" in text
     assert "4.0×" in text
+
+
+def test_the_picture_shows_benchmark_mode_where_it_was_measured(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    texts = []
+    for name, changes in (("without", {}), ("with", {"torch_benchmark_ms": 0.1})):
+        with mpl.rc_context({"svg.fonttype": "none"}):
+            plot.draw([_record(), _record("b", **changes)], tmp_path / f"{name}.svg")
+        texts.append((tmp_path / f"{name}.svg").read_text())
+    without, drawn = (text.count(plot._BENCHMARK.lower()) for text in texts)
+    assert without == 0
+    assert drawn >= 2  # a diamond of its own and the legend's
+    assert "benchmark mode" not in texts[0]
+    assert "PyTorch, benchmark mode" in texts[1]
+    assert plot._limits([_record(torch_benchmark_ms=0.1)])[0] < 0.1  # within the scale
 
 
 def test_nothing_cannot_be_drawn(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
 import subprocess
 import sys
 from dataclasses import replace
@@ -136,12 +137,33 @@ def test_bench_prints_writes_and_draws(tmp_path: Path) -> None:
     assert measured[0].algorithm == "portable"
     assert measured[0].torch == torch.__version__
     assert "PyTorch has no channels_last for one spatial dimension" in told(result)
+    assert "times as fast as PyTorch's benchmark mode, slower on" in told(result)
     assert png.stat().st_size > 5000
 
     again = tmp_path / "again.svg"
     result = invoke("bench", "--plot-from", table, "--png", again)
     assert result.exit_code == 0
     assert again.stat().st_size > 5000
+
+
+def test_bench_ends_its_other_process_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyphase.bench import oracle
+
+    before, found = set(multiprocessing.active_children()), []
+
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+        found.append(set(multiprocessing.active_children()) - before)
+        if len(found) == 2:
+            raise KeyboardInterrupt
+        return sample(*arguments, **keywords)
+
+    sample = oracle.sample
+    monkeypatch.setattr(oracle, "sample", interrupted)
+    result = invoke("bench", "--layer", LAYER, "--passes", "forward,weight_grad", "--against", "benchmark", "--device",
+                    "cpu")  # fmt: skip
+    assert result.exit_code != 0
+    assert [len(processes) for processes in found] == [0, 1]
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_bench_ends_with_1_where_a_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

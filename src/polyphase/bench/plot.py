@@ -1,8 +1,9 @@
 """The picture of a benchmark, drawn from its CSV alone: how far each layer stands from what the machine allows.
 
 One panel for each pass, one block of panels for each dtype and layout. Along the axis, the time as a multiple of the
-floor; a line joins PyTorch's time (ring) to polyphase's (disc), so that its length is the speed-up. A layer that was
-not measured stays in the picture, with the word that says why.
+floor; a line joins PyTorch's time (ring) to polyphase's (disc), so that its length is the speed-up. Where PyTorch's
+benchmark mode was measured too, it is a diamond. A layer that was not measured stays in the picture, with the word that
+says why.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 from polyphase.bench.records import Record, Summary, grouped, summaries
 
-# Okabe and Ito's palette: told apart with every kind of colour vision, and in print by ring and disc.
-_OURS, _TORCH, _WORSE, _QUIET = "#0072B2", "#E69F00", "#D55E00", "#8C8C8C"
+# Okabe and Ito's palette: told apart with every kind of colour vision, and in print by ring, diamond and disc.
+_OURS, _TORCH, _BENCHMARK, _WORSE, _QUIET = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8C8C8C"
 _RING: dict[str, Any] = {
     "marker": "o",
     "linestyle": "",
@@ -22,6 +23,7 @@ _RING: dict[str, Any] = {
     "markerfacecolor": "white",
     "markeredgewidth": 1.8,
 }
+_DIAMOND: dict[str, Any] = {"marker": "D", "linestyle": "", "markersize": 5.5, "markeredgecolor": "white"}
 _TITLES = {"forward": "forward", "input_grad": "input gradient", "weight_grad": "weight gradient"}
 _ROW_INCHES = 0.27
 _PANEL_INCHES = 4.6
@@ -60,7 +62,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
             _head(grid[row][column], title, means.get((pass_name, dtype, layout)))
         for column in range(len(passes), columns):
             grid[row][column].set_axis_off()
-    _frame(figure, records[0])
+    _frame(figure, records[0], any(record.torch_benchmark_ms is not None for record in records))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
 
@@ -79,7 +81,11 @@ def _order(group: Sequence[Record]) -> list[str]:
 
 
 def _limits(records: Sequence[Record]) -> tuple[float, float]:
-    times = [_multiple(record, value) for record in records for value in (record.ms, record.torch_default_ms)]
+    times = [
+        _multiple(record, value)
+        for record in records
+        for value in (record.ms, record.torch_default_ms, record.torch_benchmark_ms)
+    ]
     known = [value for value in times if value is not None]
     return min([0.85, *(value / 1.15 for value in known)]), 1.3 * max([2.0, *known])
 
@@ -101,6 +107,9 @@ def _panel(axes: Any, group: Sequence[Record], order: Sequence[str], limits: tup
             axes.plot([ours, rival], [y, y], color=colour, alpha=0.3, linewidth=3.2, solid_capstyle="butt", zorder=2)
             axes.plot(rival, y, color=_TORCH, zorder=3, **_RING)
         axes.plot(ours, y, "o", markersize=7, color=_OURS, zorder=4)
+        searched = _multiple(record, record.torch_benchmark_ms)
+        if searched is not None:
+            axes.plot(searched, y, color=_BENCHMARK, zorder=5, **_DIAMOND)
         if record.speedup is not None:
             colour = "#222222" if record.speedup >= 1 else _WORSE
             axes.text(
@@ -127,19 +136,21 @@ def _times(speedup: float) -> str:
 
 
 def _head(axes: Any, title: str, summary: Summary | None) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", pad=21)
+    lines = summary.lines() if summary else ["nothing measured"]
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", pad=11 + 10 * len(lines))
     axes.text(
-        0.0, 1.0, str(summary) if summary else "nothing measured", transform=axes.transAxes, fontsize=8.5,
+        0.0, 1.0, "\n".join(lines), transform=axes.transAxes, fontsize=8.5,
         color="#444444", va="bottom",
     )  # fmt: skip
 
 
-def _frame(figure: Any, first: Record) -> None:
+def _frame(figure: Any, first: Record, benchmarked: bool) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
         Line2D([], [], marker="o", linestyle="", markersize=7, color=_OURS, label="polyphase"),
         Line2D([], [], color=_TORCH, label="PyTorch", **_RING),
+        *([Line2D([], [], color=_BENCHMARK, label="PyTorch, benchmark mode", **_DIAMOND)] if benchmarked else []),
         Line2D([], [], color="#222222", linewidth=1.0, label="floor (copy or product rate)"),
     ]  # fmt: skip
     title = "Transposed convolution: how many times the floor"
@@ -148,7 +159,7 @@ def _frame(figure: Any, first: Record) -> None:
     versions = [f"torch {first.torch}", f"cuDNN {first.cudnn}" if first.cudnn else ""]
     facts = [first.gpu, *versions, precision, first.date[:10]]
     legend = figure.legend(
-        handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=9,
+        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9,
         title=" · ".join(filter(None, facts)), title_fontsize=8, alignment="left",
     )  # fmt: skip
     legend.get_title().set_color(_QUIET)

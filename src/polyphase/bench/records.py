@@ -17,8 +17,9 @@ class Record:
     """A pass of a layer in one dtype and layout. Times in milliseconds, None where nothing was measured.
 
     ``status`` is ``ok``; ``wrong`` (checked, found wrong, not timed); ``failed``, or ``not applicable``, each with its
-    ``reason``. ``ms`` is polyphase's median, ``p10`` and ``p90`` its spread. ``speedup`` is PyTorch's default time
-    over ``ms``, ``times_floor`` is ``ms`` over ``floor_ms``. The errors are ``‖x - ref64‖ / ‖ref64‖`` over what
+    ``reason``. ``ms`` is polyphase's median, ``p10`` and ``p90`` its spread. Of PyTorch, ``default`` is as it comes
+    and ``benchmark`` with ``torch.backends.cudnn.benchmark``, in a process of its own. ``speedup`` is PyTorch's default
+    time over ``ms``, ``times_floor`` is ``ms`` over ``floor_ms``. The errors are ``‖x - ref64‖ / ‖ref64‖`` over what
     ``compared`` says.
     """
 
@@ -63,6 +64,11 @@ class Record:
     def good(self) -> bool:
         """Whether nothing went wrong (a case that does not exist is not wrong)."""
         return self.status in (OK, SKIPPED)
+
+    @property
+    def benchmark_speedup(self) -> float | None:
+        """The time of PyTorch's benchmark mode over polyphase's, None where one of them was not measured."""
+        return self.torch_benchmark_ms / self.ms if self.torch_benchmark_ms and self.ms else None
 
 
 # The CSV's column is called `pass`, a word that Python keeps for itself.
@@ -110,7 +116,11 @@ def _value(text: str, kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class Summary:
-    """Geometric means over the layers of one pass, dtype and layout that were measured."""
+    """Geometric means over the layers of one pass, dtype and layout that were measured.
+
+    ``speedup`` is against PyTorch as it comes, ``benchmark_speedup`` against its benchmark mode, which was measured on
+    ``benchmarked`` layers and is faster than polyphase on ``slower`` of them.
+    """
 
     pass_name: str
     dtype: str
@@ -120,13 +130,26 @@ class Summary:
     times_floor: float
     torch_times_floor: float | None
     speedup: float | None
+    benchmarked: int
+    benchmark_speedup: float | None
+    slower: int
     slowest: Record
 
     def __str__(self) -> str:
+        return "; ".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """The means in words; those against PyTorch's benchmark mode, where it was measured, are a second line."""
         text = f"{self.times_floor:.2f} × the floor"
         if self.speedup is not None and self.torch_times_floor is not None:
             text += f", PyTorch {self.torch_times_floor:.2f}: {self.speedup:.2f} times as fast"
-        return text + (f" ({self.unmeasured} not measured)" if self.unmeasured else "")
+        lines = [text + (f" ({self.unmeasured} not measured)" if self.unmeasured else "")]
+        if self.benchmark_speedup is not None:
+            lines.append(
+                f"{self.benchmark_speedup:.2f} times as fast as PyTorch's benchmark mode, "
+                f"slower on {self.slower} of {self.benchmarked}"
+            )
+        return lines
 
 
 def grouped(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
@@ -145,6 +168,7 @@ def summaries(records: Iterable[Record]) -> list[Summary]:
         if not measured:
             continue
         rivals = [record for record in measured if record.speedup is not None]
+        benchmarked = [speedup for record in measured if (speedup := record.benchmark_speedup) is not None]
         found.append(
             Summary(
                 *key,
@@ -153,6 +177,9 @@ def summaries(records: Iterable[Record]) -> list[Summary]:
                 times_floor=_geometric_mean(record.times_floor for record in measured),
                 torch_times_floor=_geometric_mean(_torch_times_floor(record) for record in rivals) if rivals else None,
                 speedup=_geometric_mean(record.speedup for record in rivals) if rivals else None,
+                benchmarked=len(benchmarked),
+                benchmark_speedup=_geometric_mean(benchmarked) if benchmarked else None,
+                slower=sum(speedup < 1 for speedup in benchmarked),
                 slowest=max(measured, key=lambda record: record.times_floor or 0.0),
             )
         )
