@@ -21,7 +21,11 @@ Call = Callable[[], torch.Tensor]
 
 
 class TorchVariant(str, Enum):
-    """The ways to run PyTorch's layer that polyphase is compared with."""
+    """The ways to run PyTorch's layer that polyphase is compared with.
+
+    As it comes, by cuDNN's heuristics; with cuDNN's search, which wants a process of its own
+    (`polyphase.bench.apart`); by heuristics in the other memory format; compiled.
+    """
 
     DEFAULT = "default"
     BENCHMARK = "benchmark"
