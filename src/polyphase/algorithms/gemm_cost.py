@@ -26,7 +26,6 @@ class _Costs:
     stage_boxes: float = 267.6  # and where it brings operands
     box_pixel: float = 1.38  # of those, each pixel
     copy_rows: float = 99.0  # a warp's copies, channels first
-    copy_blocks: float = 277.1  # those that keep pixels innermost
     copy_pixels: float = 340.0  # and channels last
     convert: float = 178.0  # a chunk of 32 pixels turned around, for each warp
     moved: float = 1 / 50.13  # a byte from the L2 cache
@@ -80,7 +79,7 @@ def _norm(exponent: float, *parts: float) -> float:
 def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> tuple[float, float, float, float]:
     """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
     size = DTYPE_BYTES[gather.dtype]
-    in_place = variant.in_place(gather.src.channels_last)
+    in_place = gather.src.channels_last
     stages = product.steps // variant.k_steps
     chunks = 2 * variant.k_steps
     weight_bytes = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
@@ -105,7 +104,7 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
 def _load(gather: Gather, variant: GemmVariant, tile: Tile) -> float:
     """Cycles until a stage is loaded, of as many as are loaded at a time."""
     size = DTYPE_BYTES[gather.dtype]
-    in_place, chunks = variant.in_place(gather.src.channels_last), 2 * variant.k_steps
+    in_place, chunks = gather.src.channels_last, 2 * variant.k_steps
     if variant.boxes:
         return _COSTS.stage_boxes + _COSTS.box_pixel * tile.halo
     warps = variant.loader_threads // 32
@@ -115,11 +114,9 @@ def _load(gather: Gather, variant: GemmVariant, tile: Tile) -> float:
         return (_COSTS.stage_turned + _COSTS.turn * math.ceil(pieces / turners)) / variant.turning_groups
     warps //= variant.loader_groups
     vectors = tile.halo / (tile.copy_bytes // size)
-    if gather.src.channels_last:
+    if in_place:
         pieces = CHUNK_BYTES // tile.copy_bytes
         copies = _COSTS.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
-    elif variant.innermost:
-        copies = _COSTS.copy_blocks * math.ceil(vectors / (4 * warps)) * chunks
     else:
         copies = _COSTS.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
     turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts

@@ -68,9 +68,8 @@ class _SharedBytes:
         self.fixed = weights + _store_bytes(gather, variant) + 8
         chunks = 2 * variant.k_steps
         self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
-        in_place = variant.in_place(self.src_channels_last)
         self.in_boxes = variant.boxes
-        self.raw = 0 if in_place else variant.raw_slots * chunks * CHUNK_BYTES
+        self.raw = 0 if self.src_channels_last else variant.raw_slots * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
@@ -295,8 +294,7 @@ def box_strides(gather: Gather) -> tuple[int, ...] | None:
 def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:
     """Whether the copy engine can bring pixels that are then turned around, channels first."""
     fills = fills_stages(gather.groups, gather.src_channels, gather.dtype, variant.k_steps)
-    turned = not variant.in_place(gather.src.channels_last)
-    return variant.wgmma and fills and turned and box_strides(gather) is not None
+    return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather) is not None
 
 
 def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:

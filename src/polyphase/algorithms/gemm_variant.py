@@ -35,13 +35,12 @@ class GemmVariant:
     ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
     group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
-    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
-    ``innermost`` whether pixels stay innermost on their way to the cores, ``wgmma`` whether Hopper's instruction is
-    used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come last. With ``row_channels`` rows
-    are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are one
-    item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
-    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
-    thread blocks shares the weights it loads.
+    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
+    whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come
+    last. With ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and
+    ``channel_blocks`` of these sets are one item's; with ``whole_images`` columns are the pixels of whole images,
+    without a halo. ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A
+    ``cluster`` of thread blocks shares the weights it loads.
     """
 
     pixels: int
@@ -53,7 +52,6 @@ class GemmVariant:
     parts: int
     split: str
     resident: bool
-    innermost: bool
     loader_groups: int
     wgmma: bool
     row_channels: int = 0
@@ -86,10 +84,6 @@ class GemmVariant:
     def sharers(self) -> int:
         """Warp groups that multiply the same item."""
         return 1 if self.split == "turns" else CONSUMERS
-
-    def in_place(self, channels_last: bool) -> bool:
-        """Whether pixels are copied to where they are used; ``channels_last`` is the source's memory format."""
-        return channels_last or self.innermost
 
     @property
     def loader_threads(self) -> int:
@@ -199,7 +193,6 @@ def families(
     channels = problem.out_channels_per_group
     blocks = math.ceil(channels / ROWS)
     parts = 1 if problem.dtype != "float32" or uses_tf32(problem) else 2
-    half = not channels_last and DTYPE_BYTES[problem.dtype] == 2
     some_lines = [lines for lines in range(1, len(taps.lines) + 1) if len(taps.lines) % lines == 0]
     shapes = [
         (channel_blocks, lines, channel_blocks * lines * taps.owned_w, 0, False)
@@ -220,18 +213,16 @@ def families(
             channel_groups = math.ceil(channels / (channel_blocks * (row_channels or ROWS)))
             row_groups = channel_groups * (len(taps.lines) // lines)
             may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
-            stays = row_channels or Taps.stay_in_cells(problem.axes3)
-            for k_steps, split, (resident, cluster), innermost in itertools.product(
+            for k_steps, split, (resident, cluster) in itertools.product(
                 (1, 2, 4),
                 _splits(1 if row_channels and not whole_images else row_groups, wgmma),
                 (*([(True, 1)] if may_reside else []), (False, 1), *([(False, 2)] if wgmma else [])),
-                (True, False) if wgmma and half and stays else (False,),
             ):
                 if cluster > 1 and split != "turns":
                     continue  # there the block's own warp groups share weights
                 fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
                 by_engine = boxes and channels_last and wgmma and parts == 1 and fills
-                for loaders, raw_slots, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last or innermost]:
+                for loaders, raw_slots, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last]:
                     loaders = loaders if wgmma else 1
                     for pixels, pixel_blocks in _widths(2 * sums // row_blocks, wgmma, loaders):
                         if whole_images and pixels * pixel_blocks * (CONSUMERS if split == "cells" else 1) < TINY:
@@ -239,7 +230,7 @@ def families(
                         yield tuple(
                             GemmVariant(
                                 pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
-                                split, resident, innermost, loaders, wgmma, row_channels, by_engine,
+                                split, resident, loaders, wgmma, row_channels, by_engine,
                                 whole_images, raw_slots, cluster,
                             )
                             for count in stages

@@ -130,7 +130,6 @@ class ImplicitGemm:
         return (
             *_packing(gather, variant, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
-            ("PIXELS_INNERMOST", variant.innermost),
             ("WHOLE_IMAGES", variant.whole_images),
             ("BOXES", variant.boxes),
             ("PIXELS", variant.pixels),

@@ -93,7 +93,7 @@ class KernelSource:
 
 def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[str]:
     """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
-    columns, innermost = constants["PIXELS"], constants["PIXELS_INNERMOST"]
+    columns = constants["PIXELS"]
     wgmma, cluster = (constants[name] for name in _MACROS)
     assert isinstance(columns, int)
     depth, operand = _OPERANDS[dtype]
@@ -107,7 +107,7 @@ def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    transposed = f", 0, {innermost:d}" if depth == 16 else ""
+    transposed = ", 0, 0" if depth == 16 else ""
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",

@@ -3,8 +3,6 @@
 // `A_CHUNK` or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is
 // an address.
 //
-// Half precision with PIXELS_INNERMOST: in B, blocks of eight columns have channels for rows, each with eight pixels.
-//
 // With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order the copy engine changes (swizzling) so
 // that those of neighbours lie in different banks. The cores undo that by the bits of the address, wherever B begins.
 //
@@ -57,11 +55,9 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
     for (int chunk = 0; chunk < 2; ++chunk) {
       const Chunk& left = *(const Chunk*)__cvta_shared_to_generic(a + chunk * A_CHUNK + row * 16);
       for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
-        const unsigned block = b + chunk * b_chunk + column / 8 * 128;
-        const int major = PIXELS_INNERMOST ? i : column % 8, minor = PIXELS_INNERMOST ? column % 8 : i;
         const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(
-            BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) : block + major * 16);
-        sum += operand(left.value[i]) * operand(right.value[minor]);
+            BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) : b + chunk * b_chunk + column * 16);
+        sum += operand(left.value[i]) * operand(right.value[i]);
       }
     }
     sums[index] = sum;

@@ -191,32 +191,10 @@ struct Loader {
     }
   }
 
-  // Channels first, as they are used: neighbouring threads take the pixels of a sector of 32 bytes (half of one where
-  // there are too few threads), the next ones those of the next of a chunk's eight channels.
-  template <int BYTES>
-  __device__ __forceinline__ void copy_blocks(const scalar_t* base, int channel, unsigned char* to) const {
-    constexpr int COUNT = BYTES / (int)sizeof(scalar_t), TOGETHER = BYTES >= 256 / LOADERS ? 32 / BYTES : LOADERS / 8;
-    const int row = thread / TOGETHER % 8;
-    for (int v = thread / (8 * TOGETHER) * TOGETHER + thread % TOGETHER; v * COUNT < g.halo; v += LOADERS / 8) {
-      const offset_t offset = offsets[v];
-      const scalar_t* from = base + row * g.src.stride[1] + (offset == PADDING ? 0 : offset);
-      unsigned char* target = to + v * COUNT / 8 * 128 + row * 16 + v * COUNT % 8 * (int)sizeof(scalar_t);
-#pragma unroll
-      for (int chunk = 0; chunk < STAGE_CHUNKS; ++chunk) {
-        const bool exists = offset != PADDING && channel + chunk * CHUNK + row < SRC_CHANNELS;
-        copy<BYTES>(target, exists ? from : base, exists);
-        from += CHUNK * g.src.stride[1];
-        target += g.chunk_bytes;
-      }
-    }
-  }
-
   template <int BYTES>
   __device__ __forceinline__ void copy_stage(const scalar_t* base, int channel, unsigned char* to) const {
     if constexpr (SRC_CHANNELS_LAST)
       copy_pixels<BYTES>(base, channel, to);
-    else if constexpr (PIXELS_INNERMOST)
-      copy_blocks<BYTES>(base, channel, to);
     else
       copy_rows<BYTES>(base, channel, (scalar_t*)to);
   }
