@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Candidate:
 
     def describe(self) -> str:
         """The variant in one line."""
-        settings = (f"{field.name}={getattr(self.variant, field.name)}" for field in fields(self.variant))
+        settings = (f"{name}={value}" for name, value in self.variant._asdict().items())
         return f"{self.algorithm}({', '.join(settings)})"
 
 

@@ -27,7 +27,7 @@ class Side:
     shape: tuple[int, int, int, int, int]
     strides: Strides
 
-    @property
+    @cached_property
     def channels_last(self) -> bool:
         """Whether neighbouring channels are neighbours in memory."""
         return channels_innermost(self.shape[1], self.strides)
@@ -83,6 +83,13 @@ class Gather:
     dst: Side
     weight_channels_last: bool
     aligned: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a planner asks for thousands of times
+        return hash((self.axes, self.src_channels, self.dst_channels, self.dtype, self.src, self.dst))
 
     @classmethod
     def of(cls, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Gather:

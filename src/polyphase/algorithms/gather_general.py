@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds
 from polyphase.algorithms.gather import Gather
@@ -13,8 +13,7 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
 
-@dataclass(frozen=True)
-class GeneralVariant:
+class GeneralVariant(NamedTuple):
     """The compile-time shape of ``gather_general.cu``."""
 
     dst_per_thread: int

@@ -6,8 +6,9 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, two_dimensions
 from polyphase.algorithms.gather import MAX_PHASES, Gather
@@ -140,8 +141,7 @@ class GatherTiled:
         )
 
 
-@dataclass(frozen=True)
-class _TileSize:
+class _TileSize(NamedTuple):
     """The source of one channel of a tile, halo included: elements along each dimension, whole quads along w."""
 
     images: int
@@ -277,12 +277,12 @@ def legal_variants(gather: Gather) -> Iterator[tuple[TiledVariant, Counts]]:
             loads = max(_TileSize.of(gather, variant, span).loads(variant) for span in spans)
             if loads > _MAX_LOADS:
                 continue
-            counts = Counts.of(gather, replace(variant, loads=loads))
+            counts = Counts.of(gather, variant._replace(loads=loads))
             needed = _round_up(registers(counts), 8)
             blocks = min(_REGISTERS // (needed * threads), 1536 // threads)
             # Where the estimate is low the compiler settles for fewer resident blocks; a lone block has no way out.
             if blocks > 1 or (blocks == 1 and needed + 16 <= min(255, _REGISTERS // threads)):
-                yield replace(variant, loads=loads, min_blocks=blocks), counts
+                yield variant._replace(loads=loads, min_blocks=blocks), counts
 
 
 def _aligned_rows(gather: Gather, variant: TiledVariant) -> bool:

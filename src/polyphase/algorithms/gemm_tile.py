@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from polyphase.algorithms.base import Boxes, extent
 from polyphase.algorithms.gather import Gather
@@ -19,8 +19,7 @@ _MAX_STATIC_SHARED = 48 << 10
 _MAX_BOX_SIDE = 256
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The cells of a block and how their halo lies in shared memory, in pixels (see `Geometry` in the kernel)."""
 
     images: int
@@ -53,21 +52,21 @@ def raw_pitch(halo: int, size: int) -> int:
 
 def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
     """Dynamic shared memory of a tile."""
-    return _SharedBytes(gather, variant).of(tile, aligned=True)
+    return _SharedBytes(gather, variant).of(tile, variant.stages, aligned=True)
 
 
 class _SharedBytes:
-    """Dynamic shared memory of the tiles of a variant."""
+    """Dynamic shared memory of the tiles of a variant, whatever its stages."""
 
     def __init__(self, gather: Gather, variant: GemmVariant) -> None:
         self.size = DTYPE_BYTES[gather.dtype]
         self.src_channels_last = gather.src.channels_last
         product = Product.of(gather, variant)
         weights = variant.row_parts * product.step_bytes(variant)
-        weights *= product.steps if variant.resident else variant.stages * variant.k_steps
-        self.fixed = weights + _store_bytes(gather, variant) + 8
+        self.fixed = _store_bytes(gather, variant) + 8 + (weights * product.steps if variant.resident else 0)
+        self.weights = 0 if variant.resident else weights * variant.k_steps  # of a stage
         chunks = 2 * variant.k_steps
-        self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
+        self.allocated = variant.parts * chunks * CHUNK_BYTES
         self.in_boxes = variant.boxes
         self.raw = 0 if self.src_channels_last else variant.raw_slots * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
@@ -75,11 +74,11 @@ class _SharedBytes:
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
         self.worst_halo = variant.cells if variant.taps_in_rows else 0
 
-    def of(self, tile: Tile, aligned: bool) -> int:
+    def of(self, tile: Tile, stages: int, aligned: bool) -> int:
         """Of one tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
         copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
         halo = tile.halo if aligned else max(tile.halo, self.worst_halo)
-        total = self.fixed + self.allocated * (tile.allocated + (0 if aligned else 32))
+        total = self.fixed + stages * (self.weights + self.allocated * (tile.allocated + (0 if aligned else 32)))
         if tile.boxes and (aligned or self.in_boxes):
             return total + self.raw * tile.boxes * tile.box_pixels
         total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
@@ -98,14 +97,15 @@ def packed_divisor(value: int) -> bytes:
     return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
-def _static_shared_bytes(variant: GemmVariant, product: Product) -> int:
+def _static_shared_bytes(variant: GemmVariant, product: Product, stages: int) -> int:
     """The kernel's ``Shared``: barriers, distances of operations; what follows is aligned."""
-    barriers = 8 * (2 * (variant.stages + variant.raw_slots) + CONSUMERS + 1)
+    barriers = 8 * (2 * (stages + variant.raw_slots) + CONSUMERS + 1)
     alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
 
 
+@lru_cache(maxsize=4096)
 def wide(gather: Gather) -> bool:
     """Whether offsets within an image need more than 32 bits."""
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
@@ -156,33 +156,46 @@ def _copy_sizes(gather: Gather, row: int) -> list[int]:
 @lru_cache(maxsize=65536)
 def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
     """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
-    static = _static_shared_bytes(variant, Product.of(gather, variant))
-    if static > _MAX_STATIC_SHARED:
-        return None
-    limit = device.shared_bytes_per_block - static - reserve
+    return best_tiles(gather, variant, (variant.stages,), batch, device, reserve)[0]
+
+
+def best_tiles(
+    gather: Gather, variant: GemmVariant, stages: Sequence[int], batch: int, device: DeviceInfo, reserve: int
+) -> list[Tile | None]:
+    """The `best_tile` of a variant with each of these ``stages`` in its own one's place; they rise."""
+    product, shared = Product.of(gather, variant), _SharedBytes(gather, variant)
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
-    shared = _SharedBytes(gather, variant)
     engines = (True,) if variant.boxes else (True, False) if may_take_boxes(gather, variant) else (False,)
-    if variant.whole_images:
-        tiles = list(_whole_images(gather, variant.cells, batch, banks, engines))
-    else:
-        tiles = _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows, engines)
-    for tile in tiles:
-        if shared.of(tile, not reserve) <= limit:
-            return tile
-    return None
+    all_pixels, whole_images = variant.taps_in_rows, variant.whole_images
+    tiles = iter(_tiles(gather, variant.cells, batch, banks, all_pixels, whole_images, engines))
+    tile, found = next(tiles, None), []
+    for count in stages:
+        static = _static_shared_bytes(variant, product, count)
+        limit = device.shared_bytes_per_block - static - reserve if static <= _MAX_STATIC_SHARED else 0
+        while tile is not None and shared.of(tile, count, not reserve) > limit:
+            tile = next(tiles, None)  # what does not fit does not with more stages either
+        found.append(tile)
+    return found
 
 
 @lru_cache(maxsize=65536)
 def _tiles(
-    gather: Gather, capacity: int, batch: int, banks: int, all_pixels: bool, engines: tuple[bool, ...]
+    gather: Gather,
+    capacity: int,
+    batch: int,
+    banks: int,
+    all_pixels: bool,
+    whole_images: bool,
+    engines: tuple[bool, ...],
 ) -> list[Tile]:
     """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
 
     ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
     copy engine brings them.
     """
+    if whole_images:
+        return list(_whole_images(gather, capacity, batch, banks, engines))
     images = _addressable(gather)
     offered = [*_runs(gather, capacity, batch, banks, images, engines)]
     if not offered:
@@ -275,6 +288,7 @@ def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
     return count, row if count == 1 else math.ceil(row / count / turned) * turned
 
 
+@lru_cache(maxsize=4096)
 def box_strides(gather: Gather) -> tuple[int, ...] | None:
     """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where the copy engine
     cannot take the source apart."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from polyphase.algorithms.base import TINY, is_tiny
 from polyphase.algorithms.gather import Gather
@@ -23,13 +24,12 @@ _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at o
 
 # Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
 # for by those who multiply: they take more stages (see LOOKAHEAD in the kernel), unless the copy engine brings them.
-_FEWER = 8, 6, 5, 4, 3, 2
-_LOADERS = {False: ((2, 4, _FEWER), (1, 4, _FEWER), (1, 2, _FEWER)), True: ((4, 4, (12, 8)), (1, 4, (4, 3)))}
-_BOX_LOADERS = ((1, 4, _FEWER),)
+_STAGES = 2, 3, 4, 5, 6, 8
+_LOADERS = {False: ((2, 4, _STAGES), (1, 4, _STAGES), (1, 2, _STAGES)), True: ((4, 4, (8, 12)), (1, 4, (3, 4)))}
+_BOX_LOADERS = ((1, 4, _STAGES),)
 
 
-@dataclass(frozen=True)
-class GemmVariant:
+class GemmVariant(NamedTuple):
     """One specialisation of the kernel.
 
     ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
@@ -181,14 +181,14 @@ def variants(
 
     ``boxes``: whether the copy engine can take it apart (`gemm_tile.box_strides`).
     """
-    for family in families(problem, device, channels_last, boxes):
-        yield from family
+    for variant, stages in families(problem, device, channels_last, boxes):
+        yield from (variant._replace(stages=count) for count in stages)
 
 
 def families(
     problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
-) -> Iterator[tuple[GemmVariant, ...]]:
-    """The `variants`, those together that differ in nothing but their stages: most stages first."""
+) -> Iterator[tuple[GemmVariant, tuple[int, ...]]]:
+    """The `variants`, one of those that differ in nothing but their stages, and these."""
     taps = Taps.of(problem.axes3)
     channels = problem.out_channels_per_group
     blocks = math.ceil(channels / ROWS)
@@ -227,14 +227,11 @@ def families(
                     for pixels, pixel_blocks in _widths(2 * sums // row_blocks, wgmma, loaders):
                         if whole_images and pixels * pixel_blocks * (CONSUMERS if split == "cells" else 1) < TINY:
                             continue
-                        yield tuple(
-                            GemmVariant(
-                                pixels, pixel_blocks, channel_blocks, lines, k_steps, count, parts,
-                                split, resident, loaders, wgmma, row_channels, by_engine,
-                                whole_images, raw_slots, cluster,
-                            )
-                            for count in stages
+                        variant = GemmVariant(
+                            pixels, pixel_blocks, channel_blocks, lines, k_steps, stages[0], parts, split, resident,
+                            loaders, wgmma, row_channels, by_engine, whole_images, raw_slots, cluster,
                         )  # fmt: skip
+                        yield variant, stages
 
 
 def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:

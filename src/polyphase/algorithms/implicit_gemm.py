@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,7 +21,9 @@ from polyphase.algorithms.base import (
 from polyphase.algorithms.gather import MAX_PHASES, Gather
 from polyphase.algorithms.gemm_cost import estimate
 from polyphase.algorithms.gemm_tile import (
+    Tile,
     best_tile,
+    best_tiles,
     box_strides,
     boxes,
     packed_divisor,
@@ -206,28 +209,40 @@ def ranked(
 
     Among the first, half the say has how they do at other sizes: a single image, small images, large ones.
     """
-    typical_size = _sized_gather(problem, src_channels_last)
-    others = _OTHER_SIZES[is_tiny(problem)]
+    gather = _sized_gather(problem, src_channels_last)
     scores: dict[GemmVariant, float] = {}
-    for family in families(problem, device, src_channels_last, boxes):
-        if Product.of(typical_size, family[0]).operations > _MAX_OPERATIONS:
-            continue
-        fastest: tuple[float, GemmVariant] | None = None
-        for variant in family:
-            if (seconds := _seconds(typical_size, variant, problem.batch, device)) is None:
-                continue
-            if fastest is not None and seconds >= fastest[0]:
-                break  # fewer stages only pay for a better tile
-            fastest = seconds, variant
-        if fastest is not None:
-            scores[fastest[1]] = math.log(fastest[0])
-    first = sorted(scores, key=lambda variant: scores[variant])
-    for variant in first[:_COMPARED]:
-        for batch, sides in others:
-            gather = _sized_gather(replace(typical(problem, sides), batch=batch), src_channels_last)
-            seconds = _seconds(gather, variant, batch, device) or math.inf
+    for variant, stages in families(problem, device, src_channels_last, boxes):
+        if Product.of(gather, variant).operations <= _MAX_OPERATIONS:
+            tiles = best_tiles(gather, variant, stages, problem.batch, device, _RESERVE)
+            if (fastest := _fastest(gather, variant, stages, tiles, device)) is not None:
+                scores[fastest[1]] = math.log(fastest[0])
+    first = sorted(scores, key=scores.__getitem__)
+    others = [replace(typical(problem, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(problem)]]
+    for gather in [_sized_gather(other, src_channels_last) for other in others]:
+        for variant in first[:_COMPARED]:
+            tiles = best_tiles(gather, variant, (variant.stages,), gather.src.shape[0], device, _RESERVE)
+            seconds = math.inf if tiles[0] is None else estimate(gather, variant, tiles[0], device, 0)[0]
             scores[variant] += math.log(seconds) / len(others)
-    return sorted(first[:_COMPARED], key=lambda variant: scores[variant]) + first[_COMPARED:]
+    return sorted(first[:_COMPARED], key=scores.__getitem__) + first[_COMPARED:]
+
+
+def _fastest(
+    gather: Gather, variant: GemmVariant, stages: Sequence[int], tiles: Sequence[Tile | None], device: DeviceInfo
+) -> tuple[float, GemmVariant] | None:
+    """The prediction, whatever the bytes, for the best of these ``stages`` and its variant; None where no tile fits."""
+    fastest, before = None, None
+    for count, tile in zip(reversed(stages), reversed(tiles)):
+        if tile is None:
+            continue
+        if tile is before:
+            break  # fewer stages only pay for a better tile
+        before = tile
+        fewer = variant._replace(stages=count)
+        seconds = estimate(gather, fewer, tile, device, 0)[0]
+        if fastest is not None and seconds >= fastest[0]:
+            break
+        fastest = seconds, fewer
+    return fastest
 
 
 def _sized_gather(problem: ConvTransposeProblem, src_channels_last: bool) -> Gather:
@@ -235,9 +250,3 @@ def _sized_gather(problem: ConvTransposeProblem, src_channels_last: bool) -> Gat
     if src_channels_last != problem.channels_last:
         dense = replace(dense, input=dense_strides(problem.input_shape, src_channels_last))
     return Gather.of(problem, Pass.FORWARD, dense)
-
-
-def _seconds(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo) -> float | None:
-    """The prediction, whatever the bytes; None where no tile fits."""
-    tile = best_tile(gather, variant, batch, device, _RESERVE)
-    return None if tile is None else estimate(gather, variant, tile, device, 0)[0]

@@ -6,13 +6,12 @@ The constants are fitted to measurements; docs/performance.md, "The cost model o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyphase.algorithms.gather import Gather
 
 
-@dataclass(frozen=True)
-class TiledVariant:
+class TiledVariant(NamedTuple):
     """The compile-time shape of ``gather_tiled.cu``; its file says what the names mean."""
 
     lanes: int
@@ -32,8 +31,7 @@ class TiledVariant:
         return self.lanes * self.dst_slices * self.src_slices
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
 
     stages: int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, next_power_of_two
 from polyphase.algorithms.gather import Side, five
@@ -18,8 +18,7 @@ _THREADS = 256
 _MAX_WORKSPACE = 64 << 20
 
 
-@dataclass(frozen=True)
-class WeightGradVariant:
+class WeightGradVariant(NamedTuple):
     """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
 
     rows: int
