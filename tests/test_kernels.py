@@ -10,7 +10,7 @@ import random
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -275,7 +275,7 @@ class GemmCase:
         """What a sample should meet: settings with every instruction, layout and element size; and kinds of tiles."""
         each, bits16 = self.variant, self.problem.dtype != "float32"
         src_last, dst_last = self.layouts.input[1] == 1, self.layouts.output[1] == 1
-        settings = [(field.name, getattr(each, field.name)) for field in fields(each) if field.name != "pixels"]
+        settings = [setting for setting in each._asdict().items() if setting[0] != "pixels"]
         met: set[tuple[object, ...]] = {(each.wgmma, each.split, *setting) for setting in settings}
         met |= {(side, *setting) for side in ((src_last, dst_last), bits16) for setting in settings}
         _, images, *rest, copy_bytes, store_vector, boxes, _, run = self.numbers(H200)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from helpers import random_problem
 from kernel_harness import formats
 from polyphase import UnsupportedError, plan
-from polyphase.algorithms import ALGORITHMS
+from polyphase.algorithms import ALGORITHMS, gemm_variant
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_tile import box_strides, packed_divisor
+from polyphase.algorithms.gemm_tile import best_tile, best_tiles, box_strides, packed_divisor
 from polyphase.algorithms.gemm_variant import Product
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.bench.layers import NamedLayer, every_layer
@@ -340,7 +340,7 @@ def test_clusters_are_whole() -> None:
     problem = make((3, 16, 9, 11), 16, 3, 1, 1, tf32=True)
     layouts = Layouts.dense(problem)
     offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
-    variant = replace(next(each for each in offered if each.split == "turns"), resident=False, cluster=2)
+    variant = next(each for each in offered if each.split == "turns")._replace(resident=False, cluster=2)
     for multiprocessors in (2, 5, 132):
         device = replace(H200, multiprocessors=multiprocessors)
         launch = ImplicitGemm().launch(problem, Pass.FORWARD, device, layouts, variant)
@@ -354,9 +354,29 @@ def test_resident_weights_have_blocks_on_small_gpus() -> None:
     problem = make((3, 16, 9, 11), 200, 2, 2, tf32=True)
     layouts = Layouts.dense(problem)
     offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
-    variant = replace(offered[0], resident=True, cluster=1, split="turns")
+    variant = offered[0]._replace(resident=True, cluster=1, split="turns")
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, variant)
     assert launch.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), variant).row_groups > 2
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("reserve", [0, 2048])
+def test_families_have_the_tiles_of_their_variants(last: bool, reserve: int) -> None:
+    """What is found for all stages at once is what each would find: of tiles in their order the first that fits."""
+    for problem in (
+        make((4, 48, 33, 31), 24, 4, 2, 1, tf32=True, channels_last=last),
+        make((64, 24, 5, 6, 7), 40, 3, (2, 1, 3), dtype="bfloat16", channels_last=last),
+        make((3, 130, 300), 8, 5, 3, channels_last=last),
+        make((9, 32, 4, 4), 16, 4, 2, 1, tf32=True, channels_last=last),
+    ):
+        gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
+        found = set()
+        for variant, stages in gemm_variant.families(problem, H200, last, last and box_strides(gather) is not None):
+            tiles = best_tiles(gather, variant, stages, problem.batch, H200, reserve)
+            alone = [best_tile(gather, variant._replace(stages=n), problem.batch, H200, reserve) for n in stages]
+            assert tiles == alone
+            found |= {(len({*tiles}), None in tiles)}
+        assert len(found) > 2
 
 
 def test_plans_are_cached() -> None:

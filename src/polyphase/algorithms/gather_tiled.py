@@ -150,14 +150,14 @@ class _TileSize(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> _TileSize:
+    def of(cls, gather: Gather, cells: tuple[int, int], lanes: tuple[int, ...]) -> _TileSize:
         depth, height, width = gather.cell_axes
         skew = width.first_offset % 4
         return cls(
             lanes[0],
             depth.window(lanes[1]),
-            height.window(lanes[2] * variant.cells_h),
-            _round_up(skew + width.window(lanes[3] * variant.cells_w), 4),
+            height.window(lanes[2] * cells[0]),
+            _round_up(skew + width.window(lanes[3] * cells[1]), 4),
         )
 
     @property
@@ -178,7 +178,7 @@ class _TileSize(NamedTuple):
 
 def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> int:
     accumulator = 8 if gather.dtype == "float64" else 4
-    tile = _TileSize.of(gather, variant, lanes)
+    tile = _TileSize.of(gather, variant.cells, lanes)
     weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
     plane = tile.images * tile.depth * tile.height * tile.row(gather)
     main = 2 * (weights + variant.stage_channels * plane)
@@ -195,7 +195,7 @@ def _fits(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], device:
     """Whether the compiled variant can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
     width = lanes[3] * variant.cells_w
     return (
-        _TileSize.of(gather, variant, lanes).loads(variant) <= variant.loads
+        _TileSize.of(gather, variant.cells, lanes).loads(variant) <= variant.loads
         and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
         and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
     )
@@ -213,7 +213,7 @@ def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple
     for width in _extents(widths, variant.lanes):
         for height in _extents(heights, variant.lanes // width):
             for depth in _extents(depths, variant.lanes // (width * height)):
-                one = _TileSize.of(gather, variant, (1, depth, height, width)).elements
+                one = _TileSize.of(gather, variant.cells, (1, depth, height, width)).elements
                 images = min(batch, variant.lanes // (width * height * depth), max(1, most_elements // one))
                 images = math.ceil(batch / math.ceil(batch / images))
                 lanes = (images, depth, height, width)
@@ -268,21 +268,27 @@ def legal_variants(gather: Gather) -> Iterator[tuple[TiledVariant, Counts]]:
         if gather.phases * dst * cells_h * cells_w > MAX_PHASES:
             continue
         vector = _dst_vector(gather, dst)
+        elements = {lanes: _most_elements(gather, (cells_h, cells_w), lanes, tall) for lanes in (64, 128, 256)}
         for lanes, of_dst, of_src, channels in itertools.product((64, 128, 256), (1, 2, 4), src_slices, stages):
             threads = lanes * of_dst * of_src
             if threads > 512 or channels % of_src or (of_dst - 1) * dst >= gather.dst_channels:
                 continue
-            variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, 0, 1, vector)
-            spans = [(1, 1, 1, lanes), (1, 1, lanes // 32, 32)] if tall else [(1, 1, 1, lanes)]
-            loads = max(_TileSize.of(gather, variant, span).loads(variant) for span in spans)
+            loads = math.ceil(elements[lanes] * channels / 4 / threads)
             if loads > _MAX_LOADS:
                 continue
-            counts = Counts.of(gather, variant._replace(loads=loads))
+            variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, 1, vector)
+            counts = Counts.of(gather, variant)
             needed = _round_up(registers(counts), 8)
             blocks = min(_REGISTERS // (needed * threads), 1536 // threads)
             # Where the estimate is low the compiler settles for fewer resident blocks; a lone block has no way out.
             if blocks > 1 or (blocks == 1 and needed + 16 <= min(255, _REGISTERS // threads)):
-                yield variant._replace(loads=loads, min_blocks=blocks), counts
+                yield variant._replace(min_blocks=blocks), counts
+
+
+def _most_elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) -> int:
+    """Elements of a channel of a tile whose lanes are one row, or rows of 32 in a ``tall`` layer, if those are more."""
+    spans = [(1, 1, 1, lanes), (1, 1, lanes // 32, 32)] if tall else [(1, 1, 1, lanes)]
+    return max(_TileSize.of(gather, cells, span).elements for span in spans)
 
 
 def _aligned_rows(gather: Gather, variant: TiledVariant) -> bool:

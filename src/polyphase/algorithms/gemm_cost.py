@@ -62,7 +62,7 @@ def estimate(
     main = _norm(_COSTS.overlap, multiply, load, moved, slots)
     store = _store(gather, variant, tile, product)
     item = _norm(_COSTS.turns, main, (multiply + store) / 2) if turns else main + store
-    tiles = math.ceil(tile.count / variant.cluster) * variant.cluster
+    tiles = math.ceil(tile.total / variant.cluster) * variant.cluster
     waves = tiles * product.row_groups / variant.row_parts / device.multiprocessors
     if waves < 8:
         waves = math.ceil(waves)

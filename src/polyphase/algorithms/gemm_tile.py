@@ -40,7 +40,7 @@ class Tile(NamedTuple):
         return self.run or self.images * math.prod(self.cells)
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Tiles of the whole problem."""
         return math.prod(self.tiles)
 
@@ -60,6 +60,7 @@ class _SharedBytes:
 
     def __init__(self, gather: Gather, variant: GemmVariant) -> None:
         self.size = DTYPE_BYTES[gather.dtype]
+        self.cells = variant.cells
         self.src_channels_last = gather.src.channels_last
         product = Product.of(gather, variant)
         weights = variant.row_parts * product.step_bytes(variant)
@@ -73,6 +74,10 @@ class _SharedBytes:
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
         self.worst_halo = variant.cells if variant.taps_in_rows else 0
+
+    def least(self, stages: int) -> int:
+        """Of any tile: all have pixels for each cell."""
+        return self.fixed + stages * (self.weights + self.allocated * self.cells)
 
     def of(self, tile: Tile, stages: int, aligned: bool) -> int:
         """Of one tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
@@ -167,19 +172,26 @@ def best_tiles(
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
     engines = (True,) if variant.boxes else (True, False) if may_take_boxes(gather, variant) else (False,)
-    all_pixels, whole_images = variant.taps_in_rows, variant.whole_images
-    tiles = iter(_tiles(gather, variant.cells, batch, banks, all_pixels, whole_images, engines))
-    tile, found = next(tiles, None), []
+    limits = []
     for count in stages:
         static = _static_shared_bytes(variant, product, count)
-        limit = device.shared_bytes_per_block - static - reserve if static <= _MAX_STATIC_SHARED else 0
-        while tile is not None and shared.of(tile, count, not reserve) > limit:
-            tile = next(tiles, None)  # what does not fit does not with more stages either
-        found.append(tile)
+        limit = device.shared_bytes_per_block - static - reserve
+        if static > _MAX_STATIC_SHARED or shared.least(count) > limit:
+            break  # nor do more stages fit
+        limits.append(limit)
+    found: list[Tile | None] = [None] * len(stages)
+    if limits:
+        kind = variant.taps_in_rows, variant.whole_images
+        tiles = iter(_tiles(gather, variant.cells, batch, banks, *kind, engines))
+        tile = next(tiles, None)
+        for index, limit in enumerate(limits):
+            while tile is not None and shared.of(tile, stages[index], not reserve) > limit:
+                tile = next(tiles, None)
+            found[index] = tile
     return found
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=512)
 def _tiles(
     gather: Gather,
     capacity: int,
@@ -219,7 +231,7 @@ def _work(tile: Tile, capacity: int) -> float:
     """What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
     per_pixel = 0.1 if tile.boxes else {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
     rows = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0  # short rows move parts of memory's lines
-    return tile.count * (capacity + per_pixel * tile.halo) * rows
+    return tile.total * (capacity + per_pixel * tile.halo) * rows
 
 
 def _runs(

@@ -136,27 +136,30 @@ class Product:
     operations: int  # taps of the row group that has most
     steps: int  # depth in instructions
 
-    @staticmethod
-    @lru_cache(maxsize=65536)
-    def of(gather: Gather, variant: GemmVariant) -> Product:
+    @classmethod
+    def of(cls, gather: Gather, variant: GemmVariant) -> Product:
         """The product of a variant."""
+        return cls._of(gather, variant.channel_blocks, variant.lines, variant.row_channels, variant.k_steps)
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def _of(cls, gather: Gather, channel_blocks: int, lines: int, row_channels: int, k_steps: int) -> Product:
         taps = Taps.of(gather.axes)
-        lines = variant.lines
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
-        if variant.taps_in_rows:
-            row_blocks = operations = variant.channel_blocks * taps.row_blocks(variant.row_channels, lines)
-            channel_groups = math.ceil(gather.dst_channels / (variant.channel_blocks * variant.row_channels))
+        if row_channels:
+            row_blocks = operations = channel_blocks * taps.row_blocks(row_channels, lines)
+            channel_groups = math.ceil(gather.dst_channels / (channel_blocks * row_channels))
         else:
-            row_blocks = variant.channel_blocks * lines * taps.owned_w
-            operations = max(groups) * taps.along_w * variant.channel_blocks
-            channel_groups = math.ceil(gather.dst_channels / (ROWS * variant.channel_blocks))
+            row_blocks = channel_blocks * lines * taps.owned_w
+            operations = max(groups) * taps.along_w * channel_blocks
+            channel_groups = math.ceil(gather.dst_channels / (ROWS * channel_blocks))
         depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
-        return Product(
+        return cls(
             row_blocks=row_blocks,
             row_groups=gather.groups * channel_groups * len(groups),
             line_groups=len(groups),
             operations=operations,
-            steps=math.ceil(depth / variant.k_steps) * variant.k_steps,
+            steps=math.ceil(depth / k_steps) * k_steps,
         )
 
     def step_bytes(self, variant: GemmVariant) -> int:
@@ -188,7 +191,7 @@ def variants(
 def families(
     problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
 ) -> Iterator[tuple[GemmVariant, tuple[int, ...]]]:
-    """The `variants`, one of those that differ in nothing but their stages, and these."""
+    """The `variants`, those that differ in nothing but their stages as one with none, beside these in rising order."""
     taps = Taps.of(problem.axes3)
     channels = problem.out_channels_per_group
     blocks = math.ceil(channels / ROWS)
@@ -228,7 +231,7 @@ def families(
                         if whole_images and pixels * pixel_blocks * (CONSUMERS if split == "cells" else 1) < TINY:
                             continue
                         variant = GemmVariant(
-                            pixels, pixel_blocks, channel_blocks, lines, k_steps, stages[0], parts, split, resident,
+                            pixels, pixel_blocks, channel_blocks, lines, k_steps, 0, parts, split, resident,
                             loaders, wgmma, row_channels, by_engine, whole_images, raw_slots, cluster,
                         )  # fmt: skip
                         yield variant, stages

@@ -99,7 +99,7 @@ class ImplicitGemm:
         tile = best_tile(gather, variant, problem.batch, device)
         assert tile is not None
         tile_items = product.row_groups // variant.row_parts
-        items = math.ceil(tile.count / variant.cluster) * tile_items
+        items = math.ceil(tile.total / variant.cluster) * tile_items
         geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
         geometry += struct.pack("<2i", problem.batch, tile.images)
         geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))

@@ -26,6 +26,11 @@ class TiledVariant(NamedTuple):
     dst_vector: int
 
     @property
+    def cells(self) -> tuple[int, int]:
+        """Cells of a lane, along height and width."""
+        return self.cells_h, self.cells_w
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.lanes * self.dst_slices * self.src_slices
