@@ -132,7 +132,7 @@ def test_what_is_wrong_or_fails_is_never_chosen() -> None:
     assert not chosen().measured  # the earlier choice is gone, too
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"candidate": 3}', '{"layer": "another", "candidate": "x"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"value": 3}', '{"about": "another", "value": "x"}'])
 def test_damaged_choices_count_for_nothing(text: str) -> None:
     predicted = chosen().describe()
     tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
@@ -158,7 +158,7 @@ def test_choices_are_private_and_whole() -> None:
     tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[0])
     tuning.remember(LAYER, Pass.FORWARD, H200, candidates()[-1])
     (path,) = tuning.directory().iterdir()
-    assert json.loads(path.read_text())["candidate"] == candidates()[-1]
+    assert json.loads(path.read_text())["value"] == candidates()[-1]
     assert tuning.directory().stat().st_mode & 0o077 == 0
     assert tuning.directory().parent.stat().st_mode & 0o077 == 0
 

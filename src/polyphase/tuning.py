@@ -8,28 +8,27 @@ layer is meant here as in the planner, at any batch and image size: what was mea
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from polyphase import entries
 from polyphase.algorithms.base import standard
 from polyphase.device import DeviceInfo
 from polyphase.jit.cache import cache_directory
 from polyphase.jit.source import KERNELS
 from polyphase.problem import ConvTransposeProblem, Pass
 
+_FOLDER = "tuning"
 _trial: str | None = None
 
 
 def directory() -> Path:
     """The folder of the choices."""
-    return cache_directory() / "tuning"
+    return cache_directory() / _FOLDER
 
 
 def choice(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -41,37 +40,18 @@ def choice(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> st
         return _trial
     if os.environ.get("POLYPHASE_TUNING") == "0" or not directory().is_dir():
         return None
-    layer = _layer(problem, pass_, device)
-    try:
-        entry = json.loads(_path(layer).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(entry, dict) or entry.get("layer") != layer or not isinstance(entry.get("candidate"), str):
-        return None
-    return str(entry["candidate"])
+    candidate = entries.read(_FOLDER, _layer(problem, pass_, device))
+    return candidate if isinstance(candidate, str) else None
 
 
 def remember(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, candidate: str) -> None:
     """Leaves a choice for every later process; those that run already have made theirs. Raises OSError."""
-    layer = _layer(problem, pass_, device)
-    path = _path(layer)
-    for folder in (cache_directory(), path.parent):  # each private: `parents` would leave those above to the umask
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Written aside, then renamed: nobody ever reads half an entry.
-    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"layer": layer, "candidate": candidate}, file, indent=2)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    entries.write(_FOLDER, _layer(problem, pass_, device), candidate)
 
 
 def discard(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> None:
     """Removes the choice of a layer, where there is one. Raises OSError."""
-    _path(_layer(problem, pass_, device)).unlink(missing_ok=True)
+    entries.path_of(_FOLDER, _layer(problem, pass_, device)).unlink(missing_ok=True)
 
 
 def forget() -> int:
@@ -111,9 +91,4 @@ def _layer(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> st
 @lru_cache(maxsize=1)
 def _kernels() -> str:
     """A digest of all kernels: a choice holds for those that were measured."""
-    files = sorted(KERNELS.glob("**/*.cu*"))
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-def _path(layer: str) -> Path:
-    return directory() / f"{hashlib.sha256(layer.encode()).hexdigest()}.json"
+    return entries.digest([*KERNELS.glob("**/*.cu*")])

@@ -40,6 +40,7 @@ from polyphase.algorithms.gemm_variant import (
     Product,
     families,
 )
+from polyphase.algorithms.rankings import kept
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -209,9 +210,32 @@ def ranked(
 
     Among the first, half the say has how they do at other sizes: a single image, small images, large ones.
     """
+    members = list(families(problem, device, src_channels_last, boxes))
+    places = {variant: place for place, (variant, _) in enumerate(members)}
+
+    def fits(entry: object) -> bool:
+        match entry:
+            case [int(place), int(stages)]:
+                return 0 <= place < len(members) and stages in members[place][1]
+        return False
+
+    def rank() -> list[list[int]]:
+        ranking = _rank(problem, device, src_channels_last, members)
+        return [[places[variant._replace(stages=0)], variant.stages] for variant in ranking]
+
+    about = f"{problem!r}, input {'channels' if src_channels_last else 'pixels'} last, boxes {boxes}, on {device!r}"
+    return [members[place][0]._replace(stages=stages) for place, stages in kept(about, fits, rank)]
+
+
+def _rank(
+    problem: ConvTransposeProblem,
+    device: DeviceInfo,
+    src_channels_last: bool,
+    members: Sequence[tuple[GemmVariant, tuple[int, ...]]],
+) -> list[GemmVariant]:
     gather = _sized_gather(problem, src_channels_last)
     scores: dict[GemmVariant, float] = {}
-    for variant, stages in families(problem, device, src_channels_last, boxes):
+    for variant, stages in members:
         if Product.of(gather, variant).operations <= _MAX_OPERATIONS:
             tiles = best_tiles(gather, variant, stages, problem.batch, device, _RESERVE)
             if (fastest := _fastest(gather, variant, stages, tiles, device)) is not None:

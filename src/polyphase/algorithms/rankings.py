@@ -1,0 +1,41 @@
+"""Rankings on disk: what one process has predicted, a later one reads. It is the same with and without them.
+
+A ranking is a list of places in a list that the reader makes for itself, so that a file that is damaged or made up can
+offer nothing but what is offered anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from polyphase import entries
+
+_FOLDER = "rankings"
+_PACKAGE = Path(__file__).parent.parent
+
+
+def kept(about: str, fits: Callable[[object], bool], rank: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """What ``rank`` gives, or gave an earlier process that ranked the same. What was read must be what ``fits``.
+
+    With ``POLYPHASE_TUNING=0`` in the environment nothing is read or written; nor where the disk does not let us.
+    """
+    if os.environ.get("POLYPHASE_TUNING") == "0":
+        return rank()
+    about = f"{about}, planner {_planner()}"
+    found = entries.read(_FOLDER, about)
+    if isinstance(found, list) and all(map(fits, found)):
+        return found
+    ranking = rank()
+    with contextlib.suppress(OSError):
+        entries.write(_FOLDER, about, ranking)
+    return ranking
+
+
+@lru_cache(maxsize=1)
+def _planner() -> str:
+    """A digest of all that predicts."""
+    return entries.digest([*_PACKAGE.glob("*.py"), *_PACKAGE.glob("algorithms/*.py")])

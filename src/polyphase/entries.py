@@ -1,0 +1,53 @@
+"""Small JSON files in the cache folder: what processes leave for later ones beside compiled kernels.
+
+An entry repeats what it is about, of which its name is a digest. One that is missing, damaged or about something else
+reads as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from polyphase.jit.cache import cache_directory
+
+
+def read(folder: str, about: str) -> Any:
+    """What was written about that, or None."""
+    try:
+        entry = json.loads(path_of(folder, about).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return entry.get("value") if isinstance(entry, dict) and entry.get("about") == about else None
+
+
+def write(folder: str, about: str, value: object) -> None:
+    """Leaves an entry, in the place of one about the same. Raises OSError."""
+    path = path_of(folder, about)
+    for parent in (cache_directory(), path.parent):  # each private: `parents` would leave those above to the umask
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Written aside, then renamed: nobody ever reads half an entry.
+    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"about": about, "value": value}, file)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def path_of(folder: str, about: str) -> Path:
+    """The file of an entry."""
+    return cache_directory() / folder / f"{hashlib.sha256(about.encode()).hexdigest()}.json"
+
+
+def digest(files: list[Path]) -> str:
+    """A digest of files, in the order of their names: entries hold for the text they were made from."""
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]

@@ -1,0 +1,128 @@
+"""Predictions left on disk: read instead of made again, and never more than an order of what is offered anyway."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from polyphase import plan
+from polyphase.algorithms import implicit_gemm, rankings
+from polyphase.device import DeviceInfo
+from polyphase.problem import ConvTransposeProblem, Pass
+
+H200 = DeviceInfo.for_arch("sm_90a")
+LAYER = ConvTransposeProblem.make((4, 48, 33, 31), 24, 4, 2, 1, bias=True, tf32=True)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("POLYPHASE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("POLYPHASE_TUNING", raising=False)
+    forget()
+    yield tmp_path / "cache" / "rankings"
+    forget()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[ConvTransposeProblem]:
+    """The layers whose variants were ranked."""
+    found = []
+    rank = implicit_gemm._rank
+
+    def recording(problem: ConvTransposeProblem, *rest: object) -> object:
+        found.append(problem)
+        return rank(problem, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(implicit_gemm, "_rank", recording)
+    return found
+
+
+def forget() -> None:
+    """As a new process."""
+    plan.plan.cache_clear()
+    implicit_gemm.ranked.cache_clear()
+
+
+def offers(problem: ConvTransposeProblem = LAYER, device: DeviceInfo = H200) -> list[str]:
+    forget()
+    return [candidate.describe() for candidate, _ in plan.launches(problem, Pass.FORWARD, device)]
+
+
+def test_a_later_process_ranks_nothing(made: list[ConvTransposeProblem], folder: Path) -> None:
+    first = offers()
+    assert len(made) == 1
+    assert offers() == first
+    assert offers(replace(LAYER, batch=3, input_size=(40, 51))) == first  # nor does another size
+    assert len(made) == 1
+    assert plan.plan(LAYER, Pass.FORWARD, H200).describe() == first[0]
+    assert {path.suffix for path in folder.iterdir()} == {".json"}
+
+
+def test_rankings_belong_to_layer_device_and_planner(
+    made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers()
+    for problem in (replace(LAYER, tf32=False), replace(LAYER, channels_last=True), replace(LAYER, stride=(2, 1))):
+        offers(problem)
+    offers(device=replace(H200, multiprocessors=78))
+    assert len(made) == 5
+    monkeypatch.setattr(rankings, "_planner", lambda: "another")
+    offers()
+    assert len(made) == 6
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "x", {}, [3], [[0]], [[0, 2, 2]], [["0", 2]], [[-1, 2]], [[10**6, 2]], [[0, 7]], [[0, None]]]
+)
+def test_what_is_damaged_is_ranked_anew(value: object, made: list[ConvTransposeProblem], folder: Path) -> None:
+    first = offers()
+    (path,) = folder.iterdir()
+    entry = json.loads(path.read_text())
+    assert len(entry["value"]) > 64
+    for text in (json.dumps({**entry, "value": value}), path.read_text()[:-9], "", "\0", "[" * 100_000):
+        made.clear()
+        path.write_text(text)
+        assert offers() == first
+        assert len(made) == 1
+        assert json.loads(path.read_text()) == entry  # and written again
+
+
+def test_what_is_made_up_changes_an_order_alone(folder: Path) -> None:
+    first = offers()
+    (path,) = folder.iterdir()
+    entry = json.loads(path.read_text())
+    path.write_text(json.dumps({**entry, "value": entry["value"][::-1]}))
+    assert {*offers()} != {*first}
+    for _, launch in plan.launches(LAYER, Pass.FORWARD, H200):
+        assert launch.shared_bytes <= H200.shared_bytes_per_block
+
+
+def test_a_disk_that_takes_nothing_is_no_error(
+    made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("POLYPHASE_CACHE_DIR", str(tmp_path / "file"))
+    assert offers() == offers()
+    monkeypatch.setenv("POLYPHASE_CACHE_DIR", str(tmp_path / "full"))
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert offers() == offers()
+    assert len(made) == 4
+    assert not any((tmp_path / "full" / "rankings").iterdir())
+
+
+def test_they_can_be_switched_off(
+    made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setenv("POLYPHASE_TUNING", "0")
+    offers(), offers()
+    assert len(made) == 2
+    assert not folder.exists()
