@@ -15,8 +15,9 @@ from cuda.bindings import driver
 
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch
 from polyphase.device import DeviceInfo
-from polyphase.errors import PolyphaseError
+from polyphase.errors import CompilationError, PolyphaseError
 from polyphase.jit import launcher, tensor_map
+from polyphase.jit.source import KernelSource
 from polyphase.plan import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -135,6 +136,41 @@ def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.Monk
     assert not failures
     launcher.Executable(launch, "sm_90a", 0, 3)(0, 1, 2, 3)  # and so does who comes later
     assert next(driver.handles) == 2, "the kernel was loaded more than once"
+
+
+def test_a_prologue_is_compiled_beside_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3, dtype="float16")
+    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
+    assert launch is not None
+    assert launch.prologue is not None
+    use(monkeypatch, FakeDriver())
+    together, compiled = threading.Barrier(2), []
+
+    def compile_kernel(source: KernelSource, arch: str) -> bytes:
+        together.wait(10)  # for the other one
+        compiled.append(source.kernel)
+        return b"binary"
+
+    monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
+    for _ in range(2):
+        assert launcher.Executable(launch, "sm_90a", 0, 4).prologue is not None
+        assert sorted(compiled) == ["implicit_gemm", "pack_weights"]
+
+
+def test_a_prologue_that_does_not_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3, dtype="float16")
+    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
+    assert launch is not None
+    use(monkeypatch, FakeDriver())
+
+    def compile_kernel(source: KernelSource, arch: str) -> bytes:
+        if source.kernel == "pack_weights":
+            raise CompilationError("no", log="", source_path=None)
+        return b"binary"
+
+    monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
+    with pytest.raises(CompilationError, match="no"):
+        launcher.Executable(launch, "sm_90a", 0, 4)
 
 
 # Tensor maps

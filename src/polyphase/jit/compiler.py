@@ -152,7 +152,8 @@ def _compile(source: KernelSource, arch: str, assembler_options: str | None = No
             log=f"{error}\n{log.getvalue()}",
             source_path=None if path is None else str(path),
         ) from error
-    compilations += 1
+    with _locks_guard:
+        compilations += 1
     return bytes(binary.code), log.getvalue().replace("\0", "")
 
 

@@ -7,6 +7,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -26,13 +27,17 @@ class Executable:
     The parameter block belongs to a thread, since the driver reads it while other Python threads run.
     """
 
-    def __init__(self, launch: Launch, arch: str, index: int, pointers: int) -> None:
+    def __init__(
+        self, launch: Launch, arch: str, index: int, pointers: int, binary: Future[bytes] | None = None
+    ) -> None:
+        prologue = launch.prologue
+        ahead = None if prologue is None else _compile_meanwhile(prologue.source, arch, index)
+        self._kernel = _load(launch.source, arch, index, launch.shared_bytes, binary)
+        self.prologue = None if prologue is None else Executable(prologue, arch, index, 2, ahead)
         self.name = launch.source.kernel
         self.device_index = index
         self.planes = launch.planes
         self.workspace_bytes = launch.workspace_bytes
-        self.prologue = None if launch.prologue is None else Executable(launch.prologue, arch, index, 2)
-        self._kernel = _load(launch.source, arch, index, launch.shared_bytes)
         self._dimensions = (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
         self._empty = 0 in launch.grid
         self._geometry = launch.geometry
@@ -150,15 +155,26 @@ _loaded: dict[tuple[KernelSource, str, int], _Loaded] = {}
 _guard = threading.Lock()
 
 
-def _load(source: KernelSource, arch: str, index: int, shared_bytes: int) -> Any:
+def _compile_meanwhile(source: KernelSource, arch: str, index: int) -> Future[bytes] | None:
+    """The binary of a kernel that is not loaded yet, compiled by a thread of its own: NVRTC leaves Python to others."""
+    if (source, arch, index) in _loaded:
+        return None
+    thread = ThreadPoolExecutor(1)
+    binary = thread.submit(compile_kernel, source, arch)
+    thread.shutdown(wait=False)
+    return binary
+
+
+def _load(source: KernelSource, arch: str, index: int, shared_bytes: int, binary: Future[bytes] | None) -> Any:
     """The loaded kernel, which may use ``shared_bytes`` of shared memory. Of threads that come together, one loads."""
     key = source, arch, index
     # Compiled before the lock is taken: different kernels may be compiled at the same time.
-    binary = b"" if key in _loaded else compile_kernel(source, arch)
+    if key not in _loaded:
+        code = compile_kernel(source, arch) if binary is None else binary.result()
     with _guard:
         loaded = _loaded.get(key)
         if loaded is None:
-            loaded = _loaded[key] = _Loaded(_load_binary(source, arch, index, binary))
+            loaded = _loaded[key] = _Loaded(_load_binary(source, arch, index, code))
         if shared_bytes > loaded.shared_bytes:  # every kernel may use 48 KiB; more is to be asked for
             _allow_shared(loaded.kernel, source, index, shared_bytes)
             loaded.shared_bytes = shared_bytes
