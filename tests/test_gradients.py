@@ -272,6 +272,25 @@ def test_operators_have_second_derivatives_of_their_own(device: torch.device) ->
             assert gradgradcheck(call, tensors), name
 
 
+def test_tensors_that_outlive_a_transform(device: torch.device) -> None:
+    """What a transform of `torch.func` wrapped is, once that is over, the tensor within, as it is to PyTorch."""
+    kept = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x.sum()
+
+    inside = torch.randn(1, 3, 4, 4, device=device)
+    torch.func.grad(keep)(inside)
+    weight = torch.randn(3, 2, 3, 3, device=device, requires_grad=True)
+    assert kept[0].requires_grad
+    for function in (torch.nn.functional.conv_transpose2d, polyphase.conv_transpose2d):
+        output = function(kept[0], weight)
+        assert output.grad_fn.next_functions[0][0] is None
+        (gradient,) = torch.autograd.grad(output.sum(), weight)
+        torch.testing.assert_close(gradient, torch.autograd.grad(function(inside, weight).sum(), weight)[0])
+
+
 def test_checkpointing_and_accumulation(device: torch.device) -> None:
     from torch.utils.checkpoint import checkpoint
 

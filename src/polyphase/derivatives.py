@@ -47,13 +47,11 @@ def run_operator(operands: Operands, bias: Tensor | None, layer: Layer) -> Tenso
 def run(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
     """The same in eager mode, differentiable in backward and forward mode, any number of times."""
     if torch._C._are_functorch_transforms_active():
-        function: type[Contraction] = TransformedContraction
-    elif torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        function = Contraction
-    else:  # an ordinary backward pass
-        return _below_autograd(*operands, bias, layer)
-    result: Tensor = function.apply(*operands, bias, layer)  # type: ignore[no-untyped-call]
-    return result
+        result: Tensor = TransformedContraction.apply(*operands, bias, layer)  # type: ignore[no-untyped-call]
+        return result
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return _apply(*map(_unwrap, (*operands, bias)), layer)
+    return _below_autograd(*operands, bias, layer)  # an ordinary backward pass
 
 
 def gradients(
@@ -78,8 +76,8 @@ def _to_save(operands: Sequence[Tensor | None], needed: Sequence[bool]) -> Opera
 
 
 def _replace(operands: Sequence[Tensor | None], slot: int, tensor: Tensor | None) -> Operands:
-    x, w, g = (tensor if index == slot else operand for index, operand in enumerate(operands))
-    return x, w, g
+    x, w, g = operands
+    return (tensor, w, g) if slot == INPUT else (x, tensor, g) if slot == WEIGHT else (x, w, tensor)
 
 
 def _below_autograd(
@@ -89,12 +87,21 @@ def _below_autograd(
     return operators.call_below_autograd(operator, *arguments)
 
 
-def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    *operands, _, layer = inputs
+def _unwrap(tensor: Tensor | None) -> Tensor | None:
+    """The tensor itself, where it has got out of a transform of `torch.func` that is over."""
+    return None if tensor is None else torch._C._functorch.unwrap_if_dead(tensor)
+
+
+def _remember(ctx: Any, operands: Operands, layer: Layer) -> None:
+    """For the backward pass."""
     ctx.layer = layer
-    ctx.shape = output.shape
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*_to_save(operands, ctx.needs_input_grad))
+
+
+def _remember_forward(ctx: Any, operands: Operands, output: Tensor) -> None:
+    """For forward mode, beside that."""
+    ctx.shape = output.shape
     ctx.save_for_forward(*operands)
 
 
@@ -102,10 +109,12 @@ class Contraction(torch.autograd.Function):
     """A pass in eager mode, from its operands, the bias, and the layer's constants."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor | None, w: Tensor | None, g: Tensor | None, bias: Any, layer: Any) -> Tensor:
         """The pass itself."""
-        output = _below_autograd(*inputs)
-        _remember(ctx, inputs, output)
+        output = _below_autograd(x, w, g, bias, layer)
+        _remember(ctx, (x, w, g), layer)
+        if forward_ad._current_level >= 0:
+            _remember_forward(ctx, (x, w, g), output)
         return output
 
     @staticmethod
@@ -130,6 +139,10 @@ class Contraction(torch.autograd.Function):
         return sum(terms[1:], terms[0]) if terms else None
 
 
+# PyTorch's `apply` in C++: the one in Python looks for transforms once more.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, Contraction).apply
+
+
 class TransformedContraction(Contraction):
     """The same in the form that `torch.func` asks for. Calls of this form take PyTorch 10 µs longer."""
 
@@ -141,7 +154,9 @@ class TransformedContraction(Contraction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep what derivatives will ask for."""
-        _remember(ctx, inputs, output)
+        *operands, _, layer = inputs
+        _remember(ctx, (*operands,), layer)
+        _remember_forward(ctx, (*operands,), output)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:

@@ -132,6 +132,14 @@ conv_transpose_weight_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_tra
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN
+        and torch._C._has_storage(tensor)  # a vmap of old that functorch does not know of wraps tensors too
+        and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+    )
+
+
 def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
     """One of the three operators without its derivatives; past the dispatcher (4 µs) where nothing listens to it."""
     if (
@@ -140,13 +148,9 @@ def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: 
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._profiler_enabled()
-        and all(
-            type(tensor) in _PLAIN
-            and torch._C._has_storage(tensor)  # a vmap of old that functorch does not know of wraps tensors too
-            and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
-            for tensor in (first, second, arguments[0])
-            if isinstance(tensor, Tensor)
-        )
+        and _is_plain(first)
+        and _is_plain(second)
+        and (not isinstance(arguments[0], Tensor) or _is_plain(arguments[0]))
     ):
         return _CUDA[operator](first, second, *arguments)
     with torch._C._AutoDispatchBelowAutograd():

@@ -82,7 +82,7 @@ def forward(
     executable = call.executable
     weight_address = weight.data_ptr()
     if executable.prologue is not None:
-        workspace = torch.empty(executable.workspace_bytes, dtype=torch.uint8, device=input.device)
+        workspace = input.new_empty(executable.workspace_bytes, dtype=torch.uint8)
         _launch(executable.prologue, weight_address, workspace.data_ptr())
         weight_address = workspace.data_ptr()
     _launch(executable, address, weight_address, bias_address, output.data_ptr())
