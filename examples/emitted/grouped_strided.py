@@ -37,7 +37,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -1801,7 +1801,7 @@ class Side:
     shape: "tuple[int, int, int, int, int]"
     strides: "Strides"
 
-    @property
+    @cached_property
     def channels_last(self) -> bool:
         """Whether neighbouring channels are neighbours in memory."""
         return channels_innermost(self.shape[1], self.strides)
@@ -1857,6 +1857,13 @@ class Gather:
     dst: "Side"
     weight_channels_last: bool
     aligned: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a planner asks for thousands of times
+        return hash((self.axes, self.src_channels, self.dst_channels, self.dtype, self.src, self.dst))
 
     @classmethod
     def of(cls, problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts") -> "Gather":
@@ -1963,8 +1970,7 @@ def five(shape: "tuple[int, ...]") -> "tuple[int, int, int, int, int]":
 #
 # The constants are fitted to measurements; docs/performance.md, "The cost model of gather_tiled", says how well.
 
-@dataclass(frozen=True)
-class TiledVariant:
+class TiledVariant(NamedTuple):
     """The compile-time shape of ``gather_tiled.cu``; its file says what the names mean."""
 
     lanes: int
@@ -1979,13 +1985,17 @@ class TiledVariant:
     dst_vector: int
 
     @property
+    def cells(self) -> "tuple[int, int]":
+        """Cells of a lane, along height and width."""
+        return self.cells_h, self.cells_w
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.lanes * self.dst_slices * self.src_slices
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
 
     stages: int
@@ -2112,8 +2122,7 @@ class GatherTiled:
         )
 
 
-@dataclass(frozen=True)
-class _TileSize:
+class _TileSize(NamedTuple):
     """The source of one channel of a tile, halo included: elements along each dimension, whole quads along w."""
 
     images: int
@@ -2122,14 +2131,14 @@ class _TileSize:
     width: int
 
     @classmethod
-    def of(cls, gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> "_TileSize":
+    def of(cls, gather: "Gather", cells: "tuple[int, int]", lanes: "tuple[int, ...]") -> "_TileSize":
         depth, height, width = gather.cell_axes
         skew = width.first_offset % 4
         return cls(
             lanes[0],
             depth.window(lanes[1]),
-            height.window(lanes[2] * variant.cells_h),
-            _round_up(skew + width.window(lanes[3] * variant.cells_w), 4),
+            height.window(lanes[2] * cells[0]),
+            _round_up(skew + width.window(lanes[3] * cells[1]), 4),
         )
 
     @property
@@ -2150,7 +2159,7 @@ class _TileSize:
 
 def _shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> int:
     accumulator = 8 if gather.dtype == "float64" else 4
-    tile = _TileSize.of(gather, variant, lanes)
+    tile = _TileSize.of(gather, variant.cells, lanes)
     weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
     plane = tile.images * tile.depth * tile.height * tile.row(gather)
     main = 2 * (weights + variant.stage_channels * plane)
@@ -2167,7 +2176,7 @@ def _fits(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", d
     """Whether the compiled variant can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
     width = lanes[3] * variant.cells_w
     return (
-        _TileSize.of(gather, variant, lanes).loads(variant) <= variant.loads
+        _TileSize.of(gather, variant.cells, lanes).loads(variant) <= variant.loads
         and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
         and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
     )
@@ -2185,7 +2194,7 @@ def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") ->
     for width in _extents(widths, variant.lanes):
         for height in _extents(heights, variant.lanes // width):
             for depth in _extents(depths, variant.lanes // (width * height)):
-                one = _TileSize.of(gather, variant, (1, depth, height, width)).elements
+                one = _TileSize.of(gather, variant.cells, (1, depth, height, width)).elements
                 images = min(batch, variant.lanes // (width * height * depth), max(1, most_elements // one))
                 images = math.ceil(batch / math.ceil(batch / images))
                 lanes = (images, depth, height, width)
@@ -2236,8 +2245,7 @@ _THREADS = 256
 _MAX_WORKSPACE = 64 << 20
 
 
-@dataclass(frozen=True)
-class WeightGradVariant:
+class WeightGradVariant(NamedTuple):
     """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
 
     rows: int

@@ -28,11 +28,11 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -3656,7 +3656,7 @@ class Side:
     shape: "tuple[int, int, int, int, int]"
     strides: "Strides"
 
-    @property
+    @cached_property
     def channels_last(self) -> bool:
         """Whether neighbouring channels are neighbours in memory."""
         return channels_innermost(self.shape[1], self.strides)
@@ -3712,6 +3712,13 @@ class Gather:
     dst: "Side"
     weight_channels_last: bool
     aligned: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a planner asks for thousands of times
+        return hash((self.axes, self.src_channels, self.dst_channels, self.dtype, self.src, self.dst))
 
     @classmethod
     def of(cls, problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts") -> "Gather":
@@ -3818,8 +3825,7 @@ def five(shape: "tuple[int, ...]") -> "tuple[int, int, int, int, int]":
 #
 # The constants are fitted to measurements; docs/performance.md, "The cost model of gather_tiled", says how well.
 
-@dataclass(frozen=True)
-class TiledVariant:
+class TiledVariant(NamedTuple):
     """The compile-time shape of ``gather_tiled.cu``; its file says what the names mean."""
 
     lanes: int
@@ -3834,13 +3840,17 @@ class TiledVariant:
     dst_vector: int
 
     @property
+    def cells(self) -> "tuple[int, int]":
+        """Cells of a lane, along height and width."""
+        return self.cells_h, self.cells_w
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.lanes * self.dst_slices * self.src_slices
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
 
     stages: int
@@ -3967,8 +3977,7 @@ class GatherTiled:
         )
 
 
-@dataclass(frozen=True)
-class _TileSize:
+class _TileSize(NamedTuple):
     """The source of one channel of a tile, halo included: elements along each dimension, whole quads along w."""
 
     images: int
@@ -3977,14 +3986,14 @@ class _TileSize:
     width: int
 
     @classmethod
-    def of(cls, gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> "_TileSize":
+    def of(cls, gather: "Gather", cells: "tuple[int, int]", lanes: "tuple[int, ...]") -> "_TileSize":
         depth, height, width = gather.cell_axes
         skew = width.first_offset % 4
         return cls(
             lanes[0],
             depth.window(lanes[1]),
-            height.window(lanes[2] * variant.cells_h),
-            _round_up(skew + width.window(lanes[3] * variant.cells_w), 4),
+            height.window(lanes[2] * cells[0]),
+            _round_up(skew + width.window(lanes[3] * cells[1]), 4),
         )
 
     @property
@@ -4005,7 +4014,7 @@ class _TileSize:
 
 def _shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> int:
     accumulator = 8 if gather.dtype == "float64" else 4
-    tile = _TileSize.of(gather, variant, lanes)
+    tile = _TileSize.of(gather, variant.cells, lanes)
     weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
     plane = tile.images * tile.depth * tile.height * tile.row(gather)
     main = 2 * (weights + variant.stage_channels * plane)
@@ -4022,7 +4031,7 @@ def _fits(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", d
     """Whether the compiled variant can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
     width = lanes[3] * variant.cells_w
     return (
-        _TileSize.of(gather, variant, lanes).loads(variant) <= variant.loads
+        _TileSize.of(gather, variant.cells, lanes).loads(variant) <= variant.loads
         and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
         and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
     )
@@ -4040,7 +4049,7 @@ def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") ->
     for width in _extents(widths, variant.lanes):
         for height in _extents(heights, variant.lanes // width):
             for depth in _extents(depths, variant.lanes // (width * height)):
-                one = _TileSize.of(gather, variant, (1, depth, height, width)).elements
+                one = _TileSize.of(gather, variant.cells, (1, depth, height, width)).elements
                 images = min(batch, variant.lanes // (width * height * depth), max(1, most_elements // one))
                 images = math.ceil(batch / math.ceil(batch / images))
                 lanes = (images, depth, height, width)
@@ -4089,8 +4098,7 @@ CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is t
 CONSUMERS = 2  # warp groups that multiply
 
 
-@dataclass(frozen=True)
-class GemmVariant:
+class GemmVariant(NamedTuple):
     """One specialisation of the kernel.
 
     ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
@@ -4193,27 +4201,30 @@ class Product:
     operations: int  # taps of the row group that has most
     steps: int  # depth in instructions
 
-    @staticmethod
-    @lru_cache(maxsize=65536)
-    def of(gather: "Gather", variant: "GemmVariant") -> "Product":
+    @classmethod
+    def of(cls, gather: "Gather", variant: "GemmVariant") -> "Product":
         """The product of a variant."""
+        return cls._of(gather, variant.channel_blocks, variant.lines, variant.row_channels, variant.k_steps)
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def _of(cls, gather: "Gather", channel_blocks: int, lines: int, row_channels: int, k_steps: int) -> "Product":
         taps = Taps.of(gather.axes)
-        lines = variant.lines
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
-        if variant.taps_in_rows:
-            row_blocks = operations = variant.channel_blocks * taps.row_blocks(variant.row_channels, lines)
-            channel_groups = math.ceil(gather.dst_channels / (variant.channel_blocks * variant.row_channels))
+        if row_channels:
+            row_blocks = operations = channel_blocks * taps.row_blocks(row_channels, lines)
+            channel_groups = math.ceil(gather.dst_channels / (channel_blocks * row_channels))
         else:
-            row_blocks = variant.channel_blocks * lines * taps.owned_w
-            operations = max(groups) * taps.along_w * variant.channel_blocks
-            channel_groups = math.ceil(gather.dst_channels / (ROWS * variant.channel_blocks))
+            row_blocks = channel_blocks * lines * taps.owned_w
+            operations = max(groups) * taps.along_w * channel_blocks
+            channel_groups = math.ceil(gather.dst_channels / (ROWS * channel_blocks))
         depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
-        return Product(
+        return cls(
             row_blocks=row_blocks,
             row_groups=gather.groups * channel_groups * len(groups),
             line_groups=len(groups),
             operations=operations,
-            steps=math.ceil(depth / variant.k_steps) * variant.k_steps,
+            steps=math.ceil(depth / k_steps) * k_steps,
         )
 
     def step_bytes(self, variant: "GemmVariant") -> int:
@@ -4240,8 +4251,7 @@ _MAX_STATIC_SHARED = 48 << 10
 _MAX_BOX_SIDE = 256
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The cells of a block and how their halo lies in shared memory, in pixels (see `Geometry` in the kernel)."""
 
     images: int
@@ -4257,7 +4267,7 @@ class Tile:
     run: int = 0  # cells of any rows, and images up to ``images``, one after the other
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Tiles of the whole problem."""
         return math.prod(self.tiles)
 
@@ -4269,21 +4279,22 @@ def raw_pitch(halo: int, size: int) -> int:
 
 def shared_bytes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
     """Dynamic shared memory of a tile."""
-    return _SharedBytes(gather, variant).of(tile, aligned=True)
+    return _SharedBytes(gather, variant).of(tile, variant.stages, aligned=True)
 
 
 class _SharedBytes:
-    """Dynamic shared memory of the tiles of a variant."""
+    """Dynamic shared memory of the tiles of a variant, whatever its stages."""
 
     def __init__(self, gather: "Gather", variant: "GemmVariant") -> None:
         self.size = DTYPE_BYTES[gather.dtype]
+        self.cells = variant.cells
         self.src_channels_last = gather.src.channels_last
         product = Product.of(gather, variant)
         weights = variant.row_parts * product.step_bytes(variant)
-        weights *= product.steps if variant.resident else variant.stages * variant.k_steps
-        self.fixed = weights + _store_bytes(gather, variant) + 8
+        self.fixed = _store_bytes(gather, variant) + 8 + (weights * product.steps if variant.resident else 0)
+        self.weights = 0 if variant.resident else weights * variant.k_steps  # of a stage
         chunks = 2 * variant.k_steps
-        self.allocated = variant.stages * variant.parts * chunks * CHUNK_BYTES
+        self.allocated = variant.parts * chunks * CHUNK_BYTES
         in_place = variant.in_place(self.src_channels_last)
         self.in_boxes = variant.boxes
         self.raw = 0 if in_place else variant.raw_slots * chunks * CHUNK_BYTES
@@ -4292,11 +4303,15 @@ class _SharedBytes:
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
         self.worst_halo = variant.cells if variant.taps_in_rows else 0
 
-    def of(self, tile: "Tile", aligned: bool) -> int:
+    def least(self, stages: int) -> int:
+        """Of any tile: all have pixels for each cell."""
+        return self.fixed + stages * (self.weights + self.allocated * self.cells)
+
+    def of(self, tile: "Tile", stages: int, aligned: bool) -> int:
         """Of one tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
         copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
         halo = tile.halo if aligned else max(tile.halo, self.worst_halo)
-        total = self.fixed + self.allocated * (tile.allocated + (0 if aligned else 32))
+        total = self.fixed + stages * (self.weights + self.allocated * (tile.allocated + (0 if aligned else 32)))
         if tile.boxes and (aligned or self.in_boxes):
             return total + self.raw * tile.boxes * tile.box_pixels
         total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
@@ -4315,14 +4330,15 @@ def packed_divisor(value: int) -> bytes:
     return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
-def _static_shared_bytes(variant: "GemmVariant", product: "Product") -> int:
+def _static_shared_bytes(variant: "GemmVariant", product: "Product", stages: int) -> int:
     """The kernel's ``Shared``: barriers, distances of operations; what follows is aligned."""
-    barriers = 8 * (2 * (variant.stages + variant.raw_slots) + CONSUMERS + 1)
+    barriers = 8 * (2 * (stages + variant.raw_slots) + CONSUMERS + 1)
     alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
 
 
+@lru_cache(maxsize=4096)
 def wide(gather: "Gather") -> bool:
     """Whether offsets within an image need more than 32 bits."""
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
@@ -4373,33 +4389,53 @@ def _copy_sizes(gather: "Gather", row: int) -> "list[int]":
 @lru_cache(maxsize=65536)
 def best_tile(gather: "Gather", variant: "GemmVariant", batch: int, device: "DeviceInfo", reserve: int = 0) -> "Tile | None":
     """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
-    static = _static_shared_bytes(variant, Product.of(gather, variant))
-    if static > _MAX_STATIC_SHARED:
-        return None
-    limit = device.shared_bytes_per_block - static - reserve
+    return best_tiles(gather, variant, (variant.stages,), batch, device, reserve)[0]
+
+
+def best_tiles(
+    gather: "Gather", variant: "GemmVariant", stages: "Sequence[int]", batch: int, device: "DeviceInfo", reserve: int
+) -> "list[Tile | None]":
+    """The `best_tile` of a variant with each of these ``stages`` in its own one's place; they rise."""
+    product, shared = Product.of(gather, variant), _SharedBytes(gather, variant)
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
-    shared = _SharedBytes(gather, variant)
     engines = (True,) if variant.boxes else (True, False) if may_take_boxes(gather, variant) else (False,)
-    if variant.whole_images:
-        tiles = list(_whole_images(gather, variant.cells, batch, banks, engines))
-    else:
-        tiles = _tiles(gather, variant.cells, batch, banks, variant.taps_in_rows, engines)
-    for tile in tiles:
-        if shared.of(tile, not reserve) <= limit:
-            return tile
-    return None
+    limits = []
+    for count in stages:
+        static = _static_shared_bytes(variant, product, count)
+        limit = device.shared_bytes_per_block - static - reserve
+        if static > _MAX_STATIC_SHARED or shared.least(count) > limit:
+            break  # nor do more stages fit
+        limits.append(limit)
+    found: list[Tile | None] = [None] * len(stages)
+    if limits:
+        kind = variant.taps_in_rows, variant.whole_images
+        tiles = iter(_tiles(gather, variant.cells, batch, banks, *kind, engines))
+        tile = next(tiles, None)
+        for index, limit in enumerate(limits):
+            while tile is not None and shared.of(tile, stages[index], not reserve) > limit:
+                tile = next(tiles, None)
+            found[index] = tile
+    return found
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=512)
 def _tiles(
-    gather: "Gather", capacity: int, batch: int, banks: int, all_pixels: bool, engines: "tuple[bool, ...]"
+    gather: "Gather",
+    capacity: int,
+    batch: int,
+    banks: int,
+    all_pixels: bool,
+    whole_images: bool,
+    engines: "tuple[bool, ...]",
 ) -> "list[Tile]":
     """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
 
     ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
     copy engine brings them.
     """
+    if whole_images:
+        return list(_whole_images(gather, capacity, batch, banks, engines))
     images = _addressable(gather)
     offered = [*_runs(gather, capacity, batch, banks, images, engines)]
     if not offered:
@@ -4423,7 +4459,7 @@ def _work(tile: "Tile", capacity: int) -> float:
     # What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers.
     per_pixel = 0.1 if tile.boxes else {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
     rows = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0  # short rows move parts of memory's lines
-    return tile.count * (capacity + per_pixel * tile.halo) * rows
+    return tile.total * (capacity + per_pixel * tile.halo) * rows
 
 
 def _runs(
@@ -4492,6 +4528,7 @@ def _pieces_of_row(row: int, gather: "Gather") -> "tuple[int, int]":
     return count, row if count == 1 else math.ceil(row / count / turned) * turned
 
 
+@lru_cache(maxsize=4096)
 def box_strides(gather: "Gather") -> "tuple[int, ...] | None":
     """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where the copy engine
     cannot take the source apart."""
@@ -4654,7 +4691,7 @@ class ImplicitGemm:
         tile = best_tile(gather, variant, problem.batch, device)
         assert tile is not None
         tile_items = product.row_groups // variant.row_parts
-        items = math.ceil(tile.count / variant.cluster) * tile_items
+        items = math.ceil(tile.total / variant.cluster) * tile_items
         geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
         geometry += struct.pack("<2i", problem.batch, tile.images)
         geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
@@ -4768,8 +4805,7 @@ _THREADS = 256
 _MAX_WORKSPACE = 64 << 20
 
 
-@dataclass(frozen=True)
-class WeightGradVariant:
+class WeightGradVariant(NamedTuple):
     """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
 
     rows: int

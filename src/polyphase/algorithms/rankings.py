@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from polyphase import entries
+from polyphase.entries import digest, read, write
 
 _FOLDER = "rankings"
 _PACKAGE = Path(__file__).parent.parent
@@ -26,16 +26,16 @@ def kept(about: str, fits: Callable[[object], bool], rank: Callable[[], list[lis
     if os.environ.get("POLYPHASE_TUNING") == "0":
         return rank()
     about = f"{about}, planner {_planner()}"
-    found = entries.read(_FOLDER, about)
+    found = read(_FOLDER, about)
     if isinstance(found, list) and all(map(fits, found)):
         return found
     ranking = rank()
     with contextlib.suppress(OSError):
-        entries.write(_FOLDER, about, ranking)
+        write(_FOLDER, about, ranking)
     return ranking
 
 
 @lru_cache(maxsize=1)
 def _planner() -> str:
     """A digest of all that predicts."""
-    return entries.digest([*_PACKAGE.glob("*.py"), *_PACKAGE.glob("algorithms/*.py")])
+    return digest([*_PACKAGE.glob("*.py"), *_PACKAGE.glob("algorithms/*.py")])

@@ -2,7 +2,7 @@
 
 Warm calls are timed on a layer so small that the GPU is done before the next call comes, so that what is measured is
 Python, dispatch and launch. First calls are timed in fresh processes (`polyphase.bench.first_call`), with an empty
-kernel cache and with a filled one.
+cache of kernels and rankings and with a filled one.
 """
 
 from __future__ import annotations

@@ -157,8 +157,11 @@ class _Literals:
             return _bracketed("{", items, "}", indent)
         if isinstance(value, list):
             return _bracketed("[", [self.of(item, names, inner) for item in value], "]", indent)
-        if is_dataclass(value):
-            items = [f"{f.name}={self.of(getattr(value, f.name), names, inner)}" for f in fields(value)]
+        if is_dataclass(value) or hasattr(value, "_asdict"):
+            members = (
+                {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else value._asdict()
+            )
+            items = [f"{name}={self.of(member, names, inner)}" for name, member in members.items()]
             return _bracketed(self._name(type(value), names) + "(", items, ")", indent)
         if isinstance(value, str):
             return f'"{value}"'
