@@ -338,7 +338,7 @@ def test_products(case: GemmCase) -> None:
 
 def gemm_case(problem: ConvTransposeProblem, **settings: object) -> GemmCase:
     """The first variant with such settings, the problem in its own format."""
-    return next(case for case in gemm_variants(problem) if settings.items() <= vars(case.variant).items())
+    return next(case for case in gemm_variants(problem) if settings.items() <= case.variant._asdict().items())
 
 
 @pytest.mark.parametrize("row_channels", [0, 16])
@@ -406,6 +406,12 @@ BOXED = {
     "a row in boxes, 1-D": (make((2, 24, 600), 16, 4, dtype="bfloat16"), {"k_steps": 2}, {"boxes": 2, "run": False}),
     "a run": (make((3, 24, 5, 24), 40, 2, 2, dtype="bfloat16"), {"k_steps": 1}, {"boxes": 1, "run": True}),
     "a run in two boxes": (make((2, 20, 16, 36), 40, 2, 2, tf32=True), {"k_steps": 1}, {"boxes": 2, "run": True}),
+    "a run of joined rows": (make((3, 24, 6, 6), 40, 2, 2, tf32=True), {"k_steps": 2}, {"boxes": 1, "run": True}),
+    "whole images of joined rows": (
+        make((19, 40, 4, 4), 9, 4, 2, 1, bias=True, dtype="float16"),
+        {"whole_images": True, "k_steps": 1},
+        {"boxes": 1, "run": True, "several": True},
+    ),
     "whole images": (
         make((11, 20, 3, 8), 9, 4, 2, 1, bias=True, dtype="bfloat16"),
         {"whole_images": True, "k_steps": 2},
@@ -472,7 +478,7 @@ def boxed(
 ) -> tuple[GemmCase, Candidate, Launch]:
     """The first variant with such settings that has such tiles, the problem in its own format; its launch."""
     dense = Layouts.dense(problem)
-    cases = (case for case in gemm_variants(problem) if settings.items() <= vars(case.variant).items())
+    cases = (case for case in gemm_variants(problem) if settings.items() <= case.variant._asdict().items())
     case = next(case for case in cases if case.layouts == dense and wanted.items() <= tile_of(case).items())
     return case, *case.offers(H200)[0]
 
@@ -489,13 +495,23 @@ def test_products_of_boxes(name: str) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("channels_last", "settings"),
+    [
+        (True, {"stages": 3}),
+        (False, {"stages": 2, "loader_groups": 2}),
+        (False, {"stages": 3, "loader_groups": 2}),
+        (False, {"stages": 3, "raw_slots": 2}),
+    ],
+    ids=["last", "one group", "two groups take turns", "few slots"],
+)
 @pytest.mark.parametrize("split", ["turns", "rows", "cells"])
-def test_boxes_do_not_race(split: str, channels_last: bool) -> None:
+def test_boxes_do_not_race(split: str, channels_last: bool, settings: dict[str, object]) -> None:
     """More tiles and stages than there are slots, and warps that run ahead of others or lag behind."""
-    size, channels = (72 if channels_last else 12, 40, 5, 8), 128 if split == "rows" else 16
+    size, channels = (72 if channels_last else 48, 40, 5, 8), 128 if split == "rows" else 16
     problem = make(size, channels, 3, 1, 1, channels_last=channels_last, tf32=True)
-    case, candidate, launch = boxed(problem, {"split": split, "k_steps": 1, "whole_images": False}, {"boxes": 1})
+    settings = {"split": split, "k_steps": 1, "whole_images": False, **settings}
+    case, candidate, launch = boxed(problem, settings, {"boxes": 1})
     assert case.numbers(H200)[13] > 2 * 2
     for seed in range(4):
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))

@@ -212,7 +212,10 @@ def _tiles(
     offered = [*_runs(gather, capacity, batch, banks, images, engines)]
     if not offered:
         offered = [
-            tile for engine in engines for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
+            tile
+            for engine in engines
+            if not engine or box_strides(gather) is not None
+            for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
         ]
     found: list[Tile] = []
     for tile in sorted(offered, key=lambda tile: _work(tile, capacity)):
@@ -301,11 +304,13 @@ def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def box_strides(gather: Gather) -> tuple[int, ...] | None:
+def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None:
     """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where the copy engine
-    cannot take the source apart."""
+    cannot take the source apart. ``one_row``: the pixels of an image, which follow each other, channels first."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
+    if one_row:
+        spatial = [(1, 0), (1, 0), spatial[2]]
     dimensions = [*spatial[::-1], batch]
     inner = channels if gather.src.channels_last else dimensions.pop(0)
     if not gather.src.channels_last:
@@ -320,14 +325,14 @@ def box_strides(gather: Gather) -> tuple[int, ...] | None:
 def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:
     """Whether the copy engine can bring pixels that are then turned around, channels first."""
     fills = fills_stages(gather.groups, gather.src_channels, gather.dtype, variant.k_steps)
-    return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather) is not None
+    return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
 
 
 def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
     """What the copy engine brings for a stage of the tile, ``tile.boxes`` times."""
-    strides = box_strides(gather)
-    assert strides is not None
     size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
+    strides = box_strides(gather, one_row=bool(tile.run) and not last)
+    assert strides is not None
     batch, channels, *spatial = gather.src.shape
     sizes, (image, slab, row) = [*spatial[::-1], batch], tile.pitch
     columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
@@ -338,7 +343,7 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
         if last:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
         else:
-            sizes, strides = [math.prod(spatial), 1, 1, batch], (*(CHUNK_BYTES,) * 2, *strides[2:])
+            sizes = [math.prod(spatial), 1, 1, batch]
     stage_bytes = 2 * CHUNK_BYTES * variant.k_steps
     rounded = variant.parts == 1
     if last:
