@@ -185,7 +185,7 @@ def variants(
     ``boxes``: whether the copy engine can take it apart (`gemm_tile.box_strides`).
     """
     for variant, stages in families(problem, device, channels_last, boxes):
-        yield from (variant._replace(stages=count) for count in stages)
+        yield from (variant._replace(stages=count) for count in reversed(stages))
 
 
 def families(
