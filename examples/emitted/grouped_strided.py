@@ -1664,7 +1664,7 @@ class KernelSource:
 
 def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
     """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
-    columns, innermost = constants["PIXELS"], constants["PIXELS_INNERMOST"]
+    columns = constants["PIXELS"]
     wgmma, cluster = (constants[name] for name in _MACROS)
     assert isinstance(columns, int)
     depth, operand = _OPERANDS[dtype]
@@ -1678,7 +1678,7 @@ def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "li
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    transposed = f", 0, {innermost:d}" if depth == 16 else ""
+    transposed = ", 0, 0" if depth == 16 else ""
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",

@@ -9,8 +9,8 @@
 #
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32
 #     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
-#         parts=1, split=turns, resident=False, innermost=False, loader_groups=2, wgmma=True, row_channels=0,
-#         boxes=False, whole_images=False, raw_slots=4, cluster=2)
+#         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
+#         whole_images=False, raw_slots=4, cluster=2)
 #     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=16, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
 #         stage_channels=4, loads=4, min_blocks=3, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=64, columns=64, thread_rows=8, thread_columns=8, k_slices=4, depth=32,
@@ -821,8 +821,6 @@ FILES["common/matrix.cuh"] = r"""
 // `A_CHUNK` or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is
 // an address.
 //
-// Half precision with PIXELS_INNERMOST: in B, blocks of eight columns have channels for rows, each with eight pixels.
-//
 // With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order the copy engine changes (swizzling) so
 // that those of neighbours lie in different banks. The cores undo that by the bits of the address, wherever B begins.
 //
@@ -875,11 +873,9 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
     for (int chunk = 0; chunk < 2; ++chunk) {
       const Chunk& left = *(const Chunk*)__cvta_shared_to_generic(a + chunk * A_CHUNK + row * 16);
       for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
-        const unsigned block = b + chunk * b_chunk + column / 8 * 128;
-        const int major = PIXELS_INNERMOST ? i : column % 8, minor = PIXELS_INNERMOST ? column % 8 : i;
         const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(
-            BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) : block + major * 16);
-        sum += operand(left.value[i]) * operand(right.value[minor]);
+            BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) : b + chunk * b_chunk + column * 16);
+        sum += operand(left.value[i]) * operand(right.value[i]);
       }
     }
     sums[index] = sum;
@@ -970,21 +966,19 @@ constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes o
 constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // and in all stages
 constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
-// The pixels are copied to where they are used: channels last, or as the cores can take PIXELS_INNERMOST.
-constexpr bool IN_PLACE = SRC_CHANNELS_LAST || PIXELS_INNERMOST;
+constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // pixels are copied to where they are used
 static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
-static_assert(!PIXELS_INNERMOST || (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && WGMMA_INSTRUCTION),
-              "not on the cores");
 static_assert(CLUSTER == 1 || (WGMMA_INSTRUCTION && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
-constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not turned around yet
-constexpr int TURNERS = LOADER_THREADS / 32 - 1;       // warps that turn boxes around
+constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stages that are not turned around yet
+constexpr int TURNERS = (LOADER_THREADS / 32 - 1) / TURNING_GROUPS;  // warps that turn a stage of boxes around together
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
-static_assert(STAGES >= LOADER_GROUPS, "too few stages");
+static_assert(STAGES >= LOADER_GROUPS && STAGES >= TURNING_GROUPS, "too few stages");
+static_assert(RAW_SLOTS % TURNING_GROUPS == 0, "boxes come in any order: those of a slot are for the same group");
 static_assert(OPERATIONS <= (TAPS_IN_ROWS ? ROW_BLOCKS : CHANNEL_BLOCKS * TAPS), "an operation is a tap");
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
@@ -1281,32 +1275,10 @@ struct Loader {
     }
   }
 
-  // Channels first, as they are used: neighbouring threads take the pixels of a sector of 32 bytes (half of one where
-  // there are too few threads), the next ones those of the next of a chunk's eight channels.
-  template <int BYTES>
-  __device__ __forceinline__ void copy_blocks(const scalar_t* base, int channel, unsigned char* to) const {
-    constexpr int COUNT = BYTES / (int)sizeof(scalar_t), TOGETHER = BYTES >= 256 / LOADERS ? 32 / BYTES : LOADERS / 8;
-    const int row = thread / TOGETHER % 8;
-    for (int v = thread / (8 * TOGETHER) * TOGETHER + thread % TOGETHER; v * COUNT < g.halo; v += LOADERS / 8) {
-      const offset_t offset = offsets[v];
-      const scalar_t* from = base + row * g.src.stride[1] + (offset == PADDING ? 0 : offset);
-      unsigned char* target = to + v * COUNT / 8 * 128 + row * 16 + v * COUNT % 8 * (int)sizeof(scalar_t);
-#pragma unroll
-      for (int chunk = 0; chunk < STAGE_CHUNKS; ++chunk) {
-        const bool exists = offset != PADDING && channel + chunk * CHUNK + row < SRC_CHANNELS;
-        copy<BYTES>(target, exists ? from : base, exists);
-        from += CHUNK * g.src.stride[1];
-        target += g.chunk_bytes;
-      }
-    }
-  }
-
   template <int BYTES>
   __device__ __forceinline__ void copy_stage(const scalar_t* base, int channel, unsigned char* to) const {
     if constexpr (SRC_CHANNELS_LAST)
       copy_pixels<BYTES>(base, channel, to);
-    else if constexpr (PIXELS_INNERMOST)
-      copy_blocks<BYTES>(base, channel, to);
     else
       copy_rows<BYTES>(base, channel, (scalar_t*)to);
   }
@@ -1725,13 +1697,14 @@ FILES["implicit_gemm.cu"] = r"""
 //
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
 // memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. Where the
-// copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone; with BOXES
-// they are operands as they come. The others multiply: each its part of the tile's cells; or all cells and its own row
-// group (SPLIT_ROWS); or a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and
-// take every gridDim.x-th item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too:
-// then the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may
-// share weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while its
-// weights are still being packed, and waits for them when the first pixels are on their way.
+// copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone, groups of
+// them stages in turn; with BOXES they are operands as they come. The others multiply: each its part of the tile's
+// cells; or all cells and its own row group (SPLIT_ROWS); or a tile of its own (TAKE_TURNS), and one stores while the
+// other multiplies. Blocks stay, and take every gridDim.x-th item: the next tile is being loaded while the last one is
+// stored. RESIDENT weights stay, too: then the items of a block are of the same row groups, and stages are pixels
+// alone. Otherwise a CLUSTER of blocks may share weights: each copies a part of them to all, when a slot is free in all
+// of them. The kernel may start while its weights are still being packed, and waits for them when the first pixels are
+// on their way.
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
@@ -1836,20 +1809,25 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* sr
   }
 }
 
-// One of the warps that turn boxes around, each at its own pace.
+// One of the warps that turn boxes around, each at its own pace: of a group of TURNERS that takes every
+// TURNING_GROUPS-th stage.
 __device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigned char* stages, int stage_bytes,
                                             const unsigned char* raw, int raw_stage, unsigned full, unsigned empty,
                                             unsigned come, unsigned turned) {
+  const int group = warp / TURNERS;
+  Cursor now{first_item(), 0};
   Slot<STAGES> slot;
   Slot<RAW_SLOTS> slot_raw;
-  for (Cursor now{first_item(), 0}; now.index < g.items; now.skip(1)) {
+  now.skip(group), slot.skip(group), slot_raw.skip(group);
+  while (now.index < g.items) {
     barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-    turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT, warp);
+    turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT,
+                        warp % TURNERS);
     publish_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
-    slot.skip(1), slot_raw.skip(1);
+    now.skip(TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
   }
 }
 #endif
@@ -1930,7 +1908,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     registers_release();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
-    if (warp < TURNERS && !BOXES) {
+    if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
       turn_stages(g, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
     } else if (thread == THREADS - 32) {
       unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;
@@ -2038,7 +2016,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)
-        counts[i] = groups_are_alike() ? operations_of(i, 0) : shared.counts[item.line_group * ROW_BLOCKS + i];
+        counts[i] = groups_are_alike() ? operations_of(i, 0)
+                                       : __shfl_sync(~0u, shared.counts[item.line_group * ROW_BLOCKS + i], 0);
       int previous = -1;
       // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
       if (TAKE_TURNS) barrier_wait(turns + 8 * turn, turn_parity ^ (turn == 0));
@@ -2939,7 +2918,6 @@ constexpr int ROW_CHANNELS = 0;
 constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
-constexpr bool PIXELS_INNERMOST = false;
 constexpr bool WHOLE_IMAGES = false;
 constexpr bool BOXES = false;
 constexpr int PIXELS = 160;
@@ -2950,6 +2928,7 @@ constexpr bool TAKE_TURNS = true;
 constexpr bool RESIDENT = false;
 constexpr int LOADER_GROUPS = 2;
 constexpr int LOADER_THREADS = 256;
+constexpr int TURNING_GROUPS = 2;
 constexpr int STAGES = 4;
 constexpr int RAW_STAGES = 2;
 #define WGMMA_INSTRUCTION 1
@@ -3494,7 +3473,7 @@ class KernelSource:
 
 def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
     """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
-    columns, innermost = constants["PIXELS"], constants["PIXELS_INNERMOST"]
+    columns = constants["PIXELS"]
     wgmma, cluster = (constants[name] for name in _MACROS)
     assert isinstance(columns, int)
     depth, operand = _OPERANDS[dtype]
@@ -3508,7 +3487,7 @@ def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "li
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    transposed = f", 0, {innermost:d}" if depth == 16 else ""
+    transposed = ", 0, 0" if depth == 16 else ""
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",
@@ -4104,13 +4083,12 @@ class GemmVariant(NamedTuple):
     ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
     group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
-    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
-    ``innermost`` whether pixels stay innermost on their way to the cores, ``wgmma`` whether Hopper's instruction is
-    used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come last. With ``row_channels`` rows
-    are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are one
-    item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
-    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
-    thread blocks shares the weights it loads.
+    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
+    whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come
+    last. With ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and
+    ``channel_blocks`` of these sets are one item's; with ``whole_images`` columns are the pixels of whole images,
+    without a halo. ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A
+    ``cluster`` of thread blocks shares the weights it loads.
     """
 
     pixels: int
@@ -4122,7 +4100,6 @@ class GemmVariant(NamedTuple):
     parts: int
     split: str
     resident: bool
-    innermost: bool
     loader_groups: int
     wgmma: bool
     row_channels: int = 0
@@ -4151,14 +4128,15 @@ class GemmVariant(NamedTuple):
         """Row groups of an item."""
         return CONSUMERS if self.split == "rows" else 1
 
-    def in_place(self, channels_last: bool) -> bool:
-        """Whether pixels are copied to where they are used; ``channels_last`` is the source's memory format."""
-        return channels_last or self.innermost
-
     @property
     def loader_threads(self) -> int:
         """Threads that load; the registers of those who multiply leave no more."""
         return 256 if self.wgmma and self.loader_groups > 1 else 128
+
+    @property
+    def turning_groups(self) -> int:
+        """Groups of warps that take turns to turn the copy engine's boxes around."""
+        return self.loader_threads // 128 if self.stages > 2 else 1
 
 
 @dataclass(frozen=True)
@@ -4295,9 +4273,8 @@ class _SharedBytes:
         self.weights = 0 if variant.resident else weights * variant.k_steps  # of a stage
         chunks = 2 * variant.k_steps
         self.allocated = variant.parts * chunks * CHUNK_BYTES
-        in_place = variant.in_place(self.src_channels_last)
         self.in_boxes = variant.boxes
-        self.raw = 0 if in_place else variant.raw_slots * chunks * CHUNK_BYTES
+        self.raw = 0 if self.src_channels_last else variant.raw_slots * chunks * CHUNK_BYTES
         self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
@@ -4440,7 +4417,10 @@ def _tiles(
     offered = [*_runs(gather, capacity, batch, banks, images, engines)]
     if not offered:
         offered = [
-            tile for engine in engines for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
+            tile
+            for engine in engines
+            if not engine or box_strides(gather) is not None
+            for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
         ]
     found: list[Tile] = []
     for tile in sorted(offered, key=lambda tile: _work(tile, capacity)):
@@ -4529,11 +4509,13 @@ def _pieces_of_row(row: int, gather: "Gather") -> "tuple[int, int]":
 
 
 @lru_cache(maxsize=4096)
-def box_strides(gather: "Gather") -> "tuple[int, ...] | None":
+def box_strides(gather: "Gather", one_row: bool = False) -> "tuple[int, ...] | None":
     """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where the copy engine
-    cannot take the source apart."""
+    cannot take the source apart. ``one_row``: the pixels of an image, which follow each other, channels first."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
+    if one_row:
+        spatial = [(1, 0), (1, 0), spatial[2]]
     dimensions = [*spatial[::-1], batch]
     inner = channels if gather.src.channels_last else dimensions.pop(0)
     if not gather.src.channels_last:
@@ -4548,15 +4530,14 @@ def box_strides(gather: "Gather") -> "tuple[int, ...] | None":
 def may_take_boxes(gather: "Gather", variant: "GemmVariant") -> bool:
     """Whether the copy engine can bring pixels that are then turned around, channels first."""
     fills = fills_stages(gather.groups, gather.src_channels, gather.dtype, variant.k_steps)
-    turned = not variant.in_place(gather.src.channels_last)
-    return variant.wgmma and fills and turned and box_strides(gather) is not None
+    return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
 
 
 def boxes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> "Boxes":
     """What the copy engine brings for a stage of the tile, ``tile.boxes`` times."""
-    strides = box_strides(gather)
-    assert strides is not None
     size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
+    strides = box_strides(gather, one_row=bool(tile.run) and not last)
+    assert strides is not None
     batch, channels, *spatial = gather.src.shape
     sizes, (image, slab, row) = [*spatial[::-1], batch], tile.pitch
     columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
@@ -4567,7 +4548,7 @@ def boxes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> "Boxes":
         if last:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
         else:
-            sizes, strides = [math.prod(spatial), 1, 1, batch], (*(CHUNK_BYTES,) * 2, *strides[2:])
+            sizes = [math.prod(spatial), 1, 1, batch]
     stage_bytes = 2 * CHUNK_BYTES * variant.k_steps
     rounded = variant.parts == 1
     if last:
@@ -4725,7 +4706,6 @@ class ImplicitGemm:
         return (
             *_packing(gather, variant, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
-            ("PIXELS_INNERMOST", variant.innermost),
             ("WHOLE_IMAGES", variant.whole_images),
             ("BOXES", variant.boxes),
             ("PIXELS", variant.pixels),
@@ -4736,6 +4716,7 @@ class ImplicitGemm:
             ("RESIDENT", variant.resident),
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
+            ("TURNING_GROUPS", variant.turning_groups),
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
@@ -5268,7 +5249,6 @@ LAYERS = [
                         parts=1,
                         split="turns",
                         resident=False,
-                        innermost=False,
                         loader_groups=2,
                         wgmma=True,
                         row_channels=0,

@@ -327,7 +327,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)
-        counts[i] = groups_are_alike() ? operations_of(i, 0) : shared.counts[item.line_group * ROW_BLOCKS + i];
+        counts[i] = groups_are_alike() ? operations_of(i, 0)
+                                       : __shfl_sync(~0u, shared.counts[item.line_group * ROW_BLOCKS + i], 0);
       int previous = -1;
       // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
       if (TAKE_TURNS) barrier_wait(turns + 8 * turn, turn_parity ^ (turn == 0));
