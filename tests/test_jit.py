@@ -25,7 +25,7 @@ from polyphase.device import DeviceInfo
 from polyphase.jit import cache as cache_module
 from polyphase.jit import compile_report, compiler
 from polyphase.jit.source import KernelSource
-from polyphase.plan import launches
+from polyphase.plan import launches, plan
 from polyphase.problem import Pass
 from processes import environment, run_python
 
@@ -574,6 +574,23 @@ def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 16, 16, 8, dtype="bfloat16", channels_last=True)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     launch = next(launch for candidate, launch in offers if getattr(candidate.variant, "taps_in_rows", False))
+    report = compiler.resources_of(launch.source, ARCH)
+    assert report.clean, report
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "kernel"),
+    [((4, 48, 32, 32), 24, (4, 2, 1)), ((16, 128, 256, 256), 64, (2, 2)), ((4, 512, 16, 16), 100, (4, 4))],
+    ids=["channels that fill no block", "two lines", "a wide stride"],
+)
+def test_stores_leave_sums_in_registers(
+    shape: tuple[int, ...], channels: int, kernel: tuple[int, ...], directory: Path
+) -> None:
+    """The more a store holds the fewer sums a thread may have (`gemm_variant._held_by_stores`)."""
+    problem = ConvTransposeProblem.make(shape, channels, *kernel, bias=True, dtype="bfloat16")
+    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH)).launch
+    assert launch is not None
+    assert launch.source.kernel == "implicit_gemm"
     report = compiler.resources_of(launch.source, ARCH)
     assert report.clean, report
 

@@ -212,7 +212,8 @@ def families(
         shapes += [(sets, len(taps.lines), sets, row_channels, True) for sets in (1, 2, 4)]
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
         for channel_blocks, lines, row_blocks, row_channels, whole_images in shapes:
-            sums = _accumulators(parts, wgmma, channels_last and taps.owned_w >= 3 and not row_channels)
+            held = 0 if row_channels else _held_by_stores(taps.owned_w, lines, channels, channels_last)
+            sums = _accumulators(parts, wgmma, held)
             channel_groups = math.ceil(channels / (channel_blocks * (row_channels or ROWS)))
             row_groups = channel_groups * (len(taps.lines) // lines)
             may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
@@ -242,11 +243,20 @@ def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
     return groups == 1 or channels % (k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[dtype]) == 0
 
 
-def _accumulators(parts: int, wgmma: bool, strided_pixels: bool) -> int:
+def _held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool) -> int:
+    """Registers that stores hold beyond what the simplest do: where pixels and lines go, which channels exist."""
+    if channels_last:
+        return 16 if owned_w >= 3 else 0
+    if channels % ROWS and owned_w > 1:
+        return 32
+    return 16 if lines > 1 else 0
+
+
+def _accumulators(parts: int, wgmma: bool, held: int) -> int:
     """Sums of a thread that leave it registers enough; those of two parts are added up beside the cores."""
     if not wgmma:
         return 80 // (1 if parts == 1 else 3)
-    return (144 if strided_pixels else 160) // parts
+    return (160 - held) // parts
 
 
 def _widths(cells: int, wgmma: bool, loaders: int) -> list[tuple[int, int]]:
