@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -559,3 +560,27 @@ def test_a_part_of_a_result_is_compared_once(monkeypatch: pytest.MonkeyPatch) ->
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
         record = runner.Runner(CPU, ["float32"], quick=True).run(runner.Case("some images", problem, pass_))
         assert (record.status, record.compared) == ("ok", "2 of 5 images"), record.reason
+
+
+def test_an_interrupted_wait_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next layer would get the time of this one."""
+
+    class Interrupted:
+        closed = False
+
+        def send(self, _: object) -> None:
+            pass
+
+        def recv(self) -> float:
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            self.closed = True
+
+    connection = Interrupted()
+    process = SimpleNamespace(kill=lambda: None, join=lambda: None, exitcode=0)
+    monkeypatch.setattr(apart, "_start", lambda: (process, connection))
+    worker = apart.BenchmarkProcess(Timer(CPU), strict_fp32=False)
+    with pytest.raises(KeyboardInterrupt):
+        worker.measure(ConvTransposeProblem.make((1, 2, 4, 4), 2, 3), Pass.FORWARD)
+    assert connection.closed

@@ -268,3 +268,14 @@ def test_a_map_that_the_driver_refuses_is_a_named_error(monkeypatch: pytest.Monk
     for _ in range(2):  # a map that was not made is not taken for one that was
         with pytest.raises(PolyphaseError, match=r"the driver makes no tensor map of Boxes\(.*INVALID_VALUE"):
             executable(0, 1 << 40, 2, 3, 4)
+
+
+def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the interpreter shuts down: both kernels are then compiled one after the other."""
+
+    def none_left(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(launcher.ThreadPoolExecutor, "submit", none_left)
+    source = KernelSource("pack_weights", "float32", False, ())
+    assert launcher._compile_meanwhile(source, "sm_90a", 0) is None

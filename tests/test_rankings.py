@@ -12,6 +12,7 @@ import pytest
 
 from polyphase import plan
 from polyphase.algorithms import implicit_gemm, rankings
+from polyphase.algorithms.base import Layouts
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -53,14 +54,41 @@ def offers(problem: ConvTransposeProblem = LAYER, device: DeviceInfo = H200) -> 
     return [candidate.describe() for candidate, _ in plan.launches(problem, Pass.FORWARD, device)]
 
 
-def test_a_later_process_ranks_nothing(made: list[ConvTransposeProblem], folder: Path) -> None:
-    first = offers()
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_later_process_ranks_nothing(
+    channels_last: bool, dtype: str, arch: str, made: list[ConvTransposeProblem], folder: Path
+) -> None:
+    layer, device = replace(LAYER, channels_last=channels_last, dtype=dtype), DeviceInfo.for_arch(arch)
+    first = offers(layer, device)
     assert len(made) == 1
-    assert offers() == first
-    assert offers(replace(LAYER, batch=3, input_size=(40, 51))) == first  # nor does another size
+    assert offers(layer, device) == first
+    assert len(made) == 1
+    forget()
+    assert first[0] in {candidate.describe() for candidate, _ in plan.launches(layer, Pass.FORWARD, device)}
+    assert {path.suffix for path in folder.iterdir()} == {".json"}
+
+
+def test_another_size_ranks_nothing(made: list[ConvTransposeProblem]) -> None:
+    first = offers()
+    assert offers(replace(LAYER, batch=3, input_size=(40, 51))) == first
     assert len(made) == 1
     assert plan.plan(LAYER, Pass.FORWARD, H200).describe() == first[0]
-    assert {path.suffix for path in folder.iterdir()} == {".json"}
+
+
+def test_a_user_without_a_home_plans(made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    first = offers()
+    monkeypatch.setattr("polyphase.entries.cache_directory", homeless)
+    forget()
+    ranked = [implicit_gemm.ImplicitGemm().candidates(LAYER, Pass.FORWARD, H200, Layouts.dense(LAYER)) for _ in "ab"]
+    assert {candidates[0].describe() for candidates in ranked} <= {*first}
+    monkeypatch.setattr(rankings, "_PLANNER", None)
+    assert offers() == first
+    assert len(made) == 3
 
 
 def test_rankings_belong_to_layer_device_and_planner(
@@ -71,13 +99,29 @@ def test_rankings_belong_to_layer_device_and_planner(
         offers(problem)
     offers(device=replace(H200, multiprocessors=78))
     assert len(made) == 5
-    monkeypatch.setattr(rankings, "_planner", lambda: "another")
+    monkeypatch.setattr(rankings, "_PLANNER", "another")
     offers()
     assert len(made) == 6
 
 
 @pytest.mark.parametrize(
-    "value", [None, 3, "x", {}, [3], [[0]], [[0, 2, 2]], [["0", 2]], [[-1, 2]], [[10**6, 2]], [[0, 7]], [[0, None]]]
+    "value",
+    [
+        None,
+        3,
+        "x",
+        {},
+        [],
+        [3],
+        [[0]],
+        [[0, 2, 2]],
+        [["0", 2]],
+        [[-1, 2]],
+        [[10**6, 2]],
+        [[0, 7]],
+        [[0, None]],
+        [[0, 2], [0, 2]],
+    ],
 )
 def test_what_is_damaged_is_ranked_anew(value: object, made: list[ConvTransposeProblem], folder: Path) -> None:
     first = offers()

@@ -211,17 +211,21 @@ def ranked(
     Among the first, half the say has how they do at other sizes: a single image, small images, large ones.
     """
     members = list(families(problem, device, src_channels_last, boxes))
-    places = {variant: place for place, (variant, _) in enumerate(members)}
+    places = {
+        variant._replace(stages=count): [place, count]
+        for place, (variant, stages) in enumerate(members)
+        for count in stages
+    }
+    known = set(map(tuple, places.values()))
 
     def fits(entry: object) -> bool:
         match entry:
             case [int(place), int(stages)]:
-                return 0 <= place < len(members) and stages in members[place][1]
+                return (place, stages) in known
         return False
 
     def rank() -> list[list[int]]:
-        ranking = _rank(problem, device, src_channels_last, members)
-        return [[places[variant._replace(stages=0)], variant.stages] for variant in ranking]
+        return [places[variant] for variant in _rank(problem, device, src_channels_last, members)]
 
     about = f"{problem!r}, input {'channels' if src_channels_last else 'pixels'} last, boxes {boxes}, on {device!r}"
     return [members[place][0]._replace(stages=stages) for place, stages in kept(about, fits, rank)]

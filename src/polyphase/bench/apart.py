@@ -46,6 +46,9 @@ class BenchmarkProcess:
             process.join()
             self.close()
             raise RuntimeError(f"its process ended with exit code {process.exitcode}") from None
+        except BaseException:  # or the next call would take this one's answer for its own
+            self.close()
+            raise
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -93,7 +96,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
             return  # the benchmark is no more
         try:
             answer: float | Exception = benchmark_mode_ms(*case)
+            torch.cuda.empty_cache()
         except Exception as failure:  # raised again where the other process waits
             answer = failure.with_traceback(None)  # its frames hold the operands
-        torch.cuda.empty_cache()
         connection.send(answer)

@@ -156,13 +156,19 @@ _guard = threading.Lock()
 
 
 def _compile_meanwhile(source: KernelSource, arch: str, index: int) -> Future[bytes] | None:
-    """The binary of a kernel that is not loaded yet, compiled by a thread of its own: NVRTC leaves Python to others."""
+    """The binary of a kernel that is not loaded yet, compiled by a thread of its own: NVRTC leaves Python to others.
+
+    None where there is no need for a thread, or none to be had: beyond a limit, or when the interpreter shuts down.
+    """
     if (source, arch, index) in _loaded:
         return None
     thread = ThreadPoolExecutor(1)
-    binary = thread.submit(compile_kernel, source, arch)
-    thread.shutdown(wait=False)
-    return binary
+    try:
+        return thread.submit(compile_kernel, source, arch)
+    except RuntimeError:
+        return None
+    finally:
+        thread.shutdown(wait=False)
 
 
 def _load(source: KernelSource, arch: str, index: int, shared_bytes: int, binary: Future[bytes] | None) -> Any:
