@@ -3,9 +3,17 @@
 from polyphase.algorithms.base import Algorithm
 from polyphase.algorithms.gather_general import GatherGeneral
 from polyphase.algorithms.gather_tiled import GatherTiled
+from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.weight_grad import WeightGrad
 
-ALGORITHMS: tuple[Algorithm, ...] = (ImplicitGemm(), GatherTiled(), GatherGeneral(), WeightGrad())
+ALGORITHMS: tuple[Algorithm, ...] = (
+    ImplicitGemm(),
+    InputGradGemm(),
+    WeightGradGemm(),
+    GatherTiled(),
+    GatherGeneral(),
+    WeightGrad(),
+)
 
 __all__ = ["ALGORITHMS", "Algorithm"]

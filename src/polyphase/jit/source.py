@@ -27,7 +27,9 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
-    "implicit_gemm": ("tensor_float", "row_blocks", "dependent", "async", "matrix", "gemm_tile", "pixel_loader"),
+    "implicit_gemm": ("tensor_float", "row_blocks", "dependent", "async", "mma", "matrix", "gemm_tile", "pixel_loader"),
+    "input_grad_gemm": ("tensor_float", "async", "mma", "window_product"),
+    "weight_grad_gemm": ("tensor_float", "async", "mma", "window_product"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }
@@ -72,6 +74,9 @@ class KernelSource:
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
             *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
         ]
+        if "mma" in _BUILDING_BLOCKS.get(self.kernel, ()):
+            depth, operand = _OPERANDS[self.dtype]
+            lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
         if "WGMMA" in constants:
             lines += _matrix_instructions(self.dtype, constants)
@@ -100,7 +105,6 @@ def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f"#define CLUSTER {cluster:d}  // thread blocks",
-        f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
     ]
     if not wgmma:
         return lines

@@ -20,32 +20,8 @@ __device__ __forceinline__ void clear(float& sum) {
 #endif
 }
 
-// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
-// the four bytes `lane % 4` of row lane / 4.
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
-#ifndef EMULATOR
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
-#else
-  typedef Vector<unsigned, 4> Row;
-  const auto addresses = emulator::all_lanes(~0u, address);
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    const unsigned row = addresses.of[8 * matrix + threadIdx.x % 32 / 4];
-    to[matrix] = ((const Row*)__cvta_shared_to_generic(row))->value[threadIdx.x % 4];
-  }
-#endif
-}
-
 #ifdef EMULATOR
-// The host computes each thread's accumulators one by one, of operands as the cores see them: TF32 is float32 without
-// its last 13 bits.
-__device__ __forceinline__ float operand(scalar_t value) {
-  float wide = widen(value);
-  if (sizeof(scalar_t) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
-  return wide;
-}
+// The host computes each thread's accumulators one by one.
 __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b, unsigned b_chunk, bool add) {
   typedef Vector<scalar_t, 16 / sizeof(scalar_t)> Chunk;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -109,11 +85,6 @@ __device__ __forceinline__ void products_commit() {}
 template <int PENDING>
 __device__ __forceinline__ void products_wait() {}
 
-__device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   if (!add) {

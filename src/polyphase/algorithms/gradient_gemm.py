@@ -1,0 +1,416 @@
+"""Both gradients on tensor cores, ``kernels/input_grad_gemm.cu`` and ``kernels/weight_grad_gemm.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from polyphase.algorithms.base import Candidate, Launch, Layouts, standard
+from polyphase.algorithms.gather import Side, five
+from polyphase.device import DeviceInfo
+from polyphase.jit.source import Constant, KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+
+_WARPS = 8
+_THREADS = 32 * _WARPS
+_OFFERED = 6
+_MAX_TAPS = 512
+# Planes of partial sums take at most this many bytes, or as much as the weight itself.
+_MAX_WORKSPACE = 64 << 20
+# Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
+_SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2, 8, 1), (2, 4, 1), (1, 8, 1), (1, 4, 1))
+
+
+class GradientVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``window_product.cuh`` says what the names mean."""
+
+    row_tiles: int
+    column_tiles: int
+    row_warps: int
+    out_chunk: int
+    positions: int
+    buffers: int
+    min_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Input channels of a block."""
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        """Positions, or pairs of output channel and tap, of a block."""
+        return 8 * self.column_tiles * (_WARPS // self.row_warps)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a stage holds of a tensor, as the kernels' ``Part``, with the bytes of all of its channels."""
+
+    extent: tuple[int, int, int, int]
+    piece: int
+    pitch: int
+    places: int
+
+    def packed(self) -> bytes:
+        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How a variant cuts the input positions into tiles, and what that takes of shared memory."""
+
+    lanes: tuple[int, int, int, int]
+    tiles: tuple[int, int, int, int]
+    skew: int
+    window: _Part
+    operand: _Part
+    table_bytes: int
+    stage_bytes: int
+
+    @property
+    def total(self) -> int:
+        return math.prod(self.tiles)
+
+
+class _GradientGemm:
+    """What the two kernels share."""
+
+    pass_: Pass
+    name: str
+
+    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not self.pass_:
+            return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
+        if problem.dtype not in ("float32", "float16", "bfloat16"):
+            return f"tensor cores here do not take {problem.dtype}"
+        if problem.dtype == "float32" and not problem.tf32:
+            return "float32 stays exact where TF32 is not allowed"
+        if int(device.arch.rstrip("af")[3:]) < 80:
+            return f"{device.arch} lacks the tensor cores' instructions"
+        if problem.taps > _MAX_TAPS:
+            return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
+        if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
+            return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
+        return None
+
+    def candidates(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    ) -> list[Candidate]:
+        """Ranked at a typical size, so that a layer keeps its kernel."""
+        result = []
+        for variant in _ranked(standard(problem), pass_, device):
+            if (tiling := _tiling(problem, pass_, layouts, variant, device)) is not None:
+                seconds, bound = _estimate(problem, pass_, variant, tiling, device)
+                result.append(Candidate(self.name, variant, seconds, bound))
+                if len(result) == _OFFERED:
+                    break
+        return result
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GradientVariant
+    ) -> Launch:
+        tiling = _tiling(problem, pass_, layouts, variant, device)
+        assert tiling is not None
+        grad = Side(five(problem.output_shape), layouts.output)
+        x = Side(five(problem.input_shape), layouts.input)
+        blocks = _blocks(problem, pass_, variant)
+        columns = problem.out_channels_per_group * problem.taps
+        if pass_ is Pass.WEIGHT_GRAD:
+            parts = _parts(problem, variant, tiling, device)
+            length = math.ceil(tiling.total / parts)
+            geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
+            geometry += struct.pack("<13i", problem.batch, problem.groups, *tiling.lanes, *tiling.tiles, *_sizes(tiling))
+            geometry += bytes(-len(geometry) % 8)
+            geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
+            planes = math.ceil(tiling.total / length)
+            grid = blocks * planes
+        else:
+            geometry = grad.packed() + _weight_rows(problem, layouts) + x.packed()
+            geometry += tiling.operand.packed() + tiling.window.packed()
+            geometry += struct.pack("<12i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling))
+            planes = 1
+            grid = blocks * tiling.total
+        geometry += bytes(-len(geometry) % 8)
+        last = layouts.weight_channels_last
+        constants: tuple[tuple[str, Constant], ...] = (
+            ("AXIS_D", problem.axes3[0]),
+            ("AXIS_H", problem.axes3[1]),
+            ("AXIS_W", problem.axes3[2]),
+            ("INPUT_GRAD", pass_ is Pass.INPUT_GRAD),
+            ("IN_CHANNELS", problem.in_channels_per_group),
+            ("OUT_CHANNELS", problem.out_channels_per_group),
+            ("WEIGHT_STRIDE_IN", columns),
+            ("WEIGHT_STRIDE_OUT", 1 if last else problem.taps),
+            ("WEIGHT_STRIDE_TAP", problem.out_channels_per_group if last else 1),
+            ("X_CHANNELS_LAST", x.channels_last),
+            ("G_CHANNELS_LAST", grad.channels_last),
+            ("ROW_TILES", variant.row_tiles),
+            ("COLUMN_TILES", variant.column_tiles),
+            ("ROW_WARPS", variant.row_warps),
+            ("OUT_CHUNK", variant.out_chunk),
+            ("POSITIONS", variant.positions),
+            ("BUFFERS", variant.buffers),
+            ("PARTS", 1),
+            ("MIN_BLOCKS", variant.min_blocks),
+        )
+        return Launch(
+            source=KernelSource(self.name, problem.dtype, True, constants),
+            grid=(grid, 1, 1),
+            block=_THREADS,
+            shared_bytes=_shared_bytes(variant, tiling),
+            geometry=geometry,
+            planes=planes,
+        )
+
+
+class InputGradGemm(_GradientGemm):
+    """The input gradient: a tile of positions and all output channels, stage by stage."""
+
+    pass_ = Pass.INPUT_GRAD
+    name = "input_grad_gemm"
+
+
+class WeightGradGemm(_GradientGemm):
+    """The weight gradient: all taps of some channels, split along batch × positions into parts added in a fixed order."""
+
+    pass_ = Pass.WEIGHT_GRAD
+    name = "weight_grad_gemm"
+
+
+def _sizes(tiling: _Tiling) -> tuple[int, int, int]:
+    return tiling.skew, tiling.table_bytes, tiling.stage_bytes
+
+
+def _weight_rows(problem: ConvTransposeProblem, layouts: Layouts) -> bytes:
+    """The weight as a tensor whose channels are its rows and whose rest lies along h and w."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
+    height, width, *sizes = inner
+    return struct.pack("<5q4i", 0, out * taps, 0, height, width, *sizes, problem.in_channels_per_group)
+
+
+def _blocks(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant) -> int:
+    """Blocks of a tile of positions, or of a part of them."""
+    blocks = math.ceil(problem.in_channels_per_group / variant.rows) * problem.groups
+    if pass_ is Pass.WEIGHT_GRAD:
+        blocks *= math.ceil(problem.out_channels_per_group / variant.out_chunk)
+    return blocks
+
+
+def _parts(problem: ConvTransposeProblem, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+    """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
+    blocks = _blocks(problem, Pass.WEIGHT_GRAD, variant)
+    full = max(1, device.multiprocessors * variant.min_blocks // blocks)
+    affordable = max(1, _MAX_WORKSPACE // (math.prod(problem.weight_shape) * 4))
+    return max(1, min(full, affordable, tiling.total // 8))
+
+
+def _depth(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant) -> int:
+    """Terms of a sum in one stage."""
+    if pass_ is Pass.WEIGHT_GRAD:
+        return variant.positions
+    return _round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
+
+
+def _shared_bytes(variant: GradientVariant, tiling: _Tiling) -> int:
+    return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _piece(size: int, *multiples: int) -> int:
+    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
+    piece = 16 // size
+    while any(value % piece for value in multiples):
+        piece //= 2
+    return piece
+
+
+@lru_cache(maxsize=8192)
+def _tiling(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, device: DeviceInfo
+) -> _Tiling | None:
+    """The tiles of least work whose stages fit shared memory."""
+    best, least = None, math.inf
+    for lanes in _lanes(problem, variant.positions):
+        tiling = _tiles(problem, pass_, layouts, variant, lanes)
+        if _shared_bytes(variant, tiling) > device.shared_bytes_per_block:
+            continue
+        work = tiling.total * _stage_cycles(problem, pass_, variant, tiling)
+        if work < least:
+            best, least = tiling, work
+    return best
+
+
+def _lanes(problem: ConvTransposeProblem, positions: int) -> Iterator[tuple[int, int, int, int]]:
+    """Extents along n, d, h and w of at most so many positions."""
+    depth, height, width = five(problem.input_shape)[2:]
+    for w in _extents(width, positions):
+        for h in _extents(height, positions // w):
+            for d in _extents(depth, positions // (w * h)):
+                yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w
+
+
+def _extents(size: int, most: int) -> list[int]:
+    """Extents worth trying along one dimension: powers of two, and the whole."""
+    return sorted({1 << i for i in range(most.bit_length()) if 1 << i < size} | ({size} if size <= most else set()))
+
+
+def _tiles(
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    layouts: Layouts,
+    variant: GradientVariant,
+    lanes: tuple[int, int, int, int],
+) -> _Tiling:
+    size = DTYPE_BYTES[problem.dtype]
+    x, grad = Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output)
+    axes = problem.axes3
+    spans = [(count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)]
+    skew = 0
+    out, taps = problem.out_channels_per_group, problem.taps
+    whole_rows = lanes[3] >= problem.input_size[-1]
+    if grad.channels_last:
+        piece = _vector(grad, out, variant.out_chunk, size, layouts.aligned)
+        extent = (lanes[0], *spans)
+        pitch = size * (math.prod(extent) | 1)
+        window = _Part(extent, piece, pitch, math.prod(extent))
+    else:
+        piece = _row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
+        skew = -axes[2].padding % piece
+        extent = (lanes[0], *spans[:2], _round_up(skew + spans[2], piece))
+        pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
+        window = _Part(extent, piece, pitch, math.prod(extent) // piece)
+    depth = _depth(problem, pass_, variant)
+    a_pitch = depth * size + 16
+    if pass_ is Pass.WEIGHT_GRAD:
+        if x.channels_last:
+            piece = _vector(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
+            operand = _Part(lanes, piece, a_pitch, depth)
+        else:
+            piece = _row_piece(x, size, layouts.aligned, lanes[3])
+            operand = _Part(lanes, piece, a_pitch, depth // piece)
+        tables = 4 * depth
+    else:
+        aligned = 0 if layouts.aligned else 1
+        if layouts.weight_channels_last:
+            piece = _piece(size, out, variant.out_chunk, aligned)
+            operand = _Part((1, 1, taps, variant.out_chunk), piece, a_pitch, depth // piece)
+        else:
+            piece = _piece(size, out * taps, variant.out_chunk * taps, aligned)
+            operand = _Part((1, 1, 1, variant.out_chunk * taps), piece, a_pitch, depth // piece)
+        tables = 4 * (depth + variant.columns)
+    tables += 8 * (operand.places + window.places)
+    stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
+    counts = tuple(math.ceil(n / m) for n, m in zip((problem.batch, *x.shape[2:]), lanes))
+    batch, depths, heights, widths = counts
+    return _Tiling(
+        lanes, (batch, depths, heights, widths), skew, window, operand, _round_up(tables, 128), _round_up(stage, 128)
+    )
+
+
+def _vector(side: Side, channels: int, block_channels: int, size: int, aligned: bool) -> int:
+    """Neighbouring channels moved at once: 16 bytes, or one."""
+    batch, _, *others = side.strides
+    vector = 16 // size
+    whole = all(value % vector == 0 for value in (channels, block_channels, batch, *others))
+    return vector if aligned and whole else 1
+
+
+def _row_piece(side: Side, size: int, aligned: bool, step: int) -> int:
+    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
+    *others, width = side.strides
+    if not aligned or width != 1:
+        return 1
+    return _piece(size, side.shape[4], step, *others)
+
+
+# Cycles of a multiprocessor: an instruction of the tensor cores, and bytes that come from L2.
+_CYCLES_OPERATION, _BYTES_PER_CYCLE, _CYCLES_STAGE = 3.2, 24.0, 150.0
+
+
+def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling) -> float:
+    """Predicted cycles of a multiprocessor for a stage of a block."""
+    size = DTYPE_BYTES[problem.dtype]
+    operations = _depth(problem, pass_, variant) * size // 32
+    products = variant.row_tiles * variant.column_tiles
+    reads = variant.row_tiles * 4 + variant.column_tiles * 8 // size + 2
+    slots = variant.row_tiles * (5 if size == 4 else 1) + variant.column_tiles * (8 if size == 4 else 10) + products + 8
+    copies = variant.rows * tiling.operand.places + variant.out_chunk * tiling.window.places
+    # Elements of 2 bytes are waited for, and channels are stored one by one.
+    for part, last in ((tiling.window, problem.channels_last), (tiling.operand, False)):
+        copies += 0 if part.piece * size >= 4 and not last else part.places * variant.out_chunk
+    core = operations * _WARPS * max(products * _CYCLES_OPERATION, reads, slots / 4)
+    issue = operations * _WARPS * slots / 4 + copies * 6 / 128
+    return max(core, issue, tiling.stage_bytes / _BYTES_PER_CYCLE) + 0.25 * copies * 6 / 128 + _CYCLES_STAGE
+
+
+def _estimate(
+    problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    stage = _stage_cycles(problem, pass_, variant, tiling)
+    blocks = _blocks(problem, pass_, variant)
+    if pass_ is Pass.WEIGHT_GRAD:
+        parts = _parts(problem, variant, tiling, device)
+        stages = math.ceil(tiling.total / parts)
+        blocks *= parts
+        end = 2e-6 + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+    else:
+        stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
+        blocks *= tiling.total
+        end = 0.0
+    resident = max(1, min(variant.min_blocks, math.ceil(blocks / device.multiprocessors)))
+    rounds = blocks / (device.multiprocessors * resident)
+    rounds = math.ceil(rounds) if rounds < 4 else rounds + 0.5
+    alone = 1.25 if resident == 1 else 1.0  # nothing runs while a block's warps wait for one another
+    cycles = rounds * (stages * stage * resident * alone + 3000)
+    work = cycles / device.clock_hz + end
+    floor = problem.bytes / device.copy_bytes_per_second
+    return max(work, floor), "bytes" if floor > work else "instructions"
+
+
+@lru_cache(maxsize=1024)
+def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[GradientVariant, ...]:
+    """Variants of a layer at a typical size, the fastest prediction first."""
+    layouts = Layouts.dense(problem)
+    scored = []
+    for variant in _variants(problem, pass_):
+        for buffers in (4, 3, 2):
+            deeper = variant._replace(buffers=buffers)
+            if (tiling := _tiling(problem, pass_, layouts, deeper, device)) is not None:
+                shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
+                if shared <= device.shared_bytes_per_multiprocessor or buffers == 2:
+                    scored.append((_estimate(problem, pass_, deeper, tiling, device)[0], deeper))
+                    break
+    return tuple(variant for _, variant in sorted(scored))
+
+
+def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[GradientVariant]:
+    """Variants worth a thought, their buffers left open."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    per_piece = 16 // DTYPE_BYTES[problem.dtype]
+    for row_tiles, column_tiles, row_warps in _SHAPES:
+        variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, 1 if row_tiles * column_tiles > 16 else 2)
+        if variant.rows > 32 and variant.rows >= 2 * problem.in_channels_per_group:
+            continue
+        if pass_ is Pass.WEIGHT_GRAD:
+            if taps > variant.columns:
+                continue
+            chunk = min(out, variant.columns // taps)
+            chunk = math.ceil(out / math.ceil(out / chunk))
+            chunks = {chunk, min(variant.columns // taps, _round_up(chunk, per_piece))}
+            sizes: Iterator[tuple[int, int]] = itertools.product(chunks, (32, 64))
+        else:
+            fitting = (1 << i for i in range(7) if 1 << i < 2 * out)
+            sizes = ((chunk, variant.columns) for chunk in fitting if 16 <= chunk * taps <= 512 or chunk == 1)
+        for chunk, positions in sizes:
+            yield variant._replace(out_chunk=chunk, positions=positions)

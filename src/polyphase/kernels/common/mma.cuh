@@ -1,0 +1,54 @@
+// The tensor cores' instruction for a warp, of sm_80 and later, and how its operands come from shared memory.
+
+// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
+// the four bytes `lane % 4` of row lane / 4.
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
+#ifndef EMULATOR
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+#else
+  typedef Vector<unsigned, 4> Row;
+  const auto addresses = emulator::all_lanes(~0u, address);
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const unsigned row = addresses.of[8 * matrix + threadIdx.x % 32 / 4];
+    to[matrix] = ((const Row*)__cvta_shared_to_generic(row))->value[threadIdx.x % 4];
+  }
+#endif
+}
+
+#ifdef EMULATOR
+// Operands as the cores see them: TF32 is float32 without its last 13 bits.
+__device__ __forceinline__ float operand(scalar_t value) {
+  float wide = widen(value);
+  if (sizeof(scalar_t) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
+  return wide;
+}
+#endif
+
+// c += A · B of 16 rows and 8 columns, 32 bytes deep. A thread holds of A, for each of two chunks of 16 bytes, the four
+// bytes `lane % 4` of rows lane / 4 and lane / 4 + 8, of B those of column lane / 4, and in c[i] row
+// lane / 4 + i / 2 · 8 and column lane % 4 · 2 + i % 2.
+__device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#ifndef EMULATOR
+  asm("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  typedef Vector<scalar_t, 4 / sizeof(scalar_t)> Word;
+  struct Operands {
+    unsigned a[4], b[2];
+  } const mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const auto lanes = emulator::all_lanes(~0u, mine);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 8; ++k) {
+      const Operands& left = lanes.of[lane / 4 * 4 + k % 4];
+      const Operands& right = lanes.of[(lane % 4 * 2 + i % 2) * 4 + k % 4];
+      const Word& row = *(const Word*)&left.a[i / 2 + k / 4 * 2];
+      const Word& column = *(const Word*)&right.b[k / 4];
+      for (int j = 0; j < (int)(4 / sizeof(scalar_t)); ++j) c[i] += operand(row.value[j]) * operand(column.value[j]);
+    }
+#endif
+}

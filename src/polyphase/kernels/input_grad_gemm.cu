@@ -1,0 +1,115 @@
+// The input gradient on tensor cores (common/window_product.cuh):
+//
+//   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
+//
+// Index mapping. A block owns ROWS input channels of one group and a tile of at most COLUMNS input positions; a stage
+// is OUT_CHUNK output channels with all their taps, in the order in which the weight has them.
+//
+// Shared memory: where the pieces of both operands lie, the offsets of a stage's channels and taps and of the
+// positions, then BUFFERS stages; at the end, where each position lies in the input.
+//
+// Synchronisation: copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has
+// freed.
+
+struct Geometry {
+  Tensor5 g, weight, x;  // the weight's rows are channels, the rest of it lies along h and w
+  Part weight_part, window;
+  int batch;
+  int lanes[4];       // positions of a tile along n, d, h, w; their product is at most COLUMNS
+  int tiles[4];       // tiles along n, d, h, w
+  int skew;           // elements from the window's first to what the first tap of the first position meets
+  int table_bytes, stage_bytes;  // of shared memory
+};
+
+constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), STAGES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    input_grad_gemm(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+                    scalar_t* __restrict__ dst, const Geometry g) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  int block = blockIdx.x;
+  const int row_block = block % ROW_BLOCKS;
+  block /= ROW_BLOCKS;
+  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
+  const int group = block / tiles;
+  Tile tile;
+  tile.init(g.tiles, block % tiles);
+
+  const int first_in = row_block * ROWS;
+  const int rows = IN_CHANNELS - first_in;  // that exist, from there on
+
+  int* const offsets = (int*)shared_memory;
+  int* const positions = offsets + DEPTH;
+  Place* const places = (Place*)(positions + COLUMNS);
+  char* const buffers = (char*)shared_memory + g.table_bytes;
+
+  PartLoader<false, ROWS> weight_loader;
+  PartLoader<G_CHANNELS_LAST, OUT_CHUNK> g_loader;
+  weight_loader.init(g.weight_part, places, DEPTH);
+  g_loader.init(g.window, weight_loader.end(), elements(g.window));
+  list_positions(positions, COLUMNS, g.window, g.lanes, g.skew);
+  for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
+    const int channel = WEIGHT_STRIDE_OUT == 1 ? i % OUT_CHUNK : i / TAPS;
+    const int tap = WEIGHT_STRIDE_OUT == 1 ? i / OUT_CHUNK : i % TAPS;
+    offsets[i] = i < CHUNK_TAPS ? offset_of_tap(g.window, channel, tap) : 0;
+  }
+  grad += (long long)group * OUT_CHANNELS * g.g.stride[1];
+  weight += (long long)(group * IN_CHANNELS + first_in) * WEIGHT_STRIDE_IN;
+  __syncthreads();
+
+  int columns[COLUMN_TILES];
+#pragma unroll
+  for (int j = 0; j < COLUMN_TILES; ++j)
+    columns[j] = positions[threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES) + 8 * j + threadIdx.x % 32 / 4];
+
+  Sums sums;
+  sums.clear();
+#pragma unroll 1
+  for (int stage = 1 - BUFFERS; stage < STAGES; ++stage) {
+    if (stage >= 0) {
+      copies_wait<BUFFERS - 2>();
+      __syncthreads();
+    }
+    const int ahead = stage + BUFFERS - 1;
+    if (ahead < STAGES) {
+      char* const to = buffers + ahead % BUFFERS * g.stage_bytes;
+      int origin[4] = {0, 0, 0, ahead * (WEIGHT_STRIDE_OUT == 1 ? OUT_CHUNK : CHUNK_TAPS)};
+      weight_loader.load(g.weight, g.weight_part, weight, rows, 1, origin, to);
+      tile.first_of_window(g.lanes, g.skew, origin);
+      g_loader.load(g.g, g.window, grad + (long long)ahead * OUT_CHUNK * g.g.stride[1], OUT_CHANNELS - ahead * OUT_CHUNK,
+                    g.batch, origin, to + A_BYTES);
+    }
+    copies_commit();
+    if (stage < 0) continue;
+    const char* const a = buffers + stage % BUFFERS * g.stage_bytes;
+    sums.add(a, a + A_BYTES, offsets, columns);
+  }
+
+  // Where each position lies, -1 where it does not exist.
+  __syncthreads();
+  long long* const targets = (long long*)buffers;
+  int origin[4];
+  tile.first_position(g.lanes, origin);
+  for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
+    Position position;
+    position.init(g.lanes, i);
+    const int n = origin[0] + position.n, d = origin[1] + position.d, h = origin[2] + position.h;
+    const int w = origin[3] + position.w;
+    const bool exists = position.exists && n < g.batch && d < g.x.size[0] && h < g.x.size[1] && w < g.x.size[2];
+    targets[i] = exists ? n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4] : -1;
+  }
+  __syncthreads();
+  dst += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
+#pragma unroll
+  for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const long long target = targets[Sums::first_column() + 8 * j + k];
+      if (target < 0) continue;
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const int row = Sums::first_row() + 8 * i;
+        if (row < rows) narrow(sums.of[i / 2][j][i % 2 * 2 + k], dst[target + row * g.x.stride[1]]);
+      }
+    }
+}

@@ -1,0 +1,119 @@
+// The weight gradient on tensor cores (common/window_product.cuh):
+//
+//   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
+//
+// Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels with all their taps, of one group, and
+// one contiguous part of the tiles of input positions; a stage is a tile. Blocks on different parts write to different
+// planes of `partial`, which the caller sums in order: the result does not depend on timing.
+//
+// Shared memory: where the pieces of both operands lie, the positions' offsets, then BUFFERS stages.
+//
+// Synchronisation: copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has
+// freed.
+//
+// The cores' sums lose a bit at every step. So FLUSH stages are summed there, and those sums in `partial`.
+
+struct Geometry {
+  Tensor5 x, g;
+  Part x_part, window;
+  int batch, groups;
+  int lanes[4];           // positions of a tile along n, d, h, w; their product is at most POSITIONS
+  int tiles[4];           // tiles along n, d, h, w
+  int skew;               // elements from the window's first to what the first tap of the first position meets
+  int table_bytes, stage_bytes;  // of shared memory
+  long long part_length;  // tiles of a part
+  long long all_tiles;
+  long long plane;  // elements of one plane of `partial`: all weights
+};
+
+constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), COLUMN_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr int FLUSH = ceil_div(2048, POSITIONS);
+
+static_assert(CHUNK_TAPS <= COLUMNS, "a block computes all taps of its channels");
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    weight_grad_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+                     const Geometry g) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  int block = blockIdx.x;
+  const int row_block = block % ROW_BLOCKS;
+  block /= ROW_BLOCKS;
+  const int column_block = block % COLUMN_BLOCKS;
+  block /= COLUMN_BLOCKS;
+  const int group = block % g.groups;
+  const int part = block / g.groups;
+  const long long first_tile = part * g.part_length;
+  const int stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
+
+  const int first_in = row_block * ROWS, first_out = column_block * OUT_CHUNK;
+  const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // that exist, from there on
+
+  int* const offsets = (int*)shared_memory;
+  Place* const places = (Place*)(offsets + POSITIONS);
+  char* const buffers = (char*)shared_memory + g.table_bytes;
+
+  PartLoader<X_CHANNELS_LAST, ROWS> x_loader;
+  PartLoader<G_CHANNELS_LAST, OUT_CHUNK> g_loader;
+  x_loader.init(g.x_part, places, POSITIONS);
+  g_loader.init(g.window, x_loader.end(), elements(g.window));
+  list_positions(offsets, POSITIONS, g.window, g.lanes, g.skew);
+  x += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
+  grad += (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
+  partial += part * g.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+
+  int columns[COLUMN_TILES];
+#pragma unroll
+  for (int j = 0; j < COLUMN_TILES; ++j) {
+    const int column = threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES) + 8 * j + threadIdx.x % 32 / 4;
+    columns[j] = column < CHUNK_TAPS ? offset_of_tap(g.window, column / TAPS, column % TAPS) : 0;
+  }
+
+  Sums sums;
+  sums.clear();
+  bool flushed = false;
+  auto flush = [&]() {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int row = Sums::first_row() + 16 * i + k / 2 * 8, column = Sums::first_column() + 8 * j + k % 2;
+          if (row >= rows || column >= min(OUT_CHUNK, channels) * TAPS) continue;
+          float* const to = partial + (long long)row * (OUT_CHANNELS * TAPS) + column;
+          *to = flushed ? *to + sums.of[i][j][k] : sums.of[i][j][k];
+        }
+    sums.clear();
+    flushed = true;
+  };
+
+  Tile ahead;
+  ahead.init(g.tiles, first_tile);
+  __syncthreads();
+  int until_flush = FLUSH;
+#pragma unroll 1
+  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
+    if (stage >= 0) {
+      copies_wait<BUFFERS - 2>();
+      __syncthreads();
+    }
+    if (stage + BUFFERS - 1 < stages) {
+      char* const to = buffers + (stage + BUFFERS - 1) % BUFFERS * g.stage_bytes;
+      int origin[4];
+      ahead.first_position(g.lanes, origin);
+      x_loader.load(g.x, g.x_part, x, rows, g.batch, origin, to);
+      ahead.first_of_window(g.lanes, g.skew, origin);
+      g_loader.load(g.g, g.window, grad, channels, g.batch, origin, to + A_BYTES);
+      ahead.next(g.tiles);
+    }
+    copies_commit();
+    if (stage < 0) continue;
+    const char* const a = buffers + stage % BUFFERS * g.stage_bytes;
+    sums.add(a, a + A_BYTES, offsets, columns);
+    if (--until_flush == 0) {
+      flush();
+      until_flush = FLUSH;
+    }
+  }
+  flush();
+}
