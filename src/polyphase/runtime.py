@@ -101,8 +101,9 @@ def input_grad(
     """The gradient of the layer's input, ``(N, C_in, *input_size)``."""
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
     tf32 = grad_output.dtype == torch.float32 and tf32_allowed()
+    alignment = (grad_output.data_ptr() | weight.data_ptr()) % ALIGNMENT
     key = (grad_output.shape, grad_output.stride(), weight.shape, weight.stride(), grad_output.dtype,
-           grad_output.get_device(), grad_output.data_ptr() % ALIGNMENT, parameters, tf32)  # fmt: skip
+           grad_output.get_device(), alignment, parameters, tf32)  # fmt: skip
     call = _input_grad_calls.get(key)
     if call is None:
         problem = _problem(_input_shape(grad_output, weight, parameters), weight, grad_output, parameters, False, tf32)
@@ -134,8 +135,9 @@ def weight_grad(
     """
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
     tf32 = input.dtype == torch.float32 and tf32_allowed()
+    alignment = (input.data_ptr() | grad_output.data_ptr()) % ALIGNMENT
     key = (input.shape, input.stride(), grad_output.shape, grad_output.stride(), tuple(kernel_size),
-           input.dtype, input.get_device(), parameters, tf32)  # fmt: skip
+           input.dtype, input.get_device(), alignment, parameters, tf32)  # fmt: skip
     call = _weight_grad_calls.get(key)
     if call is None:
         problem = ConvTransposeProblem(
@@ -184,6 +186,7 @@ def _prepare(
     """Plans and compiles a call that was not seen before; a missing ``input`` or ``output`` is what it computes."""
     tensor = input if input is not None else output
     assert tensor is not None
+    read = (input,) if pass_ is Pass.FORWARD else (input, output, weight)  # as it is: the forward pass packs weights
     device = DeviceInfo.of(tensor.device)
     dense = Layouts.dense(problem)
     weight_last = weight is not None and not weight.is_contiguous() and _is_dense_channels_last(weight)
@@ -191,7 +194,7 @@ def _prepare(
         _strides(input) if input is not None else dense.input,
         _strides(output) if output is not None else dense.output,
         weight_last,
-        tensor.data_ptr() % ALIGNMENT == 0,
+        all(each.data_ptr() % ALIGNMENT == 0 for each in read if each is not None),
     )
     chosen = plan(problem, pass_, device, layouts)
     assert chosen.launch is not None

@@ -24,10 +24,11 @@ _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 _REGISTERS = 65536
 _OFFERED = 8
 
-# Measured over predicted time of a forward pass, by whether channels come last (docs/performance.md): the model ranks
+# Measured over predicted time, in a forward pass by whether channels come last (docs/performance.md): the model ranks
 # variants, and is held against another algorithm's here. Fewer than four output channels share less of what they load.
 _MEASURED_FORWARD = {False: 0.53, True: 2.2}
 _MEASURED_FEW_CHANNELS = 0.9
+_MEASURED_INPUT_GRAD = 0.7
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class GatherTiled:
                 if gather.forward:
                     few = gather.dst_channels < 4 and problem.groups == 1 and not problem.channels_last
                     cycles *= _MEASURED_FEW_CHANNELS if few else _MEASURED_FORWARD[problem.channels_last]
+                else:
+                    cycles *= _MEASURED_INPUT_GRAD
                 seconds, bound = cost_seconds(problem, device, work * cycles)
                 result.append(Candidate(self.name, variant, seconds, bound))
         return result

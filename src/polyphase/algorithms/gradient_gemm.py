@@ -6,12 +6,13 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, standard
+from polyphase.algorithms.base import Candidate, Launch, Layouts, next_power_of_two, standard
 from polyphase.algorithms.gather import Side, five
+from polyphase.algorithms.gemm_variant import uses_tf32
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -89,8 +90,8 @@ class _GradientGemm:
             return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
         if problem.dtype not in ("float32", "float16", "bfloat16"):
             return f"tensor cores here do not take {problem.dtype}"
-        if problem.dtype == "float32" and not problem.tf32:
-            return "float32 stays exact where TF32 is not allowed"
+        if problem.dtype == "float32" and not uses_tf32(problem):
+            return "float32 stays exact where TF32 is not allowed, or channels are few"
         if int(device.arch.rstrip("af")[3:]) < 80:
             return f"{device.arch} lacks the tensor cores' instructions"
         if problem.taps > _MAX_TAPS:
@@ -123,17 +124,19 @@ class _GradientGemm:
         columns = problem.out_channels_per_group * problem.taps
         if pass_ is Pass.WEIGHT_GRAD:
             parts = _parts(problem, variant, tiling, device)
-            length = math.ceil(tiling.total / parts)
+            length = max(1, math.ceil(tiling.total / parts))
             geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
-            geometry += struct.pack("<13i", problem.batch, problem.groups, *tiling.lanes, *tiling.tiles, *_sizes(tiling))
+            geometry += struct.pack("<2i", problem.batch, problem.groups)
+            geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
             geometry += bytes(-len(geometry) % 8)
             geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
-            planes = math.ceil(tiling.total / length)
+            planes = max(1, math.ceil(tiling.total / length))
             grid = blocks * planes
         else:
             geometry = grad.packed() + _weight_rows(problem, layouts) + x.packed()
             geometry += tiling.operand.packed() + tiling.window.packed()
-            geometry += struct.pack("<12i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling))
+            pairs = tiling.lanes[3] % 2 == 0 and _row_piece(x, 8, True, 0) == 2
+            geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
             planes = 1
             grid = blocks * tiling.total
         geometry += bytes(-len(geometry) % 8)
@@ -148,7 +151,7 @@ class _GradientGemm:
             ("WEIGHT_STRIDE_IN", columns),
             ("WEIGHT_STRIDE_OUT", 1 if last else problem.taps),
             ("WEIGHT_STRIDE_TAP", problem.out_channels_per_group if last else 1),
-            ("X_CHANNELS_LAST", x.channels_last),
+            *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
             ("G_CHANNELS_LAST", grad.channels_last),
             ("ROW_TILES", variant.row_tiles),
             ("COLUMN_TILES", variant.column_tiles),
@@ -177,7 +180,7 @@ class InputGradGemm(_GradientGemm):
 
 
 class WeightGradGemm(_GradientGemm):
-    """The weight gradient: all taps of some channels, split along batch × positions into parts added in a fixed order."""
+    """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_gemm"
@@ -240,8 +243,11 @@ def _tiling(
 ) -> _Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
     best, least = None, math.inf
-    for lanes in _lanes(problem, variant.positions):
-        tiling = _tiles(problem, pass_, layouts, variant, lanes)
+    for images, depth, height, width in _lanes(problem, variant.positions):
+        tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
+        while _shared_bytes(variant, tiling) > device.shared_bytes_per_block and images > 1:
+            images //= 2
+            tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
         if _shared_bytes(variant, tiling) > device.shared_bytes_per_block:
             continue
         work = tiling.total * _stage_cycles(problem, pass_, variant, tiling)
@@ -251,7 +257,7 @@ def _tiling(
 
 
 def _lanes(problem: ConvTransposeProblem, positions: int) -> Iterator[tuple[int, int, int, int]]:
-    """Extents along n, d, h and w of at most so many positions."""
+    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for."""
     depth, height, width = five(problem.input_shape)[2:]
     for w in _extents(width, positions):
         for h in _extents(height, positions // w):
@@ -274,19 +280,21 @@ def _tiles(
     size = DTYPE_BYTES[problem.dtype]
     x, grad = Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output)
     axes = problem.axes3
-    spans = [(count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)]
+    slabs, rows, columns = (
+        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
+    )
     skew = 0
     out, taps = problem.out_channels_per_group, problem.taps
     whole_rows = lanes[3] >= problem.input_size[-1]
     if grad.channels_last:
         piece = _vector(grad, out, variant.out_chunk, size, layouts.aligned)
-        extent = (lanes[0], *spans)
+        extent = (lanes[0], slabs, rows, columns)
         pitch = size * (math.prod(extent) | 1)
         window = _Part(extent, piece, pitch, math.prod(extent))
     else:
         piece = _row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
         skew = -axes[2].padding % piece
-        extent = (lanes[0], *spans[:2], _round_up(skew + spans[2], piece))
+        extent = (lanes[0], slabs, rows, _round_up(skew + columns, piece))
         pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
         window = _Part(extent, piece, pitch, math.prod(extent) // piece)
     depth = _depth(problem, pass_, variant)
@@ -333,24 +341,39 @@ def _row_piece(side: Side, size: int, aligned: bool, step: int) -> int:
     return _piece(size, side.shape[4], step, *others)
 
 
-# Cycles of a multiprocessor: an instruction of the tensor cores, and bytes that come from L2.
-_CYCLES_OPERATION, _BYTES_PER_CYCLE, _CYCLES_STAGE = 3.2, 24.0, 150.0
+# Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
+# beside those, for a warp's copy, one that is rounded afterwards, one whose elements pass registers, and for finding
+# where a row of pieces lies; for a stage, also where no other block is resident; for a block, and each result that it
+# stores. Fitted to 1,040 measured
+# variants on an H200 (docs/performance.md, "Gradients on tensor cores").
+_OPERATION, _SLOT, _COPY, _ROUNDED, _THROUGH_REGISTERS, _FIND = 1.7, 1.2, 42.0, 41.0, 127.0, 63.0
+_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.42 / 24, 270.0, 1480.0, 4900.0, 0.3
 
 
 def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling) -> float:
-    """Predicted cycles of a multiprocessor for a stage of a block."""
+    """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
     size = DTYPE_BYTES[problem.dtype]
-    operations = _depth(problem, pass_, variant) * size // 32
+    depth = _depth(problem, pass_, variant)
+    operations = depth * size // 32
     products = variant.row_tiles * variant.column_tiles
-    reads = variant.row_tiles * 4 + variant.column_tiles * 8 // size + 2
-    slots = variant.row_tiles * (5 if size == 4 else 1) + variant.column_tiles * (8 if size == 4 else 10) + products + 8
-    copies = variant.rows * tiling.operand.places + variant.out_chunk * tiling.window.places
-    # Elements of 2 bytes are waited for, and channels are stored one by one.
-    for part, last in ((tiling.window, problem.channels_last), (tiling.operand, False)):
-        copies += 0 if part.piece * size >= 4 and not last else part.places * variant.out_chunk
-    core = operations * _WARPS * max(products * _CYCLES_OPERATION, reads, slots / 4)
-    issue = operations * _WARPS * slots / 4 + copies * 6 / 128
-    return max(core, issue, tiling.stage_bytes / _BYTES_PER_CYCLE) + 0.25 * copies * 6 / 128 + _CYCLES_STAGE
+    slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
+    cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
+    moved = 0.0
+    for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
+        lanes = min(32, next_power_of_two(part.places))
+        rounds = math.ceil(part.places / lanes)
+        copies = rounds * math.ceil(channels / (_WARPS * 32 // lanes))
+        each = _COPY + (_ROUNDED if size == 4 else 0.0) + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
+        cycles += _WARPS / 4 * (rounds * _FIND + copies * each)
+        of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
+        moved += channels * (depth * size if of_weight else _row_bytes(part.extent, size))
+    return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
+
+
+def _row_bytes(extent: tuple[int, int, int, int], size: int) -> float:
+    """Bytes that memory moves for a channel of a box: whole sectors of its rows."""
+    *rows, width = extent
+    return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)
 
 
 def _estimate(
@@ -358,7 +381,7 @@ def _estimate(
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     stage = _stage_cycles(problem, pass_, variant, tiling)
-    blocks = _blocks(problem, pass_, variant)
+    blocks, block = _blocks(problem, pass_, variant), _BLOCK
     if pass_ is Pass.WEIGHT_GRAD:
         parts = _parts(problem, variant, tiling, device)
         stages = math.ceil(tiling.total / parts)
@@ -368,11 +391,11 @@ def _estimate(
         stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
         blocks *= tiling.total
         end = 0.0
+        block += _STORED * variant.rows * variant.columns
     resident = max(1, min(variant.min_blocks, math.ceil(blocks / device.multiprocessors)))
     rounds = blocks / (device.multiprocessors * resident)
     rounds = math.ceil(rounds) if rounds < 4 else rounds + 0.5
-    alone = 1.25 if resident == 1 else 1.0  # nothing runs while a block's warps wait for one another
-    cycles = rounds * (stages * stage * resident * alone + 3000)
+    cycles = rounds * resident * (stages * stage + block)
     work = cycles / device.clock_hz + end
     floor = problem.bytes / device.copy_bytes_per_second
     return max(work, floor), "bytes" if floor > work else "instructions"
@@ -386,11 +409,13 @@ def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     for variant in _variants(problem, pass_):
         for buffers in (4, 3, 2):
             deeper = variant._replace(buffers=buffers)
-            if (tiling := _tiling(problem, pass_, layouts, deeper, device)) is not None:
-                shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
-                if shared <= device.shared_bytes_per_multiprocessor or buffers == 2:
-                    scored.append((_estimate(problem, pass_, deeper, tiling, device)[0], deeper))
-                    break
+            tiling = _tiling(problem, pass_, layouts, deeper, device)
+            if tiling is None or _tiling(problem, pass_, replace(layouts, aligned=False), deeper, device) is None:
+                continue
+            shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
+            if shared <= device.shared_bytes_per_multiprocessor or buffers == 2:
+                scored.append((_estimate(problem, pass_, deeper, tiling, device)[0], deeper))
+                break
     return tuple(variant for _, variant in sorted(scored))
 
 
@@ -399,7 +424,8 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[GradientVa
     out, taps = problem.out_channels_per_group, problem.taps
     per_piece = 16 // DTYPE_BYTES[problem.dtype]
     for row_tiles, column_tiles, row_warps in _SHAPES:
-        variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, 1 if row_tiles * column_tiles > 16 else 2)
+        resident = 1 if row_tiles * column_tiles > 16 else 2
+        variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)
         if variant.rows > 32 and variant.rows >= 2 * problem.in_channels_per_group:
             continue
         if pass_ is Pass.WEIGHT_GRAD:

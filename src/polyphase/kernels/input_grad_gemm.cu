@@ -15,10 +15,11 @@ struct Geometry {
   Tensor5 g, weight, x;  // the weight's rows are channels, the rest of it lies along h and w
   Part weight_part, window;
   int batch;
-  int lanes[4];       // positions of a tile along n, d, h, w; their product is at most COLUMNS
-  int tiles[4];       // tiles along n, d, h, w
-  int skew;           // elements from the window's first to what the first tap of the first position meets
+  int lanes[4];                  // positions of a tile along n, d, h, w; their product is at most COLUMNS
+  int tiles[4];                  // tiles along n, d, h, w
+  int skew;                      // elements from the window's first to what the first tap of the first position meets
   int table_bytes, stage_bytes;  // of shared memory
+  int pairs;                     // whether a position and the next are stored together
 };
 
 constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), STAGES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
@@ -66,8 +67,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   sums.clear();
 #pragma unroll 1
   for (int stage = 1 - BUFFERS; stage < STAGES; ++stage) {
+    char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
     if (stage >= 0) {
       copies_wait<BUFFERS - 2>();
+      weight_loader.round(g.weight_part, now);
+      g_loader.round(g.window, now + A_BYTES);
       __syncthreads();
     }
     const int ahead = stage + BUFFERS - 1;
@@ -76,13 +80,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       int origin[4] = {0, 0, 0, ahead * (WEIGHT_STRIDE_OUT == 1 ? OUT_CHUNK : CHUNK_TAPS)};
       weight_loader.load(g.weight, g.weight_part, weight, rows, 1, origin, to);
       tile.first_of_window(g.lanes, g.skew, origin);
-      g_loader.load(g.g, g.window, grad + (long long)ahead * OUT_CHUNK * g.g.stride[1], OUT_CHANNELS - ahead * OUT_CHUNK,
-                    g.batch, origin, to + A_BYTES);
+      g_loader.load(g.g, g.window, grad + (long long)ahead * OUT_CHUNK * g.g.stride[1],
+                    OUT_CHANNELS - ahead * OUT_CHUNK, g.batch, origin, to + A_BYTES);
     }
     copies_commit();
     if (stage < 0) continue;
-    const char* const a = buffers + stage % BUFFERS * g.stage_bytes;
-    sums.add(a, a + A_BYTES, offsets, columns);
+    sums.add(now, now + A_BYTES, offsets, columns);
   }
 
   // Where each position lies, -1 where it does not exist.
@@ -101,15 +104,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
   dst += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
 #pragma unroll
-  for (int j = 0; j < COLUMN_TILES; ++j)
+  for (int j = 0; j < COLUMN_TILES; ++j) {
+    const long long* const target = targets + Sums::first_column() + 8 * j;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const long long target = targets[Sums::first_column() + 8 * j + k];
-      if (target < 0) continue;
-#pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; ++i) {
-        const int row = Sums::first_row() + 8 * i;
-        if (row < rows) narrow(sums.of[i / 2][j][i % 2 * 2 + k], dst[target + row * g.x.stride[1]]);
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+      const int row = Sums::first_row() + 8 * i;
+      if (row >= rows) continue;
+      scalar_t* const to = dst + row * g.x.stride[1];
+      const float* const sum = sums.of[i / 2][j] + i % 2 * 2;
+      Vector<scalar_t, 2> both;
+      narrow(sum[0], both.value[0]);
+      narrow(sum[1], both.value[1]);
+      if (g.pairs) {
+        if (target[0] >= 0) *(Vector<scalar_t, 2>*)(to + target[0]) = both;
+      } else {
+        if (target[0] >= 0) to[target[0]] = both.value[0];
+        if (target[1] >= 0) to[target[1]] = both.value[1];
       }
     }
+  }
 }

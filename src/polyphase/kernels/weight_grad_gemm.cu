@@ -17,11 +17,11 @@ struct Geometry {
   Tensor5 x, g;
   Part x_part, window;
   int batch, groups;
-  int lanes[4];           // positions of a tile along n, d, h, w; their product is at most POSITIONS
-  int tiles[4];           // tiles along n, d, h, w
-  int skew;               // elements from the window's first to what the first tap of the first position meets
+  int lanes[4];                  // positions of a tile along n, d, h, w; their product is at most POSITIONS
+  int tiles[4];                  // tiles along n, d, h, w
+  int skew;                      // elements from the window's first to what the first tap of the first position meets
   int table_bytes, stage_bytes;  // of shared memory
-  long long part_length;  // tiles of a part
+  long long part_length;         // tiles of a part
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
 };
@@ -93,8 +93,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int until_flush = FLUSH;
 #pragma unroll 1
   for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
+    char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
     if (stage >= 0) {
       copies_wait<BUFFERS - 2>();
+      x_loader.round(g.x_part, now);
+      g_loader.round(g.window, now + A_BYTES);
       __syncthreads();
     }
     if (stage + BUFFERS - 1 < stages) {
@@ -108,8 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     copies_commit();
     if (stage < 0) continue;
-    const char* const a = buffers + stage % BUFFERS * g.stage_bytes;
-    sums.add(a, a + A_BYTES, offsets, columns);
+    sums.add(now, now + A_BYTES, offsets, columns);
     if (--until_flush == 0) {
       flush();
       until_flush = FLUSH;

@@ -2,8 +2,9 @@
 //
 //     sum[row, column]  +=  Σ_k  A[row, k] · window[offset of k  +  offset of column]
 //
-//     weight gradient   rows: input channels   columns: (output channel, tap)   k: positions               A: the input
-//     input gradient    rows: input channels   columns: positions               k: (output channel, tap)   A: the weight
+// Rows are input channels. In the weight gradient columns are pairs of output channel and tap, k are positions, and A
+// is the input; in the input gradient columns are positions, k are pairs of output channel and tap, and A is the
+// weight.
 //
 // A window is what a tile of input positions meets of the output gradient, its halo included. It lies in shared memory
 // as it does in the tensor, and serves every tap: the element that a position meets at a tap is the sum of two offsets,
@@ -83,10 +84,28 @@ struct PartLoader {
         load_channels<1>(t, part, from, channels, batch, origin, to);
     } else {
       switch (part.piece * ELEMENT) {
-        case 16: return load_pieces<16>(t, part, from, channels, batch, origin, to);
-        case 8: return load_pieces<8>(t, part, from, channels, batch, origin, to);
-        case 4: return load_pieces<4>(t, part, from, channels, batch, origin, to);
-        default: return load_pieces<ELEMENT>(t, part, from, channels, batch, origin, to);
+        case 16:
+          return load_pieces<16>(t, part, from, channels, batch, origin, to);
+        case 8:
+          return load_pieces<8>(t, part, from, channels, batch, origin, to);
+        case 4:
+          return load_pieces<4>(t, part, from, channels, batch, origin, to);
+        default:
+          return load_pieces<ELEMENT>(t, part, from, channels, batch, origin, to);
+      }
+    }
+  }
+
+  // Rounds what this thread has copied, when it has come: float32 to TF32.
+  __device__ __forceinline__ void round(const Part& part, char* to) const {
+    if constexpr (ELEMENT == 4 && !CHANNELS_LAST) {
+      switch (part.piece) {
+        case 4:
+          return round_pieces<16>(part, to);
+        case 2:
+          return round_pieces<8>(part, to);
+        default:
+          return round_pieces<4>(part, to);
       }
     }
   }
@@ -125,6 +144,22 @@ struct PartLoader {
     }
   }
 
+  template <int BYTES>
+  __device__ __forceinline__ void round_pieces(const Part& part, char* to) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int span = pieces < 32 ? 1 << (32 - __clz(pieces - 1)) : 32;
+    typedef Vector<float, BYTES / 4> Piece;
+    for (int i = lane % span; i < pieces; i += span)
+#pragma unroll 4
+      for (int channel = warp * (32 / span) + lane / span; channel < CHANNELS; channel += WARPS * (32 / span)) {
+        Piece* const slot = (Piece*)(to + channel * part.pitch + i * BYTES);
+        Piece piece = *slot;
+#pragma unroll
+        for (int j = 0; j < BYTES / 4; ++j) piece.value[j] = round_tf32(piece.value[j]);
+        *slot = piece;
+      }
+  }
+
   // Lanes go along channels, which are turned around on their way.
   template <int WIDTH>
   __device__ __forceinline__ void load_channels(const Tensor5& t, const Part& part, const scalar_t* from, int channels,
@@ -140,7 +175,7 @@ struct PartLoader {
       if (inside && channel < channels) vector = *(const Vectors*)(from + offset + channel);
       char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
 #pragma unroll
-      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
+      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = rounded(vector.value[j]);
     }
   }
 };
@@ -150,9 +185,9 @@ __device__ __forceinline__ int window_bytes(const Part& window, int n, int d, in
   return (((n * window.extent[1] + d) * window.extent[2] + h) * window.extent[3] + w) * ELEMENT;
 }
 __device__ __forceinline__ int offset_of_tap(const Part& window, int channel, int tap) {
-  return channel * window.pitch +
-         window_bytes(window, 0, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
-                      tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation, tap % AXIS_W.kernel * AXIS_W.dilation);
+  return channel * window.pitch + window_bytes(window, 0, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
+                                               tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation,
+                                               tap % AXIS_W.kernel * AXIS_W.dilation);
 }
 
 // A tile of input positions: lanes[4] of them along n, d, h and w. Beyond the last, a position is the first.
@@ -239,13 +274,7 @@ struct Sums {
     for (int operation = 0; operation < DEPTH / OPERATION; ++operation) {
       unsigned rows[ROW_TILES][4];
 #pragma unroll
-      for (int i = 0; i < ROW_TILES; ++i) {
-        load_matrices(rows[i], rows_at + i * 16 * A_PITCH + operation * 32);
-        if constexpr (ELEMENT == 4) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) rows[i][j] = __float_as_uint(round_tf32(__uint_as_float(rows[i][j])));
-        }
-      }
+      for (int i = 0; i < ROW_TILES; ++i) load_matrices(rows[i], rows_at + i * 16 * A_PITCH + operation * 32);
       constexpr int EACH = 4 / ELEMENT;  // k of a word
       const char* from[2 * EACH];
 #pragma unroll
@@ -261,7 +290,7 @@ struct Sums {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if constexpr (ELEMENT == 4)
-            column[half] = __float_as_uint(round_tf32(*(const float*)(from[half] + columns[j])));
+            column[half] = *(const unsigned*)(from[half] + columns[j]);
           else
             column[half] = *(const unsigned short*)(from[half * EACH] + columns[j]) |
                            *(const unsigned short*)(from[half * EACH + EACH - 1] + columns[j]) << 16;

@@ -1,0 +1,170 @@
+"""Gradients on tensor cores, executed by the emulator; test_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+
+import emulator
+from kernel_harness import DTYPES, Emulator, assert_exact, reference, run
+from polyphase.algorithms import gradient_gemm
+from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides
+from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
+from polyphase.device import DeviceInfo
+from polyphase.problem import ConvTransposeProblem, Pass
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+make = ConvTransposeProblem.make
+H200 = DeviceInfo.for_arch("sm_90a")
+ALGORITHMS = {Pass.INPUT_GRAD: InputGradGemm(), Pass.WEIGHT_GRAD: WeightGradGemm()}
+GRADIENTS = list(ALGORITHMS)
+
+# Rows of the output gradient that are multiples of 16, 8, 4 and 2 bytes.
+LAYERS = {
+    "stride 1": make((2, 20, 9, 10), 24, 3, tf32=True),
+    "stride 1, rows of 4 bytes": make((2, 20, 9, 11), 40, (3, 2), 1, 1, dtype="bfloat16"),
+    "stride 1, dilated": make((1, 32, 7, 9), 70, 3, 1, (1, 2), dilation=(1, 2), dtype="float16"),
+    "stride 2": make((3, 40, 8, 8), 24, 4, 2, 1, dtype="bfloat16"),
+    "stride 2, grouped": make((2, 24, 6, 8), 16, 4, 2, 1, groups=2, dtype="bfloat16"),
+    "kernel = stride": make((3, 40, 8, 8), 72, 2, 2, tf32=True),
+    "kernel < stride": make((2, 16, 4, 5), 18, 2, (3, 4), 0, 1, tf32=True),
+    "cropped": make((1, 16, 6, 7), 20, 5, 2, 6, dtype="bfloat16"),
+    "output padding": make((2, 17, 9, 10), 24, 5, 2, 2, 1, dilation=2, tf32=True),
+    "tiny images": make((35, 40, 4, 4), 24, 4, 2, 1, dtype="bfloat16"),
+    "one pixel": make((70, 18, 1, 1), 16, 4, dtype="float16"),
+    "many input channels": make((2, 130, 6, 16), 6, 4, 2, 1, dtype="bfloat16"),
+    "one output channel": make((2, 20, 6, 10), 1, 9, 4, 4, 3, dtype="bfloat16"),
+    "1-D": make((3, 18, 25), 20, 5, 3, 2, dtype="bfloat16"),
+    "1-D, long kernel": make((2, 16, 300), 16, 16, 8, 4, tf32=True),
+    "3-D": make((2, 16, 4, 5, 6), 24, (2, 3, 3), (1, 2, 2), (0, 1, 1), tf32=True),
+    "empty batch": make((0, 16, 4, 4), 16, 3, dtype="bfloat16"),
+}
+
+
+def offers(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None = None
+) -> list[tuple[Candidate, Launch]]:
+    """What the algorithm offers, and its launches."""
+    layouts, algorithm = layouts or Layouts.dense(problem), ALGORITHMS[pass_]
+    assert algorithm.refusal(problem, pass_, H200) is None
+    return [
+        (candidate, algorithm.launch(problem, pass_, H200, layouts, candidate.variant))
+        for candidate in algorithm.candidates(problem, pass_, H200, layouts)
+    ]
+
+
+def strange(problem: ConvTransposeProblem) -> Iterator[Layouts]:
+    """The problem's tensors dense and not: other weights, unaligned, rows of a wider tensor, columns apart."""
+    dense = Layouts.dense(problem)
+    yield dense
+    yield replace(dense, weight_channels_last=not dense.weight_channels_last)
+    yield replace(dense, aligned=False)
+    *outer, width = problem.output_shape
+    yield replace(dense, output=dense_strides((*outer, width + 3), problem.channels_last))
+    input = list(problem.input_shape)
+    wider = dense_strides((*input[:-1], 2 * input[-1]), problem.channels_last)
+    yield replace(dense, input=(*wider[:4], 2 * wider[4]))
+
+
+def cases() -> Iterator[ParameterSet]:
+    for name, problem in LAYERS.items():
+        for channels_last in (False, True) if problem.dims > 1 else (False,):
+            for pass_ in GRADIENTS:
+                order = "last" if channels_last else "first"
+                formatted = replace(problem, channels_last=channels_last)
+                yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
+
+
+@pytest.mark.parametrize(("problem", "pass_"), list(cases()))
+def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
+    for number, layouts in enumerate(strange(problem)):
+        found = offers(problem, pass_, layouts)
+        candidate, launch = found[number % len(found)]
+        assert_exact(problem, pass_, candidate, launch, layouts, Emulator(number))
+
+
+@pytest.mark.parametrize("shape", gradient_gemm._SHAPES, ids=str)
+@pytest.mark.parametrize("pass_", GRADIENTS)
+def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of every shape, with rows and columns that do not exist, and with every number of buffers."""
+    monkeypatch.setattr(gradient_gemm, "_SHAPES", (shape,))
+    gradient_gemm._ranked.cache_clear()
+    rows = 16 * shape[0] * shape[2]
+    problem = make((2, rows // 2 + 7, 5, 24), 13, 4, 2, 1, dtype="bfloat16")
+    found = offers(problem, pass_)
+    gradient_gemm._ranked.cache_clear()
+    for candidate, _ in found[:1] + found[-1:]:
+        for buffers in (2, 3, 4):
+            variant = candidate.variant._replace(buffers=buffers)
+            layouts = Layouts.dense(problem)
+            if gradient_gemm._tiling(problem, pass_, layouts, variant, H200) is not None:
+                launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
+                assert_exact(problem, pass_, candidate, launch, executor=Emulator(buffers))
+
+
+@pytest.mark.parametrize("pass_", GRADIENTS)
+@pytest.mark.parametrize("name", ["stride 1", "tiny images"])
+def test_no_races(name: str, pass_: Pass) -> None:
+    for problem in (LAYERS[name], replace(LAYERS[name], channels_last=True)):
+        candidate, launch = offers(problem, pass_)[0]
+        assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
+
+
+def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts longer than what the cores sum in one go."""
+    problem = make((3, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
+    monkeypatch.setattr(gradient_gemm, "_MAX_WORKSPACE", 2 * 4 * problem.elements[1])
+    for candidate, launch in offers(problem, Pass.WEIGHT_GRAD)[:2]:
+        assert launch.planes == 2
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("pass_", GRADIENTS)
+def test_float32_is_rounded_to_nearest(pass_: Pass, channels_last: bool) -> None:
+    """The cores truncate: operands that were not rounded would be off by up to twice as much, all in one direction."""
+    problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True, channels_last=channels_last)
+    generator = torch.Generator().manual_seed(5)
+    shapes = {
+        Pass.INPUT_GRAD: (problem.output_shape, problem.weight_shape),
+        Pass.WEIGHT_GRAD: (problem.input_shape, problem.output_shape),
+    }[pass_]
+    first, second = (1 + torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    operands = first.float().double(), second.float().double()
+    candidate, launch = offers(problem, pass_)[0]
+    found = run(problem, pass_, launch, Layouts.dense(problem), operands).double()
+    exact = reference(problem, pass_, operands)
+    error = (found - exact) / exact
+    assert error.abs().max() < 2**-11
+    assert error.mean().abs() < 2**-15, candidate
+
+
+def test_where_it_refuses() -> None:
+    """Exact arithmetic stays exact: float64, float32 without TF32, and layers that PyTorch does not round either."""
+    layer = make((2, 32, 8, 8), 32, 3)
+    wanted = {
+        layer: "stays exact",
+        replace(layer, tf32=True, groups=2): "stays exact",
+        replace(layer, tf32=True, out_channels=8): "stays exact",
+        replace(layer, dtype="float64"): "do not take float64",
+        replace(layer, dtype="bfloat16", kernel_size=(25, 25)): "too many",
+    }
+    for pass_, algorithm in ALGORITHMS.items():
+        for problem, reason in wanted.items():
+            assert reason in (algorithm.refusal(problem, pass_, H200) or "")
+        assert "only" in (algorithm.refusal(layer, Pass.FORWARD, H200) or "")
+    turing = DeviceInfo.for_arch("sm_75")
+    assert "lacks" in (InputGradGemm().refusal(replace(layer, dtype="float16"), Pass.INPUT_GRAD, turing) or "")
+
+
+def test_dtypes_are_those_of_the_cores() -> None:
+    taken = {
+        dtype
+        for dtype in DTYPES
+        if WeightGradGemm().refusal(make((2, 32, 8, 8), 32, 3, dtype=dtype, tf32=True), Pass.WEIGHT_GRAD, H200) is None
+    }
+    assert taken == {"float32", "float16", "bfloat16"}
