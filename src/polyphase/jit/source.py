@@ -27,7 +27,11 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
-    "implicit_gemm": ("tensor_float", "row_blocks", "dependent", "async", "matrix", "gemm_tile", "pixel_loader"),
+    "gather_tiled": ("copy_async",),
+    "implicit_gemm": (
+        *("tensor_float", "row_blocks", "dependent", "copy_async", "async", "matrix", "gemm_tile"),
+        "pixel_loader",
+    ),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }
