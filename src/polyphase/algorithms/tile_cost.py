@@ -131,7 +131,7 @@ def registers(counts: Counts, variant: TiledVariant) -> int:
     """Registers that a thread needs without spilling: fitted to the same variants, on the safe side."""
     always = counts.owned + (2 if variant.asynchronous else 7) * counts.loads + 1.7 * counts.weight_items
     stages = 0.2 * counts.patch + 1.1 * min(4 * counts.weight_reads // counts.words, 24)
-    epilogue = 10.5 * counts.run
+    epilogue = (7 if variant.asynchronous and counts.run in (2, 4) else 10.5) * counts.run
     return round(counts.words * (always + max(stages, epilogue))) + 25
 
 

@@ -66,7 +66,7 @@ constexpr int RUN = CELLS_W * DST_W;  // neighbouring destination elements along
 constexpr int ACCUMULATORS = CELLS_H * DST_D * DST_H * RUN * DST_PER_THREAD;
 // Quads of a source plane, four columns or four channels each, and elements from one plane to the next; planes of
 // channels that are stored at once lie half the banks apart.
-constexpr int PLANE_QUADS = LOADS * THREADS / STAGE_CHANNELS;
+constexpr int PLANE_QUADS = LOADS * THREADS / STAGE_CHANNELS;  // whole: threads are a multiple of 64
 constexpr int PLANE = PLANE_QUADS * 4 + (SRC_CHANNELS_LAST ? 4 : 0);
 
 static_assert(STAGE_CHANNELS % SRC_SLICES == 0, "every source slice takes the same share of a stage");
@@ -102,8 +102,8 @@ __device__ __forceinline__ Tile make_tile(const Geometry& g, int tile) {
 }
 
 // Loads a stage of the source, LOADS quads a thread: four neighbouring columns of a channel, or four neighbouring
-// channels of a position. Where a quad lies never changes, so the padding is zeroed once; quads in the padding load
-// nothing, or with values in flight the first elements, and store nothing.
+// channels of a position. Where a quad lies never changes. Asynchronous copies fill the padding with zeros at every
+// stage; else it is zeroed once, and quads in the padding read the first elements and store nothing.
 struct SourceLoader {
   offset_t offsets[LOADS];  // bytes from the stage's first channel at the tile's first batch entry
   int slots[LOADS];         // in a stage's planes
@@ -112,25 +112,18 @@ struct SourceLoader {
   Quad<scalar_t> values[ASYNC ? 1 : LOADS];
 
   __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int thread, accum_t* planes) {
-    constexpr int CHANNELS = SRC_CHANNELS_LAST ? 4 : 1, COLUMNS = SRC_CHANNELS_LAST ? 1 : 4;  // of a quad
     inside = 0;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      offsets[i] = 0;
       const int index = thread + i * THREADS;
-      int position;
-      if (SRC_CHANNELS_LAST) {
-        channels[i] = index % (STAGE_CHANNELS / CHANNELS) * CHANNELS;
-        position = index / (STAGE_CHANNELS / CHANNELS);
-      } else {
-        channels[i] = index / PLANE_QUADS;
-        position = index % PLANE_QUADS * COLUMNS;
-      }
-      slots[i] = channels[i] * PLANE + (SPLIT == 1 ? position : 0);
-      if (position >= t.image * g.lanes[0] || channels[i] >= STAGE_CHANNELS) continue;
+      channels[i] = SRC_CHANNELS_LAST ? index % (STAGE_CHANNELS / 4) * 4 : index / PLANE_QUADS;
+      int position = SRC_CHANNELS_LAST ? index / (STAGE_CHANNELS / 4) : index % PLANE_QUADS * 4;
+      offsets[i] = 0;
+      slots[i] = SRC_CHANNELS_LAST ? channels[i] * PLANE + position : index * 4;
+      if (position >= t.image * g.lanes[0]) continue;
       const int w = position % t.size_w;
+      if (SPLIT > 1) slots[i] += w % SPLIT * t.pitch + w / SPLIT - w;
       position /= t.size_w;
-      if (SPLIT > 1) slots[i] += position * t.size_w + w % SPLIT * t.pitch + w / SPLIT;
       const int h = position % t.size_h;
       position /= t.size_h;
       const int d = position % t.size_d;
@@ -146,58 +139,65 @@ struct SourceLoader {
       for (int j = 0; j < 4; ++j)
         if (row_inside && (unsigned)(src_w + (SRC_CHANNELS_LAST ? 0 : j)) < (unsigned)g.src.size[2]) mask |= 1u << j;
       inside |= mask << (4 * i);
-      if (mask)
+      if (mask) {
         offsets[i] = byte_offset<scalar_t>(g.src, n, src_d, src_h, src_w) +
                      (offset_t)channels[i] * (offset_t)(g.src.stride[1] * sizeof(scalar_t));
-      if (mask != 0xfu) {
-#pragma unroll
-        for (int buffer = 0; buffer < BUFFERS; ++buffer)
-          put(planes + buffer * STAGE_CHANNELS * PLANE + slots[i], t, Vector<accum_t, 4>{});
+      } else if (!ASYNC) {
+        put(planes + slots[i], t, Vector<accum_t, 4>{});
+        put(planes + slots[i] + STAGE_CHANNELS * PLANE, t, Vector<accum_t, 4>{});
       }
     }
   }
 
-  // Asynchronously to `planes`, or to registers, from where `store` takes them.
-  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int stage, accum_t* planes) {
-    src += stage * STAGE_CHANNELS * g.src.stride[1];
-    const int remaining = SRC_CHANNELS - stage * STAGE_CHANNELS;
-    const long long step = SRC_CHANNELS_LAST ? g.src.stride[1] : g.src.stride[4];
+  // Whether element j of quad i, of a channel of the stage of which so many remain, is in `mask` and exists.
+  static __device__ __forceinline__ bool exists(unsigned mask, int i, int j, int channel, int remaining) {
+    return (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining) && mask >> (4 * i + j) & 1u;
+  }
+
+  // The stage that begins at `src` with so many channels remaining, asynchronously to `planes`.
+  __device__ __forceinline__ void copy(const Geometry& g, const scalar_t* src, int remaining, accum_t* planes) const {
+    const unsigned mask = opaque(inside);
+    const unsigned to = shared_address(planes);
+    constexpr int SIZE = sizeof(scalar_t), AT_ONCE = 16 / SIZE;
+    if (g.aligned_src) {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; j += AT_ONCE)
+          copy_async<16>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j,
+                         exists(mask, i, j, channels[i], remaining));
+    } else {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          copy_async<SIZE>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j * g.src.stride[4],
+                           exists(mask, i, j, channels[i], remaining));
+    }
+  }
+
+  // The same to registers, from where `store` takes it.
+  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int remaining) {
+    const unsigned mask = opaque(inside);
     if (g.aligned_src) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
-        const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining;
-        if constexpr (ASYNC) {
-          if (inside >> (4 * i) & 1u) copy_quad(planes + slots[i], at(src, offsets[i]), exists);
-        } else if (exists) {
+        if (SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining)
           values[i].load(at(src, offsets[i]));
-        } else {
+        else
           values[i].clear();
-        }
       }
     } else {
+      const long long step = SRC_CHANNELS_LAST ? g.src.stride[1] : g.src.stride[4];
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
-        if constexpr (!ASYNC) values[i].clear();
+        values[i].clear();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int channel = channels[i] + (SRC_CHANNELS_LAST ? j : 0);
-          const bool exists = (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining);
-          const scalar_t* const from = at(src, offsets[i]) + j * step;
-          if constexpr (ASYNC) {
-            if (inside >> (4 * i + j) & 1u)
-              copy_async<sizeof(scalar_t)>(shared_address(planes + slots[i] + j), from, exists);
-          } else if (exists && inside >> (4 * i + j) & 1u) {
-            values[i].load(j, from);
-          }
-        }
+        for (int j = 0; j < 4; ++j)
+          if (exists(mask, i, j, channels[i] + (SRC_CHANNELS_LAST ? j : 0), remaining))
+            values[i].load(j, at(src, offsets[i]) + j * step);
       }
     }
-  }
-
-  static __device__ __forceinline__ void copy_quad(accum_t* to, const scalar_t* from, bool exists) {
-    constexpr int ELEMENTS = 16 / sizeof(scalar_t);
-#pragma unroll
-    for (int j = 0; j < 4; j += ELEMENTS) copy_async<16>(shared_address(to + j), from + j, exists);
   }
 
   __device__ __forceinline__ void store(const Geometry& g, const Tile& t, accum_t* planes) const {
@@ -230,8 +230,8 @@ struct WeightLoader {
   static constexpr int CHANNEL_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_OUT : WEIGHT_STRIDE_IN;
   static constexpr int DST_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
 
-  int offsets[WEIGHT_ITEMS];  // elements from the stage's first weight
-  int slots[WEIGHT_ITEMS];    // in a stage's weights; -1 for nothing to store
+  unsigned offsets[WEIGHT_ITEMS];  // bytes from the stage's first weight
+  int slots[WEIGHT_ITEMS];         // in a stage's weights; -1 for nothing to store
   scalar_t values[ASYNC ? 1 : WEIGHT_ITEMS];
 
   static __device__ __forceinline__ void locate(int item, int& channel, int& dst, int& tap) {
@@ -250,29 +250,34 @@ struct WeightLoader {
       int channel, dst, tap;
       locate(thread + i * THREADS, channel, dst, tap);
       const bool exists = thread + i * THREADS < COUNT;
-      offsets[i] = exists ? channel * CHANNEL_STRIDE + dst * DST_STRIDE + tap * WEIGHT_STRIDE_TAP : 0;
+      offsets[i] =
+          exists ? (channel * CHANNEL_STRIDE + dst * DST_STRIDE + tap * WEIGHT_STRIDE_TAP) * sizeof(scalar_t) : 0;
       slots[i] = exists ? channel * WEIGHT_CHANNEL + dst / DST_PER_THREAD * WEIGHT_SLICE + tap * DST_PER_THREAD +
                               dst % DST_PER_THREAD
                         : -1;
     }
   }
 
-  // Asynchronously to `weights`, or to registers, from where `store` takes them.
-  __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int stage, int thread, accum_t* weights) {
-    weight += stage * STAGE_CHANNELS * CHANNEL_STRIDE + dst_block * BLOCK_DST * DST_STRIDE;
+  static __device__ __forceinline__ bool exists(int item, int dst_block, int remaining) {
+    if (SRC_CHANNELS % STAGE_CHANNELS == 0 && DST_CHANNELS % BLOCK_DST == 0) return true;
+    int channel, dst, tap;
+    locate(item, channel, dst, tap);
+    return channel < remaining && dst + dst_block * BLOCK_DST < DST_CHANNELS;
+  }
+
+  // The stage that begins at `weight` with so many source channels remaining: asynchronously to `weights`, or to
+  // registers, from where `store` takes it.
+  __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int remaining, int thread,
+                                       accum_t* weights) {
 #pragma unroll
     for (int i = 0; i < WEIGHT_ITEMS; ++i) {
-      bool exists = true;
-      if (SRC_CHANNELS % STAGE_CHANNELS != 0 || DST_CHANNELS % BLOCK_DST != 0) {
-        int channel, dst, tap;
-        locate(thread + i * THREADS, channel, dst, tap);
-        exists = channel + stage * STAGE_CHANNELS < SRC_CHANNELS && dst + dst_block * BLOCK_DST < DST_CHANNELS;
-      }
+      const bool exist = exists(thread + i * THREADS, dst_block, remaining);
       if constexpr (ASYNC) {
         if (slots[i] >= 0)
-          copy_async<sizeof(scalar_t)>(shared_address(weights + slots[i]), weight + offsets[i], exists);
+          copy_async<sizeof(scalar_t)>(shared_address(weights) + slots[i] * sizeof(scalar_t), at(weight, offsets[i]),
+                                       exist);
       } else {
-        values[i] = exists ? read(weight + offsets[i]) : zero<scalar_t>();
+        values[i] = exist ? read(at(weight, offsets[i])) : zero<scalar_t>();
       }
     }
   }
@@ -338,16 +343,26 @@ struct Accumulators {
     }
   }
 
-  // Adds them to the lane's sums in shared memory, or with `first` puts them there, and starts anew.
-  __device__ __forceinline__ void flush(accum_t* sums, bool first) {
+  // Adds the lane's sums in shared memory.
+  __device__ __forceinline__ void add(const accum_t* sums) {
 #pragma unroll
     for (int i = 0; i < ACCUMULATORS; i += 4) {
-      Vector<accum_t, 4>* const place = (Vector<accum_t, 4>*)(sums + i * SLICE_THREADS);
-      Vector<accum_t, 4> four = {};
-      if (!first) four = *place;
+      const Vector<accum_t, 4> four = *(const Vector<accum_t, 4>*)(sums + i * SLICE_THREADS);
 #pragma unroll
-      for (int j = i; j < i + 4 && j < ACCUMULATORS; ++j) four.value[j - i] += (&sum[0][0][0][0][0])[j];
-      *place = four;
+      for (int j = 0; j < 4 && i + j < ACCUMULATORS; ++j)
+        if (has_taps(i + j)) (&sum[0][0][0][0][0])[i + j] += four.value[j];
+    }
+  }
+
+  // Leaves all in the lane's sums, which hold nothing yet if it is the `first`, and starts anew.
+  __device__ __forceinline__ void flush(accum_t* sums, bool first) {
+    if (!first) add(sums);
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; i += 4) {
+      Vector<accum_t, 4> four = {};
+#pragma unroll
+      for (int j = 0; j < 4 && i + j < ACCUMULATORS; ++j) four.value[j] = (&sum[0][0][0][0][0])[i + j];
+      *(Vector<accum_t, 4>*)(sums + i * SLICE_THREADS) = four;
     }
     clear();
   }
@@ -359,14 +374,7 @@ struct Accumulators {
       if (slice == other) flush(sums, !CHAINED && other == 1);
       __syncthreads();
     }
-    if (slice != 0) return;
-#pragma unroll
-    for (int i = 0; i < ACCUMULATORS; i += 4) {
-      const Vector<accum_t, 4> four = *(const Vector<accum_t, 4>*)(sums + i * SLICE_THREADS);
-#pragma unroll
-      for (int j = i; j < i + 4 && j < ACCUMULATORS; ++j)
-        if (has_taps(j)) (&sum[0][0][0][0][0])[j] += four.value[j - i];
-    }
+    if (slice == 0) add(sums);
   }
 };
 
@@ -536,14 +544,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __all_sync(0xffffffffu, place.slabs >= DST_D && place.rows >= CELLS_H * DST_H && place.columns >= RUN);
 
   int group = first_item / DST_BLOCKS, dst_block = first_item % DST_BLOCKS;
+  // The step to be loaded next, and how many are left.
   int ahead_group = group, ahead_block = dst_block, ahead_stage = 0, ahead = items * STAGES;
+  const scalar_t *ahead_src = src, *ahead_weight = weight;
   auto load = [&](int buffer) {
-    if (ahead > 0) {
-      source.load(g, src + (long long)ahead_group * SRC_CHANNELS * g.src.stride[1], ahead_stage,
-                  planes + buffer * STAGE_CHANNELS * PLANE);
-      taps.load(weight + (long long)ahead_group * SRC_CHANNELS * DST_CHANNELS * TAPS, ahead_block, ahead_stage, thread,
-                weights + buffer * WEIGHT_STAGE);
-      --ahead;
+    if (ahead-- > 0) {
+      if (ahead_stage == 0) {
+        ahead_src = src + (long long)ahead_group * SRC_CHANNELS * g.src.stride[1];
+        ahead_weight = weight + (long long)ahead_group * SRC_CHANNELS * DST_CHANNELS * TAPS +
+                       ahead_block * BLOCK_DST * WeightLoader::DST_STRIDE;
+      }
+      const int remaining = SRC_CHANNELS - ahead_stage * STAGE_CHANNELS;
+      if constexpr (ASYNC)
+        source.copy(g, ahead_src, remaining, planes + buffer * STAGE_CHANNELS * PLANE);
+      else
+        source.load(g, ahead_src, remaining);
+      taps.load(ahead_weight, ahead_block, remaining, thread, weights + buffer * WEIGHT_STAGE);
+      ahead_src += STAGE_CHANNELS * g.src.stride[1];
+      ahead_weight += STAGE_CHANNELS * WeightLoader::CHANNEL_STRIDE;
       if (++ahead_stage == STAGES) {
         ahead_stage = 0;
         if (++ahead_block == DST_BLOCKS) ahead_block = 0, ++ahead_group;
