@@ -42,9 +42,9 @@ class TiledVariant(NamedTuple):
         return self.lanes * self.dst_slices * self.src_slices
 
 
-# Terms of a chain of float32, on average over the phases: the loss of a sum of many grows with the root of it
-# (docs/numerics.md). Other types are either exact enough or rounded much further in the end.
-_CHAIN_TERMS = 48
+# Terms, on average over the phases, after which a chain of float32 ends with its stage: its error grows with their root
+# (docs/numerics.md). Other types are exact enough, or rounded much further in the end.
+_CHAIN_TERMS = 50
 
 
 class Counts(NamedTuple):
@@ -74,10 +74,12 @@ class Counts(NamedTuple):
         words = 2 if gather.dtype == "float64" else 1
         stages = math.ceil(gather.src_channels / variant.stage_channels)
         channels = variant.stage_channels / variant.src_slices
-        chain = int(_CHAIN_TERMS * gather.owned / (gather.taps * channels)) if gather.dtype == "float32" else stages
+        chain = stages
+        if gather.dtype == "float32":
+            chain = min(stages, math.ceil(_CHAIN_TERMS * gather.owned / (gather.taps * channels)))
         return cls(
             stages=stages,
-            chain=max(min(chain, stages), variant.src_slices),
+            chain=max(chain, variant.src_slices),
             channels=channels,
             products=gather.taps * variant.dst_per_thread * cells * words,
             weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
@@ -99,8 +101,8 @@ _COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
 _COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
 _COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
 _COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.25, 0.08
-# Guesses, not measured yet: what an asynchronous load costs of another, and an accumulator added to its sum.
-_COST_ASYNCHRONOUS, _COST_FLUSH = 0.5, 3.0
+# Guesses, not measured yet: a quad that is copied asynchronously, and an accumulator that is added to its sum.
+_COST_COPY, _COST_FLUSH = 10.0, 3.0
 
 
 def thread_cycles(counts: Counts, variant: TiledVariant) -> float:
@@ -109,8 +111,8 @@ def thread_cycles(counts: Counts, variant: TiledVariant) -> float:
     code = _COST_ROLLED_CODE if straight > 1024 else _COST_LONG_CODE * max(0.0, straight / 700 - 1)
     reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
     compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
-    load = counts.loads * _COST_LOAD + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
-    load *= _COST_ASYNCHRONOUS if variant.asynchronous else 1.0
+    quad = _COST_COPY if variant.asynchronous else _COST_LOAD
+    load = counts.loads * quad + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
     flush = counts.accumulators * _COST_FLUSH * (math.ceil(counts.stages / counts.chain) - 1)
     if counts.run == 1:
         element = _COST_LONE_ELEMENT
