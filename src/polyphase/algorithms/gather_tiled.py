@@ -158,7 +158,7 @@ class _TileSize(NamedTuple):
             lanes[0],
             depth.window(lanes[1]),
             height.window(lanes[2] * cells[0]),
-            _round_up(skew + width.window(lanes[3] * cells[1]), max(4, _split(gather))),
+            _round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
         )
 
     @property
@@ -169,12 +169,6 @@ class _TileSize(NamedTuple):
     def loads(self, variant: TiledVariant) -> int:
         """Quads that a thread loads for a stage."""
         return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
-
-
-def _split(gather: Gather) -> int:
-    """Residues by which source rows are split in shared memory."""
-    step = gather.cell_axes[2].src
-    return step if step == 2 or step % 4 == 0 else 1
 
 
 def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> int:
@@ -296,7 +290,7 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
 
 def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
     """Whether the source can go to shared memory as it is, and the device copies it there by itself."""
-    as_it_is = gather.dtype in ("float32", "float64") and not gather.src.channels_last and _split(gather) == 1
+    as_it_is = gather.dtype in ("float32", "float64") and not gather.src.channels_last and gather.split == 1
     return as_it_is and int(device.arch.rstrip("af")[3:]) >= 80
 
 

@@ -70,7 +70,10 @@ class Counts(NamedTuple):
         _, height, width = gather.cell_axes
         cells = variant.cells_h * variant.cells_w
         per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
-        patch = height.window_used(variant.cells_h) * width.window_used(variant.cells_w)
+        rows, columns = height.window_used(variant.cells_h), width.window_used(variant.cells_w)
+        reads = columns  # of a row
+        if gather.split == 1 and variant.cells_w * width.src % 2 == 0:  # in pairs
+            reads = math.ceil((width.first_offset % 2 + width.window(variant.cells_w)) / 2)
         words = 2 if gather.dtype == "float64" else 1
         stages = math.ceil(gather.src_channels / variant.stage_channels)
         channels = variant.stage_channels / variant.src_slices
@@ -83,12 +86,12 @@ class Counts(NamedTuple):
             channels=channels,
             products=gather.taps * variant.dst_per_thread * cells * words,
             weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
-            patch_reads=gather.axes[0].kernel * patch * words,
+            patch_reads=gather.axes[0].kernel * rows * reads * words,
             weight_items=math.ceil(per_stage / variant.threads),
             loads=variant.loads,
             accumulators=cells * gather.phases * variant.dst_per_thread,
             owned=cells * gather.owned * variant.dst_per_thread,
-            patch=patch,
+            patch=rows * columns,
             run=variant.cells_w * width.dst,
             words=words,
         )
