@@ -284,7 +284,7 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
                 _REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
             )
             # Where the estimate is low the compiler settles for fewer resident blocks; a lone block has no way out.
-            if blocks > 1 or (blocks == 1 and needed + 16 <= min(255, _REGISTERS // threads)):
+            if blocks and needed + 16 <= min(255, _REGISTERS // threads):
                 yield variant._replace(min_blocks=blocks), counts
 
 
