@@ -5,8 +5,8 @@ A kernel's source (one string, no headers, inline PTX only where ``EMULATOR`` is
 `EmulationError` with block, thread and line: accesses outside of a buffer or of shared memory, misaligned vectors,
 indices outside of an array, signed overflow, deadlocks, endless loops. A race shows as a result that depends on the
 order of threads. Shared memory and local variables are poisoned, so what is read before it is written shows too.
-Asynchronous copies and products (the host branches of kernels/common/async.cuh and matrix.cuh) are done when the thread
-waits for them, not before.
+Asynchronous copies and products (the host branches of copy_async.cuh, async.cuh and matrix.cuh in kernels/common) are
+done when the thread waits for them, not before.
 """
 
 from __future__ import annotations

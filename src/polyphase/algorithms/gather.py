@@ -130,6 +130,12 @@ class Gather:
         return depth, height, width
 
     @cached_property
+    def split(self) -> int:
+        """Residues by which ``gather_tiled.cu`` splits a row of the source in shared memory."""
+        step = self.cell_axes[2].src
+        return step if step == 2 or step % 4 == 0 else 1
+
+    @cached_property
     def owned(self) -> int:
         """Destination elements of a cell that own taps."""
         return math.prod(axis.owned for axis in self.cell_axes)

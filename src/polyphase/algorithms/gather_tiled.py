@@ -68,11 +68,10 @@ class GatherTiled:
             return "channels_last groups of less than 4 channels would leave its lanes far apart in memory"
         if gather.phases > MAX_PHASES:
             return f"{gather.phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
-        if not _variants(_Layer(gather)):
+        variants = _variants(_Layer(gather), device)
+        if not variants:
             return "the halo of a tile does not fit the registers in flight"
-        if not any(
-            _fits(gather, variant, (1, 1, 1, variant.lanes), device) for variant, _ in _variants(_Layer(gather))
-        ):
+        if not any(_fits(gather, variant, (1, 1, 1, variant.lanes), device) for variant, _ in variants):
             return f"the halo of a tile does not fit {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
@@ -82,7 +81,7 @@ class GatherTiled:
         gather = Gather.of(problem, pass_, layouts)
         work = problem.batch * problem.groups * math.prod(gather.cells) * gather.dst_channels
         result = []
-        for variant, cycles in _variants(_Layer(gather)):
+        for variant, cycles in _variants(_Layer(gather), device):
             if _fits(gather, variant, (1, 1, 1, variant.lanes), device):
                 if gather.forward:
                     few = gather.dst_channels < 4 and problem.groups == 1 and not problem.channels_last
@@ -116,6 +115,8 @@ class GatherTiled:
                 SRC_SLICES=variant.src_slices,
                 STAGE_CHANNELS=variant.stage_channels,
                 LOADS=variant.loads,
+                BUFFERS=variant.buffers,
+                CHAIN=Counts.of(gather, variant).chain,
                 DST_VECTOR=variant.dst_vector,
                 MIN_BLOCKS=variant.min_blocks,
             ),
@@ -160,7 +161,7 @@ class _TileSize(NamedTuple):
             lanes[0],
             depth.window(lanes[1]),
             height.window(lanes[2] * cells[0]),
-            _round_up(skew + width.window(lanes[3] * cells[1]), 4),
+            _round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
         )
 
     @property
@@ -172,26 +173,20 @@ class _TileSize(NamedTuple):
         """Quads that a thread loads for a stage."""
         return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
 
-    def row(self, gather: Gather) -> int:
-        """Elements of a row with the gaps between its residues."""
-        step = gather.cell_axes[2].src
-        split = step if step == 2 or step % 4 == 0 else 1
-        return _round_up(self.width, split)
-
 
 def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> int:
     accumulator = 8 if gather.dtype == "float64" else 4
-    tile = _TileSize.of(gather, variant.cells, lanes)
     weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
-    plane = tile.images * tile.depth * tile.height * tile.row(gather)
-    main = 2 * (weights + variant.stage_channels * plane)
+    plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
+    buffers = variant.buffers * (weights + variant.stage_channels * plane)
     slice_threads = variant.lanes * variant.dst_slices
     counts = Counts.of(gather, variant)
-    staging = slice_threads * counts.run
-    reduction = slice_threads * counts.accumulators if variant.src_slices > 1 else 0
+    rows = slice_threads * counts.run
+    summed = variant.src_slices > 1 or counts.chain < counts.stages
+    sums = slice_threads * _round_up(counts.accumulators, 4) if summed else 0
     wide = gather.wide_offsets(lanes[0], variant.stage_channels)
     elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
-    return (main + max(staging, reduction)) * accumulator + elements
+    return (buffers + rows + sums) * accumulator + elements
 
 
 def _fits(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], device: DeviceInfo) -> bool:
@@ -248,14 +243,16 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 @lru_cache(maxsize=512)
-def _variants(layer: _Layer) -> tuple[tuple[TiledVariant, float], ...]:
+def _variants(layer: _Layer, device: DeviceInfo) -> tuple[tuple[TiledVariant, float], ...]:
     """The best variants of a layer with their cycles per cell and destination channel, in rising order."""
     gather = layer.gather
-    scored = [(variant, cycles_per_result(gather, variant, counts)) for variant, counts in legal_variants(gather)]
+    scored = [
+        (variant, cycles_per_result(gather, variant, counts)) for variant, counts in legal_variants(gather, device)
+    ]
     return tuple(sorted(scored, key=lambda item: item[1])[:_OFFERED])
 
 
-def legal_variants(gather: Gather) -> Iterator[tuple[TiledVariant, Counts]]:
+def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVariant, Counts]]:
     """Every variant of a layer that compiles without spills by the estimate, and what its threads do."""
     tall = gather.axes[1] != Axis(1)
     cells = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)) if tall else ((1, 1), (1, 2))
@@ -263,6 +260,7 @@ def legal_variants(gather: Gather) -> Iterator[tuple[TiledVariant, Counts]]:
     last = gather.src.channels_last
     stages = [channels for channels in ((4, 8) if last else (1, 2, 4, 8)) if channels < 2 * gather.src_channels or last]
     src_slices = [slices for slices in (1, 2, 4) if slices <= gather.src_channels // 16 + 1]
+    buffers = (2, 3) if _copies_asynchronously(gather, device) else (2,)
     for dst, (cells_h, cells_w) in itertools.product(per_thread, cells):
         if gather.taps * dst * cells_h * cells_w > _MAX_UNROLLED:
             continue
@@ -272,20 +270,31 @@ def legal_variants(gather: Gather) -> Iterator[tuple[TiledVariant, Counts]]:
             continue
         vector = _dst_vector(gather, dst)
         elements = {lanes: _most_elements(gather, (cells_h, cells_w), lanes, tall) for lanes in (64, 128, 256)}
-        for lanes, of_dst, of_src, channels in itertools.product((64, 128, 256), (1, 2, 4), src_slices, stages):
+        for lanes, of_dst, of_src, channels, depth in itertools.product(
+            (64, 128, 256), (1, 2, 4), src_slices, stages, buffers
+        ):
             threads = lanes * of_dst * of_src
             if threads > 512 or channels % of_src or (of_dst - 1) * dst >= gather.dst_channels:
                 continue
             loads = math.ceil(elements[lanes] * channels / 4 / threads)
             if loads > _MAX_LOADS:
                 continue
-            variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, 1, vector)
+            variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, depth, 1, vector)
             counts = Counts.of(gather, variant)
-            needed = _round_up(registers(counts), 8)
-            blocks = min(_REGISTERS // (needed * threads), 1536 // threads)
+            needed = _round_up(registers(counts, variant), 8)
+            shared = _shared_bytes(gather, variant, (1, 1, 1, lanes)) + 1024
+            blocks = min(
+                _REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
+            )
             # Where the estimate is low the compiler settles for fewer resident blocks; a lone block has no way out.
-            if blocks > 1 or (blocks == 1 and needed + 16 <= min(255, _REGISTERS // threads)):
+            if blocks and needed + 16 <= min(255, _REGISTERS // threads):
                 yield variant._replace(min_blocks=blocks), counts
+
+
+def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
+    """Whether the source can go to shared memory as it is, and the device copies it there by itself."""
+    as_it_is = gather.dtype in ("float32", "float64") and not gather.src.channels_last and gather.split == 1
+    return as_it_is and int(device.arch.rstrip("af")[3:]) >= 80
 
 
 def _most_elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) -> int:

@@ -22,6 +22,7 @@ class TiledVariant(NamedTuple):
     src_slices: int
     stage_channels: int
     loads: int
+    buffers: int
     min_blocks: int
     dst_vector: int
 
@@ -31,15 +32,26 @@ class TiledVariant(NamedTuple):
         return self.cells_h, self.cells_w
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether stages are copied to shared memory past the registers."""
+        return self.buffers > 2
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.lanes * self.dst_slices * self.src_slices
+
+
+# Terms, on average over the phases, after which a chain of float32 ends with its stage: its error grows with their root
+# (docs/numerics.md). Other types are exact enough, or rounded much further in the end.
+_CHAIN_TERMS = 50
 
 
 class Counts(NamedTuple):
     """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
 
     stages: int
+    chain: int  # stages whose products are summed in one chain
     channels: float  # of a stage that a thread computes
     products: int
     weight_reads: int
@@ -58,19 +70,28 @@ class Counts(NamedTuple):
         _, height, width = gather.cell_axes
         cells = variant.cells_h * variant.cells_w
         per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
-        patch = height.window_used(variant.cells_h) * width.window_used(variant.cells_w)
+        rows, columns = height.window_used(variant.cells_h), width.window_used(variant.cells_w)
+        reads = columns  # of a row
+        if gather.split == 1 and variant.cells_w * width.src % 2 == 0:  # in pairs
+            reads = math.ceil((width.first_offset % 2 + width.window(variant.cells_w)) / 2)
         words = 2 if gather.dtype == "float64" else 1
+        stages = math.ceil(gather.src_channels / variant.stage_channels)
+        channels = variant.stage_channels / variant.src_slices
+        chain = stages
+        if gather.dtype == "float32":
+            chain = min(stages, math.ceil(_CHAIN_TERMS * gather.owned / (gather.taps * channels)))
         return cls(
-            stages=math.ceil(gather.src_channels / variant.stage_channels),
-            channels=variant.stage_channels / variant.src_slices,
+            stages=stages,
+            chain=max(chain, variant.src_slices),
+            channels=channels,
             products=gather.taps * variant.dst_per_thread * cells * words,
             weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
-            patch_reads=gather.axes[0].kernel * patch * words,
+            patch_reads=gather.axes[0].kernel * rows * reads * words,
             weight_items=math.ceil(per_stage / variant.threads),
             loads=variant.loads,
             accumulators=cells * gather.phases * variant.dst_per_thread,
             owned=cells * gather.owned * variant.dst_per_thread,
-            patch=patch,
+            patch=rows * columns,
             run=variant.cells_w * width.dst,
             words=words,
         )
@@ -83,6 +104,8 @@ _COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
 _COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
 _COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
 _COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.25, 0.08
+# Guesses, not measured yet: a quad that is copied asynchronously, and an accumulator that is added to its sum.
+_COST_COPY, _COST_FLUSH = 10.0, 3.0
 
 
 def thread_cycles(counts: Counts, variant: TiledVariant) -> float:
@@ -91,14 +114,16 @@ def thread_cycles(counts: Counts, variant: TiledVariant) -> float:
     code = _COST_ROLLED_CODE if straight > 1024 else _COST_LONG_CODE * max(0.0, straight / 700 - 1)
     reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
     compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
-    load = counts.loads * _COST_LOAD + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
+    quad = _COST_COPY if variant.asynchronous else _COST_LOAD
+    load = counts.loads * quad + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
+    flush = counts.accumulators * _COST_FLUSH * (math.ceil(counts.stages / counts.chain) - 1)
     if counts.run == 1:
         element = _COST_LONE_ELEMENT
     else:
         element = _COST_VECTOR_ELEMENT if counts.run in (2, 4) else _COST_TURNED_ELEMENT
     epilogue = counts.accumulators * element / variant.src_slices
     reduction = counts.accumulators * _COST_REDUCTION * (variant.src_slices - 1) / variant.src_slices
-    return counts.stages * (compute + load) + epilogue + reduction
+    return counts.stages * (compute + load) + flush + epilogue + reduction
 
 
 def _wavefronts(counts: Counts, conflicts: int) -> float:
@@ -107,11 +132,11 @@ def _wavefronts(counts: Counts, conflicts: int) -> float:
     return counts.stages * (counts.channels * counts.patch_reads * conflicts + loads) + 3 * counts.accumulators
 
 
-def registers(counts: Counts) -> int:
+def registers(counts: Counts, variant: TiledVariant) -> int:
     """Registers that a thread needs without spilling: fitted to the same variants, on the safe side."""
-    always = counts.owned + 7 * counts.loads + 1.7 * counts.weight_items
+    always = counts.owned + (2 if variant.asynchronous else 7) * counts.loads + 1.7 * counts.weight_items
     stages = 0.2 * counts.patch + 1.1 * min(4 * counts.weight_reads // counts.words, 24)
-    epilogue = 10.5 * counts.run
+    epilogue = (7 if variant.asynchronous and counts.run in (2, 4) else 10.5) * counts.run
     return round(counts.words * (always + max(stages, epilogue))) + 25
 
 

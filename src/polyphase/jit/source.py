@@ -27,9 +27,13 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
-    "implicit_gemm": ("tensor_float", "row_blocks", "dependent", "async", "mma", "matrix", "gemm_tile", "pixel_loader"),
-    "input_grad_gemm": ("tensor_float", "async", "mma", "window_product"),
-    "weight_grad_gemm": ("tensor_float", "async", "mma", "window_product"),
+    "gather_tiled": ("copy_async",),
+    "implicit_gemm": (
+        *("tensor_float", "row_blocks", "dependent", "copy_async", "async", "mma", "matrix", "gemm_tile"),
+        "pixel_loader",
+    ),
+    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
+    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }

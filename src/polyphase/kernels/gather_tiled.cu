@@ -13,14 +13,19 @@
 // A thread keeps every phase of its cells in registers: CELLS_H × CELLS_W × (DST per cell) × DST_PER_THREAD
 // accumulators, of which those without taps cost nothing.
 //
-// Shared memory: two buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; two
-// buffers of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting
-// at a multiple of four source elements and split by residues so that lanes read neighbouring words at even strides
-// too; then where each element of a lane's row goes; then the sums of one source slice, or for each warp the row that
-// it turns into a whole output line.
+// Sums have two levels, so that rounding does not grow with the number of source channels: after CHAIN stages a thread
+// adds its accumulators to its lane's sums in shared memory, and starts anew. Source slices share these sums, and take
+// turns: each adds after another stage.
 //
-// Synchronisation: step i+1 (a stage of an item) is loaded to registers while step i is computed, and stored to the
-// other buffer; one barrier a step suffices, since a buffer is written again only after the barrier that follows its
+// Shared memory: BUFFERS buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; as
+// many of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting at a
+// multiple of four source elements and split by residues so that lanes read neighbouring words at even strides too,
+// planes as long as the longest tile; then where each element of a lane's row goes; then for each warp the row that it
+// turns into a whole output line; then the sums of the lanes.
+//
+// Synchronisation: steps (a stage of an item) are loaded BUFFERS - 1 ahead. With two buffers the next step waits in
+// registers while one is computed, and is then stored to the other buffer; with more, copies go to their buffer
+// asynchronously. One barrier a step suffices, since a buffer is written again only after the barrier that follows its
 // last reads. A warp's row is its own.
 
 struct Geometry {
@@ -47,25 +52,36 @@ constexpr int SLICE_CHANNELS = STAGE_CHANNELS / SRC_SLICES;
 // Source channels in one piece of straight-line code: a whole stage, unless that would crowd the instruction cache.
 constexpr int PRODUCTS = TAPS * DST_PER_THREAD * CELLS_H * CELLS_W;
 constexpr int CHANNELS_AT_ONCE = PRODUCTS * SLICE_CHANNELS <= 1024 ? SLICE_CHANNELS : 1;
+constexpr bool CHAINED = CHAIN < STAGES;
+constexpr bool ASYNC = BUFFERS > 2;
 
 constexpr int DST_D = dst_cell(AXIS_D), DST_H = dst_cell(AXIS_H), DST_W = dst_cell(AXIS_W);
 constexpr int SRC_D = src_cell(AXIS_D), SRC_H = src_cell(AXIS_H), SRC_W = src_cell(AXIS_W);
 constexpr int SPLIT = SRC_W == 2 || SRC_W % 4 == 0 ? SRC_W : 1;  // odd strides meet no bank twice as they are
 constexpr int SKEW = first_offset(AXIS_W) - floor_div(first_offset(AXIS_W), 4) * 4;  // of a tile's first column
-constexpr int WINDOW_H = window(AXIS_H, CELLS_H), WINDOW_W = window(AXIS_W, CELLS_W);
+// Where lanes lie an even number of elements apart, they read pairs.
+constexpr int PAIR = SPLIT == 1 && CELLS_W * SRC_W % 2 == 0 ? 2 : 1;
+constexpr int WINDOW_H = window(AXIS_H, CELLS_H), WINDOW_W = SKEW % PAIR + window(AXIS_W, CELLS_W);
 constexpr int RUN = CELLS_W * DST_W;  // neighbouring destination elements along w that a thread owns
 constexpr int ACCUMULATORS = CELLS_H * DST_D * DST_H * RUN * DST_PER_THREAD;
+// Quads of a source plane, four columns or four channels each, and elements from one plane to the next; planes of
+// channels that are stored at once lie half the banks apart.
+constexpr int PLANE_QUADS = LOADS * THREADS / STAGE_CHANNELS;  // whole: threads are a multiple of 64
+constexpr int PLANE = PLANE_QUADS * 4 + (SRC_CHANNELS_LAST ? 4 : 0);
 
 static_assert(STAGE_CHANNELS % SRC_SLICES == 0, "every source slice takes the same share of a stage");
 static_assert(LANES % 32 == 0, "a warp lies in one slice");
+static_assert(CHAIN >= SRC_SLICES, "every source slice adds its sums after another stage");
 static_assert(!SRC_CHANNELS_LAST || STAGE_CHANNELS % 4 == 0, "a thread loads four channels at once");
+static_assert(!ASYNC || (sizeof(scalar_t) == sizeof(accum_t) && SPLIT == 1 && !SRC_CHANNELS_LAST),
+              "what is copied asynchronously stays as it is");
 
 // The tile of the source, as every thread sees it.
 struct Tile {
-  int n, d, h, w;               // first batch entry and first cells
-  int size_d, size_h, size_w;   // source elements along each dimension, halo included, whole quads along w
-  int pitch;                    // elements of one residue of w in a row
-  int row, slab, image, plane;  // pitches of h, d, n and channel
+  int n, d, h, w;              // first batch entry and first cells
+  int size_d, size_h, size_w;  // source elements along each dimension, halo included, whole quads along w
+  int pitch;                   // elements of one residue of w in a row
+  int slab, image;             // pitches of d and n; that of h is size_w
 };
 
 __device__ __forceinline__ Tile make_tile(const Geometry& g, int tile) {
@@ -78,48 +94,40 @@ __device__ __forceinline__ Tile make_tile(const Geometry& g, int tile) {
   t.n = tile / g.tiles[1] * g.lanes[0];
   t.size_d = window(AXIS_D, g.lanes[1]);
   t.size_h = window(AXIS_H, g.lanes[2] * CELLS_H);
-  t.size_w = round_up(SKEW + window(AXIS_W, g.lanes[3] * CELLS_W), 4);
-  t.pitch = ceil_div(t.size_w, SPLIT);
-  t.row = t.pitch * SPLIT;
-  t.slab = t.row * t.size_h;
+  t.size_w = round_up(SKEW + window(AXIS_W, g.lanes[3] * CELLS_W), SPLIT > 4 ? SPLIT : 4);
+  t.pitch = t.size_w / SPLIT;
+  t.slab = t.size_w * t.size_h;
   t.image = t.slab * t.size_d;
-  t.plane = t.image * g.lanes[0];
   return t;
 }
 
-// One stage of the source in flight, LOADS quads a thread: four neighbouring columns of a channel, or four neighbouring
-// channels of a position. Where a quad lies never changes, so the padding is zeroed once, and quads in the padding read
-// the first elements and store nothing.
+// Loads a stage of the source, LOADS quads a thread: four neighbouring columns of a channel, or four neighbouring
+// channels of a position. Where a quad lies never changes. Asynchronous copies fill the padding with zeros at every
+// stage; else it is zeroed once, and quads in the padding read the first elements and store nothing.
 struct SourceLoader {
   offset_t offsets[LOADS];  // bytes from the stage's first channel at the tile's first batch entry
-  int slots[LOADS];         // in a stage's planes; -1 for nothing to store
+  int slots[LOADS];         // in a stage's planes
   int channels[LOADS];      // of the stage
   unsigned inside;          // four bits a quad: the elements that are not padding
-  int rounds;               // quads that any thread of the block has
-  Quad<scalar_t> values[LOADS];
+  Quad<scalar_t> values[ASYNC ? 1 : LOADS];
 
   __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int thread, accum_t* planes) {
-    const int columns = SRC_CHANNELS_LAST ? t.size_w : t.size_w / 4;
-    constexpr int CHANNELS = SRC_CHANNELS_LAST ? STAGE_CHANNELS / 4 : STAGE_CHANNELS;
-    const int count = CHANNELS * g.lanes[0] * t.size_d * t.size_h * columns;
-    rounds = ceil_div(count, THREADS);
     inside = 0;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
+      const int index = thread + i * THREADS;
+      channels[i] = SRC_CHANNELS_LAST ? index % (STAGE_CHANNELS / 4) * 4 : index / PLANE_QUADS;
+      int position = SRC_CHANNELS_LAST ? index / (STAGE_CHANNELS / 4) : index % PLANE_QUADS * 4;
       offsets[i] = 0;
-      slots[i] = -1;
-      channels[i] = 0;
-      int index = thread + i * THREADS;
-      if (index >= count) continue;
-      if (SRC_CHANNELS_LAST) channels[i] = index % CHANNELS * 4, index /= CHANNELS;
-      const int w = index % columns * (SRC_CHANNELS_LAST ? 1 : 4);
-      index /= columns;
-      const int h = index % t.size_h;
-      index /= t.size_h;
-      const int d = index % t.size_d;
-      index /= t.size_d;
-      const int n = index % g.lanes[0];
-      if (!SRC_CHANNELS_LAST) channels[i] = index / g.lanes[0];
+      slots[i] = SRC_CHANNELS_LAST ? channels[i] * PLANE + position : index * 4;
+      if (position >= t.image * g.lanes[0]) continue;
+      const int w = position % t.size_w;
+      if (SPLIT > 1) slots[i] += w % SPLIT * t.pitch + w / SPLIT - w;
+      position /= t.size_w;
+      const int h = position % t.size_h;
+      position /= t.size_h;
+      const int d = position % t.size_d;
+      const int n = position / t.size_d;
 
       const int src_d = t.d * SRC_D + first_offset(AXIS_D) + d;
       const int src_h = t.h * SRC_H + first_offset(AXIS_H) + h;
@@ -131,27 +139,50 @@ struct SourceLoader {
       for (int j = 0; j < 4; ++j)
         if (row_inside && (unsigned)(src_w + (SRC_CHANNELS_LAST ? 0 : j)) < (unsigned)g.src.size[2]) mask |= 1u << j;
       inside |= mask << (4 * i);
-      const int slot = channels[i] * t.plane + n * t.image + d * t.slab + h * t.row + w % SPLIT * t.pitch + w / SPLIT;
       if (mask) {
-        slots[i] = slot;
         offsets[i] = byte_offset<scalar_t>(g.src, n, src_d, src_h, src_w) +
                      (offset_t)channels[i] * (offset_t)(g.src.stride[1] * sizeof(scalar_t));
-      } else {
-        put(planes + slot, t, Vector<accum_t, 4>{});
-        put(planes + slot + STAGE_CHANNELS * t.plane, t, Vector<accum_t, 4>{});
+      } else if (!ASYNC) {
+        put(planes + slots[i], t, Vector<accum_t, 4>{});
+        put(planes + slots[i] + STAGE_CHANNELS * PLANE, t, Vector<accum_t, 4>{});
       }
     }
   }
 
-  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int stage) {
-    src += stage * STAGE_CHANNELS * g.src.stride[1];
-    const int remaining = SRC_CHANNELS - stage * STAGE_CHANNELS;
+  // Whether element j of quad i, of a channel of the stage of which so many remain, is in `mask` and exists.
+  static __device__ __forceinline__ bool exists(unsigned mask, int i, int j, int channel, int remaining) {
+    return (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining) && mask >> (4 * i + j) & 1u;
+  }
+
+  // The stage that begins at `src` with so many channels remaining, asynchronously to `planes`.
+  __device__ __forceinline__ void copy(const Geometry& g, const scalar_t* src, int remaining, accum_t* planes) const {
+    const unsigned mask = opaque(inside);
+    const unsigned to = shared_address(planes);
+    constexpr int SIZE = sizeof(scalar_t), AT_ONCE = 16 / SIZE;
+    if (g.aligned_src) {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; j += AT_ONCE)
+          copy_async<16>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j,
+                         exists(mask, i, j, channels[i], remaining));
+    } else {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          copy_async<SIZE>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j * g.src.stride[4],
+                           exists(mask, i, j, channels[i], remaining));
+    }
+  }
+
+  // The same to registers, from where `store` takes it.
+  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int remaining) {
+    const unsigned mask = opaque(inside);
     if (g.aligned_src) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
-        if (i >= rounds) break;
-        const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining;
-        if (exists)
+        if (SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining)
           values[i].load(at(src, offsets[i]));
         else
           values[i].clear();
@@ -160,14 +191,11 @@ struct SourceLoader {
       const long long step = SRC_CHANNELS_LAST ? g.src.stride[1] : g.src.stride[4];
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
-        if (i >= rounds) break;
         values[i].clear();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int channel = channels[i] + (SRC_CHANNELS_LAST ? j : 0);
-          const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining;
-          if (exists && inside >> (4 * i + j) & 1u) values[i].load(j, at(src, offsets[i]) + j * step);
-        }
+        for (int j = 0; j < 4; ++j)
+          if (exists(mask, i, j, channels[i] + (SRC_CHANNELS_LAST ? j : 0), remaining))
+            values[i].load(j, at(src, offsets[i]) + j * step);
       }
     }
   }
@@ -175,7 +203,7 @@ struct SourceLoader {
   __device__ __forceinline__ void store(const Geometry& g, const Tile& t, accum_t* planes) const {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
-      if (slots[i] >= 0) {
+      if (inside >> (4 * i) & 0xfu) {
         Vector<accum_t, 4> wide;
 #pragma unroll
         for (int j = 0; j < 4; ++j) wide.value[j] = widen(values[i].get(j, g.aligned_src));
@@ -191,20 +219,20 @@ struct SourceLoader {
       *(Vector<accum_t, 2>*)(slot + t.pitch) = Vector<accum_t, 2>{quad.value[1], quad.value[3]};
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) slot[j * (SRC_CHANNELS_LAST ? t.plane : t.pitch)] = quad.value[j];
+      for (int j = 0; j < 4; ++j) slot[j * (SRC_CHANNELS_LAST ? PLANE : t.pitch)] = quad.value[j];
     }
   }
 };
 
-// One stage of the weights in flight, read in the order in which they lie in memory.
+// Loads a stage of the weights, in the order in which they lie in memory.
 struct WeightLoader {
   static constexpr int COUNT = STAGE_CHANNELS * BLOCK_DST * TAPS;
   static constexpr int CHANNEL_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_OUT : WEIGHT_STRIDE_IN;
   static constexpr int DST_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
 
-  int offsets[WEIGHT_ITEMS];  // elements from the stage's first weight
-  int slots[WEIGHT_ITEMS];    // in a stage's weights; -1 for nothing to store
-  scalar_t values[WEIGHT_ITEMS];
+  unsigned offsets[WEIGHT_ITEMS];  // bytes from the stage's first weight
+  int slots[WEIGHT_ITEMS];         // in a stage's weights; -1 for nothing to store
+  scalar_t values[ASYNC ? 1 : WEIGHT_ITEMS];
 
   static __device__ __forceinline__ void locate(int item, int& channel, int& dst, int& tap) {
     if (INPUT_GRAD) {
@@ -222,24 +250,35 @@ struct WeightLoader {
       int channel, dst, tap;
       locate(thread + i * THREADS, channel, dst, tap);
       const bool exists = thread + i * THREADS < COUNT;
-      offsets[i] = exists ? channel * CHANNEL_STRIDE + dst * DST_STRIDE + tap * WEIGHT_STRIDE_TAP : 0;
+      offsets[i] =
+          exists ? (channel * CHANNEL_STRIDE + dst * DST_STRIDE + tap * WEIGHT_STRIDE_TAP) * sizeof(scalar_t) : 0;
       slots[i] = exists ? channel * WEIGHT_CHANNEL + dst / DST_PER_THREAD * WEIGHT_SLICE + tap * DST_PER_THREAD +
                               dst % DST_PER_THREAD
                         : -1;
     }
   }
 
-  __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int stage, int thread) {
-    weight += stage * STAGE_CHANNELS * CHANNEL_STRIDE + dst_block * BLOCK_DST * DST_STRIDE;
+  static __device__ __forceinline__ bool exists(int item, int dst_block, int remaining) {
+    if (SRC_CHANNELS % STAGE_CHANNELS == 0 && DST_CHANNELS % BLOCK_DST == 0) return true;
+    int channel, dst, tap;
+    locate(item, channel, dst, tap);
+    return channel < remaining && dst + dst_block * BLOCK_DST < DST_CHANNELS;
+  }
+
+  // The stage that begins at `weight` with so many source channels remaining: asynchronously to `weights`, or to
+  // registers, from where `store` takes it.
+  __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int remaining, int thread,
+                                       accum_t* weights) {
 #pragma unroll
     for (int i = 0; i < WEIGHT_ITEMS; ++i) {
-      bool exists = true;
-      if (SRC_CHANNELS % STAGE_CHANNELS != 0 || DST_CHANNELS % BLOCK_DST != 0) {
-        int channel, dst, tap;
-        locate(thread + i * THREADS, channel, dst, tap);
-        exists = channel + stage * STAGE_CHANNELS < SRC_CHANNELS && dst + dst_block * BLOCK_DST < DST_CHANNELS;
+      const bool exist = exists(thread + i * THREADS, dst_block, remaining);
+      if constexpr (ASYNC) {
+        if (slots[i] >= 0)
+          copy_async<sizeof(scalar_t)>(shared_address(weights) + slots[i] * sizeof(scalar_t), at(weight, offsets[i]),
+                                       exist);
+      } else {
+        values[i] = exist ? read(at(weight, offsets[i])) : zero<scalar_t>();
       }
-      values[i] = exists ? read(weight + offsets[i]) : zero<scalar_t>();
     }
   }
 
@@ -249,6 +288,13 @@ struct WeightLoader {
       if (slots[i] >= 0) weights[slots[i]] = widen(values[i]);
   }
 };
+
+// Whether any tap adds to accumulator `i` of a thread.
+__device__ __forceinline__ constexpr bool has_taps(int i) {
+  const int row = i / (DST_PER_THREAD * RUN);
+  return has_taps(AXIS_D, row / DST_H % DST_D) && has_taps(AXIS_H, row % DST_H) &&
+         has_taps(AXIS_W, i / DST_PER_THREAD % DST_W);
+}
 
 // A thread's cells: accumulators as [cell h][phase d][phase h][run along w][destination channel].
 struct Accumulators {
@@ -271,12 +317,15 @@ struct Accumulators {
 #pragma unroll
     for (int kd = 0; kd < AXIS_D.kernel; ++kd) {
       const accum_t* slab = corner + (src_offset(AXIS_D, kd) - first_offset(AXIS_D)) * t.slab;
-      accum_t patch[WINDOW_H][WINDOW_W];
+      accum_t patch[WINDOW_H][round_up(WINDOW_W, PAIR)];
 #pragma unroll
       for (int h = 0; h < WINDOW_H; ++h)
 #pragma unroll
-        for (int w = 0; w < WINDOW_W; ++w)
-          patch[h][w] = slab[h * t.row + (SKEW + w) % SPLIT * t.pitch + (SKEW + w) / SPLIT];
+        for (int w = 0; w < WINDOW_W; w += PAIR) {
+          const int column = SKEW / PAIR * PAIR + w;
+          *(Vector<accum_t, PAIR>*)&patch[h][w] =
+              *(const Vector<accum_t, PAIR>*)(slab + h * t.size_w + column % SPLIT * t.pitch + column / SPLIT);
+        }
 #pragma unroll
       for (int kh = 0; kh < AXIS_H.kernel; ++kh)
 #pragma unroll
@@ -289,27 +338,43 @@ struct Accumulators {
               for (int dst = 0; dst < DST_PER_THREAD; ++dst)
                 sum[cell_h][dst_offset(AXIS_D, kd)][dst_offset(AXIS_H, kh)][cell_w * DST_W + dst_offset(AXIS_W, kw)]
                    [dst] += patch[cell_h * SRC_H + src_offset(AXIS_H, kh) - first_offset(AXIS_H)]
-                                 [cell_w * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)] *
+                                 [SKEW % PAIR + cell_w * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)] *
                             tap_weights[((kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw) * DST_PER_THREAD + dst];
     }
   }
 
-  // Sum of all source slices, in slice order, left in slice 0. Every thread of the block comes here.
-  __device__ __forceinline__ void reduce(accum_t* shared, int slice, int thread) {
-    accum_t* mine = shared + thread;
+  // Adds the lane's sums in shared memory.
+  __device__ __forceinline__ void add(const accum_t* sums) {
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; i += 4) {
+      const Vector<accum_t, 4> four = *(const Vector<accum_t, 4>*)(sums + i * SLICE_THREADS);
+#pragma unroll
+      for (int j = 0; j < 4 && i + j < ACCUMULATORS; ++j)
+        if (has_taps(i + j)) (&sum[0][0][0][0][0])[i + j] += four.value[j];
+    }
+  }
+
+  // Leaves all in the lane's sums, which hold nothing yet if it is the `first`, and starts anew.
+  __device__ __forceinline__ void flush(accum_t* sums, bool first) {
+    if (!first) add(sums);
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; i += 4) {
+      Vector<accum_t, 4> four = {};
+#pragma unroll
+      for (int j = 0; j < 4 && i + j < ACCUMULATORS; ++j) four.value[j] = (&sum[0][0][0][0][0])[i + j];
+      *(Vector<accum_t, 4>*)(sums + i * SLICE_THREADS) = four;
+    }
+    clear();
+  }
+
+  // The lane's sums and those of all source slices, left in slice 0. Every thread of the block comes here.
+  __device__ __forceinline__ void reduce(accum_t* sums, int slice) {
 #pragma unroll 1
     for (int other = 1; other < SRC_SLICES; ++other) {
-      if (slice == other) {
-#pragma unroll
-        for (int i = 0; i < ACCUMULATORS; ++i) mine[i * SLICE_THREADS] = (&sum[0][0][0][0][0])[i];
-      }
-      __syncthreads();
-      if (slice == 0) {
-#pragma unroll
-        for (int i = 0; i < ACCUMULATORS; ++i) (&sum[0][0][0][0][0])[i] += mine[i * SLICE_THREADS];
-      }
+      if (slice == other) flush(sums, !CHAINED && other == 1);
       __syncthreads();
     }
+    if (slice == 0) add(sums);
   }
 };
 
@@ -455,15 +520,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   dst += tile.n * g.dst.stride[0];
 
   accum_t* const weights = (accum_t*)shared_memory;
-  accum_t* const planes = weights + 2 * WEIGHT_STAGE;
-  Element* const elements = (Element*)(planes + 2 * STAGE_CHANNELS * tile.plane);
-  accum_t* const epilogue = (accum_t*)(elements + (RUN > 1 ? LANES * RUN : 0));
+  accum_t* const planes = weights + BUFFERS * WEIGHT_STAGE;
+  Element* const elements = (Element*)(planes + BUFFERS * STAGE_CHANNELS * PLANE);
+  accum_t* const rows = (accum_t*)(elements + (RUN > 1 ? LANES * RUN : 0));
+  accum_t* const sums = rows + SLICE_THREADS * RUN + thread % SLICE_THREADS * 4;
 
   // The lane's first source element in a plane.
   const int lane_w = lane % g.lanes[3], lane_h = lane / g.lanes[3] % g.lanes[2];
   const int lane_d = lane / (g.lanes[3] * g.lanes[2]) % g.lanes[1];
   const int lane_n = min(lane / (g.lanes[3] * g.lanes[2] * g.lanes[1]), g.lanes[0] - 1);  // lanes beyond the tile idle
-  const int corner = lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.row +
+  const int corner = lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.size_w +
                      lane_w * CELLS_W * (SRC_W / SPLIT);
 
   SourceLoader source;
@@ -478,40 +544,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __all_sync(0xffffffffu, place.slabs >= DST_D && place.rows >= CELLS_H * DST_H && place.columns >= RUN);
 
   int group = first_item / DST_BLOCKS, dst_block = first_item % DST_BLOCKS;
-  auto load = [&](int load_group, int load_block, int stage) {
-    source.load(g, src + (long long)load_group * SRC_CHANNELS * g.src.stride[1], stage);
-    taps.load(weight + (long long)load_group * SRC_CHANNELS * DST_CHANNELS * TAPS, load_block, stage, thread);
+  // The step to be loaded next, and how many are left.
+  int ahead_group = group, ahead_block = dst_block, ahead_stage = 0, ahead = items * STAGES;
+  const scalar_t *ahead_src = src, *ahead_weight = weight;
+  auto load = [&](int buffer) {
+    if (ahead-- > 0) {
+      if (ahead_stage == 0) {
+        ahead_src = src + (long long)ahead_group * SRC_CHANNELS * g.src.stride[1];
+        ahead_weight = weight + (long long)ahead_group * SRC_CHANNELS * DST_CHANNELS * TAPS +
+                       ahead_block * BLOCK_DST * WeightLoader::DST_STRIDE;
+      }
+      const int remaining = SRC_CHANNELS - ahead_stage * STAGE_CHANNELS;
+      if constexpr (ASYNC)
+        source.copy(g, ahead_src, remaining, planes + buffer * STAGE_CHANNELS * PLANE);
+      else
+        source.load(g, ahead_src, remaining);
+      taps.load(ahead_weight, ahead_block, remaining, thread, weights + buffer * WEIGHT_STAGE);
+      ahead_src += STAGE_CHANNELS * g.src.stride[1];
+      ahead_weight += STAGE_CHANNELS * WeightLoader::CHANNEL_STRIDE;
+      if (++ahead_stage == STAGES) {
+        ahead_stage = 0;
+        if (++ahead_block == DST_BLOCKS) ahead_block = 0, ++ahead_group;
+      }
+    }
+    if constexpr (ASYNC) copies_commit();
   };
 
-  load(group, dst_block, 0);
+#pragma unroll 1
+  for (int step = 0; step < BUFFERS - 1; ++step) load(step);
   int buffer = 0;
 #pragma unroll 1
   for (int item = 0; item < items; ++item) {
-    const bool same_group = dst_block + 1 < DST_BLOCKS;
-    const int next_group = same_group ? group : group + 1, next_block = same_group ? dst_block + 1 : 0;
     acc.clear();
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage, buffer ^= 1) {
-      accum_t* const stage_planes = planes + buffer * STAGE_CHANNELS * tile.plane;
+    for (int stage = 0; stage < STAGES; ++stage) {
+      accum_t* const stage_planes = planes + buffer * STAGE_CHANNELS * PLANE;
       accum_t* const stage_weights = weights + buffer * WEIGHT_STAGE;
-      source.store(g, tile, stage_planes);
-      taps.store(stage_weights);
+      if constexpr (ASYNC) {
+        copies_wait<BUFFERS - 2>();
+      } else {
+        source.store(g, tile, stage_planes);
+        taps.store(stage_weights);
+      }
       __syncthreads();
-      const bool last = stage + 1 == STAGES;
-      if (!last || item + 1 < items)
-        load(last ? next_group : group, last ? next_block : dst_block, last ? 0 : stage + 1);
+      load(buffer == 0 ? BUFFERS - 1 : buffer - 1);
 #pragma unroll(CHANNELS_AT_ONCE)
       for (int i = 0; i < SLICE_CHANNELS; ++i) {
         const int channel = src_slice * SLICE_CHANNELS + i;
-        acc.accumulate(stage_planes + channel * tile.plane + corner,
+        acc.accumulate(stage_planes + channel * PLANE + corner,
                        stage_weights + channel * WEIGHT_CHANNEL + dst_slice * WEIGHT_SLICE, tile);
       }
+      const int first_flush = CHAIN - SRC_SLICES;
+      if (CHAINED && stage % CHAIN == first_flush + src_slice && stage + 1 < STAGES)
+        acc.flush(sums, stage == first_flush);
+      buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
     }
 
     const int first_dst = dst_block * BLOCK_DST + dst_slice * DST_PER_THREAD;
     const int channels = DST_CHANNELS - first_dst;  // that exist, from this slice's first on
     const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
-    if (SRC_SLICES > 1) acc.reduce(epilogue, src_slice, thread % SLICE_THREADS);
+    if (CHAINED || SRC_SLICES > 1) acc.reduce(sums, src_slice);
     if (src_slice == 0 && channels > 0) {
       accum_t biases[DST_PER_THREAD];
 #pragma unroll
@@ -519,7 +611,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
       scalar_t* const item_dst = dst + first_channel * g.dst.stride[1];
       if (STAGES > 4) place.init(g, tile, lane);  // again, so that its registers serve the stages
-      accum_t* const staging = epilogue + warp * (32 * RUN);
+      accum_t* const staging = rows + warp * (32 * RUN);
       const Element* const of_warp = elements + lane / 32 * (32 * RUN);
       if (DST_CHANNELS_LAST)
         store_channels(g, place, acc, item_dst, biases, channels);
@@ -528,7 +620,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       else
         store_rows<false>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
     }
-    group = next_group;
-    dst_block = next_block;
+    if (++dst_block == DST_BLOCKS) dst_block = 0, ++group;
   }
 }

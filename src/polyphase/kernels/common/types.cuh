@@ -87,6 +87,14 @@ __device__ __forceinline__ float16 read(const float16* address) {
 }
 #endif
 
+// The same value, of which the compiler knows nothing: it keeps in no registers what follows from it.
+__device__ __forceinline__ unsigned opaque(unsigned value) {
+#ifndef EMULATOR
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 // COUNT neighbouring elements, moved at once.
 template <class T, int COUNT>
 struct alignas(COUNT * sizeof(T)) Vector {
