@@ -21,7 +21,7 @@ padded output, so that phase 0 of a tile starts on an aligned element.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -192,6 +192,24 @@ class ConvTransposeProblem:
     def output_shape(self) -> tuple[int, ...]:
         """``(N, C_out, *spatial)``."""
         return (self.batch, self.out_channels, *self.output_size)
+
+    def mirrored(self) -> ConvTransposeProblem | None:
+        """The layer whose forward pass is the gradient of this one's input, where there is one: the stride is 1.
+
+        Its input is the gradient of this one's output, its weight this one's with the taps reversed and the channels
+        exchanged.
+        """
+        padding = tuple(d * (k - 1) - p for k, p, d in zip(self.kernel_size, self.padding, self.dilation))
+        if set(self.stride) != {1} or any(self.output_padding) or min(padding) < 0:
+            return None
+        return replace(
+            self,
+            in_channels=self.out_channels,
+            out_channels=self.in_channels,
+            input_size=self.output_size,
+            padding=padding,
+            bias=False,
+        )
 
     @property
     def taps(self) -> int:

@@ -115,7 +115,13 @@ def input_grad(
     output = grad_output.new_empty_strided(call.shape, call.strides)
     if POISON:
         output.fill_(float("nan"))
-    _launch(call.executable, grad_output.data_ptr(), weight.data_ptr(), 0, output.data_ptr())
+    executable = call.executable
+    weight_address = weight.data_ptr()
+    if executable.prologue is not None:
+        workspace = grad_output.new_empty(executable.workspace_bytes, dtype=torch.uint8)
+        _launch(executable.prologue, weight_address, workspace.data_ptr())
+        weight_address = workspace.data_ptr()
+    _launch(executable, grad_output.data_ptr(), weight_address, 0, output.data_ptr())
     return output
 
 

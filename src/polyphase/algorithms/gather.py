@@ -83,6 +83,7 @@ class Gather:
     dst: Side
     weight_channels_last: bool
     aligned: bool
+    mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
 
     def __hash__(self) -> int:
         return self._hash
@@ -92,7 +93,7 @@ class Gather:
         return hash((self.axes, self.src_channels, self.dst_channels, self.dtype, self.src, self.dst))
 
     @classmethod
-    def of(cls, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Gather:
+    def of(cls, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> Gather:
         """The pass of a problem whose tensors lie as ``layouts`` says."""
         input_side = Side(five(problem.input_shape), layouts.input)
         output_side = Side(five(problem.output_shape), layouts.output)
@@ -111,6 +112,7 @@ class Gather:
             dst=output_side if forward else input_side,
             weight_channels_last=layouts.weight_channels_last,
             aligned=layouts.aligned,
+            mirrored=mirrored,
         )
 
     @property
@@ -153,8 +155,9 @@ class Gather:
 
     def constants(self, **variant: Constant) -> tuple[tuple[str, Constant], ...]:
         """What both kernels are specialised by, and the variant's own constants."""
-        out_channels = self.dst_channels if self.forward else self.src_channels
+        out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
         last = self.weight_channels_last
+        strides = out_channels * self.taps, 1 if last else self.taps
         common: dict[str, Constant] = {
             "AXIS_D": self.axes[0],
             "AXIS_H": self.axes[1],
@@ -164,9 +167,9 @@ class Gather:
             "DST_CHANNELS": self.dst_channels,
             "HAS_BIAS": self.bias,
             "DST_CHANNELS_LAST": self.dst.channels_last,
-            "WEIGHT_STRIDE_IN": out_channels * self.taps,
-            "WEIGHT_STRIDE_OUT": 1 if last else self.taps,
-            "WEIGHT_STRIDE_TAP": out_channels if last else 1,
+            "WEIGHT_STRIDE_IN": strides[self.mirrored],
+            "WEIGHT_STRIDE_OUT": strides[not self.mirrored],
+            "WEIGHT_STRIDE_TAP": (-1 if self.mirrored else 1) * (out_channels if last else 1),
         }
         return tuple({**common, **variant}.items())
 

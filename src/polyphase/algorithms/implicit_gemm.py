@@ -63,13 +63,15 @@ class ImplicitGemm:
     name = "implicit_gemm"
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
+        if pass_ is Pass.WEIGHT_GRAD:
+            return "computes the forward pass and the input gradient only"
+        if pass_ is Pass.INPUT_GRAD and problem.mirrored() is None:
+            return "computes input gradients of layers of stride 1 only"
         if problem.dtype not in ("float32", "float16", "bfloat16"):
             return f"tensor cores here do not take {problem.dtype}"
         if int(device.arch.rstrip("af")[3:]) < 80:
             return f"{device.arch} lacks the tensor cores' instructions"
-        gather = Gather.of(problem, pass_, Layouts.dense(problem))
+        gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
         if gather.taps > _MAX_TAPS:
             return f"{gather.taps} taps are too many to list (at most {_MAX_TAPS})"
         if gather.phases > MAX_PHASES:
@@ -81,7 +83,7 @@ class ImplicitGemm:
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> list[Candidate]:
-        gather = Gather.of(problem, pass_, layouts)
+        problem, gather = _as_forward(problem, pass_, layouts)
         result = []
         last = gather.src.channels_last
         for variant in ranked(standard(problem), device, last, last and box_strides(gather) is not None):
@@ -95,7 +97,7 @@ class ImplicitGemm:
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
     ) -> Launch:
-        gather = Gather.of(problem, pass_, layouts)
+        problem, gather = _as_forward(problem, pass_, layouts)
         product = Product.of(gather, variant)
         tile = best_tile(gather, variant, problem.batch, device)
         assert tile is not None
@@ -150,6 +152,16 @@ class ImplicitGemm:
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
             ("WGMMA", variant.wgmma),
         )
+
+
+def _as_forward(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> tuple[ConvTransposeProblem, Gather]:
+    """The layer whose forward pass this is, and that pass."""
+    if pass_ is Pass.FORWARD:
+        return problem, Gather.of(problem, pass_, layouts)
+    mirrored = problem.mirrored()
+    assert mirrored is not None
+    layouts = replace(layouts, input=layouts.output, output=layouts.input)
+    return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
 
 
 def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(2 * ROWS, MIN_BLOCKS)
     const int out = first_out + row / along_d;
     const int tap = (depth_tap * AXIS_H.kernel + height_tap) * AXIS_W.kernel + width_tap, first_in = chunk * CHUNK;
     const scalar_t* const from =
-        weight + (long long)(group * SRC_CHANNELS + first_in) * WEIGHT_STRIDE_IN + weight_offset(0, out, tap);
+        weight + group_offset(group) + (long long)first_in * WEIGHT_STRIDE_IN + weight_offset(0, out, tap);
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in)
       if (out < DST_CHANNELS && first_in + in < SRC_CHANNELS)

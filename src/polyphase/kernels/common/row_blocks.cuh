@@ -128,3 +128,9 @@ constexpr int OPERATION_BYTES = PARTS * 2 * ROWS * 16;  // the weights of one op
 __device__ __forceinline__ int channel_of_row(int row) {
   return DST_CHANNELS_LAST ? row / 16 * 16 + row % 8 * 2 + row / 8 % 2 : row;
 }
+
+// Element offset of a group's first weight. In a mirrored layer (gather.py) taps come in falling order.
+__device__ __forceinline__ long long group_offset(int group) {
+  return (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS +
+         (WEIGHT_STRIDE_TAP < 0 ? weight_offset(0, 0, 1 - TAPS) : 0);
+}
