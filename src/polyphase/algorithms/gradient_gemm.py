@@ -342,12 +342,12 @@ def _row_piece(side: Side, size: int, aligned: bool, step: int) -> int:
 
 
 # Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
-# beside those, for a warp's copy, one that is rounded afterwards, one whose elements pass registers, and for finding
-# where a row of pieces lies; for a stage, also where no other block is resident; for a block, and each result that it
-# stores. Fitted to 1,040 measured
+# beside those, for a warp's copy, one whose elements pass registers, and for finding where a row of pieces lies; for a
+# stage, also where no other block is resident; for a block, and each result that it stores. Fitted to 1,038 measured
 # variants on an H200 (docs/performance.md, "Gradients on tensor cores").
-_OPERATION, _SLOT, _COPY, _ROUNDED, _THROUGH_REGISTERS, _FIND = 1.7, 1.2, 42.0, 41.0, 127.0, 63.0
-_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.42 / 24, 270.0, 1480.0, 4900.0, 0.3
+_OPERATION, _SLOT, _COPY, _THROUGH_REGISTERS, _FIND = 2.0, 1.2, 43.0, 129.0, 59.0
+_PREFERENCE = 1.15  # for exact sums, where they are about as fast
+_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.42 / 24, 230.0, 1260.0, 3000.0, 0.12
 
 
 def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling) -> float:
@@ -363,7 +363,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientV
         lanes = min(32, next_power_of_two(part.places))
         rounds = math.ceil(part.places / lanes)
         copies = rounds * math.ceil(channels / (_WARPS * 32 // lanes))
-        each = _COPY + (_ROUNDED if size == 4 else 0.0) + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
+        each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
         cycles += _WARPS / 4 * (rounds * _FIND + copies * each)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
         moved += channels * (depth * size if of_weight else _row_bytes(part.extent, size))
@@ -398,7 +398,7 @@ def _estimate(
     cycles = rounds * resident * (stages * stage + block)
     work = cycles / device.clock_hz + end
     floor = problem.bytes / device.copy_bytes_per_second
-    return max(work, floor), "bytes" if floor > work else "instructions"
+    return _PREFERENCE * max(work, floor), "bytes" if floor > work else "instructions"
 
 
 @lru_cache(maxsize=1024)

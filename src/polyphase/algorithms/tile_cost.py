@@ -103,9 +103,8 @@ _COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
 _COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
 _COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
 _COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
-_COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.25, 0.08
-# Guesses, not measured yet: a quad that is copied asynchronously, and an accumulator that is added to its sum.
-_COST_COPY, _COST_FLUSH = 10.0, 3.0
+_COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.25, 0.16
+_COST_COPY, _COST_FLUSH = 24.0, 3.0  # of a quad that is copied asynchronously, and a sum that ends a chain
 
 
 def thread_cycles(counts: Counts, variant: TiledVariant) -> float:

@@ -67,11 +67,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   sums.clear();
 #pragma unroll 1
   for (int stage = 1 - BUFFERS; stage < STAGES; ++stage) {
-    char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
+    const char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
     if (stage >= 0) {
       copies_wait<BUFFERS - 2>();
-      weight_loader.round(g.weight_part, now);
-      g_loader.round(g.window, now + A_BYTES);
       __syncthreads();
     }
     const int ahead = stage + BUFFERS - 1;

@@ -93,11 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int until_flush = FLUSH;
 #pragma unroll 1
   for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
-    char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
+    const char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
     if (stage >= 0) {
       copies_wait<BUFFERS - 2>();
-      x_loader.round(g.x_part, now);
-      g_loader.round(g.window, now + A_BYTES);
       __syncthreads();
     }
     if (stage + BUFFERS - 1 < stages) {

@@ -11,7 +11,7 @@
 // one of the position, one of the output channel and the tap. So neither operand is ever unfolded.
 //
 // Index mapping. 8 warps are ROW_WARPS × the rest; a warp computes 16·ROW_TILES rows and 8·COLUMN_TILES columns, with
-// the fragments of common/mma.cuh: A's by ldmatrix, the window's element by element.
+// the fragments of common/mma.cuh: A's by ldmatrix, the window's element by element; float32 is rounded to TF32 there.
 //
 // Shared memory of a stage: A as [row][k], A_PITCH bytes a row, which no eight rows of ldmatrix find in one bank; the
 // window as [output channel][n][d][h][w].
@@ -96,20 +96,6 @@ struct PartLoader {
     }
   }
 
-  // Rounds what this thread has copied, when it has come: float32 to TF32.
-  __device__ __forceinline__ void round(const Part& part, char* to) const {
-    if constexpr (ELEMENT == 4 && !CHANNELS_LAST) {
-      switch (part.piece) {
-        case 4:
-          return round_pieces<16>(part, to);
-        case 2:
-          return round_pieces<8>(part, to);
-        default:
-          return round_pieces<4>(part, to);
-      }
-    }
-  }
-
  private:
   // Whether the piece exists, and its offset in elements.
   static __device__ __forceinline__ bool locate(const Tensor5& t, Place place, int batch, const int (&origin)[4],
@@ -144,22 +130,6 @@ struct PartLoader {
     }
   }
 
-  template <int BYTES>
-  __device__ __forceinline__ void round_pieces(const Part& part, char* to) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int span = pieces < 32 ? 1 << (32 - __clz(pieces - 1)) : 32;
-    typedef Vector<float, BYTES / 4> Piece;
-    for (int i = lane % span; i < pieces; i += span)
-#pragma unroll 4
-      for (int channel = warp * (32 / span) + lane / span; channel < CHANNELS; channel += WARPS * (32 / span)) {
-        Piece* const slot = (Piece*)(to + channel * part.pitch + i * BYTES);
-        Piece piece = *slot;
-#pragma unroll
-        for (int j = 0; j < BYTES / 4; ++j) piece.value[j] = round_tf32(piece.value[j]);
-        *slot = piece;
-      }
-  }
-
   // Lanes go along channels, which are turned around on their way.
   template <int WIDTH>
   __device__ __forceinline__ void load_channels(const Tensor5& t, const Part& part, const scalar_t* from, int channels,
@@ -175,7 +145,7 @@ struct PartLoader {
       if (inside && channel < channels) vector = *(const Vectors*)(from + offset + channel);
       char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
 #pragma unroll
-      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = rounded(vector.value[j]);
+      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
     }
   }
 };
@@ -274,7 +244,13 @@ struct Sums {
     for (int operation = 0; operation < DEPTH / OPERATION; ++operation) {
       unsigned rows[ROW_TILES][4];
 #pragma unroll
-      for (int i = 0; i < ROW_TILES; ++i) load_matrices(rows[i], rows_at + i * 16 * A_PITCH + operation * 32);
+      for (int i = 0; i < ROW_TILES; ++i) {
+        load_matrices(rows[i], rows_at + i * 16 * A_PITCH + operation * 32);
+        if constexpr (ELEMENT == 4) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) rows[i][j] = __float_as_uint(round_tf32(__uint_as_float(rows[i][j])));
+        }
+      }
       constexpr int EACH = 4 / ELEMENT;  // k of a word
       const char* from[2 * EACH];
 #pragma unroll
@@ -290,7 +266,7 @@ struct Sums {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if constexpr (ELEMENT == 4)
-            column[half] = *(const unsigned*)(from[half] + columns[j]);
+            column[half] = __float_as_uint(round_tf32(*(const float*)(from[half] + columns[j])));
           else
             column[half] = *(const unsigned short*)(from[half * EACH] + columns[j]) |
                            *(const unsigned short*)(from[half * EACH + EACH - 1] + columns[j]) << 16;
