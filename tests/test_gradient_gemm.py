@@ -14,6 +14,7 @@ from kernel_harness import DTYPES, Emulator, assert_exact, reference, run
 from polyphase.algorithms import gradient_gemm
 from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
+from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -168,3 +169,40 @@ def test_dtypes_are_those_of_the_cores() -> None:
         if WeightGradGemm().refusal(make((2, 32, 8, 8), 32, 3, dtype=dtype, tf32=True), Pass.WEIGHT_GRAD, H200) is None
     }
     assert taken == {"float32", "float16", "bfloat16"}
+
+
+# Layers of stride 1, whose input gradient is the forward pass of another.
+MIRRORED = {
+    "float32": make((2, 20, 9, 10), 24, 3, tf32=True),
+    "float32, exact": make((2, 20, 9, 10), 24, 3),
+    "padded": make((2, 20, 9, 10), 40, (3, 2), 1, 1, dtype="bfloat16"),
+    "output padding": make((2, 20, 7, 9), 24, 3, 1, 1, 2, dilation=3, dtype="bfloat16"),
+    "dilated": make((1, 32, 7, 9), 70, 3, 1, (1, 2), dilation=(1, 2), dtype="float16"),
+    "grouped": make((2, 24, 6, 8), 16, 3, 1, 1, groups=2, dtype="bfloat16"),
+    "tiny images": make((5, 40, 4, 4), 24, 3, 1, 1, dtype="bfloat16"),
+    "few channels": make((2, 3, 9, 10), 24, 5, 1, 2, dtype="bfloat16"),
+    "1-D": make((3, 18, 25), 20, 5, 1, 2, dtype="bfloat16"),
+    "3-D": make((2, 16, 4, 5, 6), 24, (2, 3, 3), 1, (0, 1, 1), tf32=True),
+}
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_mirrored_layers(name: str, channels_last: bool) -> None:
+    if channels_last and MIRRORED[name].dims == 1:
+        pytest.skip("PyTorch has no such format")
+    problem, algorithm = replace(MIRRORED[name], channels_last=channels_last), ImplicitGemm()
+    dense = Layouts.dense(problem)
+    for layouts in (dense, replace(dense, weight_channels_last=not channels_last)):
+        found = algorithm.candidates(problem, Pass.INPUT_GRAD, H200, layouts)
+        for candidate in (found[0], found[-1]):
+            launch = algorithm.launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
+            assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, Emulator(1))
+
+
+def test_what_has_no_mirror() -> None:
+    layer = make((2, 32, 8, 8), 32, 3, 1, 1)
+    assert layer.mirrored() is not None
+    assert replace(layer, stride=(1, 2)).mirrored() is None
+    assert replace(layer, padding=(1, 3)).mirrored() is None
+    assert "stride 1" in (ImplicitGemm().refusal(replace(layer, stride=(2, 2)), Pass.INPUT_GRAD, H200) or "")

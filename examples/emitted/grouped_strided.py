@@ -9,15 +9,15 @@
 #
 # Layer conv_transpose2d: 16×32×128×256 → 64, k=(3, 5), s=(2, 3), p=(1, 2), d=(2, 1), g=4, float32, tf32
 #     sm_80, forward: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=4, src_slices=1,
-#         stage_channels=4, loads=2, min_blocks=2, dst_vector=1)
-#     sm_80, input_grad: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
-#         stage_channels=1, loads=5, min_blocks=4, dst_vector=1)
+#         stage_channels=8, loads=4, buffers=3, min_blocks=2, dst_vector=1)
+#     sm_80, input_grad: gather_tiled(lanes=64, dst_per_thread=2, cells_h=4, cells_w=2, dst_slices=4, src_slices=1,
+#         stage_channels=1, loads=5, buffers=3, min_blocks=2, dst_vector=1)
 #     sm_80, weight_grad: weight_grad(rows=8, columns=128, thread_rows=8, thread_columns=8, k_slices=16, depth=32,
 #         min_blocks=1)
 #     sm_90a, forward: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=4, src_slices=1,
-#         stage_channels=4, loads=2, min_blocks=2, dst_vector=1)
+#         stage_channels=8, loads=4, buffers=3, min_blocks=2, dst_vector=1)
 #     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
-#         stage_channels=1, loads=5, min_blocks=4, dst_vector=1)
+#         stage_channels=1, loads=5, buffers=3, min_blocks=5, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=8, columns=128, thread_rows=8, thread_columns=8, k_slices=16, depth=32,
 #         min_blocks=1)
 #     float32 may be rounded to TF32, as in PyTorch's own convolutions by default (--strict-fp32: not)
@@ -141,6 +141,14 @@ __device__ __forceinline__ float16 read(const float16* address) {
   return float16{__ldg((const unsigned short*)address)};
 }
 #endif
+
+// The same value, of which the compiler knows nothing: it keeps in no registers what follows from it.
+__device__ __forceinline__ unsigned opaque(unsigned value) {
+#ifndef EMULATOR
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
 
 // COUNT neighbouring elements, moved at once.
 template <class T, int COUNT>
@@ -266,6 +274,47 @@ __device__ __forceinline__ int weight_offset(int in, int out, int tap) {
   return in * WEIGHT_STRIDE_IN + out * WEIGHT_STRIDE_OUT + tap * WEIGHT_STRIDE_TAP;
 }
 """
+FILES["common/copy_async.cuh"] = r"""
+// Copies of single elements or quads from global to shared memory that pass no registers (cp.async, from compute
+// capability 8.0 on). Each thread waits for its own, in the groups it has committed.
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+#ifndef EMULATOR
+
+// 16, 8 or 4 bytes from global to shared memory; zeros where `exists` is false.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
+  const int size = exists ? BYTES : 0;
+  if (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size)
+                 : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+#else
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
+  typedef Vector<unsigned, BYTES / 4> Bytes;
+  emulator::copy_later((Bytes*)__cvta_shared_to_generic(to), exists ? *(const Bytes*)from : Bytes{});
+}
+__device__ __forceinline__ void copies_commit() { emulator::commit(emulator::Async::copies); }
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  emulator::wait(emulator::Async::copies, PENDING);
+}
+
+#endif
+"""
 FILES["gather_tiled.cu"] = r"""
 // Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, in exact arithmetic.
 //
@@ -282,14 +331,19 @@ FILES["gather_tiled.cu"] = r"""
 // A thread keeps every phase of its cells in registers: CELLS_H × CELLS_W × (DST per cell) × DST_PER_THREAD
 // accumulators, of which those without taps cost nothing.
 //
-// Shared memory: two buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; two
-// buffers of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting
-// at a multiple of four source elements and split by residues so that lanes read neighbouring words at even strides
-// too; then where each element of a lane's row goes; then the sums of one source slice, or for each warp the row that
-// it turns into a whole output line.
+// Sums have two levels, so that rounding does not grow with the number of source channels: after CHAIN stages a thread
+// adds its accumulators to its lane's sums in shared memory, and starts anew. Source slices share these sums, and take
+// turns: each adds after another stage.
 //
-// Synchronisation: step i+1 (a stage of an item) is loaded to registers while step i is computed, and stored to the
-// other buffer; one barrier a step suffices, since a buffer is written again only after the barrier that follows its
+// Shared memory: BUFFERS buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; as
+// many of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting at a
+// multiple of four source elements and split by residues so that lanes read neighbouring words at even strides too,
+// planes as long as the longest tile; then where each element of a lane's row goes; then for each warp the row that it
+// turns into a whole output line; then the sums of the lanes.
+//
+// Synchronisation: steps (a stage of an item) are loaded BUFFERS - 1 ahead. With two buffers the next step waits in
+// registers while one is computed, and is then stored to the other buffer; with more, copies go to their buffer
+// asynchronously. One barrier a step suffices, since a buffer is written again only after the barrier that follows its
 // last reads. A warp's row is its own.
 
 struct Geometry {
@@ -316,25 +370,36 @@ constexpr int SLICE_CHANNELS = STAGE_CHANNELS / SRC_SLICES;
 // Source channels in one piece of straight-line code: a whole stage, unless that would crowd the instruction cache.
 constexpr int PRODUCTS = TAPS * DST_PER_THREAD * CELLS_H * CELLS_W;
 constexpr int CHANNELS_AT_ONCE = PRODUCTS * SLICE_CHANNELS <= 1024 ? SLICE_CHANNELS : 1;
+constexpr bool CHAINED = CHAIN < STAGES;
+constexpr bool ASYNC = BUFFERS > 2;
 
 constexpr int DST_D = dst_cell(AXIS_D), DST_H = dst_cell(AXIS_H), DST_W = dst_cell(AXIS_W);
 constexpr int SRC_D = src_cell(AXIS_D), SRC_H = src_cell(AXIS_H), SRC_W = src_cell(AXIS_W);
 constexpr int SPLIT = SRC_W == 2 || SRC_W % 4 == 0 ? SRC_W : 1;  // odd strides meet no bank twice as they are
 constexpr int SKEW = first_offset(AXIS_W) - floor_div(first_offset(AXIS_W), 4) * 4;  // of a tile's first column
-constexpr int WINDOW_H = window(AXIS_H, CELLS_H), WINDOW_W = window(AXIS_W, CELLS_W);
+// Where lanes lie an even number of elements apart, they read pairs.
+constexpr int PAIR = SPLIT == 1 && CELLS_W * SRC_W % 2 == 0 ? 2 : 1;
+constexpr int WINDOW_H = window(AXIS_H, CELLS_H), WINDOW_W = SKEW % PAIR + window(AXIS_W, CELLS_W);
 constexpr int RUN = CELLS_W * DST_W;  // neighbouring destination elements along w that a thread owns
 constexpr int ACCUMULATORS = CELLS_H * DST_D * DST_H * RUN * DST_PER_THREAD;
+// Quads of a source plane, four columns or four channels each, and elements from one plane to the next; planes of
+// channels that are stored at once lie half the banks apart.
+constexpr int PLANE_QUADS = LOADS * THREADS / STAGE_CHANNELS;  // whole: threads are a multiple of 64
+constexpr int PLANE = PLANE_QUADS * 4 + (SRC_CHANNELS_LAST ? 4 : 0);
 
 static_assert(STAGE_CHANNELS % SRC_SLICES == 0, "every source slice takes the same share of a stage");
 static_assert(LANES % 32 == 0, "a warp lies in one slice");
+static_assert(CHAIN >= SRC_SLICES, "every source slice adds its sums after another stage");
 static_assert(!SRC_CHANNELS_LAST || STAGE_CHANNELS % 4 == 0, "a thread loads four channels at once");
+static_assert(!ASYNC || (sizeof(scalar_t) == sizeof(accum_t) && SPLIT == 1 && !SRC_CHANNELS_LAST),
+              "what is copied asynchronously stays as it is");
 
 // The tile of the source, as every thread sees it.
 struct Tile {
-  int n, d, h, w;               // first batch entry and first cells
-  int size_d, size_h, size_w;   // source elements along each dimension, halo included, whole quads along w
-  int pitch;                    // elements of one residue of w in a row
-  int row, slab, image, plane;  // pitches of h, d, n and channel
+  int n, d, h, w;              // first batch entry and first cells
+  int size_d, size_h, size_w;  // source elements along each dimension, halo included, whole quads along w
+  int pitch;                   // elements of one residue of w in a row
+  int slab, image;             // pitches of d and n; that of h is size_w
 };
 
 __device__ __forceinline__ Tile make_tile(const Geometry& g, int tile) {
@@ -347,48 +412,40 @@ __device__ __forceinline__ Tile make_tile(const Geometry& g, int tile) {
   t.n = tile / g.tiles[1] * g.lanes[0];
   t.size_d = window(AXIS_D, g.lanes[1]);
   t.size_h = window(AXIS_H, g.lanes[2] * CELLS_H);
-  t.size_w = round_up(SKEW + window(AXIS_W, g.lanes[3] * CELLS_W), 4);
-  t.pitch = ceil_div(t.size_w, SPLIT);
-  t.row = t.pitch * SPLIT;
-  t.slab = t.row * t.size_h;
+  t.size_w = round_up(SKEW + window(AXIS_W, g.lanes[3] * CELLS_W), SPLIT > 4 ? SPLIT : 4);
+  t.pitch = t.size_w / SPLIT;
+  t.slab = t.size_w * t.size_h;
   t.image = t.slab * t.size_d;
-  t.plane = t.image * g.lanes[0];
   return t;
 }
 
-// One stage of the source in flight, LOADS quads a thread: four neighbouring columns of a channel, or four neighbouring
-// channels of a position. Where a quad lies never changes, so the padding is zeroed once, and quads in the padding read
-// the first elements and store nothing.
+// Loads a stage of the source, LOADS quads a thread: four neighbouring columns of a channel, or four neighbouring
+// channels of a position. Where a quad lies never changes. Asynchronous copies fill the padding with zeros at every
+// stage; else it is zeroed once, and quads in the padding read the first elements and store nothing.
 struct SourceLoader {
   offset_t offsets[LOADS];  // bytes from the stage's first channel at the tile's first batch entry
-  int slots[LOADS];         // in a stage's planes; -1 for nothing to store
+  int slots[LOADS];         // in a stage's planes
   int channels[LOADS];      // of the stage
   unsigned inside;          // four bits a quad: the elements that are not padding
-  int rounds;               // quads that any thread of the block has
-  Quad<scalar_t> values[LOADS];
+  Quad<scalar_t> values[ASYNC ? 1 : LOADS];
 
   __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int thread, accum_t* planes) {
-    const int columns = SRC_CHANNELS_LAST ? t.size_w : t.size_w / 4;
-    constexpr int CHANNELS = SRC_CHANNELS_LAST ? STAGE_CHANNELS / 4 : STAGE_CHANNELS;
-    const int count = CHANNELS * g.lanes[0] * t.size_d * t.size_h * columns;
-    rounds = ceil_div(count, THREADS);
     inside = 0;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
+      const int index = thread + i * THREADS;
+      channels[i] = SRC_CHANNELS_LAST ? index % (STAGE_CHANNELS / 4) * 4 : index / PLANE_QUADS;
+      int position = SRC_CHANNELS_LAST ? index / (STAGE_CHANNELS / 4) : index % PLANE_QUADS * 4;
       offsets[i] = 0;
-      slots[i] = -1;
-      channels[i] = 0;
-      int index = thread + i * THREADS;
-      if (index >= count) continue;
-      if (SRC_CHANNELS_LAST) channels[i] = index % CHANNELS * 4, index /= CHANNELS;
-      const int w = index % columns * (SRC_CHANNELS_LAST ? 1 : 4);
-      index /= columns;
-      const int h = index % t.size_h;
-      index /= t.size_h;
-      const int d = index % t.size_d;
-      index /= t.size_d;
-      const int n = index % g.lanes[0];
-      if (!SRC_CHANNELS_LAST) channels[i] = index / g.lanes[0];
+      slots[i] = SRC_CHANNELS_LAST ? channels[i] * PLANE + position : index * 4;
+      if (position >= t.image * g.lanes[0]) continue;
+      const int w = position % t.size_w;
+      if (SPLIT > 1) slots[i] += w % SPLIT * t.pitch + w / SPLIT - w;
+      position /= t.size_w;
+      const int h = position % t.size_h;
+      position /= t.size_h;
+      const int d = position % t.size_d;
+      const int n = position / t.size_d;
 
       const int src_d = t.d * SRC_D + first_offset(AXIS_D) + d;
       const int src_h = t.h * SRC_H + first_offset(AXIS_H) + h;
@@ -400,27 +457,50 @@ struct SourceLoader {
       for (int j = 0; j < 4; ++j)
         if (row_inside && (unsigned)(src_w + (SRC_CHANNELS_LAST ? 0 : j)) < (unsigned)g.src.size[2]) mask |= 1u << j;
       inside |= mask << (4 * i);
-      const int slot = channels[i] * t.plane + n * t.image + d * t.slab + h * t.row + w % SPLIT * t.pitch + w / SPLIT;
       if (mask) {
-        slots[i] = slot;
         offsets[i] = byte_offset<scalar_t>(g.src, n, src_d, src_h, src_w) +
                      (offset_t)channels[i] * (offset_t)(g.src.stride[1] * sizeof(scalar_t));
-      } else {
-        put(planes + slot, t, Vector<accum_t, 4>{});
-        put(planes + slot + STAGE_CHANNELS * t.plane, t, Vector<accum_t, 4>{});
+      } else if (!ASYNC) {
+        put(planes + slots[i], t, Vector<accum_t, 4>{});
+        put(planes + slots[i] + STAGE_CHANNELS * PLANE, t, Vector<accum_t, 4>{});
       }
     }
   }
 
-  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int stage) {
-    src += stage * STAGE_CHANNELS * g.src.stride[1];
-    const int remaining = SRC_CHANNELS - stage * STAGE_CHANNELS;
+  // Whether element j of quad i, of a channel of the stage of which so many remain, is in `mask` and exists.
+  static __device__ __forceinline__ bool exists(unsigned mask, int i, int j, int channel, int remaining) {
+    return (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining) && mask >> (4 * i + j) & 1u;
+  }
+
+  // The stage that begins at `src` with so many channels remaining, asynchronously to `planes`.
+  __device__ __forceinline__ void copy(const Geometry& g, const scalar_t* src, int remaining, accum_t* planes) const {
+    const unsigned mask = opaque(inside);
+    const unsigned to = shared_address(planes);
+    constexpr int SIZE = sizeof(scalar_t), AT_ONCE = 16 / SIZE;
+    if (g.aligned_src) {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; j += AT_ONCE)
+          copy_async<16>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j,
+                         exists(mask, i, j, channels[i], remaining));
+    } else {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          copy_async<SIZE>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j * g.src.stride[4],
+                           exists(mask, i, j, channels[i], remaining));
+    }
+  }
+
+  // The same to registers, from where `store` takes it.
+  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int remaining) {
+    const unsigned mask = opaque(inside);
     if (g.aligned_src) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
-        if (i >= rounds) break;
-        const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining;
-        if (exists)
+        if (SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining)
           values[i].load(at(src, offsets[i]));
         else
           values[i].clear();
@@ -429,14 +509,11 @@ struct SourceLoader {
       const long long step = SRC_CHANNELS_LAST ? g.src.stride[1] : g.src.stride[4];
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
-        if (i >= rounds) break;
         values[i].clear();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int channel = channels[i] + (SRC_CHANNELS_LAST ? j : 0);
-          const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining;
-          if (exists && inside >> (4 * i + j) & 1u) values[i].load(j, at(src, offsets[i]) + j * step);
-        }
+        for (int j = 0; j < 4; ++j)
+          if (exists(mask, i, j, channels[i] + (SRC_CHANNELS_LAST ? j : 0), remaining))
+            values[i].load(j, at(src, offsets[i]) + j * step);
       }
     }
   }
@@ -444,7 +521,7 @@ struct SourceLoader {
   __device__ __forceinline__ void store(const Geometry& g, const Tile& t, accum_t* planes) const {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
-      if (slots[i] >= 0) {
+      if (inside >> (4 * i) & 0xfu) {
         Vector<accum_t, 4> wide;
 #pragma unroll
         for (int j = 0; j < 4; ++j) wide.value[j] = widen(values[i].get(j, g.aligned_src));
@@ -460,20 +537,20 @@ struct SourceLoader {
       *(Vector<accum_t, 2>*)(slot + t.pitch) = Vector<accum_t, 2>{quad.value[1], quad.value[3]};
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) slot[j * (SRC_CHANNELS_LAST ? t.plane : t.pitch)] = quad.value[j];
+      for (int j = 0; j < 4; ++j) slot[j * (SRC_CHANNELS_LAST ? PLANE : t.pitch)] = quad.value[j];
     }
   }
 };
 
-// One stage of the weights in flight, read in the order in which they lie in memory.
+// Loads a stage of the weights, in the order in which they lie in memory.
 struct WeightLoader {
   static constexpr int COUNT = STAGE_CHANNELS * BLOCK_DST * TAPS;
   static constexpr int CHANNEL_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_OUT : WEIGHT_STRIDE_IN;
   static constexpr int DST_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
 
-  int offsets[WEIGHT_ITEMS];  // elements from the stage's first weight
-  int slots[WEIGHT_ITEMS];    // in a stage's weights; -1 for nothing to store
-  scalar_t values[WEIGHT_ITEMS];
+  unsigned offsets[WEIGHT_ITEMS];  // bytes from the stage's first weight
+  int slots[WEIGHT_ITEMS];         // in a stage's weights; -1 for nothing to store
+  scalar_t values[ASYNC ? 1 : WEIGHT_ITEMS];
 
   static __device__ __forceinline__ void locate(int item, int& channel, int& dst, int& tap) {
     if (INPUT_GRAD) {
@@ -491,24 +568,35 @@ struct WeightLoader {
       int channel, dst, tap;
       locate(thread + i * THREADS, channel, dst, tap);
       const bool exists = thread + i * THREADS < COUNT;
-      offsets[i] = exists ? channel * CHANNEL_STRIDE + dst * DST_STRIDE + tap * WEIGHT_STRIDE_TAP : 0;
+      offsets[i] =
+          exists ? (channel * CHANNEL_STRIDE + dst * DST_STRIDE + tap * WEIGHT_STRIDE_TAP) * sizeof(scalar_t) : 0;
       slots[i] = exists ? channel * WEIGHT_CHANNEL + dst / DST_PER_THREAD * WEIGHT_SLICE + tap * DST_PER_THREAD +
                               dst % DST_PER_THREAD
                         : -1;
     }
   }
 
-  __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int stage, int thread) {
-    weight += stage * STAGE_CHANNELS * CHANNEL_STRIDE + dst_block * BLOCK_DST * DST_STRIDE;
+  static __device__ __forceinline__ bool exists(int item, int dst_block, int remaining) {
+    if (SRC_CHANNELS % STAGE_CHANNELS == 0 && DST_CHANNELS % BLOCK_DST == 0) return true;
+    int channel, dst, tap;
+    locate(item, channel, dst, tap);
+    return channel < remaining && dst + dst_block * BLOCK_DST < DST_CHANNELS;
+  }
+
+  // The stage that begins at `weight` with so many source channels remaining: asynchronously to `weights`, or to
+  // registers, from where `store` takes it.
+  __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int remaining, int thread,
+                                       accum_t* weights) {
 #pragma unroll
     for (int i = 0; i < WEIGHT_ITEMS; ++i) {
-      bool exists = true;
-      if (SRC_CHANNELS % STAGE_CHANNELS != 0 || DST_CHANNELS % BLOCK_DST != 0) {
-        int channel, dst, tap;
-        locate(thread + i * THREADS, channel, dst, tap);
-        exists = channel + stage * STAGE_CHANNELS < SRC_CHANNELS && dst + dst_block * BLOCK_DST < DST_CHANNELS;
+      const bool exist = exists(thread + i * THREADS, dst_block, remaining);
+      if constexpr (ASYNC) {
+        if (slots[i] >= 0)
+          copy_async<sizeof(scalar_t)>(shared_address(weights) + slots[i] * sizeof(scalar_t), at(weight, offsets[i]),
+                                       exist);
+      } else {
+        values[i] = exist ? read(at(weight, offsets[i])) : zero<scalar_t>();
       }
-      values[i] = exists ? read(weight + offsets[i]) : zero<scalar_t>();
     }
   }
 
@@ -518,6 +606,13 @@ struct WeightLoader {
       if (slots[i] >= 0) weights[slots[i]] = widen(values[i]);
   }
 };
+
+// Whether any tap adds to accumulator `i` of a thread.
+__device__ __forceinline__ constexpr bool has_taps(int i) {
+  const int row = i / (DST_PER_THREAD * RUN);
+  return has_taps(AXIS_D, row / DST_H % DST_D) && has_taps(AXIS_H, row % DST_H) &&
+         has_taps(AXIS_W, i / DST_PER_THREAD % DST_W);
+}
 
 // A thread's cells: accumulators as [cell h][phase d][phase h][run along w][destination channel].
 struct Accumulators {
@@ -540,12 +635,15 @@ struct Accumulators {
 #pragma unroll
     for (int kd = 0; kd < AXIS_D.kernel; ++kd) {
       const accum_t* slab = corner + (src_offset(AXIS_D, kd) - first_offset(AXIS_D)) * t.slab;
-      accum_t patch[WINDOW_H][WINDOW_W];
+      accum_t patch[WINDOW_H][round_up(WINDOW_W, PAIR)];
 #pragma unroll
       for (int h = 0; h < WINDOW_H; ++h)
 #pragma unroll
-        for (int w = 0; w < WINDOW_W; ++w)
-          patch[h][w] = slab[h * t.row + (SKEW + w) % SPLIT * t.pitch + (SKEW + w) / SPLIT];
+        for (int w = 0; w < WINDOW_W; w += PAIR) {
+          const int column = SKEW / PAIR * PAIR + w;
+          *(Vector<accum_t, PAIR>*)&patch[h][w] =
+              *(const Vector<accum_t, PAIR>*)(slab + h * t.size_w + column % SPLIT * t.pitch + column / SPLIT);
+        }
 #pragma unroll
       for (int kh = 0; kh < AXIS_H.kernel; ++kh)
 #pragma unroll
@@ -558,27 +656,43 @@ struct Accumulators {
               for (int dst = 0; dst < DST_PER_THREAD; ++dst)
                 sum[cell_h][dst_offset(AXIS_D, kd)][dst_offset(AXIS_H, kh)][cell_w * DST_W + dst_offset(AXIS_W, kw)]
                    [dst] += patch[cell_h * SRC_H + src_offset(AXIS_H, kh) - first_offset(AXIS_H)]
-                                 [cell_w * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)] *
+                                 [SKEW % PAIR + cell_w * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)] *
                             tap_weights[((kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw) * DST_PER_THREAD + dst];
     }
   }
 
-  // Sum of all source slices, in slice order, left in slice 0. Every thread of the block comes here.
-  __device__ __forceinline__ void reduce(accum_t* shared, int slice, int thread) {
-    accum_t* mine = shared + thread;
+  // Adds the lane's sums in shared memory.
+  __device__ __forceinline__ void add(const accum_t* sums) {
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; i += 4) {
+      const Vector<accum_t, 4> four = *(const Vector<accum_t, 4>*)(sums + i * SLICE_THREADS);
+#pragma unroll
+      for (int j = 0; j < 4 && i + j < ACCUMULATORS; ++j)
+        if (has_taps(i + j)) (&sum[0][0][0][0][0])[i + j] += four.value[j];
+    }
+  }
+
+  // Leaves all in the lane's sums, which hold nothing yet if it is the `first`, and starts anew.
+  __device__ __forceinline__ void flush(accum_t* sums, bool first) {
+    if (!first) add(sums);
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; i += 4) {
+      Vector<accum_t, 4> four = {};
+#pragma unroll
+      for (int j = 0; j < 4 && i + j < ACCUMULATORS; ++j) four.value[j] = (&sum[0][0][0][0][0])[i + j];
+      *(Vector<accum_t, 4>*)(sums + i * SLICE_THREADS) = four;
+    }
+    clear();
+  }
+
+  // The lane's sums and those of all source slices, left in slice 0. Every thread of the block comes here.
+  __device__ __forceinline__ void reduce(accum_t* sums, int slice) {
 #pragma unroll 1
     for (int other = 1; other < SRC_SLICES; ++other) {
-      if (slice == other) {
-#pragma unroll
-        for (int i = 0; i < ACCUMULATORS; ++i) mine[i * SLICE_THREADS] = (&sum[0][0][0][0][0])[i];
-      }
-      __syncthreads();
-      if (slice == 0) {
-#pragma unroll
-        for (int i = 0; i < ACCUMULATORS; ++i) (&sum[0][0][0][0][0])[i] += mine[i * SLICE_THREADS];
-      }
+      if (slice == other) flush(sums, !CHAINED && other == 1);
       __syncthreads();
     }
+    if (slice == 0) add(sums);
   }
 };
 
@@ -724,15 +838,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   dst += tile.n * g.dst.stride[0];
 
   accum_t* const weights = (accum_t*)shared_memory;
-  accum_t* const planes = weights + 2 * WEIGHT_STAGE;
-  Element* const elements = (Element*)(planes + 2 * STAGE_CHANNELS * tile.plane);
-  accum_t* const epilogue = (accum_t*)(elements + (RUN > 1 ? LANES * RUN : 0));
+  accum_t* const planes = weights + BUFFERS * WEIGHT_STAGE;
+  Element* const elements = (Element*)(planes + BUFFERS * STAGE_CHANNELS * PLANE);
+  accum_t* const rows = (accum_t*)(elements + (RUN > 1 ? LANES * RUN : 0));
+  accum_t* const sums = rows + SLICE_THREADS * RUN + thread % SLICE_THREADS * 4;
 
   // The lane's first source element in a plane.
   const int lane_w = lane % g.lanes[3], lane_h = lane / g.lanes[3] % g.lanes[2];
   const int lane_d = lane / (g.lanes[3] * g.lanes[2]) % g.lanes[1];
   const int lane_n = min(lane / (g.lanes[3] * g.lanes[2] * g.lanes[1]), g.lanes[0] - 1);  // lanes beyond the tile idle
-  const int corner = lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.row +
+  const int corner = lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.size_w +
                      lane_w * CELLS_W * (SRC_W / SPLIT);
 
   SourceLoader source;
@@ -747,40 +862,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __all_sync(0xffffffffu, place.slabs >= DST_D && place.rows >= CELLS_H * DST_H && place.columns >= RUN);
 
   int group = first_item / DST_BLOCKS, dst_block = first_item % DST_BLOCKS;
-  auto load = [&](int load_group, int load_block, int stage) {
-    source.load(g, src + (long long)load_group * SRC_CHANNELS * g.src.stride[1], stage);
-    taps.load(weight + (long long)load_group * SRC_CHANNELS * DST_CHANNELS * TAPS, load_block, stage, thread);
+  // The step to be loaded next, and how many are left.
+  int ahead_group = group, ahead_block = dst_block, ahead_stage = 0, ahead = items * STAGES;
+  const scalar_t *ahead_src = src, *ahead_weight = weight;
+  auto load = [&](int buffer) {
+    if (ahead-- > 0) {
+      if (ahead_stage == 0) {
+        ahead_src = src + (long long)ahead_group * SRC_CHANNELS * g.src.stride[1];
+        ahead_weight = weight + (long long)ahead_group * SRC_CHANNELS * DST_CHANNELS * TAPS +
+                       ahead_block * BLOCK_DST * WeightLoader::DST_STRIDE;
+      }
+      const int remaining = SRC_CHANNELS - ahead_stage * STAGE_CHANNELS;
+      if constexpr (ASYNC)
+        source.copy(g, ahead_src, remaining, planes + buffer * STAGE_CHANNELS * PLANE);
+      else
+        source.load(g, ahead_src, remaining);
+      taps.load(ahead_weight, ahead_block, remaining, thread, weights + buffer * WEIGHT_STAGE);
+      ahead_src += STAGE_CHANNELS * g.src.stride[1];
+      ahead_weight += STAGE_CHANNELS * WeightLoader::CHANNEL_STRIDE;
+      if (++ahead_stage == STAGES) {
+        ahead_stage = 0;
+        if (++ahead_block == DST_BLOCKS) ahead_block = 0, ++ahead_group;
+      }
+    }
+    if constexpr (ASYNC) copies_commit();
   };
 
-  load(group, dst_block, 0);
+#pragma unroll 1
+  for (int step = 0; step < BUFFERS - 1; ++step) load(step);
   int buffer = 0;
 #pragma unroll 1
   for (int item = 0; item < items; ++item) {
-    const bool same_group = dst_block + 1 < DST_BLOCKS;
-    const int next_group = same_group ? group : group + 1, next_block = same_group ? dst_block + 1 : 0;
     acc.clear();
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage, buffer ^= 1) {
-      accum_t* const stage_planes = planes + buffer * STAGE_CHANNELS * tile.plane;
+    for (int stage = 0; stage < STAGES; ++stage) {
+      accum_t* const stage_planes = planes + buffer * STAGE_CHANNELS * PLANE;
       accum_t* const stage_weights = weights + buffer * WEIGHT_STAGE;
-      source.store(g, tile, stage_planes);
-      taps.store(stage_weights);
+      if constexpr (ASYNC) {
+        copies_wait<BUFFERS - 2>();
+      } else {
+        source.store(g, tile, stage_planes);
+        taps.store(stage_weights);
+      }
       __syncthreads();
-      const bool last = stage + 1 == STAGES;
-      if (!last || item + 1 < items)
-        load(last ? next_group : group, last ? next_block : dst_block, last ? 0 : stage + 1);
+      load(buffer == 0 ? BUFFERS - 1 : buffer - 1);
 #pragma unroll(CHANNELS_AT_ONCE)
       for (int i = 0; i < SLICE_CHANNELS; ++i) {
         const int channel = src_slice * SLICE_CHANNELS + i;
-        acc.accumulate(stage_planes + channel * tile.plane + corner,
+        acc.accumulate(stage_planes + channel * PLANE + corner,
                        stage_weights + channel * WEIGHT_CHANNEL + dst_slice * WEIGHT_SLICE, tile);
       }
+      const int first_flush = CHAIN - SRC_SLICES;
+      if (CHAINED && stage % CHAIN == first_flush + src_slice && stage + 1 < STAGES)
+        acc.flush(sums, stage == first_flush);
+      buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
     }
 
     const int first_dst = dst_block * BLOCK_DST + dst_slice * DST_PER_THREAD;
     const int channels = DST_CHANNELS - first_dst;  // that exist, from this slice's first on
     const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
-    if (SRC_SLICES > 1) acc.reduce(epilogue, src_slice, thread % SLICE_THREADS);
+    if (CHAINED || SRC_SLICES > 1) acc.reduce(sums, src_slice);
     if (src_slice == 0 && channels > 0) {
       accum_t biases[DST_PER_THREAD];
 #pragma unroll
@@ -788,7 +929,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
       scalar_t* const item_dst = dst + first_channel * g.dst.stride[1];
       if (STAGES > 4) place.init(g, tile, lane);  // again, so that its registers serve the stages
-      accum_t* const staging = epilogue + warp * (32 * RUN);
+      accum_t* const staging = rows + warp * (32 * RUN);
       const Element* const of_warp = elements + lane / 32 * (32 * RUN);
       if (DST_CHANNELS_LAST)
         store_channels(g, place, acc, item_dst, biases, channels);
@@ -797,8 +938,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       else
         store_rows<false>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
     }
-    group = next_group;
-    dst_block = next_block;
+    if (++dst_block == DST_BLOCKS) dst_block = 0, ++group;
   }
 }
 """
@@ -1067,11 +1207,13 @@ constexpr int CELLS_H = 4;
 constexpr int CELLS_W = 1;
 constexpr int DST_SLICES = 4;
 constexpr int SRC_SLICES = 1;
-constexpr int STAGE_CHANNELS = 4;
-constexpr int LOADS = 2;
+constexpr int STAGE_CHANNELS = 8;
+constexpr int LOADS = 4;
+constexpr int BUFFERS = 3;
+constexpr int CHAIN = 1;
 constexpr int DST_VECTOR = 1;
 constexpr int MIN_BLOCKS = 2;
-""", ("common/geometry.cuh", "gather_tiled.cu")),
+""", ("common/geometry.cuh", "common/copy_async.cuh", "gather_tiled.cu")),
     ("gather_tiled", r"""
 // gather_tiled, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -1090,16 +1232,18 @@ constexpr int WEIGHT_STRIDE_OUT = 15;
 constexpr int WEIGHT_STRIDE_TAP = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr int LANES = 64;
-constexpr int DST_PER_THREAD = 4;
+constexpr int DST_PER_THREAD = 2;
 constexpr int CELLS_H = 4;
-constexpr int CELLS_W = 1;
-constexpr int DST_SLICES = 2;
+constexpr int CELLS_W = 2;
+constexpr int DST_SLICES = 4;
 constexpr int SRC_SLICES = 1;
 constexpr int STAGE_CHANNELS = 1;
 constexpr int LOADS = 5;
+constexpr int BUFFERS = 3;
+constexpr int CHAIN = 4;
 constexpr int DST_VECTOR = 1;
-constexpr int MIN_BLOCKS = 4;
-""", ("common/geometry.cuh", "gather_tiled.cu")),
+constexpr int MIN_BLOCKS = 2;
+""", ("common/geometry.cuh", "common/copy_async.cuh", "gather_tiled.cu")),
     ("weight_grad", r"""
 // weight_grad, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -1147,11 +1291,13 @@ constexpr int CELLS_H = 4;
 constexpr int CELLS_W = 1;
 constexpr int DST_SLICES = 4;
 constexpr int SRC_SLICES = 1;
-constexpr int STAGE_CHANNELS = 4;
-constexpr int LOADS = 2;
+constexpr int STAGE_CHANNELS = 8;
+constexpr int LOADS = 4;
+constexpr int BUFFERS = 3;
+constexpr int CHAIN = 1;
 constexpr int DST_VECTOR = 1;
 constexpr int MIN_BLOCKS = 2;
-""", ("common/geometry.cuh", "gather_tiled.cu")),
+""", ("common/geometry.cuh", "common/copy_async.cuh", "gather_tiled.cu")),
     ("gather_tiled", r"""
 // gather_tiled, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -1177,9 +1323,11 @@ constexpr int DST_SLICES = 2;
 constexpr int SRC_SLICES = 1;
 constexpr int STAGE_CHANNELS = 1;
 constexpr int LOADS = 5;
+constexpr int BUFFERS = 3;
+constexpr int CHAIN = 4;
 constexpr int DST_VECTOR = 1;
-constexpr int MIN_BLOCKS = 4;
-""", ("common/geometry.cuh", "gather_tiled.cu")),
+constexpr int MIN_BLOCKS = 5;
+""", ("common/geometry.cuh", "common/copy_async.cuh", "gather_tiled.cu")),
     ("weight_grad", r"""
 // weight_grad, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -1565,6 +1713,24 @@ class ConvTransposeProblem:
         """``(N, C_out, *spatial)``."""
         return (self.batch, self.out_channels, *self.output_size)
 
+    def mirrored(self) -> "ConvTransposeProblem | None":
+        # The layer whose forward pass is the gradient of this one's input, where there is one: the stride is 1.
+        #
+        # Its input is the gradient of this one's output, its weight this one's with the taps reversed and the channels
+        # exchanged. What this one's output is padded by that one's is cut by.
+        padding = tuple(d * (k - 1) - p for k, p, d in zip(self.kernel_size, self.padding, self.dilation))
+        if set(self.stride) != {1} or min(padding) < 0:
+            return None
+        return replace(
+            self,
+            in_channels=self.out_channels,
+            out_channels=self.in_channels,
+            input_size=self.output_size,
+            padding=padding,
+            output_padding=tuple(-extra for extra in self.output_padding),  # no element of the input lies there
+            bias=False,
+        )
+
     @property
     def taps(self) -> int:
         """Taps of the whole kernel."""
@@ -1621,6 +1787,20 @@ _TYPES = {
 SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 
 
+# Building blocks under kernels/common that a kernel needs behind those that all need.
+_BUILDING_BLOCKS = {
+    "gather_tiled": ("copy_async",),
+    "implicit_gemm": (
+        *("tensor_float", "row_blocks", "dependent", "copy_async", "async", "mma", "matrix", "gemm_tile"),
+        "pixel_loader",
+    ),
+    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
+    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
+    "pack_weights": ("tensor_float", "row_blocks", "dependent"),
+    "pack_taps": ("tensor_float", "row_blocks", "dependent"),
+}
+
+
 # Depth in elements and operand type of the tensor cores' instructions.
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
@@ -1656,6 +1836,9 @@ class KernelSource:
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
             *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
         ]
+        if "mma" in _BUILDING_BLOCKS.get(self.kernel, ()):
+            depth, operand = _OPERANDS[self.dtype]
+            lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
         if "WGMMA" in constants:
             lines += _matrix_instructions(self.dtype, constants)
@@ -1671,7 +1854,6 @@ def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "li
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f"#define CLUSTER {cluster:d}  // thread blocks",
-        f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
     ]
     if not wgmma:
         return lines
@@ -1857,6 +2039,7 @@ class Gather:
     dst: "Side"
     weight_channels_last: bool
     aligned: bool
+    mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
 
     def __hash__(self) -> int:
         return self._hash
@@ -1866,7 +2049,7 @@ class Gather:
         return hash((self.axes, self.src_channels, self.dst_channels, self.dtype, self.src, self.dst))
 
     @classmethod
-    def of(cls, problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts") -> "Gather":
+    def of(cls, problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts", mirrored: bool = False) -> "Gather":
         # The pass of a problem whose tensors lie as ``layouts`` says.
         input_side = Side(five(problem.input_shape), layouts.input)
         output_side = Side(five(problem.output_shape), layouts.output)
@@ -1885,6 +2068,7 @@ class Gather:
             dst=output_side if forward else input_side,
             weight_channels_last=layouts.weight_channels_last,
             aligned=layouts.aligned,
+            mirrored=mirrored,
         )
 
     @property
@@ -1904,6 +2088,12 @@ class Gather:
         return depth, height, width
 
     @cached_property
+    def split(self) -> int:
+        """Residues by which ``gather_tiled.cu`` splits a row of the source in shared memory."""
+        step = self.cell_axes[2].src
+        return step if step == 2 or step % 4 == 0 else 1
+
+    @cached_property
     def owned(self) -> int:
         """Destination elements of a cell that own taps."""
         return math.prod(axis.owned for axis in self.cell_axes)
@@ -1921,8 +2111,9 @@ class Gather:
 
     def constants(self, **variant: "Constant") -> "tuple[tuple[str, Constant], ...]":
         """What both kernels are specialised by, and the variant's own constants."""
-        out_channels = self.dst_channels if self.forward else self.src_channels
+        out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
         last = self.weight_channels_last
+        strides = out_channels * self.taps, 1 if last else self.taps
         common: dict[str, Constant] = {
             "AXIS_D": self.axes[0],
             "AXIS_H": self.axes[1],
@@ -1932,9 +2123,9 @@ class Gather:
             "DST_CHANNELS": self.dst_channels,
             "HAS_BIAS": self.bias,
             "DST_CHANNELS_LAST": self.dst.channels_last,
-            "WEIGHT_STRIDE_IN": out_channels * self.taps,
-            "WEIGHT_STRIDE_OUT": 1 if last else self.taps,
-            "WEIGHT_STRIDE_TAP": out_channels if last else 1,
+            "WEIGHT_STRIDE_IN": strides[self.mirrored],
+            "WEIGHT_STRIDE_OUT": strides[not self.mirrored],
+            "WEIGHT_STRIDE_TAP": (-1 if self.mirrored else 1) * (out_channels if last else 1),
         }
         return tuple({**common, **variant}.items())
 
@@ -1981,6 +2172,7 @@ class TiledVariant(NamedTuple):
     src_slices: int
     stage_channels: int
     loads: int
+    buffers: int
     min_blocks: int
     dst_vector: int
 
@@ -1990,15 +2182,26 @@ class TiledVariant(NamedTuple):
         return self.cells_h, self.cells_w
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether stages are copied to shared memory past the registers."""
+        return self.buffers > 2
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.lanes * self.dst_slices * self.src_slices
+
+
+# Terms, on average over the phases, after which a chain of float32 ends with its stage: its error grows with their root
+# (docs/numerics.md). Other types are exact enough, or rounded much further in the end.
+_CHAIN_TERMS = 50
 
 
 class Counts(NamedTuple):
     """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
 
     stages: int
+    chain: int  # stages whose products are summed in one chain
     channels: float  # of a stage that a thread computes
     products: int
     weight_reads: int
@@ -2017,19 +2220,28 @@ class Counts(NamedTuple):
         _, height, width = gather.cell_axes
         cells = variant.cells_h * variant.cells_w
         per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
-        patch = height.window_used(variant.cells_h) * width.window_used(variant.cells_w)
+        rows, columns = height.window_used(variant.cells_h), width.window_used(variant.cells_w)
+        reads = columns  # of a row
+        if gather.split == 1 and variant.cells_w * width.src % 2 == 0:  # in pairs
+            reads = math.ceil((width.first_offset % 2 + width.window(variant.cells_w)) / 2)
         words = 2 if gather.dtype == "float64" else 1
+        stages = math.ceil(gather.src_channels / variant.stage_channels)
+        channels = variant.stage_channels / variant.src_slices
+        chain = stages
+        if gather.dtype == "float32":
+            chain = min(stages, math.ceil(_CHAIN_TERMS * gather.owned / (gather.taps * channels)))
         return cls(
-            stages=math.ceil(gather.src_channels / variant.stage_channels),
-            channels=variant.stage_channels / variant.src_slices,
+            stages=stages,
+            chain=max(chain, variant.src_slices),
+            channels=channels,
             products=gather.taps * variant.dst_per_thread * cells * words,
             weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
-            patch_reads=gather.axes[0].kernel * patch * words,
+            patch_reads=gather.axes[0].kernel * rows * reads * words,
             weight_items=math.ceil(per_stage / variant.threads),
             loads=variant.loads,
             accumulators=cells * gather.phases * variant.dst_per_thread,
             owned=cells * gather.owned * variant.dst_per_thread,
-            patch=patch,
+            patch=rows * columns,
             run=variant.cells_w * width.dst,
             words=words,
         )
@@ -2043,6 +2255,7 @@ _COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
 _COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
 _COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
 _COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
+_COST_COPY, _COST_FLUSH = 24.0, 3.0  # of a quad that is copied asynchronously, and a sum that ends a chain
 
 
 def thread_cycles(counts: "Counts", variant: "TiledVariant") -> float:
@@ -2051,14 +2264,16 @@ def thread_cycles(counts: "Counts", variant: "TiledVariant") -> float:
     code = _COST_ROLLED_CODE if straight > 1024 else _COST_LONG_CODE * max(0.0, straight / 700 - 1)
     reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
     compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
-    load = counts.loads * _COST_LOAD + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
+    quad = _COST_COPY if variant.asynchronous else _COST_LOAD
+    load = counts.loads * quad + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
+    flush = counts.accumulators * _COST_FLUSH * (math.ceil(counts.stages / counts.chain) - 1)
     if counts.run == 1:
         element = _COST_LONE_ELEMENT
     else:
         element = _COST_VECTOR_ELEMENT if counts.run in (2, 4) else _COST_TURNED_ELEMENT
     epilogue = counts.accumulators * element / variant.src_slices
     reduction = counts.accumulators * _COST_REDUCTION * (variant.src_slices - 1) / variant.src_slices
-    return counts.stages * (compute + load) + epilogue + reduction
+    return counts.stages * (compute + load) + flush + epilogue + reduction
 
 # =====================================================================================================================
 # polyphase/algorithms/gather_tiled.py
@@ -2094,6 +2309,8 @@ class GatherTiled:
                 SRC_SLICES=variant.src_slices,
                 STAGE_CHANNELS=variant.stage_channels,
                 LOADS=variant.loads,
+                BUFFERS=variant.buffers,
+                CHAIN=Counts.of(gather, variant).chain,
                 DST_VECTOR=variant.dst_vector,
                 MIN_BLOCKS=variant.min_blocks,
             ),
@@ -2138,7 +2355,7 @@ class _TileSize(NamedTuple):
             lanes[0],
             depth.window(lanes[1]),
             height.window(lanes[2] * cells[0]),
-            _round_up(skew + width.window(lanes[3] * cells[1]), 4),
+            _round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
         )
 
     @property
@@ -2150,26 +2367,20 @@ class _TileSize(NamedTuple):
         """Quads that a thread loads for a stage."""
         return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
 
-    def row(self, gather: "Gather") -> int:
-        """Elements of a row with the gaps between its residues."""
-        step = gather.cell_axes[2].src
-        split = step if step == 2 or step % 4 == 0 else 1
-        return _round_up(self.width, split)
-
 
 def _shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> int:
     accumulator = 8 if gather.dtype == "float64" else 4
-    tile = _TileSize.of(gather, variant.cells, lanes)
     weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
-    plane = tile.images * tile.depth * tile.height * tile.row(gather)
-    main = 2 * (weights + variant.stage_channels * plane)
+    plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
+    buffers = variant.buffers * (weights + variant.stage_channels * plane)
     slice_threads = variant.lanes * variant.dst_slices
     counts = Counts.of(gather, variant)
-    staging = slice_threads * counts.run
-    reduction = slice_threads * counts.accumulators if variant.src_slices > 1 else 0
+    rows = slice_threads * counts.run
+    summed = variant.src_slices > 1 or counts.chain < counts.stages
+    sums = slice_threads * _round_up(counts.accumulators, 4) if summed else 0
     wide = gather.wide_offsets(lanes[0], variant.stage_channels)
     elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
-    return (main + max(staging, reduction)) * accumulator + elements
+    return (buffers + rows + sums) * accumulator + elements
 
 
 def _fits(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", device: "DeviceInfo") -> bool:
@@ -2529,7 +2740,8 @@ def run(
 
     The gradient of the weight comes as partial sums of parts of the input, which are added in a fixed order.
     """
-    aligned = first.data_ptr() % ALIGNMENT == 0
+    read = first.data_ptr() if pass_ is Pass.FORWARD else first.data_ptr() | second.data_ptr()  # as it is
+    aligned = read % ALIGNMENT == 0
     key = (pass_, number, input_shape, output_padding, first.device, aligned)
     call = _calls.get(key)
     if call is None:
@@ -2705,8 +2917,9 @@ LAYERS = [
                         cells_w=1,
                         dst_slices=4,
                         src_slices=1,
-                        stage_channels=4,
-                        loads=2,
+                        stage_channels=8,
+                        loads=4,
+                        buffers=3,
                         min_blocks=2,
                         dst_vector=1,
                     ),
@@ -2715,14 +2928,15 @@ LAYERS = [
                     algorithm=GatherTiled(),
                     variant=TiledVariant(
                         lanes=64,
-                        dst_per_thread=4,
+                        dst_per_thread=2,
                         cells_h=4,
-                        cells_w=1,
-                        dst_slices=2,
+                        cells_w=2,
+                        dst_slices=4,
                         src_slices=1,
                         stage_channels=1,
                         loads=5,
-                        min_blocks=4,
+                        buffers=3,
+                        min_blocks=2,
                         dst_vector=1,
                     ),
                 ),
@@ -2749,8 +2963,9 @@ LAYERS = [
                         cells_w=1,
                         dst_slices=4,
                         src_slices=1,
-                        stage_channels=4,
-                        loads=2,
+                        stage_channels=8,
+                        loads=4,
+                        buffers=3,
                         min_blocks=2,
                         dst_vector=1,
                     ),
@@ -2766,7 +2981,8 @@ LAYERS = [
                         src_slices=1,
                         stage_channels=1,
                         loads=5,
-                        min_blocks=4,
+                        buffers=3,
+                        min_blocks=5,
                         dst_vector=1,
                     ),
                 ),

@@ -11,10 +11,11 @@
 #     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
 #         whole_images=False, raw_slots=4, cluster=2)
-#     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=16, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
-#         stage_channels=4, loads=4, min_blocks=3, dst_vector=1)
-#     sm_90a, weight_grad: weight_grad(rows=64, columns=64, thread_rows=8, thread_columns=8, k_slices=4, depth=32,
-#         min_blocks=1)
+#     sm_90a, input_grad: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=5,
+#         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
+#         whole_images=False, raw_slots=4, cluster=2)
+#     sm_90a, weight_grad: weight_grad_gemm(row_tiles=4, column_tiles=4, row_warps=1, out_chunk=22, positions=64,
+#         buffers=4, min_blocks=2)
 #     float32 may be rounded to TF32, as in PyTorch's own convolutions by default (--strict-fp32: not)
 #
 # It was made, and is made again, by
@@ -136,6 +137,14 @@ __device__ __forceinline__ float16 read(const float16* address) {
   return float16{__ldg((const unsigned short*)address)};
 }
 #endif
+
+// The same value, of which the compiler knows nothing: it keeps in no registers what follows from it.
+__device__ __forceinline__ unsigned opaque(unsigned value) {
+#ifndef EMULATOR
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
 
 // COUNT neighbouring elements, moved at once.
 template <class T, int COUNT>
@@ -440,6 +449,12 @@ constexpr int OPERATION_BYTES = PARTS * 2 * ROWS * 16;  // the weights of one op
 __device__ __forceinline__ int channel_of_row(int row) {
   return DST_CHANNELS_LAST ? row / 16 * 16 + row % 8 * 2 + row / 8 % 2 : row;
 }
+
+// Element offset of a group's first weight. In a mirrored layer (gather.py) taps come in falling order.
+__device__ __forceinline__ long long group_offset(int group) {
+  return (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS +
+         (WEIGHT_STRIDE_TAP < 0 ? weight_offset(0, 0, 1 - TAPS) : 0);
+}
 """
 FILES["common/dependent.cuh"] = r"""
 // Two kernels in a row, of which the second may start before the first has ended (programmatic dependent launch, from
@@ -548,7 +563,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int first_in = chunk * CHUNK, first_out = row_slab * SLAB_CHANNELS, first_place = tap_slab * SLAB_TAPS;
   const int channel_block = first_out / ROWS % CHANNEL_BLOCKS;
 
-  const scalar_t* const origin = weight + (long long)(group * SRC_CHANNELS + first_in) * WEIGHT_STRIDE_IN +
+  const scalar_t* const origin = weight + group_offset(group) + (long long)first_in * WEIGHT_STRIDE_IN +
                                  weight_offset(0, first_out, first_place);
   for (int first = threadIdx.x; first < PAIRS; first += BATCH * THREADS) {
     scalar_t values[BATCH][CHUNK];  // on their way together
@@ -599,8 +614,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 }
 """
+FILES["common/copy_async.cuh"] = r"""
+// Copies of single elements or quads from global to shared memory that pass no registers (cp.async, from compute
+// capability 8.0 on). Each thread waits for its own, in the groups it has committed.
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+#ifndef EMULATOR
+
+// 16, 8 or 4 bytes from global to shared memory; zeros where `exists` is false.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
+  const int size = exists ? BYTES : 0;
+  if (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size)
+                 : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+#else
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
+  typedef Vector<unsigned, BYTES / 4> Bytes;
+  emulator::copy_later((Bytes*)__cvta_shared_to_generic(to), exists ? *(const Bytes*)from : Bytes{});
+}
+__device__ __forceinline__ void copies_commit() { emulator::commit(emulator::Async::copies); }
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  emulator::wait(emulator::Async::copies, PENDING);
+}
+
+#endif
+"""
 FILES["common/async.cuh"] = r"""
-// Copies that pass no registers, and the barriers between those who fill shared memory and those who read it.
+// The copy engine, and the barriers between those who fill shared memory and those who read it.
 
 // The copy engine that came with Hopper.
 #if __CUDA_ARCH__ >= 900 || (defined(EMULATOR) && WGMMA_INSTRUCTION)
@@ -625,27 +681,7 @@ struct alignas(64) TensorMap {
 #endif
 };
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-  return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
 #ifndef EMULATOR
-
-// 16, 8 or 4 bytes from global to shared memory; zeros where `exists` is false.
-template <int BYTES>
-__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
-  const int size = exists ? BYTES : 0;
-  if (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size)
-                 : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -697,17 +733,6 @@ __device__ __forceinline__ void threads_sync(int name, int threads) {
 }
 
 #else
-
-template <int BYTES>
-__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool exists) {
-  typedef Vector<unsigned, BYTES / 4> Bytes;
-  emulator::copy_later((Bytes*)__cvta_shared_to_generic(to), exists ? *(const Bytes*)from : Bytes{});
-}
-__device__ __forceinline__ void copies_commit() { emulator::commit(emulator::Async::copies); }
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-  emulator::wait(emulator::Async::copies, PENDING);
-}
 
 __device__ __forceinline__ emulator::Barrier* barrier_at(unsigned barrier) {
   return (emulator::Barrier*)__cvta_shared_to_generic(barrier);
@@ -815,6 +840,62 @@ __device__ __forceinline__ void registers_release() {}
 __device__ __forceinline__ void registers_claim() {}
 #endif
 """
+FILES["common/mma.cuh"] = r"""
+// The tensor cores' instruction for a warp, of sm_80 and later, and how its operands come from shared memory.
+
+// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
+// the four bytes `lane % 4` of row lane / 4.
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
+#ifndef EMULATOR
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+#else
+  typedef Vector<unsigned, 4> Row;
+  const auto addresses = emulator::all_lanes(~0u, address);
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const unsigned row = addresses.of[8 * matrix + threadIdx.x % 32 / 4];
+    to[matrix] = ((const Row*)__cvta_shared_to_generic(row))->value[threadIdx.x % 4];
+  }
+#endif
+}
+
+#ifdef EMULATOR
+// Operands as the cores see them: TF32 is float32 without its last 13 bits.
+__device__ __forceinline__ float operand(scalar_t value) {
+  float wide = widen(value);
+  if (sizeof(scalar_t) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
+  return wide;
+}
+#endif
+
+// c += A · B of 16 rows and 8 columns, 32 bytes deep. A thread holds of A, for each of two chunks of 16 bytes, the four
+// bytes `lane % 4` of rows lane / 4 and lane / 4 + 8, of B those of column lane / 4, and in c[i] row
+// lane / 4 + i / 2 · 8 and column lane % 4 · 2 + i % 2.
+__device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#ifndef EMULATOR
+  asm("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  typedef Vector<scalar_t, 4 / sizeof(scalar_t)> Word;
+  struct Operands {
+    unsigned a[4], b[2];
+  } const mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const auto lanes = emulator::all_lanes(~0u, mine);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 8; ++k) {
+      const Operands& left = lanes.of[lane / 4 * 4 + k % 4];
+      const Operands& right = lanes.of[(lane % 4 * 2 + i % 2) * 4 + k % 4];
+      const Word& row = *(const Word*)&left.a[i / 2 + k / 4 * 2];
+      const Word& column = *(const Word*)&right.b[k / 4];
+      for (int j = 0; j < (int)(4 / sizeof(scalar_t)); ++j) c[i] += operand(row.value[j]) * operand(column.value[j]);
+    }
+#endif
+}
+"""
 FILES["common/matrix.cuh"] = r"""
 // Products on tensor cores: a group of 128 threads adds A · B to its accumulators, where A is 64 rows and B is PIXELS
 // columns of two chunks each, 16 bytes a row and chunk, in shared memory. Rows are 16 bytes apart, the second chunk
@@ -838,32 +919,8 @@ __device__ __forceinline__ void clear(float& sum) {
 #endif
 }
 
-// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
-// the four bytes `lane % 4` of row lane / 4.
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
-#ifndef EMULATOR
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
-#else
-  typedef Vector<unsigned, 4> Row;
-  const auto addresses = emulator::all_lanes(~0u, address);
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    const unsigned row = addresses.of[8 * matrix + threadIdx.x % 32 / 4];
-    to[matrix] = ((const Row*)__cvta_shared_to_generic(row))->value[threadIdx.x % 4];
-  }
-#endif
-}
-
 #ifdef EMULATOR
-// The host computes each thread's accumulators one by one, of operands as the cores see them: TF32 is float32 without
-// its last 13 bits.
-__device__ __forceinline__ float operand(scalar_t value) {
-  float wide = widen(value);
-  if (sizeof(scalar_t) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
-  return wide;
-}
+// The host computes each thread's accumulators one by one.
 __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b, unsigned b_chunk, bool add) {
   typedef Vector<scalar_t, 16 / sizeof(scalar_t)> Chunk;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -927,11 +984,6 @@ __device__ __forceinline__ void products_commit() {}
 template <int PENDING>
 __device__ __forceinline__ void products_wait() {}
 
-__device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   if (!add) {
@@ -2089,624 +2141,324 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 }
 """
-FILES["gather_tiled.cu"] = r"""
-// Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, in exact arithmetic.
+FILES["common/window_product.cuh"] = r"""
+// Both gradients as products of matrices on tensor cores, one stage after the other:
 //
-//   destination[n, cd, cell·DST + dst_offset(tap)]  =
-//       bias[cd]  +  Σ source[n, cs, cell·SRC + src_offset(tap)] · w[cs, cd, tap]
+//     sum[row, column]  +=  Σ_k  A[row, k] · window[offset of k  +  offset of column]
 //
-// summed over the source channels cs of the group and over all taps (common/geometry.cuh has the offsets). For layers
-// whose taps unroll: weights × cells of a thread are straight-line code.
+// Rows are input channels. In the weight gradient columns are pairs of output channel and tap, k are positions, and A
+// is the input; in the input gradient columns are positions, k are pairs of output channel and tap, and A is the
+// weight.
 //
-// Index mapping. A block owns a tile of cells in (n, d, h, w) and one or more items, one after the other: an item is a
-// group and BLOCK_DST of its destination channels. The threads are SRC_SLICES × DST_SLICES × LANES: a lane is CELLS_H ×
-// CELLS_W cells of the tile, lanes running along w, then h, d, n in extents chosen at launch; a destination slice is
-// DST_PER_THREAD channels; a source slice is its share of every stage's source channels, summed at the end of an item.
-// A thread keeps every phase of its cells in registers: CELLS_H × CELLS_W × (DST per cell) × DST_PER_THREAD
-// accumulators, of which those without taps cost nothing.
+// A window is what a tile of input positions meets of the output gradient, its halo included. It lies in shared memory
+// as it does in the tensor, and serves every tap: the element that a position meets at a tap is the sum of two offsets,
+// one of the position, one of the output channel and the tap. So neither operand is ever unfolded.
 //
-// Shared memory: two buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; two
-// buffers of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting
-// at a multiple of four source elements and split by residues so that lanes read neighbouring words at even strides
-// too; then where each element of a lane's row goes; then the sums of one source slice, or for each warp the row that
-// it turns into a whole output line.
+// Index mapping. 8 warps are ROW_WARPS × the rest; a warp computes 16·ROW_TILES rows and 8·COLUMN_TILES columns, with
+// the fragments of common/mma.cuh: A's by ldmatrix, the window's element by element; float32 is rounded to TF32 there.
 //
-// Synchronisation: step i+1 (a stage of an item) is loaded to registers while step i is computed, and stored to the
-// other buffer; one barrier a step suffices, since a buffer is written again only after the barrier that follows its
-// last reads. A warp's row is its own.
+// Shared memory of a stage: A as [row][k], A_PITCH bytes a row, which no eight rows of ldmatrix find in one bank; the
+// window as [output channel][n][d][h][w].
 
-struct Geometry {
-  Tensor5 src, dst;
-  int batch;
-  int lanes[4];  // extents of the lanes along n, d, h, w; their product is at most LANES
-  int tiles[4];  // tiles along n, d, h, w
-  int items;     // of the layer: groups × DST_BLOCKS
-  int items_per_block;
-  int aligned_src;   // whether quads of the source start at a multiple of their size, and none is cut by an edge
-  int aligned_rows;  // whether every RUN elements of the destination start at a multiple of their size
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int COLUMN_WARPS = WARPS / ROW_WARPS;
+constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, COLUMNS = 8 * COLUMN_TILES * COLUMN_WARPS;
+constexpr int ELEMENT = sizeof(scalar_t);
+constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
+constexpr int CHUNK_TAPS = OUT_CHUNK * TAPS;
+constexpr int DEPTH = INPUT_GRAD ? round_up(CHUNK_TAPS, OPERATION) : POSITIONS;  // k of a stage
+constexpr int A_PITCH = DEPTH * ELEMENT + 16;
+constexpr int A_BYTES = ROWS * A_PITCH;
+
+static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
+
+// What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
+struct Part {
+  int extent[4];  // along n, d, h and w
+  int piece;      // elements moved at once: along w, or of neighbouring channels
+  int pitch;      // bytes in shared memory from one channel to the next
 };
 
-constexpr int SLICE_THREADS = LANES * DST_SLICES;
-constexpr int THREADS = SLICE_THREADS * SRC_SLICES;
-constexpr int BLOCK_DST = DST_PER_THREAD * DST_SLICES;
-constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, BLOCK_DST);
-constexpr int STAGES = ceil_div(SRC_CHANNELS, STAGE_CHANNELS);
-constexpr int WEIGHT_SLICE = round_up(TAPS * DST_PER_THREAD, 4);
-constexpr int WEIGHT_CHANNEL = DST_SLICES * WEIGHT_SLICE;
-constexpr int WEIGHT_STAGE = STAGE_CHANNELS * WEIGHT_CHANNEL;
-constexpr int WEIGHT_ITEMS = ceil_div(STAGE_CHANNELS * BLOCK_DST * TAPS, THREADS);
-constexpr int SLICE_CHANNELS = STAGE_CHANNELS / SRC_SLICES;
-// Source channels in one piece of straight-line code: a whole stage, unless that would crowd the instruction cache.
-constexpr int PRODUCTS = TAPS * DST_PER_THREAD * CELLS_H * CELLS_W;
-constexpr int CHANNELS_AT_ONCE = PRODUCTS * SLICE_CHANNELS <= 1024 ? SLICE_CHANNELS : 1;
-
-constexpr int DST_D = dst_cell(AXIS_D), DST_H = dst_cell(AXIS_H), DST_W = dst_cell(AXIS_W);
-constexpr int SRC_D = src_cell(AXIS_D), SRC_H = src_cell(AXIS_H), SRC_W = src_cell(AXIS_W);
-constexpr int SPLIT = SRC_W == 2 || SRC_W % 4 == 0 ? SRC_W : 1;  // odd strides meet no bank twice as they are
-constexpr int SKEW = first_offset(AXIS_W) - floor_div(first_offset(AXIS_W), 4) * 4;  // of a tile's first column
-constexpr int WINDOW_H = window(AXIS_H, CELLS_H), WINDOW_W = window(AXIS_W, CELLS_W);
-constexpr int RUN = CELLS_W * DST_W;  // neighbouring destination elements along w that a thread owns
-constexpr int ACCUMULATORS = CELLS_H * DST_D * DST_H * RUN * DST_PER_THREAD;
-
-static_assert(STAGE_CHANNELS % SRC_SLICES == 0, "every source slice takes the same share of a stage");
-static_assert(LANES % 32 == 0, "a warp lies in one slice");
-static_assert(!SRC_CHANNELS_LAST || STAGE_CHANNELS % 4 == 0, "a thread loads four channels at once");
-
-// The tile of the source, as every thread sees it.
-struct Tile {
-  int n, d, h, w;               // first batch entry and first cells
-  int size_d, size_h, size_w;   // source elements along each dimension, halo included, whole quads along w
-  int pitch;                    // elements of one residue of w in a row
-  int row, slab, image, plane;  // pitches of h, d, n and channel
-};
-
-__device__ __forceinline__ Tile make_tile(const Geometry& g, int tile) {
-  Tile t;
-  t.w = tile % g.tiles[3] * g.lanes[3] * CELLS_W;
-  tile /= g.tiles[3];
-  t.h = tile % g.tiles[2] * g.lanes[2] * CELLS_H;
-  tile /= g.tiles[2];
-  t.d = tile % g.tiles[1] * g.lanes[1];
-  t.n = tile / g.tiles[1] * g.lanes[0];
-  t.size_d = window(AXIS_D, g.lanes[1]);
-  t.size_h = window(AXIS_H, g.lanes[2] * CELLS_H);
-  t.size_w = round_up(SKEW + window(AXIS_W, g.lanes[3] * CELLS_W), 4);
-  t.pitch = ceil_div(t.size_w, SPLIT);
-  t.row = t.pitch * SPLIT;
-  t.slab = t.row * t.size_h;
-  t.image = t.slab * t.size_d;
-  t.plane = t.image * g.lanes[0];
-  return t;
+__device__ __forceinline__ int elements(const Part& part) {
+  return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
 }
 
-// One stage of the source in flight, LOADS quads a thread: four neighbouring columns of a channel, or four neighbouring
-// channels of a position. Where a quad lies never changes, so the padding is zeroed once, and quads in the padding read
-// the first elements and store nothing.
-struct SourceLoader {
-  offset_t offsets[LOADS];  // bytes from the stage's first channel at the tile's first batch entry
-  int slots[LOADS];         // in a stage's planes; -1 for nothing to store
-  int channels[LOADS];      // of the stage
-  unsigned inside;          // four bits a quad: the elements that are not padding
-  int rounds;               // quads that any thread of the block has
-  Quad<scalar_t> values[LOADS];
+// Where a piece begins, counted from the box's first element.
+struct alignas(8) Place {
+  short n, d, h, w;
+};
 
-  __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int thread, accum_t* planes) {
-    const int columns = SRC_CHANNELS_LAST ? t.size_w : t.size_w / 4;
-    constexpr int CHANNELS = SRC_CHANNELS_LAST ? STAGE_CHANNELS / 4 : STAGE_CHANNELS;
-    const int count = CHANNELS * g.lanes[0] * t.size_d * t.size_h * columns;
-    rounds = ceil_div(count, THREADS);
-    inside = 0;
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      offsets[i] = 0;
-      slots[i] = -1;
-      channels[i] = 0;
-      int index = thread + i * THREADS;
-      if (index >= count) continue;
-      if (SRC_CHANNELS_LAST) channels[i] = index % CHANNELS * 4, index /= CHANNELS;
-      const int w = index % columns * (SRC_CHANNELS_LAST ? 1 : 4);
-      index /= columns;
-      const int h = index % t.size_h;
-      index /= t.size_h;
-      const int d = index % t.size_d;
-      index /= t.size_d;
-      const int n = index % g.lanes[0];
-      if (!SRC_CHANNELS_LAST) channels[i] = index / g.lanes[0];
+// A part of one tensor on its way to shared memory.
+template <bool CHANNELS_LAST, int CHANNELS>
+struct PartLoader {
+  static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
 
-      const int src_d = t.d * SRC_D + first_offset(AXIS_D) + d;
-      const int src_h = t.h * SRC_H + first_offset(AXIS_H) + h;
-      const int src_w = t.w * SRC_W + first_offset(AXIS_W) - SKEW + w;
-      const bool row_inside =
-          t.n + n < g.batch && (unsigned)src_d < (unsigned)g.src.size[0] && (unsigned)src_h < (unsigned)g.src.size[1];
-      unsigned mask = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (row_inside && (unsigned)(src_w + (SRC_CHANNELS_LAST ? 0 : j)) < (unsigned)g.src.size[2]) mask |= 1u << j;
-      inside |= mask << (4 * i);
-      const int slot = channels[i] * t.plane + n * t.image + d * t.slab + h * t.row + w % SPLIT * t.pitch + w / SPLIT;
-      if (mask) {
-        slots[i] = slot;
-        offsets[i] = byte_offset<scalar_t>(g.src, n, src_d, src_h, src_w) +
-                     (offset_t)channels[i] * (offset_t)(g.src.stride[1] * sizeof(scalar_t));
-      } else {
-        put(planes + slot, t, Vector<accum_t, 4>{});
-        put(planes + slot + STAGE_CHANNELS * t.plane, t, Vector<accum_t, 4>{});
+  Place* places;
+  int pieces;  // of a channel
+
+  // Lists the places of `count` elements, of which those beyond the box are zero.
+  __device__ __forceinline__ void init(const Part& part, Place* list, int count) {
+    places = list;
+    const int along_w = CHANNELS_LAST ? 1 : part.piece;
+    pieces = count / along_w;
+    for (int i = threadIdx.x; i < pieces; i += THREADS) {
+      int at = i * along_w;
+      Place place = {-1, 0, 0, 0};
+      if (at < elements(part)) {
+        place.w = (short)(at % part.extent[3]);
+        at /= part.extent[3];
+        place.h = (short)(at % part.extent[2]);
+        at /= part.extent[2];
+        place.d = (short)(at % part.extent[1]);
+        place.n = (short)(at / part.extent[1]);
+      }
+      places[i] = place;
+    }
+  }
+
+  __device__ __forceinline__ Place* end() const { return places + pieces; }
+
+  // The box that begins at `origin` (n, d, h, w), of `channels` channels from `from` on; those beyond are zero.
+  __device__ __forceinline__ void load(const Tensor5& t, const Part& part, const scalar_t* from, int channels,
+                                       int batch, const int (&origin)[4], char* to) const {
+    if constexpr (CHANNELS_LAST) {
+      if (VECTOR > 1 && part.piece > 1)
+        load_channels<VECTOR>(t, part, from, channels, batch, origin, to);
+      else
+        load_channels<1>(t, part, from, channels, batch, origin, to);
+    } else {
+      switch (part.piece * ELEMENT) {
+        case 16:
+          return load_pieces<16>(t, part, from, channels, batch, origin, to);
+        case 8:
+          return load_pieces<8>(t, part, from, channels, batch, origin, to);
+        case 4:
+          return load_pieces<4>(t, part, from, channels, batch, origin, to);
+        default:
+          return load_pieces<ELEMENT>(t, part, from, channels, batch, origin, to);
       }
     }
   }
 
-  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int stage) {
-    src += stage * STAGE_CHANNELS * g.src.stride[1];
-    const int remaining = SRC_CHANNELS - stage * STAGE_CHANNELS;
-    if (g.aligned_src) {
-#pragma unroll
-      for (int i = 0; i < LOADS; ++i) {
-        if (i >= rounds) break;
-        const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining;
-        if (exists)
-          values[i].load(at(src, offsets[i]));
+ private:
+  // Whether the piece exists, and its offset in elements.
+  static __device__ __forceinline__ bool locate(const Tensor5& t, Place place, int batch, const int (&origin)[4],
+                                                long long& offset) {
+    const int n = origin[0] + place.n, d = origin[1] + place.d, h = origin[2] + place.h, w = origin[3] + place.w;
+    offset = n * t.stride[0] + d * t.stride[2] + h * t.stride[3] + w * t.stride[4];
+    return place.n >= 0 && n < batch && (unsigned)d < (unsigned)t.size[0] && (unsigned)h < (unsigned)t.size[1] &&
+           (unsigned)w < (unsigned)t.size[2];
+  }
+
+  // Lanes go along a row, warps take channels in turn; where rows are short a warp takes several channels at once.
+  template <int BYTES>
+  __device__ __forceinline__ void load_pieces(const Tensor5& t, const Part& part, const scalar_t* from, int channels,
+                                              int batch, const int (&origin)[4], char* to) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int span = pieces < 32 ? 1 << (32 - __clz(pieces - 1)) : 32;
+    for (int i = lane % span; i < pieces; i += span) {
+      long long offset;
+      const bool inside = locate(t, places[i], batch, origin, offset);
+      const int step = WARPS * (32 / span);
+      int channel = warp * (32 / span) + lane / span;
+      const scalar_t* source = from + offset + channel * t.stride[1];
+      char* slot = to + channel * part.pitch + i * BYTES;
+#pragma unroll 4
+      for (; channel < CHANNELS; channel += step, source += step * t.stride[1], slot += step * part.pitch) {
+        const bool exists = inside && channel < channels;
+        if constexpr (BYTES >= 4)
+          copy_async<BYTES>(shared_address(slot), source, exists);
         else
-          values[i].clear();
-      }
-    } else {
-      const long long step = SRC_CHANNELS_LAST ? g.src.stride[1] : g.src.stride[4];
-#pragma unroll
-      for (int i = 0; i < LOADS; ++i) {
-        if (i >= rounds) break;
-        values[i].clear();
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int channel = channels[i] + (SRC_CHANNELS_LAST ? j : 0);
-          const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining;
-          if (exists && inside >> (4 * i + j) & 1u) values[i].load(j, at(src, offsets[i]) + j * step);
-        }
+          *(scalar_t*)slot = exists ? read(source) : zero<scalar_t>();
       }
     }
   }
 
-  __device__ __forceinline__ void store(const Geometry& g, const Tile& t, accum_t* planes) const {
+  // Lanes go along channels, which are turned around on their way.
+  template <int WIDTH>
+  __device__ __forceinline__ void load_channels(const Tensor5& t, const Part& part, const scalar_t* from, int channels,
+                                                int batch, const int (&origin)[4], char* to) const {
+    constexpr int VECTORS = CHANNELS / WIDTH;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < pieces * VECTORS; i += THREADS) {
+      const int channel = i % VECTORS * WIDTH;
+      long long offset;
+      const bool inside = locate(t, places[i / VECTORS], batch, origin, offset);
+      typedef Vector<scalar_t, WIDTH> Vectors;
+      Vectors vector = {};
+      if (inside && channel < channels) vector = *(const Vectors*)(from + offset + channel);
+      char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i)
-      if (slots[i] >= 0) {
-        Vector<accum_t, 4> wide;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) wide.value[j] = widen(values[i].get(j, g.aligned_src));
-        put(planes + slots[i], t, wide);
-      }
-  }
-
-  static __device__ __forceinline__ void put(accum_t* slot, const Tile& t, const Vector<accum_t, 4>& quad) {
-    if (!SRC_CHANNELS_LAST && SPLIT == 1) {
-      *(Vector<accum_t, 4>*)slot = quad;
-    } else if (!SRC_CHANNELS_LAST && SPLIT == 2) {
-      *(Vector<accum_t, 2>*)slot = Vector<accum_t, 2>{quad.value[0], quad.value[2]};
-      *(Vector<accum_t, 2>*)(slot + t.pitch) = Vector<accum_t, 2>{quad.value[1], quad.value[3]};
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) slot[j * (SRC_CHANNELS_LAST ? t.plane : t.pitch)] = quad.value[j];
+      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
     }
   }
 };
 
-// One stage of the weights in flight, read in the order in which they lie in memory.
-struct WeightLoader {
-  static constexpr int COUNT = STAGE_CHANNELS * BLOCK_DST * TAPS;
-  static constexpr int CHANNEL_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_OUT : WEIGHT_STRIDE_IN;
-  static constexpr int DST_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
+// Bytes from the window's first element to what the first tap of a position meets, or those of a tap beyond the first.
+__device__ __forceinline__ int window_bytes(const Part& window, int n, int d, int h, int w) {
+  return (((n * window.extent[1] + d) * window.extent[2] + h) * window.extent[3] + w) * ELEMENT;
+}
+__device__ __forceinline__ int offset_of_tap(const Part& window, int channel, int tap) {
+  return channel * window.pitch + window_bytes(window, 0, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
+                                               tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation,
+                                               tap % AXIS_W.kernel * AXIS_W.dilation);
+}
 
-  int offsets[WEIGHT_ITEMS];  // elements from the stage's first weight
-  int slots[WEIGHT_ITEMS];    // in a stage's weights; -1 for nothing to store
-  scalar_t values[WEIGHT_ITEMS];
+// A tile of input positions: lanes[4] of them along n, d, h and w. Beyond the last, a position is the first.
+struct Position {
+  int n, d, h, w;
+  bool exists;
 
-  static __device__ __forceinline__ void locate(int item, int& channel, int& dst, int& tap) {
-    if (INPUT_GRAD) {
-      tap = item % TAPS, channel = item / TAPS % STAGE_CHANNELS, dst = item / (TAPS * STAGE_CHANNELS);
-    } else if (WEIGHT_STRIDE_OUT == 1) {
-      dst = item % BLOCK_DST, tap = item / BLOCK_DST % TAPS, channel = item / (BLOCK_DST * TAPS);
-    } else {
-      tap = item % TAPS, dst = item / TAPS % BLOCK_DST, channel = item / (TAPS * BLOCK_DST);
-    }
+  __device__ __forceinline__ void init(const int (&lanes)[4], int index) {
+    exists = index < lanes[0] * lanes[1] * lanes[2] * lanes[3];
+    if (!exists) index = 0;
+    w = index % lanes[3];
+    index /= lanes[3];
+    h = index % lanes[2];
+    index /= lanes[2];
+    d = index % lanes[1];
+    n = index / lanes[1];
   }
-
-  __device__ __forceinline__ void init(int thread) {
-#pragma unroll
-    for (int i = 0; i < WEIGHT_ITEMS; ++i) {
-      int channel, dst, tap;
-      locate(thread + i * THREADS, channel, dst, tap);
-      const bool exists = thread + i * THREADS < COUNT;
-      offsets[i] = exists ? channel * CHANNEL_STRIDE + dst * DST_STRIDE + tap * WEIGHT_STRIDE_TAP : 0;
-      slots[i] = exists ? channel * WEIGHT_CHANNEL + dst / DST_PER_THREAD * WEIGHT_SLICE + tap * DST_PER_THREAD +
-                              dst % DST_PER_THREAD
-                        : -1;
-    }
+};
+__device__ __forceinline__ void list_positions(int* offsets, int count, const Part& window, const int (&lanes)[4],
+                                               int skew) {
+  for (int i = threadIdx.x; i < count; i += THREADS) {
+    Position position;
+    position.init(lanes, i);
+    offsets[i] = window_bytes(window, position.n, position.d * AXIS_D.stride, position.h * AXIS_H.stride,
+                              position.w * AXIS_W.stride + skew);
   }
+}
 
-  __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int stage, int thread) {
-    weight += stage * STAGE_CHANNELS * CHANNEL_STRIDE + dst_block * BLOCK_DST * DST_STRIDE;
+// Which tile comes where.
+struct Tile {
+  int at[4];  // along n, d, h and w, in tiles
+
+  __device__ __forceinline__ void init(const int (&tiles)[4], long long index) {
 #pragma unroll
-    for (int i = 0; i < WEIGHT_ITEMS; ++i) {
-      bool exists = true;
-      if (SRC_CHANNELS % STAGE_CHANNELS != 0 || DST_CHANNELS % BLOCK_DST != 0) {
-        int channel, dst, tap;
-        locate(thread + i * THREADS, channel, dst, tap);
-        exists = channel + stage * STAGE_CHANNELS < SRC_CHANNELS && dst + dst_block * BLOCK_DST < DST_CHANNELS;
-      }
-      values[i] = exists ? read(weight + offsets[i]) : zero<scalar_t>();
+    for (int i = 3; i > 0; --i) {
+      at[i] = (int)(index % tiles[i]);
+      index /= tiles[i];
     }
+    at[0] = (int)index;
   }
-
-  __device__ __forceinline__ void store(accum_t* weights) const {
+  __device__ __forceinline__ void next(const int (&tiles)[4]) {
 #pragma unroll
-    for (int i = 0; i < WEIGHT_ITEMS; ++i)
-      if (slots[i] >= 0) weights[slots[i]] = widen(values[i]);
+    for (int i = 3; i > 0; --i) {
+      if (++at[i] < tiles[i]) return;
+      at[i] = 0;
+    }
+    ++at[0];
+  }
+  __device__ __forceinline__ void first_position(const int (&lanes)[4], int (&origin)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) origin[i] = at[i] * lanes[i];
+  }
+  __device__ __forceinline__ void first_of_window(const int (&lanes)[4], int skew, int (&origin)[4]) const {
+    first_position(lanes, origin);
+    origin[1] = origin[1] * AXIS_D.stride - AXIS_D.padding;
+    origin[2] = origin[2] * AXIS_H.stride - AXIS_H.padding;
+    origin[3] = origin[3] * AXIS_W.stride - AXIS_W.padding - skew;
   }
 };
 
-// A thread's cells: accumulators as [cell h][phase d][phase h][run along w][destination channel].
-struct Accumulators {
-  accum_t sum[CELLS_H][DST_D][DST_H][RUN][DST_PER_THREAD];
+// The sums of a warp.
+struct Sums {
+  float of[ROW_TILES][COLUMN_TILES][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < ACCUMULATORS; ++i) (&sum[0][0][0][0][0])[i] = 0;
+    for (int i = 0; i < ROW_TILES * COLUMN_TILES * 4; ++i) (&of[0][0][0])[i] = 0;
   }
 
-  // One source channel. `corner` is the thread's first source element, `weights` its slice's taps.
-  __device__ __forceinline__ void accumulate(const accum_t* corner, const accum_t* weights, const Tile& t) {
-    accum_t tap_weights[WEIGHT_SLICE];
-#pragma unroll
-    for (int i = 0; i < WEIGHT_SLICE; i += 4) {
-      const Vector<accum_t, 4> four = *(const Vector<accum_t, 4>*)(weights + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) tap_weights[i + j] = four.value[j];
-    }
-#pragma unroll
-    for (int kd = 0; kd < AXIS_D.kernel; ++kd) {
-      const accum_t* slab = corner + (src_offset(AXIS_D, kd) - first_offset(AXIS_D)) * t.slab;
-      accum_t patch[WINDOW_H][WINDOW_W];
-#pragma unroll
-      for (int h = 0; h < WINDOW_H; ++h)
-#pragma unroll
-        for (int w = 0; w < WINDOW_W; ++w)
-          patch[h][w] = slab[h * t.row + (SKEW + w) % SPLIT * t.pitch + (SKEW + w) / SPLIT];
-#pragma unroll
-      for (int kh = 0; kh < AXIS_H.kernel; ++kh)
-#pragma unroll
-        for (int kw = 0; kw < AXIS_W.kernel; ++kw)
-#pragma unroll
-          for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
-#pragma unroll
-            for (int cell_w = 0; cell_w < CELLS_W; ++cell_w)
-#pragma unroll
-              for (int dst = 0; dst < DST_PER_THREAD; ++dst)
-                sum[cell_h][dst_offset(AXIS_D, kd)][dst_offset(AXIS_H, kh)][cell_w * DST_W + dst_offset(AXIS_W, kw)]
-                   [dst] += patch[cell_h * SRC_H + src_offset(AXIS_H, kh) - first_offset(AXIS_H)]
-                                 [cell_w * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)] *
-                            tap_weights[((kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw) * DST_PER_THREAD + dst];
-    }
+  // The first row and column of the thread's sums; sum i of a tile lies i / 2 · 8 rows and i % 2 columns on.
+  static __device__ __forceinline__ int first_row() {
+    return threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES) + threadIdx.x % 32 / 4;
+  }
+  static __device__ __forceinline__ int first_column() {
+    return threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES) + threadIdx.x % 4 * 2;
   }
 
-  // Sum of all source slices, in slice order, left in slice 0. Every thread of the block comes here.
-  __device__ __forceinline__ void reduce(accum_t* shared, int slice, int thread) {
-    accum_t* mine = shared + thread;
-#pragma unroll 1
-    for (int other = 1; other < SRC_SLICES; ++other) {
-      if (slice == other) {
+  // One stage. `columns` are the window's offsets of column lane / 4 of each tile.
+  __device__ __forceinline__ void add(const char* a, const char* window, const int* offsets,
+                                      const int (&columns)[COLUMN_TILES]) {
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES);
+    const unsigned rows_at = shared_address(a) + (first_row + lane % 16) * A_PITCH + lane / 16 * 16;
+#pragma unroll 2
+    for (int operation = 0; operation < DEPTH / OPERATION; ++operation) {
+      unsigned rows[ROW_TILES][4];
 #pragma unroll
-        for (int i = 0; i < ACCUMULATORS; ++i) mine[i * SLICE_THREADS] = (&sum[0][0][0][0][0])[i];
-      }
-      __syncthreads();
-      if (slice == 0) {
+      for (int i = 0; i < ROW_TILES; ++i) {
+        load_matrices(rows[i], rows_at + i * 16 * A_PITCH + operation * 32);
+        if constexpr (ELEMENT == 4) {
 #pragma unroll
-        for (int i = 0; i < ACCUMULATORS; ++i) (&sum[0][0][0][0][0])[i] += mine[i * SLICE_THREADS];
-      }
-      __syncthreads();
-    }
-  }
-};
-
-// Where a lane's first cell lies in the destination.
-struct Place {
-  offset_t offset;           // bytes from the tile's first batch entry
-  int slabs, rows, columns;  // of the destination from there on; none for lanes beyond the tile or the batch
-
-  __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int lane) {
-    const int w = (t.w + lane % g.lanes[3] * CELLS_W) * DST_W;
-    lane /= g.lanes[3];
-    const int h = (t.h + lane % g.lanes[2] * CELLS_H) * DST_H;
-    lane /= g.lanes[2];
-    const int d = (t.d + lane % g.lanes[1]) * DST_D;
-    const int n = lane / g.lanes[1];
-    offset = byte_offset<scalar_t>(g.dst, n, d, h, w);
-    slabs = n < g.lanes[0] && t.n + n < g.batch ? g.dst.size[0] - d : 0;
-    rows = g.dst.size[1] - h;
-    columns = g.dst.size[2] - w;
-  }
-};
-
-// One element of a destination row: where it lies, and in how many of the lane's rows (low half) and slabs it exists.
-struct Element {
-  offset_t offset;
-  unsigned limits;
-};
-
-// Channels first. Every lane owns RUN neighbouring elements of a row. Where rows start aligned it stores them as one
-// vector; else a warp turns the rows of its lanes around in shared memory, so that neighbouring lanes store
-// neighbouring elements: either way whole lines are written. For the turned rows `elements` says where each element
-// goes.
-constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * sizeof(scalar_t) <= 16;
-
-__device__ __forceinline__ void describe_row(const Geometry& g, const Place& place, Element* elements) {
-#pragma unroll
-  for (int i = 0; i < RUN; ++i) {
-    const unsigned rows = i < place.columns ? max(0, min(place.rows, CELLS_H * DST_H)) : 0;
-    const unsigned slabs = max(0, min(place.slabs, DST_D));
-    elements[i] = Element{place.offset + i * (offset_t)(g.dst.stride[4] * sizeof(scalar_t)), rows | slabs << 16};
-  }
-}
-
-// With WHOLE all that the warp's lanes own exists, and it need not be asked for each element.
-template <bool WHOLE>
-__device__ __forceinline__ void store_rows(const Geometry& g, const Place& place, const Accumulators& acc,
-                                           scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels,
-                                           accum_t* staging, const Element* elements, int in_warp) {
-  const bool vectors = VECTORS && g.aligned_rows;
-  constexpr bool KEPT = WHOLE && RUN <= 8;  // few enough for registers
-  offset_t offsets[KEPT ? RUN : 1];
-#pragma unroll
-  for (int i = 0; KEPT && RUN > 1 && i < RUN; ++i) offsets[i] = elements[i * 32 + in_warp].offset;
-#pragma unroll
-  for (int channel = 0; channel < DST_PER_THREAD; ++channel) {
-    if (channel >= channels) break;
-    scalar_t* const plane = dst + channel * g.dst.stride[1];
-#pragma unroll
-    for (int d = 0; d < DST_D; ++d)
-#pragma unroll
-      for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
-#pragma unroll
-        for (int h = 0; h < DST_H; ++h) {
-          const int row = cell_h * DST_H + h;
-          scalar_t* const line = plane + d * g.dst.stride[2] + row * g.dst.stride[3];
-          accum_t value[RUN];
-#pragma unroll
-          for (int i = 0; i < RUN; ++i)
-            value[i] = HAS_BIAS ? acc.sum[cell_h][d][h][i][channel] + bias[channel] : acc.sum[cell_h][d][h][i][channel];
-          if (RUN == 1 || vectors) {
-            typedef Vector<scalar_t, RUN == 1 || VECTORS ? RUN : 1> Run;
-            Run run;
-#pragma unroll
-            for (int i = 0; i < (int)(sizeof(Run) / sizeof(scalar_t)); ++i) narrow(value[i], run.value[i]);
-            if (d < place.slabs && row < place.rows && place.columns > 0) *(Run*)at(line, place.offset) = run;
-            continue;
-          }
-          if (has_taps(AXIS_D, d) && has_taps(AXIS_H, h)) {  // else all elements of the row are alike
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < RUN; ++i) staging[in_warp * RUN + i] = value[i];
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < RUN; ++i) value[i] = staging[i * 32 + in_warp];
-          }
-#pragma unroll
-          for (int i = 0; i < RUN; ++i) {
-            if constexpr (WHOLE) {
-              narrow(value[i], *at(line, KEPT ? offsets[i] : elements[i * 32 + in_warp].offset));
-            } else {
-              const Element element = elements[i * 32 + in_warp];
-              if (row < (int)(element.limits & 0xffffu) && d < (int)(element.limits >> 16))
-                narrow(value[i], *at(line, element.offset));
-            }
-          }
+          for (int j = 0; j < 4; ++j) rows[i][j] = __float_as_uint(round_tf32(__uint_as_float(rows[i][j])));
         }
-  }
-}
-
-// Channels last: a thread's channels are neighbours already.
-__device__ __forceinline__ void store_channels(const Geometry& g, const Place& place, const Accumulators& acc,
-                                               scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels) {
+      }
+      constexpr int EACH = 4 / ELEMENT;  // k of a word
+      const char* from[2 * EACH];
 #pragma unroll
-  for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
+      for (int half = 0; half < 2; ++half) {
+        const Vector<int, EACH> two =
+            *(const Vector<int, EACH>*)(offsets + operation * OPERATION + half * (OPERATION / 2) + lane % 4 * EACH);
 #pragma unroll
-    for (int d = 0; d < DST_D; ++d)
+        for (int i = 0; i < EACH; ++i) from[half * EACH + i] = window + two.value[i];
+      }
 #pragma unroll
-      for (int h = 0; h < DST_H; ++h)
+      for (int j = 0; j < COLUMN_TILES; ++j) {
+        unsigned column[2];
 #pragma unroll
-        for (int w = 0; w < RUN; ++w) {
-          const int row = cell_h * DST_H + h;
-          if (d >= place.slabs || row >= place.rows || w >= place.columns) continue;
-          scalar_t* const pixel =
-              at(dst + d * g.dst.stride[2] + row * g.dst.stride[3] + w * g.dst.stride[4], place.offset);
-#pragma unroll
-          for (int first = 0; first < DST_PER_THREAD; first += DST_VECTOR) {
-            if (first >= channels) break;
-            Vector<scalar_t, DST_VECTOR> vector;
-#pragma unroll
-            for (int i = 0; i < DST_VECTOR; ++i)
-              narrow(acc.sum[cell_h][d][h][w][first + i] + bias[first + i], vector.value[i]);
-            *(Vector<scalar_t, DST_VECTOR>*)(pixel + first) = vector;
-          }
+        for (int half = 0; half < 2; ++half) {
+          if constexpr (ELEMENT == 4)
+            column[half] = __float_as_uint(round_tf32(*(const float*)(from[half] + columns[j])));
+          else
+            column[half] = *(const unsigned short*)(from[half * EACH] + columns[j]) |
+                           *(const unsigned short*)(from[half * EACH + EACH - 1] + columns[j]) << 16;
         }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_tiled(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
-                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Geometry g) {
-  extern __shared__ __align__(16) unsigned char shared_memory[];
-  const int thread = threadIdx.x;
-  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // the compiler knows now that a warp shares it
-  const int lane = thread % LANES;
-  const int dst_slice = warp / (LANES / 32) % DST_SLICES;
-  const int src_slice = warp / (SLICE_THREADS / 32);
-
-  const int tile_index = blockIdx.z * gridDim.y + blockIdx.y;
-  if (tile_index >= g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3]) return;
-  const int first_item = blockIdx.x * g.items_per_block;
-  const int items = min(g.items_per_block, g.items - first_item);
-  const Tile tile = make_tile(g, tile_index);
-  src += tile.n * g.src.stride[0];
-  dst += tile.n * g.dst.stride[0];
-
-  accum_t* const weights = (accum_t*)shared_memory;
-  accum_t* const planes = weights + 2 * WEIGHT_STAGE;
-  Element* const elements = (Element*)(planes + 2 * STAGE_CHANNELS * tile.plane);
-  accum_t* const epilogue = (accum_t*)(elements + (RUN > 1 ? LANES * RUN : 0));
-
-  // The lane's first source element in a plane.
-  const int lane_w = lane % g.lanes[3], lane_h = lane / g.lanes[3] % g.lanes[2];
-  const int lane_d = lane / (g.lanes[3] * g.lanes[2]) % g.lanes[1];
-  const int lane_n = min(lane / (g.lanes[3] * g.lanes[2] * g.lanes[1]), g.lanes[0] - 1);  // lanes beyond the tile idle
-  const int corner = lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.row +
-                     lane_w * CELLS_W * (SRC_W / SPLIT);
-
-  SourceLoader source;
-  WeightLoader taps;
-  Place place;
-  Accumulators acc;
-  source.init(g, tile, thread, planes);
-  taps.init(thread);
-  place.init(g, tile, lane);
-  if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(g, place, elements + lane * RUN);
-  const bool whole =
-      __all_sync(0xffffffffu, place.slabs >= DST_D && place.rows >= CELLS_H * DST_H && place.columns >= RUN);
-
-  int group = first_item / DST_BLOCKS, dst_block = first_item % DST_BLOCKS;
-  auto load = [&](int load_group, int load_block, int stage) {
-    source.load(g, src + (long long)load_group * SRC_CHANNELS * g.src.stride[1], stage);
-    taps.load(weight + (long long)load_group * SRC_CHANNELS * DST_CHANNELS * TAPS, load_block, stage, thread);
-  };
-
-  load(group, dst_block, 0);
-  int buffer = 0;
-#pragma unroll 1
-  for (int item = 0; item < items; ++item) {
-    const bool same_group = dst_block + 1 < DST_BLOCKS;
-    const int next_group = same_group ? group : group + 1, next_block = same_group ? dst_block + 1 : 0;
-    acc.clear();
-#pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage, buffer ^= 1) {
-      accum_t* const stage_planes = planes + buffer * STAGE_CHANNELS * tile.plane;
-      accum_t* const stage_weights = weights + buffer * WEIGHT_STAGE;
-      source.store(g, tile, stage_planes);
-      taps.store(stage_weights);
-      __syncthreads();
-      const bool last = stage + 1 == STAGES;
-      if (!last || item + 1 < items)
-        load(last ? next_group : group, last ? next_block : dst_block, last ? 0 : stage + 1);
-#pragma unroll(CHANNELS_AT_ONCE)
-      for (int i = 0; i < SLICE_CHANNELS; ++i) {
-        const int channel = src_slice * SLICE_CHANNELS + i;
-        acc.accumulate(stage_planes + channel * tile.plane + corner,
-                       stage_weights + channel * WEIGHT_CHANNEL + dst_slice * WEIGHT_SLICE, tile);
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i) mma(of[i][j], rows[i], column[0], column[1]);
       }
     }
-
-    const int first_dst = dst_block * BLOCK_DST + dst_slice * DST_PER_THREAD;
-    const int channels = DST_CHANNELS - first_dst;  // that exist, from this slice's first on
-    const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
-    if (SRC_SLICES > 1) acc.reduce(epilogue, src_slice, thread % SLICE_THREADS);
-    if (src_slice == 0 && channels > 0) {
-      accum_t biases[DST_PER_THREAD];
-#pragma unroll
-      for (int i = 0; i < DST_PER_THREAD; ++i)
-        biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
-      scalar_t* const item_dst = dst + first_channel * g.dst.stride[1];
-      if (STAGES > 4) place.init(g, tile, lane);  // again, so that its registers serve the stages
-      accum_t* const staging = epilogue + warp * (32 * RUN);
-      const Element* const of_warp = elements + lane / 32 * (32 * RUN);
-      if (DST_CHANNELS_LAST)
-        store_channels(g, place, acc, item_dst, biases, channels);
-      else if (RUN > 1 && !VECTORS && whole)
-        store_rows<true>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
-      else
-        store_rows<false>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
-    }
-    group = next_group;
-    dst_block = next_block;
   }
-}
+};
 """
-FILES["weight_grad.cu"] = r"""
-// Direct kernel of the weight gradient, in exact arithmetic.
+FILES["weight_grad_gemm.cu"] = r"""
+// The weight gradient on tensor cores (common/window_product.cuh):
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
-// A matrix product of each group: rows are the input channels, columns the pairs (co, tap), and the sum runs over the
-// K = batch × input positions. The second operand is gathered from the output gradient on its way to shared memory, one
-// element a (column, position), zero where it falls into the padding.
+// Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels with all their taps, of one group, and
+// one contiguous part of the tiles of input positions; a stage is a tile. Blocks on different parts write to different
+// planes of `partial`, which the caller sums in order: the result does not depend on timing.
 //
-// Index mapping. A block owns ROWS × COLUMNS of one group and one contiguous part of K. Its threads are K_SLICES ×
-// (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage, summed at
-// the end in slice order. Blocks on different parts of K write to different planes of `partial`, which the caller sums
-// in order: the result does not depend on timing.
+// Shared memory: where the pieces of both operands lie, the positions' offsets, then BUFFERS stages.
 //
-// Shared memory: two buffers of DEPTH × ROW_PITCH of x and DEPTH × COLUMN_PITCH of g, both [position][row or column],
-// padded so that stores along K do not meet in one bank; then every thread's sums as [K slice][sum][thread].
+// Synchronisation: copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has
+// freed.
 //
-// Synchronisation: stage i+1 is loaded to registers while stage i is computed, and stored to the other buffer; one
-// barrier a stage suffices, since a buffer is written again only after the barrier that follows its last reads.
+// The cores' sums lose a bit at every step. So FLUSH stages are summed there, and those sums in `partial`.
 
 struct Geometry {
   Tensor5 x, g;
+  Part x_part, window;
   int batch, groups;
-  int parts;              // blocks along K
-  long long part_length;  // positions of a part
-  long long positions;    // K
-  long long plane;        // elements of one plane of `partial`: all weights
+  int lanes[4];                  // positions of a tile along n, d, h, w; their product is at most POSITIONS
+  int tiles[4];                  // tiles along n, d, h, w
+  int skew;                      // elements from the window's first to what the first tap of the first position meets
+  int table_bytes, stage_bytes;  // of shared memory
+  long long part_length;         // tiles of a part
+  long long all_tiles;
+  long long plane;  // elements of one plane of `partial`: all weights
 };
 
-constexpr int COLUMNS_TOTAL = OUT_CHANNELS * TAPS;
-constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS);
-constexpr int COLUMN_BLOCKS = ceil_div(COLUMNS_TOTAL, COLUMNS);
-constexpr int ROW_THREADS = ROWS / THREAD_ROWS, COLUMN_THREADS = COLUMNS / THREAD_COLUMNS;
-constexpr int SLICE_THREADS = ROW_THREADS * COLUMN_THREADS;
-constexpr int THREADS = SLICE_THREADS * K_SLICES;
-constexpr int ROW_PITCH = round_up(ROWS, 4) + 4, COLUMN_PITCH = round_up(COLUMNS, 4) + 4;
-constexpr int X_ITEMS = ceil_div(ROWS * DEPTH, THREADS), G_ITEMS = ceil_div(COLUMNS * DEPTH, THREADS);
-constexpr int ROW_STEP = THREADS / DEPTH;  // rows or columns that the block loads at once
+constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), COLUMN_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr int FLUSH = ceil_div(2048, POSITIONS);
 
-constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS;
-constexpr int FLUSH = 2048 / DEPTH > 0 ? 2048 / DEPTH : 1;  // stages whose positions are summed in one chain
-constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);   // shared values of one stage
-
-static_assert(THREADS % DEPTH == 0, "a thread loads the same position of every stage");
-static_assert(DEPTH % K_SLICES == 0, "every K slice takes the same share of a stage");
-
-// How far the last tap of a dimension lies from the first.
-__host__ __device__ constexpr int reach(Axis axis) { return (axis.kernel - 1) * axis.dilation; }
-
-// A column: its channel of the output, and where its tap lies from tap 0.
-struct Column {
-  int channel, d, h, w;
-};
-
-__device__ __forceinline__ Column column_at(int column) {
-  const int tap = column % TAPS;
-  return {column / TAPS, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
-          tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation, tap % AXIS_W.kernel * AXIS_W.dilation};
-}
-
-// THREAD_ROWS or THREAD_COLUMNS neighbouring values from shared memory, 16 bytes at a time where they are that many.
-template <int COUNT>
-struct Values {
-  accum_t value[COUNT];
-
-  __device__ __forceinline__ void load(const accum_t* from) {
-    struct alignas((COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1) * sizeof(accum_t)) Chunk {
-      accum_t value[COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1];
-    };
-    constexpr int CHUNK = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
-#pragma unroll
-    for (int i = 0; i < COUNT; i += CHUNK) {
-      const Chunk chunk = *(const Chunk*)(from + i);
-#pragma unroll
-      for (int j = 0; j < CHUNK; ++j) value[i + j] = chunk.value[j];
-    }
-  }
-};
+static_assert(CHUNK_TAPS <= COLUMNS, "a block computes all taps of its channels");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* __restrict__ partial,
-                const Geometry g) {
+    weight_grad_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+                     const Geometry g) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;
@@ -2715,149 +2467,80 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   block /= COLUMN_BLOCKS;
   const int group = block % g.groups;
   const int part = block / g.groups;
-  const long long first = part * g.part_length;
-  const long long end = first + g.part_length < g.positions ? first + g.part_length : g.positions;
+  const long long first_tile = part * g.part_length;
+  const int stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
 
-  const int thread = threadIdx.x;
-  const int k_slice = thread / SLICE_THREADS;
-  const int row = thread % SLICE_THREADS / COLUMN_THREADS * THREAD_ROWS;
-  const int column = thread % COLUMN_THREADS * THREAD_COLUMNS;
-  const int load_k = thread % DEPTH, load_row = thread / DEPTH;
+  const int first_in = row_block * ROWS, first_out = column_block * OUT_CHUNK;
+  const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // that exist, from there on
 
-  const int in_channel = row_block * ROWS, first_column = column_block * COLUMNS;
-  x += (long long)(group * IN_CHANNELS + in_channel) * g.x.stride[1];
-  grad += (long long)group * OUT_CHANNELS * g.g.stride[1];
+  int* const offsets = (int*)shared_memory;
+  Place* const places = (Place*)(offsets + POSITIONS);
+  char* const buffers = (char*)shared_memory + g.table_bytes;
 
-  // The columns that this thread loads: how far each lies from tap 0 of channel 0. Columns beyond the last repeat it.
-  long long column_offset[G_ITEMS];
+  PartLoader<X_CHANNELS_LAST, ROWS> x_loader;
+  PartLoader<G_CHANNELS_LAST, OUT_CHUNK> g_loader;
+  x_loader.init(g.x_part, places, POSITIONS);
+  g_loader.init(g.window, x_loader.end(), elements(g.window));
+  list_positions(offsets, POSITIONS, g.window, g.lanes, g.skew);
+  x += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
+  grad += (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
+  partial += part * g.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+
+  int columns[COLUMN_TILES];
 #pragma unroll
-  for (int i = 0; i < G_ITEMS; ++i) {
-    const Column c = column_at(first_column + load_row + i * ROW_STEP);
-    column_offset[i] = c.channel * g.g.stride[1] + c.d * g.g.stride[2] + c.h * g.g.stride[3] + c.w * g.g.stride[4];
-    if (first_column + load_row + i * ROW_STEP >= COLUMNS_TOTAL) column_offset[i] = 0;
+  for (int j = 0; j < COLUMN_TILES; ++j) {
+    const int column = threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES) + 8 * j + threadIdx.x % 32 / 4;
+    columns[j] = column < CHUNK_TAPS ? offset_of_tap(g.window, column / TAPS, column % TAPS) : 0;
   }
 
-  // The position that this thread loads, which goes on by DEPTH every stage.
-  long long k = first + load_k;
-  long long rest = k;
-  int w = (int)(rest % g.x.size[2]);
-  rest /= g.x.size[2];
-  int h = (int)(rest % g.x.size[1]);
-  rest /= g.x.size[1];
-  int d = (int)(rest % g.x.size[0]);
-  long long n = rest / g.x.size[0];
-
-  scalar_t x_values[X_ITEMS], g_values[G_ITEMS];
-  auto load = [&]() {
-    const bool exists = k < end;
-    const scalar_t* x_at =
-        x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4] + load_row * g.x.stride[1];
-#pragma unroll
-    for (int i = 0; i < X_ITEMS; ++i, x_at += ROW_STEP * g.x.stride[1]) {
-      const int r = load_row + i * ROW_STEP;
-      x_values[i] = exists && r < ROWS && in_channel + r < IN_CHANNELS ? read(x_at) : zero<scalar_t>();
-    }
-    const int base_d = d * AXIS_D.stride - AXIS_D.padding;
-    const int base_h = h * AXIS_H.stride - AXIS_H.padding;
-    const int base_w = w * AXIS_W.stride - AXIS_W.padding;
-    const scalar_t* const g_at =
-        grad + n * g.g.stride[0] + base_d * g.g.stride[2] + base_h * g.g.stride[3] + base_w * g.g.stride[4];
-    const bool interior = base_d >= 0 && base_d + reach(AXIS_D) < g.g.size[0] && base_h >= 0 &&
-                          base_h + reach(AXIS_H) < g.g.size[1] && base_w >= 0 && base_w + reach(AXIS_W) < g.g.size[2];
-    if (exists && interior) {
-#pragma unroll
-      for (int i = 0; i < G_ITEMS; ++i) g_values[i] = read(g_at + column_offset[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < G_ITEMS; ++i) {
-        const Column c = column_at(first_column + load_row + i * ROW_STEP);
-        const bool inside = exists && first_column + load_row + i * ROW_STEP < COLUMNS_TOTAL &&
-                            (unsigned)(base_d + c.d) < (unsigned)g.g.size[0] &&
-                            (unsigned)(base_h + c.h) < (unsigned)g.g.size[1] &&
-                            (unsigned)(base_w + c.w) < (unsigned)g.g.size[2];
-        g_values[i] = inside ? read(g_at + column_offset[i]) : zero<scalar_t>();
-      }
-    }
-    k += DEPTH;
-    w += DEPTH;
-    while (w >= g.x.size[2]) {
-      w -= g.x.size[2];
-      if (++h < g.x.size[1]) continue;
-      h = 0;
-      if (++d < g.x.size[0]) continue;
-      d = 0;
-      ++n;
-    }
-  };
-
-  // Sums of FLUSH stages in registers, sums of those in shared memory: rounding grows with the root of the terms, and
-  // millions of positions in one chain would lose three digits.
-  accum_t sum[THREAD_ROWS][THREAD_COLUMNS] = {};
-  accum_t* const totals = (accum_t*)shared_memory + 2 * STAGE;
-  accum_t* const own = totals + k_slice * SUMS * SLICE_THREADS + thread % SLICE_THREADS;
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) own[i * SLICE_THREADS] = 0;
+  Sums sums;
+  sums.clear();
+  bool flushed = false;
   auto flush = [&]() {
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) {
-      own[i * SLICE_THREADS] += (&sum[0][0])[i];
-      (&sum[0][0])[i] = 0;
-    }
+    for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int row = Sums::first_row() + 16 * i + k / 2 * 8, column = Sums::first_column() + 8 * j + k % 2;
+          if (row >= rows || column >= min(OUT_CHUNK, channels) * TAPS) continue;
+          float* const to = partial + (long long)row * (OUT_CHANNELS * TAPS) + column;
+          *to = flushed ? *to + sums.of[i][j][k] : sums.of[i][j][k];
+        }
+    sums.clear();
+    flushed = true;
   };
 
-  load();
+  Tile ahead;
+  ahead.init(g.tiles, first_tile);
+  __syncthreads();
   int until_flush = FLUSH;
-  int buffer = 0;
 #pragma unroll 1
-  for (long long stage = first; stage < end; stage += DEPTH, buffer ^= 1) {
-    accum_t* const x_tile = (accum_t*)shared_memory + buffer * STAGE;
-    accum_t* const g_tile = x_tile + DEPTH * ROW_PITCH;
-#pragma unroll
-    for (int i = 0; i < X_ITEMS; ++i)
-      if (load_row + i * ROW_STEP < ROWS) x_tile[load_k * ROW_PITCH + load_row + i * ROW_STEP] = widen(x_values[i]);
-#pragma unroll
-    for (int i = 0; i < G_ITEMS; ++i)
-      if (load_row + i * ROW_STEP < COLUMNS)
-        g_tile[load_k * COLUMN_PITCH + load_row + i * ROW_STEP] = widen(g_values[i]);
-    __syncthreads();
-    if (stage + DEPTH < end) load();
-#pragma unroll 4
-    for (int step = k_slice; step < DEPTH; step += K_SLICES) {
-      Values<THREAD_ROWS> a;
-      Values<THREAD_COLUMNS> b;
-      a.load(x_tile + step * ROW_PITCH + row);
-      b.load(g_tile + step * COLUMN_PITCH + column);
-#pragma unroll
-      for (int r = 0; r < THREAD_ROWS; ++r)
-#pragma unroll
-        for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
+  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
+    const char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
+    if (stage >= 0) {
+      copies_wait<BUFFERS - 2>();
+      __syncthreads();
     }
+    if (stage + BUFFERS - 1 < stages) {
+      char* const to = buffers + (stage + BUFFERS - 1) % BUFFERS * g.stage_bytes;
+      int origin[4];
+      ahead.first_position(g.lanes, origin);
+      x_loader.load(g.x, g.x_part, x, rows, g.batch, origin, to);
+      ahead.first_of_window(g.lanes, g.skew, origin);
+      g_loader.load(g.g, g.window, grad, channels, g.batch, origin, to + A_BYTES);
+      ahead.next(g.tiles);
+    }
+    copies_commit();
+    if (stage < 0) continue;
+    sums.add(now, now + A_BYTES, offsets, columns);
     if (--until_flush == 0) {
       flush();
       until_flush = FLUSH;
     }
   }
   flush();
-
-  // Sum the K slices in order.
-  __syncthreads();
-  if (k_slice > 0) return;
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) {
-    accum_t total = own[i * SLICE_THREADS];
-#pragma unroll 1
-    for (int slice = 1; slice < K_SLICES; ++slice) total += own[(slice * SUMS + i) * SLICE_THREADS];
-    (&sum[0][0])[i] = total;
-  }
-
-  partial += part * g.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
-#pragma unroll
-  for (int r = 0; r < THREAD_ROWS; ++r)
-#pragma unroll
-    for (int c = 0; c < THREAD_COLUMNS; ++c) {
-      const int in = row_block * ROWS + row + r, global = column_block * COLUMNS + column + c;
-      if (in < IN_CHANNELS && global < COLUMNS_TOTAL) partial[(long long)in * COLUMNS_TOTAL + global] = sum[r][c];
-    }
 }
 """
 
@@ -2931,9 +2614,9 @@ constexpr int LOADER_THREADS = 256;
 constexpr int TURNING_GROUPS = 2;
 constexpr int STAGES = 4;
 constexpr int RAW_STAGES = 2;
+#define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 #define WGMMA_INSTRUCTION 1
 #define CLUSTER 2  // thread blocks
-#define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 // sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.
 #ifndef EMULATOR
 __device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, unsigned long long b,
@@ -2947,37 +2630,90 @@ __device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, u
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/async.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
-    ("gather_tiled", r"""
-// gather_tiled, specialised by:
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+    ("pack_weights", r"""
+// pack_weights, specialised by:
 typedef float scalar_t;       // of the tensors
 typedef float accum_t;  // of every sum
 typedef unsigned int offset_t;  // of offsets in bytes
 constexpr Axis AXIS_D = {1, 1, 0, 1};
-constexpr Axis AXIS_H = {3, 1, 0, 1};
-constexpr Axis AXIS_W = {3, 1, 0, 1};
-constexpr bool INPUT_GRAD = true;
+constexpr Axis AXIS_H = {3, 1, 2, 1};
+constexpr Axis AXIS_W = {3, 1, 2, 1};
+constexpr bool INPUT_GRAD = false;
+constexpr int SRC_CHANNELS = 64;
+constexpr int DST_CHANNELS = 64;
+constexpr bool DST_CHANNELS_LAST = false;
+constexpr int WEIGHT_STRIDE_IN = 9;
+constexpr int WEIGHT_STRIDE_OUT = 576;
+constexpr int WEIGHT_STRIDE_TAP = -1;
+constexpr int CHANNEL_BLOCKS = 1;
+constexpr int LINES = 1;
+constexpr int K_STEPS = 1;
+constexpr int PARTS = 1;
+constexpr bool TAPS_IN_ROWS = false;
+constexpr int ROW_CHANNELS = 0;
+constexpr int OPERATIONS = 9;
+constexpr int MIN_BLOCKS = 1;
+constexpr int SLAB_CHANNELS = 16;
+constexpr int SLAB_TAPS = 9;
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "pack_weights.cu")),
+    ("implicit_gemm", r"""
+// implicit_gemm, specialised by:
+typedef float scalar_t;       // of the tensors
+typedef float accum_t;  // of every sum
+typedef unsigned int offset_t;  // of offsets in bytes
+constexpr Axis AXIS_D = {1, 1, 0, 1};
+constexpr Axis AXIS_H = {3, 1, 2, 1};
+constexpr Axis AXIS_W = {3, 1, 2, 1};
+constexpr bool INPUT_GRAD = false;
 constexpr int SRC_CHANNELS = 64;
 constexpr int DST_CHANNELS = 64;
 constexpr bool HAS_BIAS = false;
 constexpr bool DST_CHANNELS_LAST = false;
-constexpr int WEIGHT_STRIDE_IN = 576;
-constexpr int WEIGHT_STRIDE_OUT = 9;
-constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr int WEIGHT_STRIDE_IN = 9;
+constexpr int WEIGHT_STRIDE_OUT = 576;
+constexpr int WEIGHT_STRIDE_TAP = -1;
+constexpr int CHANNEL_BLOCKS = 1;
+constexpr int LINES = 1;
+constexpr int K_STEPS = 1;
+constexpr int PARTS = 1;
+constexpr bool TAPS_IN_ROWS = false;
+constexpr int ROW_CHANNELS = 0;
+constexpr int OPERATIONS = 9;
+constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
-constexpr int LANES = 64;
-constexpr int DST_PER_THREAD = 16;
-constexpr int CELLS_H = 4;
-constexpr int CELLS_W = 1;
-constexpr int DST_SLICES = 2;
-constexpr int SRC_SLICES = 1;
-constexpr int STAGE_CHANNELS = 4;
-constexpr int LOADS = 4;
-constexpr int DST_VECTOR = 1;
-constexpr int MIN_BLOCKS = 3;
-""", ("common/geometry.cuh", "gather_tiled.cu")),
-    ("weight_grad", r"""
-// weight_grad, specialised by:
+constexpr bool WHOLE_IMAGES = false;
+constexpr bool BOXES = false;
+constexpr int PIXELS = 144;
+constexpr int PIXEL_BLOCKS = 2;
+constexpr int CONSUMERS = 2;
+constexpr bool SPLIT_ROWS = false;
+constexpr bool TAKE_TURNS = true;
+constexpr bool RESIDENT = false;
+constexpr int LOADER_GROUPS = 2;
+constexpr int LOADER_THREADS = 256;
+constexpr int TURNING_GROUPS = 2;
+constexpr int STAGES = 5;
+constexpr int RAW_STAGES = 2;
+#define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
+#define WGMMA_INSTRUCTION 1
+#define CLUSTER 2  // thread blocks
+// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.
+#ifndef EMULATOR
+__device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, unsigned long long b,
+                                      bool add) {
+  asm volatile(
+      "{ .reg .pred add; setp.ne.b32 add, %74, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n144k8.f32.tf32.tf32 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, "
+      "%72, %73, add, 1, 1; }"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71])
+      : "l"(a), "l"(b), "r"((int)add));
+}
+#endif
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+    ("weight_grad_gemm", r"""
+// weight_grad_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
 typedef float accum_t;  // of every sum
 typedef unsigned long long offset_t;  // of offsets in bytes
@@ -2990,14 +2726,18 @@ constexpr int OUT_CHANNELS = 64;
 constexpr int WEIGHT_STRIDE_IN = 576;
 constexpr int WEIGHT_STRIDE_OUT = 9;
 constexpr int WEIGHT_STRIDE_TAP = 1;
-constexpr int ROWS = 64;
-constexpr int COLUMNS = 64;
-constexpr int THREAD_ROWS = 8;
-constexpr int THREAD_COLUMNS = 8;
-constexpr int K_SLICES = 4;
-constexpr int DEPTH = 32;
+constexpr bool X_CHANNELS_LAST = false;
+constexpr bool G_CHANNELS_LAST = false;
+constexpr int ROW_TILES = 4;
+constexpr int COLUMN_TILES = 4;
+constexpr int ROW_WARPS = 1;
+constexpr int OUT_CHUNK = 22;
+constexpr int POSITIONS = 64;
+constexpr int BUFFERS = 4;
+constexpr int PARTS = 1;
 constexpr int MIN_BLOCKS = 1;
-""", ("common/geometry.cuh", "weight_grad.cu")),
+#define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/copy_async.cuh", "common/mma.cuh", "common/window_product.cuh", "weight_grad_gemm.cu")),
 ]
 
 # =====================================================================================================================
@@ -3374,15 +3114,28 @@ class ConvTransposeProblem:
         """``(N, C_out, *spatial)``."""
         return (self.batch, self.out_channels, *self.output_size)
 
+    def mirrored(self) -> "ConvTransposeProblem | None":
+        # The layer whose forward pass is the gradient of this one's input, where there is one: the stride is 1.
+        #
+        # Its input is the gradient of this one's output, its weight this one's with the taps reversed and the channels
+        # exchanged. What this one's output is padded by that one's is cut by.
+        padding = tuple(d * (k - 1) - p for k, p, d in zip(self.kernel_size, self.padding, self.dilation))
+        if set(self.stride) != {1} or min(padding) < 0:
+            return None
+        return replace(
+            self,
+            in_channels=self.out_channels,
+            out_channels=self.in_channels,
+            input_size=self.output_size,
+            padding=padding,
+            output_padding=tuple(-extra for extra in self.output_padding),  # no element of the input lies there
+            bias=False,
+        )
+
     @property
     def taps(self) -> int:
         """Taps of the whole kernel."""
         return math.prod(self.kernel_size)
-
-    @property
-    def elements(self) -> "tuple[int, int, int]":
-        """Elements of the input, the weight and the output."""
-        return math.prod(self.input_shape), math.prod(self.weight_shape), math.prod(self.output_shape)
 
     def __str__(self) -> str:
         parts = [f"{'×'.join(map(str, self.input_shape))} → {self.out_channels}", f"k={_short(self.kernel_size)}"]
@@ -3430,6 +3183,20 @@ _TYPES = {
 SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 
 
+# Building blocks under kernels/common that a kernel needs behind those that all need.
+_BUILDING_BLOCKS = {
+    "gather_tiled": ("copy_async",),
+    "implicit_gemm": (
+        *("tensor_float", "row_blocks", "dependent", "copy_async", "async", "mma", "matrix", "gemm_tile"),
+        "pixel_loader",
+    ),
+    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
+    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
+    "pack_weights": ("tensor_float", "row_blocks", "dependent"),
+    "pack_taps": ("tensor_float", "row_blocks", "dependent"),
+}
+
+
 # Depth in elements and operand type of the tensor cores' instructions.
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
@@ -3465,6 +3232,9 @@ class KernelSource:
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
             *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
         ]
+        if "mma" in _BUILDING_BLOCKS.get(self.kernel, ()):
+            depth, operand = _OPERANDS[self.dtype]
+            lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
         if "WGMMA" in constants:
             lines += _matrix_instructions(self.dtype, constants)
@@ -3480,7 +3250,6 @@ def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "li
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f"#define CLUSTER {cluster:d}  // thread blocks",
-        f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"',
     ]
     if not wgmma:
         return lines
@@ -3613,10 +3382,9 @@ class Launch:
     boxes: "Boxes | None" = None
 
 
-def two_dimensions(blocks: int) -> "tuple[int, int]":
-    """``blocks`` as a grid's y and z, which take 65535 each; the last row may be longer than needed."""
-    rows = max(1, math.ceil(blocks / 65535))
-    return math.ceil(blocks / rows), rows if blocks else 0
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is not below ``value``."""
+    return 1 << max(0, math.ceil(math.log2(max(1, value))))
 
 # =====================================================================================================================
 # polyphase/algorithms/gather.py
@@ -3669,12 +3437,6 @@ class CellAxis:
         """Source elements that ``cells`` neighbouring cells span."""
         return (cells - 1) * self.src + self._reach + 1
 
-    def window_used(self, cells: int) -> int:
-        """Source elements that ``cells`` neighbouring cells read."""
-        if cells not in self._used:
-            self._used[cells] = len({cell * self.src + offset for cell in range(cells) for offset in self._offsets})
-        return self._used[cells]
-
 
 @dataclass(frozen=True)
 class Gather:
@@ -3691,6 +3453,7 @@ class Gather:
     dst: "Side"
     weight_channels_last: bool
     aligned: bool
+    mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
 
     def __hash__(self) -> int:
         return self._hash
@@ -3700,7 +3463,7 @@ class Gather:
         return hash((self.axes, self.src_channels, self.dst_channels, self.dtype, self.src, self.dst))
 
     @classmethod
-    def of(cls, problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts") -> "Gather":
+    def of(cls, problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts", mirrored: bool = False) -> "Gather":
         # The pass of a problem whose tensors lie as ``layouts`` says.
         input_side = Side(five(problem.input_shape), layouts.input)
         output_side = Side(five(problem.output_shape), layouts.output)
@@ -3719,6 +3482,7 @@ class Gather:
             dst=output_side if forward else input_side,
             weight_channels_last=layouts.weight_channels_last,
             aligned=layouts.aligned,
+            mirrored=mirrored,
         )
 
     @property
@@ -3738,14 +3502,15 @@ class Gather:
         return depth, height, width
 
     @cached_property
+    def split(self) -> int:
+        """Residues by which ``gather_tiled.cu`` splits a row of the source in shared memory."""
+        step = self.cell_axes[2].src
+        return step if step == 2 or step % 4 == 0 else 1
+
+    @cached_property
     def owned(self) -> int:
         """Destination elements of a cell that own taps."""
         return math.prod(axis.owned for axis in self.cell_axes)
-
-    @cached_property
-    def phases(self) -> int:
-        """Destination elements of a cell."""
-        return math.prod(axis.dst for axis in self.cell_axes)
 
     @cached_property
     def cells(self) -> "tuple[int, int, int]":
@@ -3755,8 +3520,9 @@ class Gather:
 
     def constants(self, **variant: "Constant") -> "tuple[tuple[str, Constant], ...]":
         """What both kernels are specialised by, and the variant's own constants."""
-        out_channels = self.dst_channels if self.forward else self.src_channels
+        out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
         last = self.weight_channels_last
+        strides = out_channels * self.taps, 1 if last else self.taps
         common: dict[str, Constant] = {
             "AXIS_D": self.axes[0],
             "AXIS_H": self.axes[1],
@@ -3766,21 +3532,11 @@ class Gather:
             "DST_CHANNELS": self.dst_channels,
             "HAS_BIAS": self.bias,
             "DST_CHANNELS_LAST": self.dst.channels_last,
-            "WEIGHT_STRIDE_IN": out_channels * self.taps,
-            "WEIGHT_STRIDE_OUT": 1 if last else self.taps,
-            "WEIGHT_STRIDE_TAP": out_channels if last else 1,
+            "WEIGHT_STRIDE_IN": strides[self.mirrored],
+            "WEIGHT_STRIDE_OUT": strides[not self.mirrored],
+            "WEIGHT_STRIDE_TAP": (-1 if self.mirrored else 1) * (out_channels if last else 1),
         }
         return tuple({**common, **variant}.items())
-
-    @property
-    def aligned_src(self) -> bool:
-        """Whether four neighbouring source elements (channels, where those come last) can be read at once anywhere."""
-        batch, channel, depth, height, width = self.src.strides
-        if self.src.channels_last:
-            whole, others = self.src_channels % 4 == 0, (batch, depth, height, width)
-        else:
-            whole, others = self.src.shape[4] % 4 == 0 and width == 1, (batch, channel, depth, height)
-        return self.aligned and whole and all(stride % 4 == 0 for stride in others)
 
     def wide_offsets(self, images: int, stage_channels: int) -> bool:
         """Whether byte offsets within a tile of ``images`` batch entries need more than 32 bits."""
@@ -3795,276 +3551,6 @@ def five(shape: "tuple[int, ...]") -> "tuple[int, int, int, int, int]":
     batch, channels, *spatial = shape
     depth, height, width = [1] * (3 - len(spatial)) + spatial
     return batch, channels, depth, height, width
-
-# =====================================================================================================================
-# polyphase/algorithms/tile_cost.py
-# =====================================================================================================================
-#
-# What a variant of ``gather_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
-#
-# The constants are fitted to measurements; docs/performance.md, "The cost model of gather_tiled", says how well.
-
-class TiledVariant(NamedTuple):
-    """The compile-time shape of ``gather_tiled.cu``; its file says what the names mean."""
-
-    lanes: int
-    dst_per_thread: int
-    cells_h: int
-    cells_w: int
-    dst_slices: int
-    src_slices: int
-    stage_channels: int
-    loads: int
-    min_blocks: int
-    dst_vector: int
-
-    @property
-    def cells(self) -> "tuple[int, int]":
-        """Cells of a lane, along height and width."""
-        return self.cells_h, self.cells_w
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.lanes * self.dst_slices * self.src_slices
-
-
-class Counts(NamedTuple):
-    """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
-
-    stages: int
-    channels: float  # of a stage that a thread computes
-    products: int
-    weight_reads: int
-    patch_reads: int
-    weight_items: int
-    loads: int
-    accumulators: int  # phases without taps included
-    owned: int  # accumulators that have taps
-    patch: int  # source elements held at once
-    run: int
-    words: int  # registers of a value
-
-    @classmethod
-    def of(cls, gather: "Gather", variant: "TiledVariant") -> "Counts":
-        # What a thread of ``variant`` does for this pass.
-        _, height, width = gather.cell_axes
-        cells = variant.cells_h * variant.cells_w
-        per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
-        patch = height.window_used(variant.cells_h) * width.window_used(variant.cells_w)
-        words = 2 if gather.dtype == "float64" else 1
-        return cls(
-            stages=math.ceil(gather.src_channels / variant.stage_channels),
-            channels=variant.stage_channels / variant.src_slices,
-            products=gather.taps * variant.dst_per_thread * cells * words,
-            weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
-            patch_reads=gather.axes[0].kernel * patch * words,
-            weight_items=math.ceil(per_stage / variant.threads),
-            loads=variant.loads,
-            accumulators=cells * gather.phases * variant.dst_per_thread,
-            owned=cells * gather.owned * variant.dst_per_thread,
-            patch=patch,
-            run=variant.cells_w * width.dst,
-            words=words,
-        )
-
-
-# Costs in issue slots, stalls included: fitted to 2,899 measured variants of 21 layers and passes on an H200
-# (docs/performance.md, "The cost model of gather_tiled").
-_COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
-
-
-_COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
-_COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
-_COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
-
-
-def thread_cycles(counts: "Counts", variant: "TiledVariant") -> float:
-    """Issue slots of a thread for one item."""
-    straight = counts.products * counts.channels  # products in one piece of code, unless the kernel rolls channels up
-    code = _COST_ROLLED_CODE if straight > 1024 else _COST_LONG_CODE * max(0.0, straight / 700 - 1)
-    reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
-    compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
-    load = counts.loads * _COST_LOAD + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
-    if counts.run == 1:
-        element = _COST_LONE_ELEMENT
-    else:
-        element = _COST_VECTOR_ELEMENT if counts.run in (2, 4) else _COST_TURNED_ELEMENT
-    epilogue = counts.accumulators * element / variant.src_slices
-    reduction = counts.accumulators * _COST_REDUCTION * (variant.src_slices - 1) / variant.src_slices
-    return counts.stages * (compute + load) + epilogue + reduction
-
-# =====================================================================================================================
-# polyphase/algorithms/gather_tiled.py
-# =====================================================================================================================
-#
-# The direct gather kernel for layers that unroll, ``kernels/gather_tiled.cu``: variants, tiles and launch.
-
-class GatherTiled:
-    """All phases of a tile in one block, the kernel's taps unrolled."""
-
-    name = "gather_tiled"
-
-    def launch(
-        self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "TiledVariant"
-    ) -> "Launch":
-        gather = Gather.of(problem, pass_, layouts)
-        lanes = _arrange(gather, variant, device)
-        per_lane = (1, 1, variant.cells_h, variant.cells_w)
-        extents = (problem.batch, *gather.cells)
-        tiles = [math.ceil(size / (lane * cells)) for size, lane, cells in zip(extents, lanes, per_lane)]
-        dst_blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
-        source = KernelSource(
-            kernel=self.name,
-            dtype=gather.dtype,
-            wide_offsets=gather.wide_offsets(lanes[0], variant.stage_channels),
-            constants=gather.constants(
-                SRC_CHANNELS_LAST=gather.src.channels_last,
-                LANES=variant.lanes,
-                DST_PER_THREAD=variant.dst_per_thread,
-                CELLS_H=variant.cells_h,
-                CELLS_W=variant.cells_w,
-                DST_SLICES=variant.dst_slices,
-                SRC_SLICES=variant.src_slices,
-                STAGE_CHANNELS=variant.stage_channels,
-                LOADS=variant.loads,
-                DST_VECTOR=variant.dst_vector,
-                MIN_BLOCKS=variant.min_blocks,
-            ),
-        )
-        # Blocks go on to further items of their tile as long as the machine stays full: they know their way already.
-        items = dst_blocks * gather.groups
-        full = 8 * device.multiprocessors * variant.min_blocks
-        per_block = max(1, min(items, items * math.prod(tiles) // full))
-        geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack(
-            "<13i4x",
-            problem.batch,
-            *lanes,
-            *tiles,
-            items,
-            per_block,
-            gather.aligned_src,
-            _aligned_rows(gather, variant),
-        )
-        return Launch(
-            source=source,
-            grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
-            block=variant.threads,
-            shared_bytes=_shared_bytes(gather, variant, lanes),
-            geometry=geometry,
-        )
-
-
-class _TileSize(NamedTuple):
-    """The source of one channel of a tile, halo included: elements along each dimension, whole quads along w."""
-
-    images: int
-    depth: int
-    height: int
-    width: int
-
-    @classmethod
-    def of(cls, gather: "Gather", cells: "tuple[int, int]", lanes: "tuple[int, ...]") -> "_TileSize":
-        depth, height, width = gather.cell_axes
-        skew = width.first_offset % 4
-        return cls(
-            lanes[0],
-            depth.window(lanes[1]),
-            height.window(lanes[2] * cells[0]),
-            _round_up(skew + width.window(lanes[3] * cells[1]), 4),
-        )
-
-    @property
-    def elements(self) -> int:
-        """Elements of one channel."""
-        return self.images * self.depth * self.height * self.width
-
-    def loads(self, variant: "TiledVariant") -> int:
-        """Quads that a thread loads for a stage."""
-        return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
-
-    def row(self, gather: "Gather") -> int:
-        """Elements of a row with the gaps between its residues."""
-        step = gather.cell_axes[2].src
-        split = step if step == 2 or step % 4 == 0 else 1
-        return _round_up(self.width, split)
-
-
-def _shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]") -> int:
-    accumulator = 8 if gather.dtype == "float64" else 4
-    tile = _TileSize.of(gather, variant.cells, lanes)
-    weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
-    plane = tile.images * tile.depth * tile.height * tile.row(gather)
-    main = 2 * (weights + variant.stage_channels * plane)
-    slice_threads = variant.lanes * variant.dst_slices
-    counts = Counts.of(gather, variant)
-    staging = slice_threads * counts.run
-    reduction = slice_threads * counts.accumulators if variant.src_slices > 1 else 0
-    wide = gather.wide_offsets(lanes[0], variant.stage_channels)
-    elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
-    return (main + max(staging, reduction)) * accumulator + elements
-
-
-def _fits(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", device: "DeviceInfo") -> bool:
-    """Whether the compiled variant can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
-    width = lanes[3] * variant.cells_w
-    return (
-        _TileSize.of(gather, variant.cells, lanes).loads(variant) <= variant.loads
-        and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
-        and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
-    )
-
-
-def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") -> "tuple[int, int, int, int]":
-    """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled variant."""
-    batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
-    heights, widths = (
-        math.ceil(cells / lane) for cells, lane in zip(gather.cells[1:], (variant.cells_h, variant.cells_w))
-    )
-    compute = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
-    most_elements = variant.loads * variant.threads * 4 // variant.stage_channels
-    best, best_cost = (1, 1, 1, variant.lanes), math.inf
-    for width in _extents(widths, variant.lanes):
-        for height in _extents(heights, variant.lanes // width):
-            for depth in _extents(depths, variant.lanes // (width * height)):
-                one = _TileSize.of(gather, variant.cells, (1, depth, height, width)).elements
-                images = min(batch, variant.lanes // (width * height * depth), max(1, most_elements // one))
-                images = math.ceil(batch / math.ceil(batch / images))
-                lanes = (images, depth, height, width)
-                if not _fits(gather, variant, lanes, device):
-                    continue
-                tiles = math.prod(math.ceil(n / m) for n, m in zip((batch, depths, heights, widths), lanes))
-                shared = _shared_bytes(gather, variant, lanes) + 1024
-                crowding = max(1.0, min(variant.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
-                # Short rows leave memory transactions half empty, on their way in and out.
-                row = width * variant.cells_w
-                load = one * images * gather.src_channels * 5 / 32 * (1 + 4 / row)
-                cost = tiles * (compute * crowding * (1 + 3 / (row * gather.cell_axes[2].dst)) + load)
-                if cost < best_cost:
-                    best, best_cost = lanes, cost
-    return best
-
-
-def _extents(cells: int, most: int) -> "list[int]":
-    """Extents worth trying along one dimension: powers of two, and shares of the whole, rounded to whole quads too."""
-    least = min(most, max(cells, 1))
-    shares = {math.ceil(cells / parts) for parts in range(1, 7)}
-    powers = {1 << i for i in range(least.bit_length())}
-    quads = {_round_up(share, multiple) for share in shares for multiple in (2, 4)}
-    return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _aligned_rows(gather: "Gather", variant: "TiledVariant") -> bool:
-    """Whether a lane's elements along w start at a multiple of their number, in every row of a new tensor."""
-    run = variant.cells_w * gather.cell_axes[2].dst
-    batch, channel, depth, height, width = gather.dst.strides
-    whole_rows = gather.dst.shape[4] % run == 0
-    return whole_rows and width == 1 and all(stride % run == 0 for stride in (batch, channel, depth, height))
 
 # =====================================================================================================================
 # polyphase/algorithms/gemm_variant.py
@@ -4387,7 +3873,7 @@ def best_tiles(
     found: list[Tile | None] = [None] * len(stages)
     if limits:
         kind = variant.taps_in_rows, variant.whole_images
-        tiles = iter(_tiles(gather, variant.cells, batch, banks, *kind, engines))
+        tiles = iter(_gemm_tile_tiles(gather, variant.cells, batch, banks, *kind, engines))
         tile = next(tiles, None)
         for index, limit in enumerate(limits):
             while tile is not None and shared.of(tile, stages[index], not reserve) > limit:
@@ -4397,7 +3883,7 @@ def best_tiles(
 
 
 @lru_cache(maxsize=512)
-def _tiles(
+def _gemm_tile_tiles(
     gather: "Gather",
     capacity: int,
     batch: int,
@@ -4654,6 +4140,334 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
     return 1
 
 # =====================================================================================================================
+# polyphase/algorithms/gradient_gemm.py
+# =====================================================================================================================
+#
+# Both gradients on tensor cores, ``kernels/input_grad_gemm.cu`` and ``kernels/weight_grad_gemm.cu``.
+
+_WARPS = 8
+_THREADS = 32 * _WARPS
+
+
+# Planes of partial sums take at most this many bytes, or as much as the weight itself.
+_MAX_WORKSPACE = 64 << 20
+
+
+class GradientVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``window_product.cuh`` says what the names mean."""
+
+    row_tiles: int
+    column_tiles: int
+    row_warps: int
+    out_chunk: int
+    positions: int
+    buffers: int
+    min_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Input channels of a block."""
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        """Positions, or pairs of output channel and tap, of a block."""
+        return 8 * self.column_tiles * (_WARPS // self.row_warps)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a stage holds of a tensor, as the kernels' ``Part``, with the bytes of all of its channels."""
+
+    extent: "tuple[int, int, int, int]"
+    piece: int
+    pitch: int
+    places: int
+
+    def packed(self) -> bytes:
+        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How a variant cuts the input positions into tiles, and what that takes of shared memory."""
+
+    lanes: "tuple[int, int, int, int]"
+    tiles: "tuple[int, int, int, int]"
+    skew: int
+    window: "_Part"
+    operand: "_Part"
+    table_bytes: int
+    stage_bytes: int
+
+    @property
+    def total(self) -> int:
+        return math.prod(self.tiles)
+
+
+class _GradientGemm:
+    """What the two kernels share."""
+
+    pass_: "Pass"
+    name: str
+
+    def launch(
+        self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "GradientVariant"
+    ) -> "Launch":
+        tiling = _tiling(problem, pass_, layouts, variant, device)
+        assert tiling is not None
+        grad = Side(five(problem.output_shape), layouts.output)
+        x = Side(five(problem.input_shape), layouts.input)
+        blocks = _gradient_gemm_blocks(problem, pass_, variant)
+        columns = problem.out_channels_per_group * problem.taps
+        if pass_ is Pass.WEIGHT_GRAD:
+            parts = _parts(problem, variant, tiling, device)
+            length = max(1, math.ceil(tiling.total / parts))
+            geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
+            geometry += struct.pack("<2i", problem.batch, problem.groups)
+            geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
+            geometry += bytes(-len(geometry) % 8)
+            geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
+            planes = max(1, math.ceil(tiling.total / length))
+            grid = blocks * planes
+        else:
+            geometry = grad.packed() + _weight_rows(problem, layouts) + x.packed()
+            geometry += tiling.operand.packed() + tiling.window.packed()
+            pairs = tiling.lanes[3] % 2 == 0 and _row_piece(x, 8, True, 0) == 2
+            geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
+            planes = 1
+            grid = blocks * tiling.total
+        geometry += bytes(-len(geometry) % 8)
+        last = layouts.weight_channels_last
+        constants: tuple[tuple[str, Constant], ...] = (
+            ("AXIS_D", problem.axes3[0]),
+            ("AXIS_H", problem.axes3[1]),
+            ("AXIS_W", problem.axes3[2]),
+            ("INPUT_GRAD", pass_ is Pass.INPUT_GRAD),
+            ("IN_CHANNELS", problem.in_channels_per_group),
+            ("OUT_CHANNELS", problem.out_channels_per_group),
+            ("WEIGHT_STRIDE_IN", columns),
+            ("WEIGHT_STRIDE_OUT", 1 if last else problem.taps),
+            ("WEIGHT_STRIDE_TAP", problem.out_channels_per_group if last else 1),
+            *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
+            ("G_CHANNELS_LAST", grad.channels_last),
+            ("ROW_TILES", variant.row_tiles),
+            ("COLUMN_TILES", variant.column_tiles),
+            ("ROW_WARPS", variant.row_warps),
+            ("OUT_CHUNK", variant.out_chunk),
+            ("POSITIONS", variant.positions),
+            ("BUFFERS", variant.buffers),
+            ("PARTS", 1),
+            ("MIN_BLOCKS", variant.min_blocks),
+        )
+        return Launch(
+            source=KernelSource(self.name, problem.dtype, True, constants),
+            grid=(grid, 1, 1),
+            block=_THREADS,
+            shared_bytes=_shared_bytes(variant, tiling),
+            geometry=geometry,
+            planes=planes,
+        )
+
+
+class WeightGradGemm(_GradientGemm):
+    """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
+
+    pass_ = Pass.WEIGHT_GRAD
+    name = "weight_grad_gemm"
+
+
+def _sizes(tiling: "_Tiling") -> "tuple[int, int, int]":
+    return tiling.skew, tiling.table_bytes, tiling.stage_bytes
+
+
+def _weight_rows(problem: "ConvTransposeProblem", layouts: "Layouts") -> bytes:
+    """The weight as a tensor whose channels are its rows and whose rest lies along h and w."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
+    height, width, *sizes = inner
+    return struct.pack("<5q4i", 0, out * taps, 0, height, width, *sizes, problem.in_channels_per_group)
+
+
+def _gradient_gemm_blocks(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant") -> int:
+    """Blocks of a tile of positions, or of a part of them."""
+    blocks = math.ceil(problem.in_channels_per_group / variant.rows) * problem.groups
+    if pass_ is Pass.WEIGHT_GRAD:
+        blocks *= math.ceil(problem.out_channels_per_group / variant.out_chunk)
+    return blocks
+
+
+def _parts(problem: "ConvTransposeProblem", variant: "GradientVariant", tiling: "_Tiling", device: "DeviceInfo") -> int:
+    """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
+    blocks = _gradient_gemm_blocks(problem, Pass.WEIGHT_GRAD, variant)
+    full = max(1, device.multiprocessors * variant.min_blocks // blocks)
+    affordable = max(1, _MAX_WORKSPACE // (math.prod(problem.weight_shape) * 4))
+    return max(1, min(full, affordable, tiling.total // 8))
+
+
+def _depth(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant") -> int:
+    """Terms of a sum in one stage."""
+    if pass_ is Pass.WEIGHT_GRAD:
+        return variant.positions
+    return _round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
+
+
+def _shared_bytes(variant: "GradientVariant", tiling: "_Tiling") -> int:
+    return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _piece(size: int, *multiples: int) -> int:
+    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
+    piece = 16 // size
+    while any(value % piece for value in multiples):
+        piece //= 2
+    return piece
+
+
+@lru_cache(maxsize=8192)
+def _tiling(
+    problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts", variant: "GradientVariant", device: "DeviceInfo"
+) -> "_Tiling | None":
+    """The tiles of least work whose stages fit shared memory."""
+    best, least = None, math.inf
+    for images, depth, height, width in _lanes(problem, variant.positions):
+        tiling = _gradient_gemm_tiles(problem, pass_, layouts, variant, (images, depth, height, width))
+        while _shared_bytes(variant, tiling) > device.shared_bytes_per_block and images > 1:
+            images //= 2
+            tiling = _gradient_gemm_tiles(problem, pass_, layouts, variant, (images, depth, height, width))
+        if _shared_bytes(variant, tiling) > device.shared_bytes_per_block:
+            continue
+        work = tiling.total * _stage_cycles(problem, pass_, variant, tiling)
+        if work < least:
+            best, least = tiling, work
+    return best
+
+
+def _lanes(problem: "ConvTransposeProblem", positions: int) -> "Iterator[tuple[int, int, int, int]]":
+    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for."""
+    depth, height, width = five(problem.input_shape)[2:]
+    for w in _extents(width, positions):
+        for h in _extents(height, positions // w):
+            for d in _extents(depth, positions // (w * h)):
+                yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w
+
+
+def _extents(size: int, most: int) -> "list[int]":
+    """Extents worth trying along one dimension: powers of two, and the whole."""
+    return sorted({1 << i for i in range(most.bit_length()) if 1 << i < size} | ({size} if size <= most else set()))
+
+
+def _gradient_gemm_tiles(
+    problem: "ConvTransposeProblem",
+    pass_: "Pass",
+    layouts: "Layouts",
+    variant: "GradientVariant",
+    lanes: "tuple[int, int, int, int]",
+) -> "_Tiling":
+    size = DTYPE_BYTES[problem.dtype]
+    x, grad = Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output)
+    axes = problem.axes3
+    slabs, rows, columns = (
+        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
+    )
+    skew = 0
+    out, taps = problem.out_channels_per_group, problem.taps
+    whole_rows = lanes[3] >= problem.input_size[-1]
+    if grad.channels_last:
+        piece = _vector(grad, out, variant.out_chunk, size, layouts.aligned)
+        extent = (lanes[0], slabs, rows, columns)
+        pitch = size * (math.prod(extent) | 1)
+        window = _Part(extent, piece, pitch, math.prod(extent))
+    else:
+        piece = _row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
+        skew = -axes[2].padding % piece
+        extent = (lanes[0], slabs, rows, _round_up(skew + columns, piece))
+        pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
+        window = _Part(extent, piece, pitch, math.prod(extent) // piece)
+    depth = _depth(problem, pass_, variant)
+    a_pitch = depth * size + 16
+    if pass_ is Pass.WEIGHT_GRAD:
+        if x.channels_last:
+            piece = _vector(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
+            operand = _Part(lanes, piece, a_pitch, depth)
+        else:
+            piece = _row_piece(x, size, layouts.aligned, lanes[3])
+            operand = _Part(lanes, piece, a_pitch, depth // piece)
+        tables = 4 * depth
+    else:
+        aligned = 0 if layouts.aligned else 1
+        if layouts.weight_channels_last:
+            piece = _piece(size, out, variant.out_chunk, aligned)
+            operand = _Part((1, 1, taps, variant.out_chunk), piece, a_pitch, depth // piece)
+        else:
+            piece = _piece(size, out * taps, variant.out_chunk * taps, aligned)
+            operand = _Part((1, 1, 1, variant.out_chunk * taps), piece, a_pitch, depth // piece)
+        tables = 4 * (depth + variant.columns)
+    tables += 8 * (operand.places + window.places)
+    stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
+    counts = tuple(math.ceil(n / m) for n, m in zip((problem.batch, *x.shape[2:]), lanes))
+    batch, depths, heights, widths = counts
+    return _Tiling(
+        lanes, (batch, depths, heights, widths), skew, window, operand, _round_up(tables, 128), _round_up(stage, 128)
+    )
+
+
+def _vector(side: "Side", channels: int, block_channels: int, size: int, aligned: bool) -> int:
+    """Neighbouring channels moved at once: 16 bytes, or one."""
+    batch, _, *others = side.strides
+    vector = 16 // size
+    whole = all(value % vector == 0 for value in (channels, block_channels, batch, *others))
+    return vector if aligned and whole else 1
+
+
+def _row_piece(side: "Side", size: int, aligned: bool, step: int) -> int:
+    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
+    *others, width = side.strides
+    if not aligned or width != 1:
+        return 1
+    return _piece(size, side.shape[4], step, *others)
+
+
+# Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
+# beside those, for a warp's copy, one whose elements pass registers, and for finding where a row of pieces lies; for a
+# stage, also where no other block is resident; for a block, and each result that it stores. Fitted to 1,038 measured
+# variants on an H200 (docs/performance.md, "Gradients on tensor cores").
+_OPERATION, _SLOT, _COPY, _THROUGH_REGISTERS, _FIND = 2.0, 1.2, 43.0, 129.0, 59.0
+
+
+_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.42 / 24, 230.0, 1260.0, 3000.0, 0.12
+
+
+def _stage_cycles(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant", tiling: "_Tiling") -> float:
+    """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
+    size = DTYPE_BYTES[problem.dtype]
+    depth = _depth(problem, pass_, variant)
+    operations = depth * size // 32
+    products = variant.row_tiles * variant.column_tiles
+    slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
+    cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
+    moved = 0.0
+    for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
+        lanes = min(32, next_power_of_two(part.places))
+        rounds = math.ceil(part.places / lanes)
+        copies = rounds * math.ceil(channels / (_WARPS * 32 // lanes))
+        each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
+        cycles += _WARPS / 4 * (rounds * _FIND + copies * each)
+        of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
+        moved += channels * (depth * size if of_weight else _row_bytes(part.extent, size))
+    return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
+
+
+def _row_bytes(extent: "tuple[int, int, int, int]", size: int) -> float:
+    """Bytes that memory moves for a channel of a box: whole sectors of its rows."""
+    *rows, width = extent
+    return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)
+
+# =====================================================================================================================
 # polyphase/algorithms/implicit_gemm.py
 # =====================================================================================================================
 #
@@ -4667,7 +4481,7 @@ class ImplicitGemm:
     def launch(
         self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "GemmVariant"
     ) -> "Launch":
-        gather = Gather.of(problem, pass_, layouts)
+        problem, gather = _as_forward(problem, pass_, layouts)
         product = Product.of(gather, variant)
         tile = best_tile(gather, variant, problem.batch, device)
         assert tile is not None
@@ -4692,7 +4506,7 @@ class ImplicitGemm:
         geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
         return Launch(
             source=KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product)),
-            grid=(_blocks(items, tile_items, device, variant), 1, 1),
+            grid=(_implicit_gemm_blocks(items, tile_items, device, variant), 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
             geometry=geometry,
@@ -4722,6 +4536,16 @@ class ImplicitGemm:
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
             ("WGMMA", variant.wgmma),
         )
+
+
+def _as_forward(problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts") -> "tuple[ConvTransposeProblem, Gather]":
+    # The layer whose forward pass this is, and that pass.
+    if pass_ is Pass.FORWARD:
+        return problem, Gather.of(problem, pass_, layouts)
+    mirrored = problem.mirrored()
+    assert mirrored is not None
+    layouts = replace(layouts, input=layouts.output, output=layouts.input)
+    return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
 
 
 def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "tuple[tuple[str, Constant], ...]":
@@ -4766,106 +4590,12 @@ def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") 
     )
 
 
-def _blocks(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
+def _implicit_gemm_blocks(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
     """Thread blocks; those with resident weights stay with their row groups, however few multiprocessors there are."""
     clusters = max(1, device.multiprocessors // variant.cluster)
     if variant.resident:
         clusters = max(1, clusters // tile_items) * tile_items
     return variant.cluster * min(items, clusters)
-
-# =====================================================================================================================
-# polyphase/algorithms/weight_grad.py
-# =====================================================================================================================
-#
-# Direct kernel of the weight gradient: ``kernels/weight_grad.cu``, a matrix product along batch × input positions.
-
-_THREADS = 256
-
-
-# Planes of partial sums take at most this many bytes, or as much as the weight itself.
-_MAX_WORKSPACE = 64 << 20
-
-
-class WeightGradVariant(NamedTuple):
-    """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
-
-    rows: int
-    columns: int
-    thread_rows: int
-    thread_columns: int
-    k_slices: int
-    depth: int
-    min_blocks: int
-
-
-class WeightGrad:
-    """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
-
-    name = "weight_grad"
-
-    def launch(
-        self,
-        problem: "ConvTransposeProblem",
-        pass_: "Pass",
-        device: "DeviceInfo",
-        layouts: "Layouts",
-        variant: "WeightGradVariant",
-    ) -> "Launch":
-        columns = problem.out_channels_per_group * problem.taps
-        tiles = (
-            math.ceil(problem.in_channels_per_group / variant.rows)
-            * math.ceil(columns / variant.columns)
-            * problem.groups
-        )
-        positions = problem.batch * math.prod(problem.input_size)
-        weights = math.prod(problem.weight_shape)
-        accumulator = 8 if problem.dtype == "float64" else 4
-        # Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue.
-        waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / tiles)
-        affordable = max(1, _MAX_WORKSPACE // (weights * accumulator))
-        parts = max(1, min(waves, affordable, positions // (16 * variant.depth)))
-        part_length = max(1, math.ceil(positions / parts / variant.depth)) * variant.depth
-        parts = max(1, math.ceil(positions / part_length))
-        source = KernelSource(
-            kernel=self.name,
-            dtype=problem.dtype,
-            wide_offsets=True,
-            constants=(
-                ("AXIS_D", problem.axes3[0]),
-                ("AXIS_H", problem.axes3[1]),
-                ("AXIS_W", problem.axes3[2]),
-                ("INPUT_GRAD", False),
-                ("IN_CHANNELS", problem.in_channels_per_group),
-                ("OUT_CHANNELS", problem.out_channels_per_group),
-                ("WEIGHT_STRIDE_IN", columns),
-                ("WEIGHT_STRIDE_OUT", problem.taps),
-                ("WEIGHT_STRIDE_TAP", 1),
-                ("ROWS", variant.rows),
-                ("COLUMNS", variant.columns),
-                ("THREAD_ROWS", variant.thread_rows),
-                ("THREAD_COLUMNS", variant.thread_columns),
-                ("K_SLICES", variant.k_slices),
-                ("DEPTH", variant.depth),
-                ("MIN_BLOCKS", variant.min_blocks),
-            ),
-        )
-        x = Side(five(problem.input_shape), layouts.input)
-        grad = Side(five(problem.output_shape), layouts.output)
-        geometry = x.packed() + grad.packed()
-        geometry += struct.pack("<3i4x3q", problem.batch, problem.groups, parts, part_length, positions, weights)
-        return Launch(
-            source=source,
-            grid=(tiles * parts, 1, 1),
-            block=_THREADS,
-            shared_bytes=_shared_floats(variant) * accumulator,
-            geometry=geometry,
-            planes=parts,
-        )
-
-
-def _shared_floats(variant: "WeightGradVariant") -> int:
-    row_pitch, column_pitch = (-(-size // 4) * 4 + 4 for size in (variant.rows, variant.columns))
-    return 2 * variant.depth * (row_pitch + column_pitch) + _THREADS * variant.thread_rows * variant.thread_columns
 
 # =====================================================================================================================
 # What this file does when it runs
@@ -5070,7 +4800,8 @@ def run(
 
     The gradient of the weight comes as partial sums of parts of the input, which are added in a fixed order.
     """
-    aligned = first.data_ptr() % ALIGNMENT == 0
+    read = first.data_ptr() if pass_ is Pass.FORWARD else first.data_ptr() | second.data_ptr()  # as it is
+    aligned = read % ALIGNMENT == 0
     key = (pass_, number, input_shape, output_padding, first.device, aligned)
     call = _calls.get(key)
     if call is None:
@@ -5259,30 +4990,36 @@ LAYERS = [
                     ),
                 ),
                 Pass.INPUT_GRAD: Choice(
-                    algorithm=GatherTiled(),
-                    variant=TiledVariant(
-                        lanes=64,
-                        dst_per_thread=16,
-                        cells_h=4,
-                        cells_w=1,
-                        dst_slices=2,
-                        src_slices=1,
-                        stage_channels=4,
-                        loads=4,
-                        min_blocks=3,
-                        dst_vector=1,
+                    algorithm=ImplicitGemm(),
+                    variant=GemmVariant(
+                        pixels=144,
+                        pixel_blocks=2,
+                        channel_blocks=1,
+                        lines=1,
+                        k_steps=1,
+                        stages=5,
+                        parts=1,
+                        split="turns",
+                        resident=False,
+                        loader_groups=2,
+                        wgmma=True,
+                        row_channels=0,
+                        boxes=False,
+                        whole_images=False,
+                        raw_slots=4,
+                        cluster=2,
                     ),
                 ),
                 Pass.WEIGHT_GRAD: Choice(
-                    algorithm=WeightGrad(),
-                    variant=WeightGradVariant(
-                        rows=64,
-                        columns=64,
-                        thread_rows=8,
-                        thread_columns=8,
-                        k_slices=4,
-                        depth=32,
-                        min_blocks=1,
+                    algorithm=WeightGradGemm(),
+                    variant=GradientVariant(
+                        row_tiles=4,
+                        column_tiles=4,
+                        row_warps=1,
+                        out_chunk=22,
+                        positions=64,
+                        buffers=4,
+                        min_blocks=2,
                     ),
                 ),
             },

@@ -197,10 +197,10 @@ class ConvTransposeProblem:
         """The layer whose forward pass is the gradient of this one's input, where there is one: the stride is 1.
 
         Its input is the gradient of this one's output, its weight this one's with the taps reversed and the channels
-        exchanged.
+        exchanged. What this one's output is padded by that one's is cut by.
         """
         padding = tuple(d * (k - 1) - p for k, p, d in zip(self.kernel_size, self.padding, self.dilation))
-        if set(self.stride) != {1} or any(self.output_padding) or min(padding) < 0:
+        if set(self.stride) != {1} or min(padding) < 0:
             return None
         return replace(
             self,
@@ -208,6 +208,7 @@ class ConvTransposeProblem:
             out_channels=self.in_channels,
             input_size=self.output_size,
             padding=padding,
+            output_padding=tuple(-extra for extra in self.output_padding),  # no element of the input lies there
             bias=False,
         )
 

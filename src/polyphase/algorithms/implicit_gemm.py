@@ -84,9 +84,11 @@ class ImplicitGemm:
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> list[Candidate]:
         problem, gather = _as_forward(problem, pass_, layouts)
+        # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
+        sized = typical(problem) if gather.mirrored else standard(problem)
         result = []
         last = gather.src.channels_last
-        for variant in ranked(standard(problem), device, last, last and box_strides(gather) is not None):
+        for variant in ranked(sized, device, last, last and box_strides(gather) is not None):
             if (tile := best_tile(gather, variant, problem.batch, device)) is not None:
                 seconds, bound = estimate(gather, variant, tile, device, problem.bytes)
                 result.append(Candidate(self.name, variant, seconds, bound))
