@@ -55,7 +55,7 @@ def test_as_accurate_as_pytorch(problem: ConvTransposeProblem, dtype: torch.dtyp
     theirs = results(TORCH[problem.dims], problem, operands)
     for name, tensor in results(OURS[problem.dims], problem, operands).items():
         ref64 = getattr(expected, name)
-        eps = rounding_eps(ref64, getattr(magnitude, name), dtype)
+        eps = rounding_eps(ref64, getattr(magnitude, name), dtype, device)
         assert_as_accurate_as_torch(tensor, getattr(theirs, name), ref64, eps)
 
 

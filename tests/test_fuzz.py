@@ -66,7 +66,7 @@ def check(
     magnitude = magnitudes(problem, operands)
     for name, tensor in ours.items():
         ref64 = getattr(expected, name)
-        eps = rounding_eps(ref64, getattr(magnitude, name), dtype)
+        eps = rounding_eps(ref64, getattr(magnitude, name), dtype, device)
         try:
             assert_as_accurate_as_torch(tensor, getattr(theirs, name), ref64, eps)
         except AssertionError as failure:

@@ -72,7 +72,7 @@ def test_op_samples(dims: int, dtype: torch.dtype, device: torch.device) -> None
         exact = everything(info.op, mapped(sample, widen), widen(gradient))
         magnitudes = everything(info.op, mapped(sample, lambda tensor: widen(tensor).abs()), widen(gradient).abs())
         for got, torchs, ref64, magnitude in zip(ours, theirs, exact, magnitudes, strict=True):
-            assert_as_accurate_as_torch(got, torchs, ref64, rounding_eps(ref64, magnitude, dtype))
+            assert_as_accurate_as_torch(got, torchs, ref64, rounding_eps(ref64, magnitude, dtype, device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
