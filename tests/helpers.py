@@ -170,9 +170,7 @@ def assert_as_accurate_as_torch(out: Tensor, torch_out: Tensor, ref64: Tensor, e
         )
 
 
-def rounding_eps(
-    ref64: Tensor, magnitude: Tensor, dtype: torch.dtype, device: torch.device = torch.device("cpu")
-) -> Tensor:
+def rounding_eps(ref64: Tensor, magnitude: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """What rounding alone may cost: the sum in at least float32, and the result once in its own dtype.
 
     Eight units of the sum of all products' magnitudes: of 300,000 sums of 576 products, made in one chain, the worst is
@@ -183,7 +181,7 @@ def rounding_eps(
     dtype = dtype.to_real()
     if dtype == torch.float64:
         return 16 * UNIT_ROUNDOFF[dtype] * magnitude
-    units = 16 if dtype == torch.float32 and device.type == "cuda" else 8
+    units = 16 if dtype == torch.float32 and device is not None and device.type == "cuda" else 8
     return units * UNIT_ROUNDOFF[torch.float32] * magnitude + UNIT_ROUNDOFF[dtype] * ref64.abs()
 
 

@@ -286,8 +286,8 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
             blocks = min(
                 _REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
             )
-            # Where the estimate is low the compiler settles for fewer resident blocks; a lone block has no way out. It is
-            # high for double precision.
+            # Where the estimate is low the compiler settles for fewer resident blocks; a lone block has no way out. For
+            # double precision it is high.
             if blocks and (needed + 16 <= min(255, _REGISTERS // threads) or (counts.words == 2 and blocks > 1)):
                 yield variant._replace(min_blocks=blocks), counts
 
