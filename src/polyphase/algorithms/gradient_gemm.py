@@ -23,6 +23,7 @@ _OFFERED = 6
 _MAX_TAPS = 512
 # Planes of partial sums take at most this many bytes, or as much as the weight itself.
 _MAX_WORKSPACE = 64 << 20
+_LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
 # Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
 _SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2, 8, 1), (2, 4, 1), (1, 8, 1), (1, 4, 1))
 
@@ -244,6 +245,8 @@ def _tiling(
     """The tiles of least work whose stages fit shared memory."""
     best, least = None, math.inf
     for images, depth, height, width in _lanes(problem, variant.positions):
+        if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
+            break
         tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
         while _shared_bytes(variant, tiling) > device.shared_bytes_per_block and images > 1:
             images //= 2
@@ -257,9 +260,12 @@ def _tiling(
 
 
 def _lanes(problem: ConvTransposeProblem, positions: int) -> Iterator[tuple[int, int, int, int]]:
-    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for."""
+    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
+
+    Long rows come first.
+    """
     depth, height, width = five(problem.input_shape)[2:]
-    for w in _extents(width, positions):
+    for w in reversed(_extents(width, positions)):
         for h in _extents(height, positions // w):
             for d in _extents(depth, positions // (w * h)):
                 yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w
@@ -410,8 +416,11 @@ def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
         for buffers in (4, 3, 2):
             deeper = variant._replace(buffers=buffers)
             tiling = _tiling(problem, pass_, layouts, deeper, device)
-            if tiling is None or _tiling(problem, pass_, replace(layouts, aligned=False), deeper, device) is None:
+            if tiling is None:
                 continue
+            least = _tiles(problem, pass_, replace(layouts, aligned=False), deeper, (1, 1, 1, 1))
+            if _shared_bytes(deeper, least) > device.shared_bytes_per_block:
+                continue  # where every element is copied by itself
             shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
             if shared <= device.shared_bytes_per_multiprocessor or buffers == 2:
                 scored.append((_estimate(problem, pass_, deeper, tiling, device)[0], deeper))
