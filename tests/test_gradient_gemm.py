@@ -107,6 +107,27 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pyte
                 assert_exact(problem, pass_, candidate, launch, executor=Emulator(buffers))
 
 
+def test_windows_that_16_bits_cannot_address() -> None:
+    problem = make((1, 16, 300), 2, 512, 256, 128, dtype="bfloat16")
+    candidate, launch = offers(problem, Pass.INPUT_GRAD)[0]
+    assert candidate.variant.positions * 256 > 2**15
+    assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(2))
+
+
+def test_variants_fit_images_of_any_alignment() -> None:
+    """Rows that are moved in pieces have room for whole ones: where that is too much they are moved by element."""
+    a10 = DeviceInfo.for_arch("sm_86")
+    problem = make((100, 3, 1, 33, 5), 3, (7, 8, 1), (4, 1, 4), (5, 4, 0), (0, 9, 3), dilation=(7, 15, 1))
+    problem = replace(problem, dtype="bfloat16")
+    algorithm = InputGradGemm()
+    first = {
+        algorithm.candidates(replace(problem, input_size=size), Pass.INPUT_GRAD, a10, Layouts.dense(sized))[0].variant
+        for size in ((1, 33, 5), (9, 9, 9), (3, 40, 64))
+        for sized in (replace(problem, input_size=size),)
+    }
+    assert len(first) == 1
+
+
 @pytest.mark.parametrize("pass_", GRADIENTS)
 @pytest.mark.parametrize("name", ["stride 1", "tiny images"])
 def test_no_races(name: str, pass_: Pass) -> None:

@@ -2383,6 +2383,7 @@ struct Sums {
   __device__ __forceinline__ void add(const char* a, const char* window, const int* offsets,
                                       const int (&columns)[COLUMN_TILES]) {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES);
+    __syncwarp();  // lanes may have loaded different numbers of pieces
     const unsigned rows_at = shared_address(a) + (first_row + lane % 16) * A_PITCH + lane / 16 * 16;
 #pragma unroll 2
     for (int operation = 0; operation < DEPTH / OPERATION; ++operation) {
@@ -3710,7 +3711,7 @@ def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
 #
 # The tiles of `implicit_gemm`: which cells a thread block takes at once, and how they lie in shared memory.
 
-_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
+_gemm_tile_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
 _MAX_STATIC_SHARED = 48 << 10
 _MAX_BOX_SIDE = 256
 
@@ -3960,7 +3961,7 @@ def _whole_images(gather: "Gather", capacity: int, batch: int, banks: int, engin
     """The pixels of whole images, one after the other."""
     depth, height, width = gather.src.shape[2:]
     pixels = depth * height * width
-    images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), _addressable(gather))
+    images = min(capacity // max(1, pixels), _gemm_tile_MAX_SIDE[2], max(1, batch), _addressable(gather))
     if images < 1 or not _pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
         return
     last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
@@ -4072,12 +4073,12 @@ def _boxes(
         even = 1 if gather.src.channels_last else (CHUNK_BYTES if engine else copy_bytes) // size
         skew = -back[2] % even
         lead = back[2] + skew
-        widest = min(width, capacity, _MAX_SIDE[0])
+        widest = min(width, capacity, _gemm_tile_MAX_SIDE[0])
         least = math.ceil(width / widest)
         parts = range(least, min(math.ceil(width / 8), least + 128) + 1)
         widths = (math.ceil(math.ceil(width / n) / even) * even if n > 1 else width for n in parts)
         for columns in dict.fromkeys(widths):
-            if columns > min(capacity, _MAX_SIDE[0]):
+            if columns > min(capacity, _gemm_tile_MAX_SIDE[0]):
                 continue
             shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
             row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
@@ -4087,8 +4088,8 @@ def _boxes(
                 slab = (back[1] + rows if whole else rows + reach[1]) * row
                 flat = (rows - 1) * row + columns
                 fitting = capacity // slab - reach[0] if all_pixels else (capacity - flat) // slab + 1
-                most_slabs = min(depth, _MAX_SIDE[1] - reach[0], fitting)
-                if row > _MAX_SIDE[0] or rows + reach[1] > _MAX_SIDE[0] or most_slabs < 1:
+                most_slabs = min(depth, _gemm_tile_MAX_SIDE[1] - reach[0], fitting)
+                if row > _gemm_tile_MAX_SIDE[0] or rows + reach[1] > _gemm_tile_MAX_SIDE[0] or most_slabs < 1:
                     continue
                 for slabs in {1, math.ceil(depth / math.ceil(depth / most_slabs))}:
                     used = flat + (slabs - 1) * slab
@@ -4097,7 +4098,7 @@ def _boxes(
                     images = 1
                     if (slabs, rows, columns) == (depth, height, width):
                         fitting = (capacity - tail) // image if all_pixels else (capacity - used) // image + 1
-                        images = max(1, min(batch, _MAX_SIDE[2], fitting, addressable))
+                        images = max(1, min(batch, _gemm_tile_MAX_SIDE[2], fitting, addressable))
                     span = reach[0] * slab + reach[1] * row + reach[2] + skew
                     halo = images * image + tail
                     if all_pixels and halo > capacity:
@@ -4151,6 +4152,10 @@ _THREADS = 32 * _WARPS
 
 # Planes of partial sums take at most this many bytes, or as much as the weight itself.
 _MAX_WORKSPACE = 64 << 20
+
+
+_gradient_gemm_MAX_SIDE = 1 << 15  # of a window: Place in the kernels has 16 bits for each coordinate
+_LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
 
 
 class GradientVariant(NamedTuple):
@@ -4335,22 +4340,34 @@ def _tiling(
     """The tiles of least work whose stages fit shared memory."""
     best, least = None, math.inf
     for images, depth, height, width in _lanes(problem, variant.positions):
+        if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
+            break
         tiling = _gradient_gemm_tiles(problem, pass_, layouts, variant, (images, depth, height, width))
-        while _shared_bytes(variant, tiling) > device.shared_bytes_per_block and images > 1:
+        while not _fits(variant, tiling, device) and images > 1:
             images //= 2
             tiling = _gradient_gemm_tiles(problem, pass_, layouts, variant, (images, depth, height, width))
-        if _shared_bytes(variant, tiling) > device.shared_bytes_per_block:
+        if not _fits(variant, tiling, device):
             continue
         work = tiling.total * _stage_cycles(problem, pass_, variant, tiling)
         if work < least:
             best, least = tiling, work
+    if best is None and layouts.aligned:  # whole pieces make long rows longer
+        return _tiling(problem, pass_, replace(layouts, aligned=False), variant, device)
     return best
 
 
+def _fits(variant: "GradientVariant", tiling: "_Tiling", device: "DeviceInfo") -> bool:
+    """Whether stages fit shared memory, and places of the window the bits that they have."""
+    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= _gradient_gemm_MAX_SIDE
+
+
 def _lanes(problem: "ConvTransposeProblem", positions: int) -> "Iterator[tuple[int, int, int, int]]":
-    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for."""
+    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
+
+    Long rows come first.
+    """
     depth, height, width = five(problem.input_shape)[2:]
-    for w in _extents(width, positions):
+    for w in reversed(_extents(width, positions)):
         for h in _extents(height, positions // w):
             for d in _extents(depth, positions // (w * h)):
                 yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w

@@ -174,7 +174,8 @@ class _TileSize(NamedTuple):
         return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
 
 
-def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...]) -> int:
+def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], typical: bool = False) -> int:
+    """Of tiles of these lanes; ``typical``: whatever the size of images, with offsets of 32 bits."""
     accumulator = 8 if gather.dtype == "float64" else 4
     weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
     plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
@@ -184,7 +185,7 @@ def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...])
     rows = slice_threads * counts.run
     summed = variant.src_slices > 1 or counts.chain < counts.stages
     sums = slice_threads * _round_up(counts.accumulators, 4) if summed else 0
-    wide = gather.wide_offsets(lanes[0], variant.stage_channels)
+    wide = not typical and gather.wide_offsets(lanes[0], variant.stage_channels)
     elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
     return (buffers + rows + sums) * accumulator + elements
 
@@ -282,7 +283,7 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
             variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, depth, 1, vector)
             counts = Counts.of(gather, variant)
             needed = _round_up(registers(counts, variant), 8)
-            shared = _shared_bytes(gather, variant, (1, 1, 1, lanes)) + 1024
+            shared = _shared_bytes(gather, variant, (1, 1, 1, lanes), typical=True) + 1024
             blocks = min(
                 _REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
             )

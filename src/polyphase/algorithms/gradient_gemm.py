@@ -23,6 +23,7 @@ _OFFERED = 6
 _MAX_TAPS = 512
 # Planes of partial sums take at most this many bytes, or as much as the weight itself.
 _MAX_WORKSPACE = 64 << 20
+_MAX_SIDE = 1 << 15  # of a window: Place in the kernels has 16 bits for each coordinate
 _LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
 # Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
 _SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2, 8, 1), (2, 4, 1), (1, 8, 1), (1, 4, 1))
@@ -248,15 +249,22 @@ def _tiling(
         if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
             break
         tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
-        while _shared_bytes(variant, tiling) > device.shared_bytes_per_block and images > 1:
+        while not _fits(variant, tiling, device) and images > 1:
             images //= 2
             tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
-        if _shared_bytes(variant, tiling) > device.shared_bytes_per_block:
+        if not _fits(variant, tiling, device):
             continue
         work = tiling.total * _stage_cycles(problem, pass_, variant, tiling)
         if work < least:
             best, least = tiling, work
+    if best is None and layouts.aligned:  # whole pieces make long rows longer
+        return _tiling(problem, pass_, replace(layouts, aligned=False), variant, device)
     return best
+
+
+def _fits(variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
+    """Whether stages fit shared memory, and places of the window the bits that they have."""
+    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= _MAX_SIDE
 
 
 def _lanes(problem: ConvTransposeProblem, positions: int) -> Iterator[tuple[int, int, int, int]]:
@@ -418,8 +426,7 @@ def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
             tiling = _tiling(problem, pass_, layouts, deeper, device)
             if tiling is None:
                 continue
-            least = _tiles(problem, pass_, replace(layouts, aligned=False), deeper, (1, 1, 1, 1))
-            if _shared_bytes(deeper, least) > device.shared_bytes_per_block:
+            if not _fits(deeper, _tiles(problem, pass_, replace(layouts, aligned=False), deeper, (1, 1, 1, 1)), device):
                 continue  # where every element is copied by itself
             shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
             if shared <= device.shared_bytes_per_multiprocessor or buffers == 2:

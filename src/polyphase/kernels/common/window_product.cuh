@@ -239,6 +239,7 @@ struct Sums {
   __device__ __forceinline__ void add(const char* a, const char* window, const int* offsets,
                                       const int (&columns)[COLUMN_TILES]) {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES);
+    __syncwarp();  // lanes may have loaded different numbers of pieces
     const unsigned rows_at = shared_address(a) + (first_row + lane % 16) * A_PITCH + lane / 16 * 16;
 #pragma unroll 2
     for (int operation = 0; operation < DEPTH / OPERATION; ++operation) {
