@@ -86,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int first_in = chunk * CHUNK, first_out = row_slab * SLAB_CHANNELS, first_place = tap_slab * SLAB_TAPS;
   const int channel_block = first_out / ROWS % CHANNEL_BLOCKS;
 
-  const scalar_t* const origin = weight + group_offset(group) + (long long)first_in * WEIGHT_STRIDE_IN +
-                                 weight_offset(0, first_out, first_place);
+  const scalar_t* const origin =
+      weight + group_offset(group) + (long long)first_in * WEIGHT_STRIDE_IN + weight_offset(0, first_out, first_place);
   for (int first = threadIdx.x; first < PAIRS; first += BATCH * THREADS) {
     scalar_t values[BATCH][CHUNK];  // on their way together
 #pragma unroll
