@@ -420,7 +420,7 @@ def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     """Variants of a layer at a typical size, the fastest prediction first."""
     layouts = Layouts.dense(problem)
     scored = []
-    for variant in _variants(problem, pass_):
+    for variant in _variants(problem, pass_, device):
         for buffers in (4, 3, 2):
             deeper = variant._replace(buffers=buffers)
             tiling = _tiling(problem, pass_, layouts, deeper, device)
@@ -435,12 +435,14 @@ def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     return tuple(variant for _, variant in sorted(scored))
 
 
-def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[GradientVariant]:
+def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GradientVariant]:
     """Variants worth a thought, their buffers left open."""
     out, taps = problem.out_channels_per_group, problem.taps
     per_piece = 16 // DTYPE_BYTES[problem.dtype]
     for row_tiles, column_tiles, row_warps in _SHAPES:
         resident = 1 if row_tiles * column_tiles > 16 else 2
+        if resident == 1 and problem.dtype == "float32" and int(device.arch.rstrip("af")[3:]) < 90:
+            continue  # the compiler needs more registers there than a thread can have
         variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)
         if variant.rows > 32 and variant.rows >= 2 * problem.in_channels_per_group:
             continue
