@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, reference, run
-from polyphase.algorithms import gradient_gemm
+from polyphase.algorithms import base, gradient_gemm
 from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
@@ -139,7 +139,7 @@ def test_no_races(name: str, pass_: Pass) -> None:
 def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts longer than what the cores sum in one go."""
     problem = make((3, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
-    monkeypatch.setattr(gradient_gemm, "_MAX_WORKSPACE", 2 * 4 * problem.elements[1])
+    monkeypatch.setattr(base, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
     for candidate, launch in offers(problem, Pass.WEIGHT_GRAD)[:2]:
         assert launch.planes == 2
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))

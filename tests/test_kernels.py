@@ -19,7 +19,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, reference, run
-from polyphase.algorithms import gemm_tile, gemm_variant, implicit_gemm, weight_grad
+from polyphase.algorithms import base, gemm_tile, gemm_variant, implicit_gemm
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gather_tiled import GatherTiled, legal_variants
@@ -240,7 +240,7 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight gradients over more positions than are summed in one chain, in parts that end with a partial stage."""
     problem = make((3, 2, 67, 61), 3, 2, 2, dtype=dtype)
     _, usual = best("weight_grad", problem, Pass.WEIGHT_GRAD)
-    monkeypatch.setattr(weight_grad, "_MAX_WORKSPACE", 2 * 8 * problem.elements[1])  # few parts, long ones
+    monkeypatch.setattr(base, "_MAX_PLANES_BYTES", 2 * 8 * problem.elements[1])  # few parts, long ones
     found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].algorithm == "weight_grad"]
     assert found[0][1].source == usual.source
     for candidate, launch in found[::4]:

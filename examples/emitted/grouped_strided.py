@@ -1489,92 +1489,6 @@ void launch(int64_t number, std::string geometry, const std::string& boxes, int6
 """
 
 # =====================================================================================================================
-# polyphase/errors.py
-# =====================================================================================================================
-#
-# The exceptions of polyphase. Bad arguments raise PyTorch's own types instead (see `polyphase.validate`).
-
-class PolyphaseError(Exception):
-    """Base of every exception that polyphase defines."""
-
-
-class UnsupportedError(PolyphaseError, NotImplementedError):
-    """The device, the dtype or the GPU cannot be served.
-
-    Raised instead of a silent detour through another library.
-    """
-
-# =====================================================================================================================
-# polyphase/device.py
-# =====================================================================================================================
-#
-# What a GPU offers: the figures the planner and the compiler need, known without a GPU present.
-#
-# The rates serve the cost model alone: they rank candidates, and no result depends on them. The H200's are measured
-# (`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's.
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """One kind of device. ``arch`` is the compiler's name for it, or ``"portable"`` for devices without own kernels."""
-
-    arch: str
-    multiprocessors: int = 1
-    clock_hz: float = 1e9
-    copy_bytes_per_second: float = 1e11
-    shared_bytes_per_block: int = 0
-    shared_bytes_per_multiprocessor: int = 0
-
-    @staticmethod
-    def of(device: torch.device) -> "DeviceInfo":
-        """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
-        import torch
-
-        if device.type != "cuda" or torch.version.cuda is None:
-            return PORTABLE
-        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
-
-
-PORTABLE = DeviceInfo("portable")
-
-
-_TYPICAL = (
-    DeviceInfo("sm_75", 40, 1.6e9, 2.7e11, 64 << 10, 64 << 10),
-    DeviceInfo("sm_80", 108, 1.4e9, 1.7e12, 163 << 10, 164 << 10),
-    DeviceInfo("sm_86", 82, 1.7e9, 8.0e11, 99 << 10, 100 << 10),
-    DeviceInfo("sm_89", 128, 2.4e9, 8.7e11, 99 << 10, 100 << 10),
-    DeviceInfo("sm_90a", 132, 1.75e9, 4.28e12, 227 << 10, 228 << 10),
-    DeviceInfo("sm_100a", 148, 1.9e9, 7.0e12, 227 << 10, 228 << 10),
-    DeviceInfo("sm_120", 170, 2.4e9, 1.6e12, 99 << 10, 100 << 10),
-)
-
-
-@lru_cache(maxsize=64)
-def _of_cuda(index: int) -> "DeviceInfo":
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    major, minor = properties.major, properties.minor
-    if (major, minor) < (7, 5):
-        raise UnsupportedError(
-            f"{properties.name} has compute capability {major}.{minor}; polyphase's CUDA kernels need 7.5 or newer"
-        )
-    arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
-    typical = {info.arch: info for info in _TYPICAL}.get(arch) or max(
-        (info for info in _TYPICAL if info.arch.rstrip("a")[3:].zfill(3) <= arch.rstrip("a")[3:].zfill(3)),
-        key=lambda info: info.arch.rstrip("a")[3:].zfill(3),
-    )
-    return DeviceInfo(
-        arch=arch,
-        multiprocessors=properties.multi_processor_count,
-        clock_hz=typical.clock_hz,
-        copy_bytes_per_second=typical.copy_bytes_per_second,
-        shared_bytes_per_block=getattr(properties, "shared_memory_per_block_optin", typical.shared_bytes_per_block),
-        shared_bytes_per_multiprocessor=getattr(
-            properties, "shared_memory_per_multiprocessor", typical.shared_bytes_per_multiprocessor
-        ),
-    )
-
-# =====================================================================================================================
 # polyphase/problem.py
 # =====================================================================================================================
 #
@@ -1767,6 +1681,92 @@ def _short(values: "tuple[int, ...]") -> str:
     return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"
 
 # =====================================================================================================================
+# polyphase/errors.py
+# =====================================================================================================================
+#
+# The exceptions of polyphase. Bad arguments raise PyTorch's own types instead (see `polyphase.validate`).
+
+class PolyphaseError(Exception):
+    """Base of every exception that polyphase defines."""
+
+
+class UnsupportedError(PolyphaseError, NotImplementedError):
+    """The device, the dtype or the GPU cannot be served.
+
+    Raised instead of a silent detour through another library.
+    """
+
+# =====================================================================================================================
+# polyphase/device.py
+# =====================================================================================================================
+#
+# What a GPU offers: the figures the planner and the compiler need, known without a GPU present.
+#
+# The rates serve the cost model alone: they rank candidates, and no result depends on them. The H200's are measured
+# (`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's.
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One kind of device. ``arch`` is the compiler's name for it, or ``"portable"`` for devices without own kernels."""
+
+    arch: str
+    multiprocessors: int = 1
+    clock_hz: float = 1e9
+    copy_bytes_per_second: float = 1e11
+    shared_bytes_per_block: int = 0
+    shared_bytes_per_multiprocessor: int = 0
+
+    @staticmethod
+    def of(device: torch.device) -> "DeviceInfo":
+        """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
+        import torch
+
+        if device.type != "cuda" or torch.version.cuda is None:
+            return PORTABLE
+        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+PORTABLE = DeviceInfo("portable")
+
+
+_TYPICAL = (
+    DeviceInfo("sm_75", 40, 1.6e9, 2.7e11, 64 << 10, 64 << 10),
+    DeviceInfo("sm_80", 108, 1.4e9, 1.7e12, 163 << 10, 164 << 10),
+    DeviceInfo("sm_86", 82, 1.7e9, 8.0e11, 99 << 10, 100 << 10),
+    DeviceInfo("sm_89", 128, 2.4e9, 8.7e11, 99 << 10, 100 << 10),
+    DeviceInfo("sm_90a", 132, 1.75e9, 4.28e12, 227 << 10, 228 << 10),
+    DeviceInfo("sm_100a", 148, 1.9e9, 7.0e12, 227 << 10, 228 << 10),
+    DeviceInfo("sm_120", 170, 2.4e9, 1.6e12, 99 << 10, 100 << 10),
+)
+
+
+@lru_cache(maxsize=64)
+def _of_cuda(index: int) -> "DeviceInfo":
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    major, minor = properties.major, properties.minor
+    if (major, minor) < (7, 5):
+        raise UnsupportedError(
+            f"{properties.name} has compute capability {major}.{minor}; polyphase's CUDA kernels need 7.5 or newer"
+        )
+    arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
+    typical = {info.arch: info for info in _TYPICAL}.get(arch) or max(
+        (info for info in _TYPICAL if info.arch.rstrip("a")[3:].zfill(3) <= arch.rstrip("a")[3:].zfill(3)),
+        key=lambda info: info.arch.rstrip("a")[3:].zfill(3),
+    )
+    return DeviceInfo(
+        arch=arch,
+        multiprocessors=properties.multi_processor_count,
+        clock_hz=typical.clock_hz,
+        copy_bytes_per_second=typical.copy_bytes_per_second,
+        shared_bytes_per_block=getattr(properties, "shared_memory_per_block_optin", typical.shared_bytes_per_block),
+        shared_bytes_per_multiprocessor=getattr(
+            properties, "shared_memory_per_multiprocessor", typical.shared_bytes_per_multiprocessor
+        ),
+    )
+
+# =====================================================================================================================
 # polyphase/jit/source.py
 # =====================================================================================================================
 #
@@ -1896,6 +1896,10 @@ def _declare(name: str, value: "Constant") -> str:
 ALIGNMENT = 32
 
 
+# Planes of partial sums take at most this many bytes, or as much as the weight itself.
+_MAX_PLANES_BYTES = 64 << 20
+
+
 @dataclass(frozen=True)
 class Layouts:
     """How the tensors of a call lie: the input's side and the output's side of the layer, and the weight.
@@ -1965,6 +1969,35 @@ def two_dimensions(blocks: int) -> "tuple[int, int]":
     """``blocks`` as a grid's y and z, which take 65535 each; the last row may be longer than needed."""
     rows = max(1, math.ceil(blocks / 65535))
     return math.ceil(blocks / rows), rows if blocks else 0
+
+
+def layer_constants(
+    problem: "ConvTransposeProblem", pass_: "Pass", weight_channels_last: bool = False
+) -> "tuple[tuple[str, Constant], ...]":
+    """What a kernel is specialised by that knows input and output, not source and destination."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    return (
+        ("AXIS_D", problem.axes3[0]),
+        ("AXIS_H", problem.axes3[1]),
+        ("AXIS_W", problem.axes3[2]),
+        ("INPUT_GRAD", pass_ is Pass.INPUT_GRAD),
+        ("IN_CHANNELS", problem.in_channels_per_group),
+        ("OUT_CHANNELS", out),
+        ("WEIGHT_STRIDE_IN", out * taps),
+        ("WEIGHT_STRIDE_OUT", 1 if weight_channels_last else taps),
+        ("WEIGHT_STRIDE_TAP", out if weight_channels_last else 1),
+    )
+
+
+def affordable_planes(problem: "ConvTransposeProblem") -> int:
+    """Planes of partial sums of the weight that memory may be spent on."""
+    accumulator = 8 if problem.dtype == "float64" else 4
+    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
 
 # =====================================================================================================================
 # polyphase/algorithms/gather.py
@@ -2355,7 +2388,7 @@ class _TileSize(NamedTuple):
             lanes[0],
             depth.window(lanes[1]),
             height.window(lanes[2] * cells[0]),
-            _round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
+            round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
         )
 
     @property
@@ -2371,14 +2404,14 @@ class _TileSize(NamedTuple):
 def _shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", typical: bool = False) -> int:
     """Of tiles of these lanes; ``typical``: whatever the size of images, with offsets of 32 bits."""
     accumulator = 8 if gather.dtype == "float64" else 4
-    weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
+    weights = variant.stage_channels * variant.dst_slices * round_up(gather.taps * variant.dst_per_thread, 4)
     plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
     buffers = variant.buffers * (weights + variant.stage_channels * plane)
     slice_threads = variant.lanes * variant.dst_slices
     counts = Counts.of(gather, variant)
     rows = slice_threads * counts.run
     summed = variant.src_slices > 1 or counts.chain < counts.stages
-    sums = slice_threads * _round_up(counts.accumulators, 4) if summed else 0
+    sums = slice_threads * round_up(counts.accumulators, 4) if summed else 0
     wide = not typical and gather.wide_offsets(lanes[0], variant.stage_channels)
     elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
     return (buffers + rows + sums) * accumulator + elements
@@ -2429,12 +2462,8 @@ def _extents(cells: int, most: int) -> "list[int]":
     least = min(most, max(cells, 1))
     shares = {math.ceil(cells / parts) for parts in range(1, 7)}
     powers = {1 << i for i in range(least.bit_length())}
-    quads = {_round_up(share, multiple) for share in shares for multiple in (2, 4)}
+    quads = {round_up(share, multiple) for share in shares for multiple in (2, 4)}
     return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _aligned_rows(gather: "Gather", variant: "TiledVariant") -> bool:
@@ -2451,10 +2480,6 @@ def _aligned_rows(gather: "Gather", variant: "TiledVariant") -> bool:
 # Direct kernel of the weight gradient: ``kernels/weight_grad.cu``, a matrix product along batch × input positions.
 
 _THREADS = 256
-
-
-# Planes of partial sums take at most this many bytes, or as much as the weight itself.
-_MAX_WORKSPACE = 64 << 20
 
 
 class WeightGradVariant(NamedTuple):
@@ -2493,8 +2518,7 @@ class WeightGrad:
         accumulator = 8 if problem.dtype == "float64" else 4
         # Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue.
         waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / tiles)
-        affordable = max(1, _MAX_WORKSPACE // (weights * accumulator))
-        parts = max(1, min(waves, affordable, positions // (16 * variant.depth)))
+        parts = max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))
         part_length = max(1, math.ceil(positions / parts / variant.depth)) * variant.depth
         parts = max(1, math.ceil(positions / part_length))
         source = KernelSource(
@@ -2502,15 +2526,7 @@ class WeightGrad:
             dtype=problem.dtype,
             wide_offsets=True,
             constants=(
-                ("AXIS_D", problem.axes3[0]),
-                ("AXIS_H", problem.axes3[1]),
-                ("AXIS_W", problem.axes3[2]),
-                ("INPUT_GRAD", False),
-                ("IN_CHANNELS", problem.in_channels_per_group),
-                ("OUT_CHANNELS", problem.out_channels_per_group),
-                ("WEIGHT_STRIDE_IN", columns),
-                ("WEIGHT_STRIDE_OUT", problem.taps),
-                ("WEIGHT_STRIDE_TAP", 1),
+                *layer_constants(problem, pass_),
                 ("ROWS", variant.rows),
                 ("COLUMNS", variant.columns),
                 ("THREAD_ROWS", variant.thread_rows),

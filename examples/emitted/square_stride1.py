@@ -2878,92 +2878,6 @@ void launch(int64_t number, std::string geometry, const std::string& boxes, int6
 """
 
 # =====================================================================================================================
-# polyphase/errors.py
-# =====================================================================================================================
-#
-# The exceptions of polyphase. Bad arguments raise PyTorch's own types instead (see `polyphase.validate`).
-
-class PolyphaseError(Exception):
-    """Base of every exception that polyphase defines."""
-
-
-class UnsupportedError(PolyphaseError, NotImplementedError):
-    """The device, the dtype or the GPU cannot be served.
-
-    Raised instead of a silent detour through another library.
-    """
-
-# =====================================================================================================================
-# polyphase/device.py
-# =====================================================================================================================
-#
-# What a GPU offers: the figures the planner and the compiler need, known without a GPU present.
-#
-# The rates serve the cost model alone: they rank candidates, and no result depends on them. The H200's are measured
-# (`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's.
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """One kind of device. ``arch`` is the compiler's name for it, or ``"portable"`` for devices without own kernels."""
-
-    arch: str
-    multiprocessors: int = 1
-    clock_hz: float = 1e9
-    copy_bytes_per_second: float = 1e11
-    shared_bytes_per_block: int = 0
-    shared_bytes_per_multiprocessor: int = 0
-
-    @staticmethod
-    def of(device: torch.device) -> "DeviceInfo":
-        """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
-        import torch
-
-        if device.type != "cuda" or torch.version.cuda is None:
-            return PORTABLE
-        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
-
-
-PORTABLE = DeviceInfo("portable")
-
-
-_TYPICAL = (
-    DeviceInfo("sm_75", 40, 1.6e9, 2.7e11, 64 << 10, 64 << 10),
-    DeviceInfo("sm_80", 108, 1.4e9, 1.7e12, 163 << 10, 164 << 10),
-    DeviceInfo("sm_86", 82, 1.7e9, 8.0e11, 99 << 10, 100 << 10),
-    DeviceInfo("sm_89", 128, 2.4e9, 8.7e11, 99 << 10, 100 << 10),
-    DeviceInfo("sm_90a", 132, 1.75e9, 4.28e12, 227 << 10, 228 << 10),
-    DeviceInfo("sm_100a", 148, 1.9e9, 7.0e12, 227 << 10, 228 << 10),
-    DeviceInfo("sm_120", 170, 2.4e9, 1.6e12, 99 << 10, 100 << 10),
-)
-
-
-@lru_cache(maxsize=64)
-def _of_cuda(index: int) -> "DeviceInfo":
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    major, minor = properties.major, properties.minor
-    if (major, minor) < (7, 5):
-        raise UnsupportedError(
-            f"{properties.name} has compute capability {major}.{minor}; polyphase's CUDA kernels need 7.5 or newer"
-        )
-    arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
-    typical = {info.arch: info for info in _TYPICAL}.get(arch) or max(
-        (info for info in _TYPICAL if info.arch.rstrip("a")[3:].zfill(3) <= arch.rstrip("a")[3:].zfill(3)),
-        key=lambda info: info.arch.rstrip("a")[3:].zfill(3),
-    )
-    return DeviceInfo(
-        arch=arch,
-        multiprocessors=properties.multi_processor_count,
-        clock_hz=typical.clock_hz,
-        copy_bytes_per_second=typical.copy_bytes_per_second,
-        shared_bytes_per_block=getattr(properties, "shared_memory_per_block_optin", typical.shared_bytes_per_block),
-        shared_bytes_per_multiprocessor=getattr(
-            properties, "shared_memory_per_multiprocessor", typical.shared_bytes_per_multiprocessor
-        ),
-    )
-
-# =====================================================================================================================
 # polyphase/problem.py
 # =====================================================================================================================
 #
@@ -3164,6 +3078,92 @@ def _short(values: "tuple[int, ...]") -> str:
     return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"
 
 # =====================================================================================================================
+# polyphase/errors.py
+# =====================================================================================================================
+#
+# The exceptions of polyphase. Bad arguments raise PyTorch's own types instead (see `polyphase.validate`).
+
+class PolyphaseError(Exception):
+    """Base of every exception that polyphase defines."""
+
+
+class UnsupportedError(PolyphaseError, NotImplementedError):
+    """The device, the dtype or the GPU cannot be served.
+
+    Raised instead of a silent detour through another library.
+    """
+
+# =====================================================================================================================
+# polyphase/device.py
+# =====================================================================================================================
+#
+# What a GPU offers: the figures the planner and the compiler need, known without a GPU present.
+#
+# The rates serve the cost model alone: they rank candidates, and no result depends on them. The H200's are measured
+# (`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's.
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One kind of device. ``arch`` is the compiler's name for it, or ``"portable"`` for devices without own kernels."""
+
+    arch: str
+    multiprocessors: int = 1
+    clock_hz: float = 1e9
+    copy_bytes_per_second: float = 1e11
+    shared_bytes_per_block: int = 0
+    shared_bytes_per_multiprocessor: int = 0
+
+    @staticmethod
+    def of(device: torch.device) -> "DeviceInfo":
+        """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
+        import torch
+
+        if device.type != "cuda" or torch.version.cuda is None:
+            return PORTABLE
+        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+PORTABLE = DeviceInfo("portable")
+
+
+_TYPICAL = (
+    DeviceInfo("sm_75", 40, 1.6e9, 2.7e11, 64 << 10, 64 << 10),
+    DeviceInfo("sm_80", 108, 1.4e9, 1.7e12, 163 << 10, 164 << 10),
+    DeviceInfo("sm_86", 82, 1.7e9, 8.0e11, 99 << 10, 100 << 10),
+    DeviceInfo("sm_89", 128, 2.4e9, 8.7e11, 99 << 10, 100 << 10),
+    DeviceInfo("sm_90a", 132, 1.75e9, 4.28e12, 227 << 10, 228 << 10),
+    DeviceInfo("sm_100a", 148, 1.9e9, 7.0e12, 227 << 10, 228 << 10),
+    DeviceInfo("sm_120", 170, 2.4e9, 1.6e12, 99 << 10, 100 << 10),
+)
+
+
+@lru_cache(maxsize=64)
+def _of_cuda(index: int) -> "DeviceInfo":
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    major, minor = properties.major, properties.minor
+    if (major, minor) < (7, 5):
+        raise UnsupportedError(
+            f"{properties.name} has compute capability {major}.{minor}; polyphase's CUDA kernels need 7.5 or newer"
+        )
+    arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
+    typical = {info.arch: info for info in _TYPICAL}.get(arch) or max(
+        (info for info in _TYPICAL if info.arch.rstrip("a")[3:].zfill(3) <= arch.rstrip("a")[3:].zfill(3)),
+        key=lambda info: info.arch.rstrip("a")[3:].zfill(3),
+    )
+    return DeviceInfo(
+        arch=arch,
+        multiprocessors=properties.multi_processor_count,
+        clock_hz=typical.clock_hz,
+        copy_bytes_per_second=typical.copy_bytes_per_second,
+        shared_bytes_per_block=getattr(properties, "shared_memory_per_block_optin", typical.shared_bytes_per_block),
+        shared_bytes_per_multiprocessor=getattr(
+            properties, "shared_memory_per_multiprocessor", typical.shared_bytes_per_multiprocessor
+        ),
+    )
+
+# =====================================================================================================================
 # polyphase/jit/source.py
 # =====================================================================================================================
 #
@@ -3293,6 +3293,10 @@ def _declare(name: str, value: "Constant") -> str:
 ALIGNMENT = 32
 
 
+# Planes of partial sums take at most this many bytes, or as much as the weight itself.
+_MAX_PLANES_BYTES = 64 << 20
+
+
 #: Bytes of a tensor map, which is also aligned to half of that.
 TENSOR_MAP_BYTES = 128
 
@@ -3381,6 +3385,35 @@ class Launch:
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
     boxes: "Boxes | None" = None
+
+
+def layer_constants(
+    problem: "ConvTransposeProblem", pass_: "Pass", weight_channels_last: bool = False
+) -> "tuple[tuple[str, Constant], ...]":
+    """What a kernel is specialised by that knows input and output, not source and destination."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    return (
+        ("AXIS_D", problem.axes3[0]),
+        ("AXIS_H", problem.axes3[1]),
+        ("AXIS_W", problem.axes3[2]),
+        ("INPUT_GRAD", pass_ is Pass.INPUT_GRAD),
+        ("IN_CHANNELS", problem.in_channels_per_group),
+        ("OUT_CHANNELS", out),
+        ("WEIGHT_STRIDE_IN", out * taps),
+        ("WEIGHT_STRIDE_OUT", 1 if weight_channels_last else taps),
+        ("WEIGHT_STRIDE_TAP", out if weight_channels_last else 1),
+    )
+
+
+def affordable_planes(problem: "ConvTransposeProblem") -> int:
+    """Planes of partial sums of the weight that memory may be spent on."""
+    accumulator = 8 if problem.dtype == "float64" else 4
+    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
 
 
 def next_power_of_two(value: int) -> int:
@@ -4148,12 +4181,6 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
-
-
-# Planes of partial sums take at most this many bytes, or as much as the weight itself.
-_MAX_WORKSPACE = 64 << 20
-
-
 _gradient_gemm_MAX_SIDE = 1 << 15  # of a window: Place in the kernels has 16 bits for each coordinate
 _LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
 
@@ -4224,7 +4251,6 @@ class _GradientGemm:
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = _gradient_gemm_blocks(problem, pass_, variant)
-        columns = problem.out_channels_per_group * problem.taps
         if pass_ is Pass.WEIGHT_GRAD:
             parts = _parts(problem, variant, tiling, device)
             length = max(1, math.ceil(tiling.total / parts))
@@ -4243,17 +4269,8 @@ class _GradientGemm:
             planes = 1
             grid = blocks * tiling.total
         geometry += bytes(-len(geometry) % 8)
-        last = layouts.weight_channels_last
         constants: tuple[tuple[str, Constant], ...] = (
-            ("AXIS_D", problem.axes3[0]),
-            ("AXIS_H", problem.axes3[1]),
-            ("AXIS_W", problem.axes3[2]),
-            ("INPUT_GRAD", pass_ is Pass.INPUT_GRAD),
-            ("IN_CHANNELS", problem.in_channels_per_group),
-            ("OUT_CHANNELS", problem.out_channels_per_group),
-            ("WEIGHT_STRIDE_IN", columns),
-            ("WEIGHT_STRIDE_OUT", 1 if last else problem.taps),
-            ("WEIGHT_STRIDE_TAP", problem.out_channels_per_group if last else 1),
+            *layer_constants(problem, pass_, layouts.weight_channels_last),
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
             ("G_CHANNELS_LAST", grad.channels_last),
             ("ROW_TILES", variant.row_tiles),
@@ -4306,23 +4323,18 @@ def _parts(problem: "ConvTransposeProblem", variant: "GradientVariant", tiling: 
     """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
     blocks = _gradient_gemm_blocks(problem, Pass.WEIGHT_GRAD, variant)
     full = max(1, device.multiprocessors * variant.min_blocks // blocks)
-    affordable = max(1, _MAX_WORKSPACE // (math.prod(problem.weight_shape) * 4))
-    return max(1, min(full, affordable, tiling.total // 8))
+    return max(1, min(full, affordable_planes(problem), tiling.total // 8))
 
 
 def _depth(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant") -> int:
     """Terms of a sum in one stage."""
     if pass_ is Pass.WEIGHT_GRAD:
         return variant.positions
-    return _round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
+    return round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
 
 
 def _shared_bytes(variant: "GradientVariant", tiling: "_Tiling") -> int:
     return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _piece(size: int, *multiples: int) -> int:
@@ -4402,7 +4414,7 @@ def _gradient_gemm_tiles(
     else:
         piece = _row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
         skew = -axes[2].padding % piece
-        extent = (lanes[0], slabs, rows, _round_up(skew + columns, piece))
+        extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
         pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
         window = _Part(extent, piece, pitch, math.prod(extent) // piece)
     depth = _depth(problem, pass_, variant)
@@ -4429,7 +4441,7 @@ def _gradient_gemm_tiles(
     counts = tuple(math.ceil(n / m) for n, m in zip((problem.batch, *x.shape[2:]), lanes))
     batch, depths, heights, widths = counts
     return _Tiling(
-        lanes, (batch, depths, heights, widths), skew, window, operand, _round_up(tables, 128), _round_up(stage, 128)
+        lanes, (batch, depths, heights, widths), skew, window, operand, round_up(tables, 128), round_up(stage, 128)
     )
 
 

@@ -28,6 +28,11 @@ class DeviceInfo:
     shared_bytes_per_multiprocessor: int = 0
 
     @property
+    def capability(self) -> int:
+        """The compute capability of a CUDA device, 90 for 9.0."""
+        return capability_of(self.arch)
+
+    @property
     def is_cuda(self) -> bool:
         """Whether own kernels run there."""
         return self.arch.startswith("sm_")
@@ -51,6 +56,11 @@ class DeviceInfo:
         if device.type != "cuda" or torch.version.cuda is None:
             return PORTABLE
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def capability_of(arch: str) -> int:
+    """The compute capability in the compiler's name of an architecture, 90 for ``"sm_90a"``."""
+    return int(arch.rstrip("af")[3:])
 
 
 PORTABLE = DeviceInfo("portable")

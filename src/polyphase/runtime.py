@@ -70,23 +70,11 @@ def forward(
         problem = _with_format(problem, output_channels_last(input, weight))
         call = _prepare(Pass.FORWARD, problem, input, None, weight)
         _remember(_forward_calls, key, call)
-    if call.copies_weight:
-        weight = weight.contiguous()
     bias_address = 0
     if bias is not None:
         bias = bias.contiguous()
         bias_address = bias.data_ptr()
-    output = input.new_empty_strided(call.shape, call.strides)
-    if POISON:
-        output.fill_(float("nan"))
-    executable = call.executable
-    weight_address = weight.data_ptr()
-    if executable.prologue is not None:
-        workspace = input.new_empty(executable.workspace_bytes, dtype=torch.uint8)
-        _launch(executable.prologue, weight_address, workspace.data_ptr())
-        weight_address = workspace.data_ptr()
-    _launch(executable, address, weight_address, bias_address, output.data_ptr())
-    return output
+    return _run(call, input, weight, bias_address)
 
 
 def input_grad(
@@ -110,19 +98,7 @@ def input_grad(
         problem = _with_format(problem, output_channels_last(grad_output, weight))
         call = _prepare(Pass.INPUT_GRAD, problem, None, grad_output, weight)
         _remember(_input_grad_calls, key, call)
-    if call.copies_weight:
-        weight = weight.contiguous()
-    output = grad_output.new_empty_strided(call.shape, call.strides)
-    if POISON:
-        output.fill_(float("nan"))
-    executable = call.executable
-    weight_address = weight.data_ptr()
-    if executable.prologue is not None:
-        workspace = grad_output.new_empty(executable.workspace_bytes, dtype=torch.uint8)
-        _launch(executable.prologue, weight_address, workspace.data_ptr())
-        weight_address = workspace.data_ptr()
-    _launch(executable, grad_output.data_ptr(), weight_address, 0, output.data_ptr())
-    return output
+    return _run(call, grad_output, weight, 0)
 
 
 def weight_grad(
@@ -165,6 +141,23 @@ def forget_calls() -> None:
     """Has every later call planned anew."""
     for calls in (_forward_calls, _input_grad_calls, _weight_grad_calls):
         calls.clear()
+
+
+def _run(call: _Call, source: torch.Tensor, weight: torch.Tensor, bias_address: int) -> torch.Tensor:
+    """A forward pass or an input gradient of ``source``; the weights are packed first where the kernel has them so."""
+    if call.copies_weight:
+        weight = weight.contiguous()
+    output = source.new_empty_strided(call.shape, call.strides)
+    if POISON:
+        output.fill_(float("nan"))
+    executable = call.executable
+    weight_address = weight.data_ptr()
+    if executable.prologue is not None:
+        workspace = source.new_empty(executable.workspace_bytes, dtype=torch.uint8)
+        _launch(executable.prologue, weight_address, workspace.data_ptr())
+        weight_address = workspace.data_ptr()
+    _launch(executable, source.data_ptr(), weight_address, bias_address, output.data_ptr())
+    return output
 
 
 def _launch(executable: Executable, *pointers: int) -> None:

@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from polyphase.problem import Pass
+
 if TYPE_CHECKING:
     from polyphase.device import DeviceInfo
-    from polyphase.jit.source import KernelSource
-    from polyphase.problem import ConvTransposeProblem, Pass
+    from polyphase.jit.source import Constant, KernelSource
+    from polyphase.problem import ConvTransposeProblem
 
 #: Strides in elements in the order batch, channel, depth, height, width; 0 for a dimension the layer does not have.
 Strides = tuple[int, int, int, int, int]
@@ -20,6 +22,9 @@ ALIGNMENT = 32
 
 #: Pixels of an image up to which it is tiny: a kernel may take such images as a whole.
 TINY = 64
+
+# Planes of partial sums take at most this many bytes, or as much as the weight itself.
+_MAX_PLANES_BYTES = 64 << 20
 
 #: Bytes of a tensor map, which is also aligned to half of that.
 TENSOR_MAP_BYTES = 128
@@ -182,6 +187,35 @@ def cost_seconds(problem: ConvTransposeProblem, device: DeviceInfo, multiprocess
     bytes_time = problem.bytes / device.copy_bytes_per_second
     work_time = multiprocessor_cycles / (device.multiprocessors * device.clock_hz)
     return max(bytes_time, work_time), "bytes" if bytes_time > work_time else "instructions"
+
+
+def layer_constants(
+    problem: ConvTransposeProblem, pass_: Pass, weight_channels_last: bool = False
+) -> tuple[tuple[str, Constant], ...]:
+    """What a kernel is specialised by that knows input and output, not source and destination."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    return (
+        ("AXIS_D", problem.axes3[0]),
+        ("AXIS_H", problem.axes3[1]),
+        ("AXIS_W", problem.axes3[2]),
+        ("INPUT_GRAD", pass_ is Pass.INPUT_GRAD),
+        ("IN_CHANNELS", problem.in_channels_per_group),
+        ("OUT_CHANNELS", out),
+        ("WEIGHT_STRIDE_IN", out * taps),
+        ("WEIGHT_STRIDE_OUT", 1 if weight_channels_last else taps),
+        ("WEIGHT_STRIDE_TAP", out if weight_channels_last else 1),
+    )
+
+
+def affordable_planes(problem: ConvTransposeProblem) -> int:
+    """Planes of partial sums of the weight that memory may be spent on."""
+    accumulator = 8 if problem.dtype == "float64" else 4
+    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
 
 
 def next_power_of_two(value: int) -> int:

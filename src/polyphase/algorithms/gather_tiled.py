@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, two_dimensions
+from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, round_up, two_dimensions
 from polyphase.algorithms.gather import MAX_PHASES, Gather
 from polyphase.algorithms.tile_cost import Counts, TiledVariant, cycles_per_result, registers, thread_cycles
 from polyphase.device import DeviceInfo
@@ -161,7 +161,7 @@ class _TileSize(NamedTuple):
             lanes[0],
             depth.window(lanes[1]),
             height.window(lanes[2] * cells[0]),
-            _round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
+            round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
         )
 
     @property
@@ -177,14 +177,14 @@ class _TileSize(NamedTuple):
 def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], typical: bool = False) -> int:
     """Of tiles of these lanes; ``typical``: whatever the size of images, with offsets of 32 bits."""
     accumulator = 8 if gather.dtype == "float64" else 4
-    weights = variant.stage_channels * variant.dst_slices * _round_up(gather.taps * variant.dst_per_thread, 4)
+    weights = variant.stage_channels * variant.dst_slices * round_up(gather.taps * variant.dst_per_thread, 4)
     plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
     buffers = variant.buffers * (weights + variant.stage_channels * plane)
     slice_threads = variant.lanes * variant.dst_slices
     counts = Counts.of(gather, variant)
     rows = slice_threads * counts.run
     summed = variant.src_slices > 1 or counts.chain < counts.stages
-    sums = slice_threads * _round_up(counts.accumulators, 4) if summed else 0
+    sums = slice_threads * round_up(counts.accumulators, 4) if summed else 0
     wide = not typical and gather.wide_offsets(lanes[0], variant.stage_channels)
     elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
     return (buffers + rows + sums) * accumulator + elements
@@ -235,12 +235,8 @@ def _extents(cells: int, most: int) -> list[int]:
     least = min(most, max(cells, 1))
     shares = {math.ceil(cells / parts) for parts in range(1, 7)}
     powers = {1 << i for i in range(least.bit_length())}
-    quads = {_round_up(share, multiple) for share in shares for multiple in (2, 4)}
+    quads = {round_up(share, multiple) for share in shares for multiple in (2, 4)}
     return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @lru_cache(maxsize=512)
@@ -282,7 +278,7 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
                 continue
             variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, depth, 1, vector)
             counts = Counts.of(gather, variant)
-            needed = _round_up(registers(counts, variant), 8)
+            needed = round_up(registers(counts, variant), 8)
             shared = _shared_bytes(gather, variant, (1, 1, 1, lanes), typical=True) + 1024
             blocks = min(
                 _REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
@@ -296,7 +292,7 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
 def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
     """Whether the source can go to shared memory as it is, and the device copies it there by itself."""
     as_it_is = gather.dtype in ("float32", "float64") and not gather.src.channels_last and gather.split == 1
-    return as_it_is and int(device.arch.rstrip("af")[3:]) >= 80
+    return as_it_is and device.capability >= 80
 
 
 def _most_elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) -> int:

@@ -171,6 +171,15 @@ class Product:
         return self.steps * self.step_bytes(variant)
 
 
+def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    """Why the tensor cores cannot compute a layer on a device, or None where they can."""
+    if problem.dtype not in ("float32", "float16", "bfloat16"):
+        return f"tensor cores here do not take {problem.dtype}"
+    if device.capability < 80:
+        return f"{device.arch} lacks the tensor cores' instructions"
+    return None
+
+
 def uses_tf32(problem: ConvTransposeProblem) -> bool:
     """Whether rounding to TF32 is allowed, and PyTorch would do so too: it computes narrow layers in full float32."""
     channels = min(problem.in_channels_per_group, problem.out_channels_per_group)

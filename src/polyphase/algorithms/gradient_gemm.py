@@ -10,9 +10,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, next_power_of_two, standard
+from polyphase.algorithms.base import (
+    Candidate,
+    Launch,
+    Layouts,
+    affordable_planes,
+    layer_constants,
+    next_power_of_two,
+    round_up,
+    standard,
+)
 from polyphase.algorithms.gather import Side, five
-from polyphase.algorithms.gemm_variant import uses_tf32
+from polyphase.algorithms.gemm_variant import lacks_cores, uses_tf32
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -21,8 +30,6 @@ _WARPS = 8
 _THREADS = 32 * _WARPS
 _OFFERED = 6
 _MAX_TAPS = 512
-# Planes of partial sums take at most this many bytes, or as much as the weight itself.
-_MAX_WORKSPACE = 64 << 20
 _MAX_SIDE = 1 << 15  # of a window: Place in the kernels has 16 bits for each coordinate
 _LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
 # Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
@@ -90,12 +97,10 @@ class _GradientGemm:
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not self.pass_:
             return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
-        if problem.dtype not in ("float32", "float16", "bfloat16"):
-            return f"tensor cores here do not take {problem.dtype}"
+        if (reason := lacks_cores(problem, device)) is not None:
+            return reason
         if problem.dtype == "float32" and not uses_tf32(problem):
             return "float32 stays exact where TF32 is not allowed, or channels are few"
-        if int(device.arch.rstrip("af")[3:]) < 80:
-            return f"{device.arch} lacks the tensor cores' instructions"
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
         if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
@@ -123,7 +128,6 @@ class _GradientGemm:
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = _blocks(problem, pass_, variant)
-        columns = problem.out_channels_per_group * problem.taps
         if pass_ is Pass.WEIGHT_GRAD:
             parts = _parts(problem, variant, tiling, device)
             length = max(1, math.ceil(tiling.total / parts))
@@ -142,17 +146,8 @@ class _GradientGemm:
             planes = 1
             grid = blocks * tiling.total
         geometry += bytes(-len(geometry) % 8)
-        last = layouts.weight_channels_last
         constants: tuple[tuple[str, Constant], ...] = (
-            ("AXIS_D", problem.axes3[0]),
-            ("AXIS_H", problem.axes3[1]),
-            ("AXIS_W", problem.axes3[2]),
-            ("INPUT_GRAD", pass_ is Pass.INPUT_GRAD),
-            ("IN_CHANNELS", problem.in_channels_per_group),
-            ("OUT_CHANNELS", problem.out_channels_per_group),
-            ("WEIGHT_STRIDE_IN", columns),
-            ("WEIGHT_STRIDE_OUT", 1 if last else problem.taps),
-            ("WEIGHT_STRIDE_TAP", problem.out_channels_per_group if last else 1),
+            *layer_constants(problem, pass_, layouts.weight_channels_last),
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
             ("G_CHANNELS_LAST", grad.channels_last),
             ("ROW_TILES", variant.row_tiles),
@@ -212,23 +207,18 @@ def _parts(problem: ConvTransposeProblem, variant: GradientVariant, tiling: _Til
     """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
     blocks = _blocks(problem, Pass.WEIGHT_GRAD, variant)
     full = max(1, device.multiprocessors * variant.min_blocks // blocks)
-    affordable = max(1, _MAX_WORKSPACE // (math.prod(problem.weight_shape) * 4))
-    return max(1, min(full, affordable, tiling.total // 8))
+    return max(1, min(full, affordable_planes(problem), tiling.total // 8))
 
 
 def _depth(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant) -> int:
     """Terms of a sum in one stage."""
     if pass_ is Pass.WEIGHT_GRAD:
         return variant.positions
-    return _round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
+    return round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
 
 
 def _shared_bytes(variant: GradientVariant, tiling: _Tiling) -> int:
     return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _piece(size: int, *multiples: int) -> int:
@@ -308,7 +298,7 @@ def _tiles(
     else:
         piece = _row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
         skew = -axes[2].padding % piece
-        extent = (lanes[0], slabs, rows, _round_up(skew + columns, piece))
+        extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
         pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
         window = _Part(extent, piece, pitch, math.prod(extent) // piece)
     depth = _depth(problem, pass_, variant)
@@ -335,7 +325,7 @@ def _tiles(
     counts = tuple(math.ceil(n / m) for n, m in zip((problem.batch, *x.shape[2:]), lanes))
     batch, depths, heights, widths = counts
     return _Tiling(
-        lanes, (batch, depths, heights, widths), skew, window, operand, _round_up(tables, 128), _round_up(stage, 128)
+        lanes, (batch, depths, heights, widths), skew, window, operand, round_up(tables, 128), round_up(stage, 128)
     )
 
 
@@ -441,7 +431,7 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) ->
     per_piece = 16 // DTYPE_BYTES[problem.dtype]
     for row_tiles, column_tiles, row_warps in _SHAPES:
         resident = 1 if row_tiles * column_tiles > 16 else 2
-        if resident == 1 and problem.dtype == "float32" and int(device.arch.rstrip("af")[3:]) < 90:
+        if resident == 1 and problem.dtype == "float32" and device.capability < 90:
             continue  # the compiler needs more registers there than a thread can have
         variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)
         if variant.rows > 32 and variant.rows >= 2 * problem.in_channels_per_group:
@@ -451,7 +441,7 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) ->
                 continue
             chunk = min(out, variant.columns // taps)
             chunk = math.ceil(out / math.ceil(out / chunk))
-            chunks = {chunk, min(variant.columns // taps, _round_up(chunk, per_piece))}
+            chunks = {chunk, min(variant.columns // taps, round_up(chunk, per_piece))}
             sizes: Iterator[tuple[int, int]] = itertools.product(chunks, (32, 64))
         else:
             fitting = (1 << i for i in range(7) if 1 << i < 2 * out)

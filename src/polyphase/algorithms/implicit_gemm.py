@@ -39,6 +39,7 @@ from polyphase.algorithms.gemm_variant import (
     GemmVariant,
     Product,
     families,
+    lacks_cores,
 )
 from polyphase.algorithms.rankings import kept
 from polyphase.device import DeviceInfo
@@ -67,10 +68,8 @@ class ImplicitGemm:
             return "computes the forward pass and the input gradient only"
         if pass_ is Pass.INPUT_GRAD and problem.mirrored() is None:
             return "computes input gradients of layers of stride 1 only"
-        if problem.dtype not in ("float32", "float16", "bfloat16"):
-            return f"tensor cores here do not take {problem.dtype}"
-        if int(device.arch.rstrip("af")[3:]) < 80:
-            return f"{device.arch} lacks the tensor cores' instructions"
+        if (reason := lacks_cores(problem, device)) is not None:
+            return reason
         gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
         if gather.taps > _MAX_TAPS:
             return f"{gather.taps} taps are too many to list (at most {_MAX_TAPS})"

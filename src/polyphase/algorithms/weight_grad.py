@@ -7,7 +7,15 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, next_power_of_two
+from polyphase.algorithms.base import (
+    Candidate,
+    Launch,
+    Layouts,
+    affordable_planes,
+    cost_seconds,
+    layer_constants,
+    next_power_of_two,
+)
 from polyphase.algorithms.gather import Side, five
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import KernelSource
@@ -16,8 +24,6 @@ from polyphase.problem import ConvTransposeProblem, Pass
 _THREADS = 256
 # Measured over predicted time (docs/performance.md): the model ranks variants, and is held against another algorithm's.
 _MEASURED = 1.6
-# Planes of partial sums take at most this many bytes, or as much as the weight itself.
-_MAX_WORKSPACE = 64 << 20
 
 
 class WeightGradVariant(NamedTuple):
@@ -73,8 +79,7 @@ class WeightGrad:
         accumulator = 8 if problem.dtype == "float64" else 4
         # Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue.
         waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / tiles)
-        affordable = max(1, _MAX_WORKSPACE // (weights * accumulator))
-        parts = max(1, min(waves, affordable, positions // (16 * variant.depth)))
+        parts = max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))
         part_length = max(1, math.ceil(positions / parts / variant.depth)) * variant.depth
         parts = max(1, math.ceil(positions / part_length))
         source = KernelSource(
@@ -82,15 +87,7 @@ class WeightGrad:
             dtype=problem.dtype,
             wide_offsets=True,
             constants=(
-                ("AXIS_D", problem.axes3[0]),
-                ("AXIS_H", problem.axes3[1]),
-                ("AXIS_W", problem.axes3[2]),
-                ("INPUT_GRAD", False),
-                ("IN_CHANNELS", problem.in_channels_per_group),
-                ("OUT_CHANNELS", problem.out_channels_per_group),
-                ("WEIGHT_STRIDE_IN", columns),
-                ("WEIGHT_STRIDE_OUT", problem.taps),
-                ("WEIGHT_STRIDE_TAP", 1),
+                *layer_constants(problem, pass_),
                 ("ROWS", variant.rows),
                 ("COLUMNS", variant.columns),
                 ("THREAD_ROWS", variant.thread_rows),

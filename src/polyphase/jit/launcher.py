@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Launch
+from polyphase.device import capability_of
 from polyphase.errors import CompilationError, PolyphaseError
 from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel
 from polyphase.jit.source import KernelSource
@@ -128,7 +129,7 @@ def _driver() -> Any:
 def _may_overlap(arch: str) -> bool:
     """Whether kernels wait for their prologue by themselves, also where a graph is captured: CUDA 12.3 and Hopper."""
     status, version = _driver().cuDriverGetVersion()
-    return not status and version >= 12030 and int(arch.rstrip("af")[3:]) >= 90
+    return not status and version >= 12030 and capability_of(arch) >= 90
 
 
 @contextmanager
