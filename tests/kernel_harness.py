@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -24,7 +24,17 @@ from torch import Tensor
 
 from emulator import EmulatedKernel
 from helpers import TORCH, constants
-from polyphase.algorithms.base import ALIGNMENT, TENSOR_MAP_BYTES, Boxes, Candidate, Launch, Layouts, Strides, extent
+from polyphase.algorithms.base import (
+    ALIGNMENT,
+    TENSOR_MAP_BYTES,
+    Boxes,
+    Candidate,
+    Launch,
+    Layouts,
+    Strides,
+    dense_strides,
+    extent,
+)
 from polyphase.device import DeviceInfo
 from polyphase.errors import PolyphaseError
 from polyphase.jit.source import KernelSource
@@ -264,3 +274,20 @@ def _compile(job: tuple[KernelSource, str]) -> None:
 def formats(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     """The problem in every memory format that PyTorch has for its dimensions."""
     return [problem] if problem.dims == 1 else [problem, replace(problem, channels_last=True)]
+
+
+def strange_layouts(problem: ConvTransposeProblem) -> Iterator[Layouts]:
+    """The problem's tensors dense, with the weight's other order, unaligned, rows of wider tensors, columns apart."""
+    dense = Layouts.dense(problem)
+    yield dense
+    yield replace(dense, weight_channels_last=not dense.weight_channels_last)
+    yield replace(dense, aligned=False)
+
+    def wider(shape: tuple[int, ...], width: int) -> Strides:
+        return dense_strides((*shape[:-1], width), problem.channels_last)
+
+    shapes = problem.input_shape, problem.output_shape
+    input, output = (wider(shape, shape[-1] + 3) for shape in shapes)
+    yield replace(dense, input=input, output=output)
+    input, output = ((*strides[:4], 2 * strides[4]) for strides in (wider(shape, 2 * shape[-1]) for shape in shapes))
+    yield replace(dense, input=input, output=output)

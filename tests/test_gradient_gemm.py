@@ -10,9 +10,9 @@ import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import DTYPES, Emulator, assert_exact, reference, run
+from kernel_harness import DTYPES, Emulator, assert_exact, reference, run, strange_layouts
 from polyphase.algorithms import base, gradient_gemm
-from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides
+from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.device import DeviceInfo
@@ -58,19 +58,6 @@ def offers(
     ]
 
 
-def strange(problem: ConvTransposeProblem) -> Iterator[Layouts]:
-    """The problem's tensors dense and not: other weights, unaligned, rows of a wider tensor, columns apart."""
-    dense = Layouts.dense(problem)
-    yield dense
-    yield replace(dense, weight_channels_last=not dense.weight_channels_last)
-    yield replace(dense, aligned=False)
-    *outer, width = problem.output_shape
-    yield replace(dense, output=dense_strides((*outer, width + 3), problem.channels_last))
-    input = list(problem.input_shape)
-    wider = dense_strides((*input[:-1], 2 * input[-1]), problem.channels_last)
-    yield replace(dense, input=(*wider[:4], 2 * wider[4]))
-
-
 def cases() -> Iterator[ParameterSet]:
     for name, problem in LAYERS.items():
         for channels_last in (False, True) if problem.dims > 1 else (False,):
@@ -82,7 +69,7 @@ def cases() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
-    for number, layouts in enumerate(strange(problem)):
+    for number, layouts in enumerate(strange_layouts(problem)):
         found = offers(problem, pass_, layouts)
         candidate, launch = found[number % len(found)]
         assert_exact(problem, pass_, candidate, launch, layouts, Emulator(number))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from polyphase import plan
-from polyphase.algorithms import implicit_gemm, rankings
+from polyphase.algorithms import gradient_gemm, implicit_gemm, rankings
 from polyphase.algorithms.base import Layouts
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -33,13 +33,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[ConvTransposeProblem]:
     """The layers whose variants were ranked."""
     found = []
-    rank = implicit_gemm._rank
 
-    def recording(problem: ConvTransposeProblem, *rest: object) -> object:
-        found.append(problem)
-        return rank(problem, *rest)  # type: ignore[arg-type]
+    def recording(rank: Callable[..., object]) -> Callable[..., object]:
+        def record(problem: ConvTransposeProblem, *rest: object) -> object:
+            found.append(problem)
+            return rank(problem, *rest)
 
-    monkeypatch.setattr(implicit_gemm, "_rank", recording)
+        return record
+
+    for module in (implicit_gemm, gradient_gemm):
+        monkeypatch.setattr(module, "_rank", recording(module._rank))
     return found
 
 
@@ -47,26 +50,26 @@ def forget() -> None:
     """As a new process."""
     plan.plan.cache_clear()
     implicit_gemm.ranked.cache_clear()
+    gradient_gemm._ranked.cache_clear()
 
 
-def offers(problem: ConvTransposeProblem = LAYER, device: DeviceInfo = H200) -> list[str]:
+def offers(problem: ConvTransposeProblem = LAYER, device: DeviceInfo = H200, pass_: Pass = Pass.FORWARD) -> list[str]:
     forget()
-    return [candidate.describe() for candidate, _ in plan.launches(problem, Pass.FORWARD, device)]
+    return [candidate.describe() for candidate, _ in plan.launches(problem, pass_, device)]
 
 
+@pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_later_process_ranks_nothing(
-    channels_last: bool, dtype: str, arch: str, made: list[ConvTransposeProblem], folder: Path
+    channels_last: bool, dtype: str, arch: str, pass_: Pass, made: list[ConvTransposeProblem], folder: Path
 ) -> None:
     layer, device = replace(LAYER, channels_last=channels_last, dtype=dtype), DeviceInfo.for_arch(arch)
-    first = offers(layer, device)
+    first = offers(layer, device, pass_)
     assert len(made) == 1
-    assert offers(layer, device) == first
+    assert offers(layer, device, pass_) == first
     assert len(made) == 1
-    forget()
-    assert first[0] in {candidate.describe() for candidate, _ in plan.launches(layer, Pass.FORWARD, device)}
     assert {path.suffix for path in folder.iterdir()} == {".json"}
 
 
@@ -91,7 +94,7 @@ def test_a_user_without_a_home_plans(made: list[ConvTransposeProblem], monkeypat
     assert len(made) == 3
 
 
-def test_rankings_belong_to_layer_device_and_planner(
+def test_rankings_belong_to_layer_pass_device_and_planner(
     made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offers()
@@ -99,50 +102,38 @@ def test_rankings_belong_to_layer_device_and_planner(
         offers(problem)
     offers(device=replace(H200, multiprocessors=78))
     assert len(made) == 5
+    offers(pass_=Pass.INPUT_GRAD), offers(pass_=Pass.WEIGHT_GRAD)
+    assert len(made) == 7
     monkeypatch.setattr(rankings, "_PLANNER", "another")
     offers()
-    assert len(made) == 6
+    assert len(made) == 8
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        3,
-        "x",
-        {},
-        [],
-        [3],
-        [[0]],
-        [[0, 2, 2]],
-        [["0", 2]],
-        [[-1, 2]],
-        [[10**6, 2]],
-        [[0, 7]],
-        [[0, None]],
-        [[0, 2], [0, 2]],
-    ],
-)
-def test_what_is_damaged_is_ranked_anew(value: object, made: list[ConvTransposeProblem], folder: Path) -> None:
-    first = offers()
+@pytest.mark.parametrize("pass_", Pass)
+@pytest.mark.parametrize("value", [None, 3, "x", {}, [], [[0]], ["0"], [0.0], [-1], [10**6], [0, None], [2, 2]])
+def test_what_is_damaged_is_ranked_anew(
+    value: object, pass_: Pass, made: list[ConvTransposeProblem], folder: Path
+) -> None:
+    first = offers(pass_=pass_)
     (path,) = folder.iterdir()
     entry = json.loads(path.read_text())
-    assert len(entry["value"]) > 64
+    assert len(entry["value"]) > 9
     for text in (json.dumps({**entry, "value": value}), path.read_text()[:-9], "", "\0", "[" * 100_000):
         made.clear()
         path.write_text(text)
-        assert offers() == first
+        assert offers(pass_=pass_) == first
         assert len(made) == 1
         assert json.loads(path.read_text()) == entry  # and written again
 
 
-def test_what_is_made_up_changes_an_order_alone(folder: Path) -> None:
-    first = offers()
+@pytest.mark.parametrize("pass_", Pass)
+def test_what_is_made_up_changes_an_order_alone(pass_: Pass, folder: Path) -> None:
+    first = offers(pass_=pass_)
     (path,) = folder.iterdir()
     entry = json.loads(path.read_text())
     path.write_text(json.dumps({**entry, "value": entry["value"][::-1]}))
-    assert {*offers()} != {*first}
-    for _, launch in plan.launches(LAYER, Pass.FORWARD, H200):
+    assert {*offers(pass_=pass_)} != {*first}
+    for _, launch in plan.launches(LAYER, pass_, H200):
         assert launch.shared_bytes <= H200.shared_bytes_per_block
 
 

@@ -844,19 +844,31 @@ FILES["common/mma.cuh"] = r"""
 // The tensor cores' instruction for a warp, of sm_80 and later, and how its operands come from shared memory.
 
 // Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
-// the four bytes `lane % 4` of row lane / 4.
+// the four bytes `lane % 4` of row lane / 4; TRANSPOSED, for elements of 16 bits, those of column lane / 4.
+template <bool TRANSPOSED = false>
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
 #ifndef EMULATOR
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
 #else
-  typedef Vector<unsigned, 4> Row;
+  typedef Vector<unsigned short, 8> Row;
   const auto addresses = emulator::all_lanes(~0u, address);
+  const int major = threadIdx.x % 32 / 4, minor = threadIdx.x % 4 * 2;
   for (int matrix = 0; matrix < 4; ++matrix) {
-    const unsigned row = addresses.of[8 * matrix + threadIdx.x % 32 / 4];
-    to[matrix] = ((const Row*)__cvta_shared_to_generic(row))->value[threadIdx.x % 4];
+    unsigned halves[2];
+    for (int i = 0; i < 2; ++i) {
+      const int row = TRANSPOSED ? minor + i : major, column = TRANSPOSED ? major : minor + i;
+      halves[i] = ((const Row*)__cvta_shared_to_generic(addresses.of[8 * matrix + row]))->value[column];
+    }
+    to[matrix] = halves[0] | halves[1] << 16;
   }
 #endif
 }
@@ -2141,6 +2153,230 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 }
 """
+FILES["common/stages.cuh"] = r"""
+// Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
+// or more. For kernels on mma.sync; the specialisation defines WARPS.
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int ELEMENT = sizeof(scalar_t);
+constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
+
+// Indices along n, d, h and w of element `index` of a box; what is beyond the box lies beyond along n.
+template <class Index, class Extent>
+__device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, int (&at)[4]) {
+#pragma unroll
+  for (int i = 3; i > 0; --i) {
+    at[i] = (int)(index % extent[i]);
+    index /= extent[i];
+  }
+  at[0] = (int)index;
+}
+
+// What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
+struct Part {
+  int extent[4];  // along n, d, h and w
+  int piece;      // elements moved at once: along w, or of neighbouring channels
+  int pitch;      // bytes in shared memory from one channel to the next, or of kept positions from one to the next
+};
+
+__device__ __forceinline__ int elements(const Part& part) {
+  return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
+}
+
+__device__ __forceinline__ long long offset_of(const Tensor5& t, const int (&at)[4]) {
+  return at[0] * t.stride[0] + at[1] * t.stride[2] + at[2] * t.stride[3] + at[3] * t.stride[4];
+}
+__device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d, int h, int w) {
+  return n < batch && (unsigned)d < (unsigned)t.size[0] && (unsigned)h < (unsigned)t.size[1] &&
+         (unsigned)w < (unsigned)t.size[2];
+}
+
+// The pieces of a box that stays where it is.
+struct Still {
+  long long* offsets;  // from the channel's first element; -1 where there is no piece
+  int pieces;          // of a channel
+
+  // Lists those of `count` elements; beyond the box there are none. The box begins at `origin` (n, d, h, w).
+  __device__ __forceinline__ void init(const Tensor5& t, const Part& part, long long* list, int count, int along_w,
+                                       int batch, const int (&origin)[4]) {
+    offsets = list;
+    pieces = count / along_w;
+    for (int i = threadIdx.x; i < pieces; i += THREADS) {
+      int at[4];
+      decode(part.extent, i * along_w, at);
+      const bool in_box = at[0] < part.extent[0];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) at[j] += origin[j];
+      offsets[i] = in_box && exists(t, batch, at[0], at[1], at[2], at[3]) ? offset_of(t, at) : -1;
+    }
+  }
+
+  __device__ __forceinline__ long long begin(const Tensor5&) const { return 0; }
+  // Whether piece `i` exists, and its offset from there.
+  __device__ __forceinline__ bool find(const Tensor5&, int i, long long& offset) const {
+    offset = offsets[i];
+    return offset >= 0;
+  }
+};
+
+// The pieces of a box that begins elsewhere at each stage.
+struct alignas(16) Place {
+  short n, d, h, w;  // counted from the box's first element; n is -1 where there is no piece
+  long long offset;  // from there
+};
+struct Moving {
+  Place* places;
+  int pieces;  // of a channel
+
+  __device__ __forceinline__ void init(const Tensor5& t, const Part& part, Place* list, int count, int along_w) {
+    places = list;
+    pieces = count / along_w;
+    for (int i = threadIdx.x; i < pieces; i += THREADS) {
+      int at[4];
+      decode(part.extent, i * along_w, at);
+      const short n = at[0] < part.extent[0] ? (short)at[0] : -1;
+      places[i] = Place{n, (short)at[1], (short)at[2], (short)at[3], offset_of(t, at)};
+    }
+  }
+
+  // The same for the box that begins at `origin` (n, d, h, w).
+  __device__ __forceinline__ long long begin(const Tensor5& t, int /* batch */, const int (&origin)[4]) const {
+    return offset_of(t, origin);
+  }
+  __device__ __forceinline__ bool find(const Tensor5& t, int i, long long& offset, int batch,
+                                       const int (&origin)[4]) const {
+    const Place place = places[i];
+    offset = place.offset;
+    return place.n >= 0 &&
+           exists(t, batch, origin[0] + place.n, origin[1] + place.d, origin[2] + place.h, origin[3] + place.w);
+  }
+};
+
+// How the box of a tensor whose channels come last lies in shared memory: as others, or as it does in the tensor.
+enum class Channels { first, turned, kept };
+
+// One part of a stage on its way to shared memory.
+template <Channels ORDER, int CHANNELS, class Box>
+struct PartLoader {
+  static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
+
+  const Tensor5& tensor;
+  const Part& part;
+  Box box;
+
+  __device__ __forceinline__ PartLoader(const Tensor5& tensor, const Part& part) : tensor(tensor), part(part) {}
+
+  // `list` has room for the pieces of `count` elements, `more` is what the box needs besides.
+  template <class Entry, class... More>
+  __device__ __forceinline__ void init(Entry* list, int count, const More&... more) {
+    box.init(tensor, part, list, count, ORDER == Channels::first ? part.piece : 1, more...);
+  }
+
+  // The box in `channels` channels from `from` on; those beyond are zero. `at` is where a moving box is.
+  template <class... At>
+  __device__ __forceinline__ void load(const scalar_t* from, int channels, char* to, const At&... at) const {
+    from += box.begin(tensor, at...);
+    if constexpr (ORDER != Channels::first) {
+      if (VECTOR > 1 && part.piece > 1)
+        load_channels<VECTOR>(from, channels, to, at...);
+      else
+        load_channels<1>(from, channels, to, at...);
+    } else {
+      switch (part.piece * ELEMENT) {
+        case 16:
+          return load_pieces<16>(from, channels, to, at...);
+        case 8:
+          return load_pieces<8>(from, channels, to, at...);
+        case 4:
+          return load_pieces<4>(from, channels, to, at...);
+        default:
+          return load_pieces<ELEMENT>(from, channels, to, at...);
+      }
+    }
+  }
+
+ private:
+  template <int BYTES>
+  static __device__ __forceinline__ void copy(char* to, const scalar_t* from, bool exists) {
+    if constexpr (BYTES >= 4)
+      copy_async<BYTES>(shared_address(to), from, exists);
+    else
+      *(scalar_t*)to = exists ? read(from) : zero<scalar_t>();
+  }
+
+  // Lanes go along a row, warps take channels in turn; where rows are short a warp takes several channels at once.
+  template <int BYTES, class... At>
+  __device__ __forceinline__ void load_pieces(const scalar_t* from, int channels, char* to, const At&... at) const {
+    if (box.pieces > 16)
+      load_rows<BYTES>(5, from, channels, to, at...);
+    else
+      load_rows<BYTES>(32 - __clz(box.pieces - 1), from, channels, to, at...);
+  }
+
+  // With 1 << `span` lanes along a row.
+  template <int BYTES, class... At>
+  __device__ __forceinline__ void load_rows(int span, const scalar_t* from, int channels, char* to,
+                                            const At&... at) const {
+    const int lanes = 1 << span, first = threadIdx.x >> span, at_once = THREADS >> span;  // channels
+    const bool whole = (CHANNELS & (at_once - 1)) == 0;
+    from += first * tensor.stride[1];
+    to += first * part.pitch;
+    for (int i = threadIdx.x % lanes; i < box.pieces; i += lanes) {
+      long long offset;
+      const bool inside = box.find(tensor, i, offset, at...);
+      const scalar_t* source = from + offset;
+      char* slot = to + i * BYTES;
+#pragma unroll 4
+      for (int channel = 0; channel < CHANNELS; channel += at_once) {
+        if (whole || first + channel < CHANNELS) copy<BYTES>(slot, source, inside && first + channel < channels);
+        source += at_once * tensor.stride[1];
+        slot += at_once * part.pitch;
+      }
+    }
+  }
+
+  // Lanes go along channels, which are turned around on their way or kept.
+  template <int WIDTH, class... At>
+  __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
+    constexpr int VECTORS = CHANNELS / WIDTH;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < box.pieces * VECTORS; i += THREADS) {
+      const int channel = i % VECTORS * WIDTH;
+      long long offset;
+      const bool inside = box.find(tensor, i / VECTORS, offset, at...) && channel < channels;
+      const scalar_t* const source = from + offset + channel;
+      if constexpr (ORDER == Channels::kept) {
+        copy<WIDTH * ELEMENT>(to + i / VECTORS * part.pitch + channel * ELEMENT, source, inside);
+      } else {
+        typedef Vector<scalar_t, WIDTH> Vectors;
+        Vectors vector = {};
+        if (inside) vector = *(const Vectors*)source;
+        char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
+      }
+    }
+  }
+};
+
+// Stages through BUFFERS buffers of `bytes` each: load(stage, buffer) begins copies that compute(buffer) needs. Copies
+// run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has freed.
+template <class Load, class Compute>
+__device__ __forceinline__ void run_stages(int stages, char* buffers, int bytes, const Load& load,
+                                           const Compute& compute) {
+#pragma unroll 1
+  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
+    if (stage >= 0) {
+      copies_wait<BUFFERS - 2>();
+      __syncthreads();
+    }
+    const int ahead = stage + BUFFERS - 1;
+    if (ahead < stages) load(ahead, buffers + ahead % BUFFERS * bytes);
+    copies_commit();
+    if (stage >= 0) compute(buffers + stage % BUFFERS * bytes);
+  }
+}
+"""
 FILES["common/window_product.cuh"] = r"""
 // Both gradients as products of matrices on tensor cores, one stage after the other:
 //
@@ -2154,145 +2390,20 @@ FILES["common/window_product.cuh"] = r"""
 // as it does in the tensor, and serves every tap: the element that a position meets at a tap is the sum of two offsets,
 // one of the position, one of the output channel and the tap. So neither operand is ever unfolded.
 //
-// Index mapping. 8 warps are ROW_WARPS × the rest; a warp computes 16·ROW_TILES rows and 8·COLUMN_TILES columns, with
+// Index mapping. The warps are ROW_WARPS × the rest; a warp computes 16·ROW_TILES rows and 8·COLUMN_TILES columns, with
 // the fragments of common/mma.cuh: A's by ldmatrix, the window's element by element; float32 is rounded to TF32 there.
 //
 // Shared memory of a stage: A as [row][k], A_PITCH bytes a row, which no eight rows of ldmatrix find in one bank; the
 // window as [output channel][n][d][h][w].
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int COLUMN_WARPS = WARPS / ROW_WARPS;
 constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, COLUMNS = 8 * COLUMN_TILES * COLUMN_WARPS;
-constexpr int ELEMENT = sizeof(scalar_t);
-constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 constexpr int CHUNK_TAPS = OUT_CHUNK * TAPS;
 constexpr int DEPTH = INPUT_GRAD ? round_up(CHUNK_TAPS, OPERATION) : POSITIONS;  // k of a stage
 constexpr int A_PITCH = DEPTH * ELEMENT + 16;
 constexpr int A_BYTES = ROWS * A_PITCH;
 
 static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
-
-// What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
-struct Part {
-  int extent[4];  // along n, d, h and w
-  int piece;      // elements moved at once: along w, or of neighbouring channels
-  int pitch;      // bytes in shared memory from one channel to the next
-};
-
-__device__ __forceinline__ int elements(const Part& part) {
-  return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
-}
-
-// Where a piece begins, counted from the box's first element.
-struct alignas(8) Place {
-  short n, d, h, w;
-};
-
-// A part of one tensor on its way to shared memory.
-template <bool CHANNELS_LAST, int CHANNELS>
-struct PartLoader {
-  static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
-
-  Place* places;
-  int pieces;  // of a channel
-
-  // Lists the places of `count` elements, of which those beyond the box are zero.
-  __device__ __forceinline__ void init(const Part& part, Place* list, int count) {
-    places = list;
-    const int along_w = CHANNELS_LAST ? 1 : part.piece;
-    pieces = count / along_w;
-    for (int i = threadIdx.x; i < pieces; i += THREADS) {
-      int at = i * along_w;
-      Place place = {-1, 0, 0, 0};
-      if (at < elements(part)) {
-        place.w = (short)(at % part.extent[3]);
-        at /= part.extent[3];
-        place.h = (short)(at % part.extent[2]);
-        at /= part.extent[2];
-        place.d = (short)(at % part.extent[1]);
-        place.n = (short)(at / part.extent[1]);
-      }
-      places[i] = place;
-    }
-  }
-
-  __device__ __forceinline__ Place* end() const { return places + pieces; }
-
-  // The box that begins at `origin` (n, d, h, w), of `channels` channels from `from` on; those beyond are zero.
-  __device__ __forceinline__ void load(const Tensor5& t, const Part& part, const scalar_t* from, int channels,
-                                       int batch, const int (&origin)[4], char* to) const {
-    if constexpr (CHANNELS_LAST) {
-      if (VECTOR > 1 && part.piece > 1)
-        load_channels<VECTOR>(t, part, from, channels, batch, origin, to);
-      else
-        load_channels<1>(t, part, from, channels, batch, origin, to);
-    } else {
-      switch (part.piece * ELEMENT) {
-        case 16:
-          return load_pieces<16>(t, part, from, channels, batch, origin, to);
-        case 8:
-          return load_pieces<8>(t, part, from, channels, batch, origin, to);
-        case 4:
-          return load_pieces<4>(t, part, from, channels, batch, origin, to);
-        default:
-          return load_pieces<ELEMENT>(t, part, from, channels, batch, origin, to);
-      }
-    }
-  }
-
- private:
-  // Whether the piece exists, and its offset in elements.
-  static __device__ __forceinline__ bool locate(const Tensor5& t, Place place, int batch, const int (&origin)[4],
-                                                long long& offset) {
-    const int n = origin[0] + place.n, d = origin[1] + place.d, h = origin[2] + place.h, w = origin[3] + place.w;
-    offset = n * t.stride[0] + d * t.stride[2] + h * t.stride[3] + w * t.stride[4];
-    return place.n >= 0 && n < batch && (unsigned)d < (unsigned)t.size[0] && (unsigned)h < (unsigned)t.size[1] &&
-           (unsigned)w < (unsigned)t.size[2];
-  }
-
-  // Lanes go along a row, warps take channels in turn; where rows are short a warp takes several channels at once.
-  template <int BYTES>
-  __device__ __forceinline__ void load_pieces(const Tensor5& t, const Part& part, const scalar_t* from, int channels,
-                                              int batch, const int (&origin)[4], char* to) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int span = pieces < 32 ? 1 << (32 - __clz(pieces - 1)) : 32;
-    for (int i = lane % span; i < pieces; i += span) {
-      long long offset;
-      const bool inside = locate(t, places[i], batch, origin, offset);
-      const int step = WARPS * (32 / span);
-      int channel = warp * (32 / span) + lane / span;
-      const scalar_t* source = from + offset + channel * t.stride[1];
-      char* slot = to + channel * part.pitch + i * BYTES;
-#pragma unroll 4
-      for (; channel < CHANNELS; channel += step, source += step * t.stride[1], slot += step * part.pitch) {
-        const bool exists = inside && channel < channels;
-        if constexpr (BYTES >= 4)
-          copy_async<BYTES>(shared_address(slot), source, exists);
-        else
-          *(scalar_t*)slot = exists ? read(source) : zero<scalar_t>();
-      }
-    }
-  }
-
-  // Lanes go along channels, which are turned around on their way.
-  template <int WIDTH>
-  __device__ __forceinline__ void load_channels(const Tensor5& t, const Part& part, const scalar_t* from, int channels,
-                                                int batch, const int (&origin)[4], char* to) const {
-    constexpr int VECTORS = CHANNELS / WIDTH;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < pieces * VECTORS; i += THREADS) {
-      const int channel = i % VECTORS * WIDTH;
-      long long offset;
-      const bool inside = locate(t, places[i / VECTORS], batch, origin, offset);
-      typedef Vector<scalar_t, WIDTH> Vectors;
-      Vectors vector = {};
-      if (inside && channel < channels) vector = *(const Vectors*)(from + offset + channel);
-      char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
-#pragma unroll
-      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
-    }
-  }
-};
 
 // Bytes from the window's first element to what the first tap of a position meets, or those of a tap beyond the first.
 __device__ __forceinline__ int window_bytes(const Part& window, int n, int d, int h, int w) {
@@ -2304,63 +2415,24 @@ __device__ __forceinline__ int offset_of_tap(const Part& window, int channel, in
                                                tap % AXIS_W.kernel * AXIS_W.dilation);
 }
 
-// A tile of input positions: lanes[4] of them along n, d, h and w. Beyond the last, a position is the first.
-struct Position {
-  int n, d, h, w;
-  bool exists;
-
-  __device__ __forceinline__ void init(const int (&lanes)[4], int index) {
-    exists = index < lanes[0] * lanes[1] * lanes[2] * lanes[3];
-    if (!exists) index = 0;
-    w = index % lanes[3];
-    index /= lanes[3];
-    h = index % lanes[2];
-    index /= lanes[2];
-    d = index % lanes[1];
-    n = index / lanes[1];
-  }
-};
+// The offsets of `count` positions of a tile of lanes[4]; beyond the tile they are the first.
 __device__ __forceinline__ void list_positions(int* offsets, int count, const Part& window, const int (&lanes)[4],
                                                int skew) {
   for (int i = threadIdx.x; i < count; i += THREADS) {
-    Position position;
-    position.init(lanes, i);
-    offsets[i] = window_bytes(window, position.n, position.d * AXIS_D.stride, position.h * AXIS_H.stride,
-                              position.w * AXIS_W.stride + skew);
+    int at[4];
+    decode(lanes, i, at);
+    if (at[0] >= lanes[0]) at[0] = at[1] = at[2] = at[3] = 0;
+    offsets[i] =
+        window_bytes(window, at[0], at[1] * AXIS_D.stride, at[2] * AXIS_H.stride, at[3] * AXIS_W.stride + skew);
   }
 }
 
-// Which tile comes where.
-struct Tile {
-  int at[4];  // along n, d, h and w, in tiles
-
-  __device__ __forceinline__ void init(const int (&tiles)[4], long long index) {
-#pragma unroll
-    for (int i = 3; i > 0; --i) {
-      at[i] = (int)(index % tiles[i]);
-      index /= tiles[i];
-    }
-    at[0] = (int)index;
-  }
-  __device__ __forceinline__ void next(const int (&tiles)[4]) {
-#pragma unroll
-    for (int i = 3; i > 0; --i) {
-      if (++at[i] < tiles[i]) return;
-      at[i] = 0;
-    }
-    ++at[0];
-  }
-  __device__ __forceinline__ void first_position(const int (&lanes)[4], int (&origin)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) origin[i] = at[i] * lanes[i];
-  }
-  __device__ __forceinline__ void first_of_window(const int (&lanes)[4], int skew, int (&origin)[4]) const {
-    first_position(lanes, origin);
-    origin[1] = origin[1] * AXIS_D.stride - AXIS_D.padding;
-    origin[2] = origin[2] * AXIS_H.stride - AXIS_H.padding;
-    origin[3] = origin[3] * AXIS_W.stride - AXIS_W.padding - skew;
-  }
-};
+// The first element of the window of the tile whose first position is `origin`.
+__device__ __forceinline__ void to_window(int (&origin)[4], int skew) {
+  origin[1] = origin[1] * AXIS_D.stride - AXIS_D.padding;
+  origin[2] = origin[2] * AXIS_H.stride - AXIS_H.padding;
+  origin[3] = origin[3] * AXIS_W.stride - AXIS_W.padding - skew;
+}
 
 // The sums of a warp.
 struct Sums {
@@ -2371,20 +2443,23 @@ struct Sums {
     for (int i = 0; i < ROW_TILES * COLUMN_TILES * 4; ++i) (&of[0][0][0])[i] = 0;
   }
 
-  // The first row and column of the thread's sums; sum i of a tile lies i / 2 · 8 rows and i % 2 columns on.
-  static __device__ __forceinline__ int first_row() {
-    return threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES) + threadIdx.x % 32 / 4;
-  }
-  static __device__ __forceinline__ int first_column() {
-    return threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES) + threadIdx.x % 4 * 2;
-  }
+  // The first row and column of the warp.
+  static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES); }
+  static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES); }
 
-  // One stage. `columns` are the window's offsets of column lane / 4 of each tile.
+  // Those of the thread's sums; sum i of a tile lies i / 2 · 8 rows and i % 2 columns on.
+  static __device__ __forceinline__ int first_row() { return warp_row() + threadIdx.x % 32 / 4; }
+  static __device__ __forceinline__ int first_column() { return warp_column() + threadIdx.x % 4 * 2; }
+
+  // The column of tile `j` whose operand the thread reads.
+  static __device__ __forceinline__ int operand_column(int j) { return warp_column() + 8 * j + threadIdx.x % 32 / 4; }
+
+  // One stage. `columns` are the window's offsets of each tile's operand column.
   __device__ __forceinline__ void add(const char* a, const char* window, const int* offsets,
                                       const int (&columns)[COLUMN_TILES]) {
-    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES);
+    const int lane = threadIdx.x % 32;
     __syncwarp();  // lanes may have loaded different numbers of pieces
-    const unsigned rows_at = shared_address(a) + (first_row + lane % 16) * A_PITCH + lane / 16 * 16;
+    const unsigned rows_at = shared_address(a) + (warp_row() + lane % 16) * A_PITCH + lane / 16 * 16;
 #pragma unroll 2
     for (int operation = 0; operation < DEPTH / OPERATION; ++operation) {
       unsigned rows[ROW_TILES][4];
@@ -2434,9 +2509,6 @@ FILES["weight_grad_gemm.cu"] = r"""
 //
 // Shared memory: where the pieces of both operands lie, the positions' offsets, then BUFFERS stages.
 //
-// Synchronisation: copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has
-// freed.
-//
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and those sums in `partial`.
 
 struct Geometry {
@@ -2478,10 +2550,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Place* const places = (Place*)(offsets + POSITIONS);
   char* const buffers = (char*)shared_memory + g.table_bytes;
 
-  PartLoader<X_CHANNELS_LAST, ROWS> x_loader;
-  PartLoader<G_CHANNELS_LAST, OUT_CHUNK> g_loader;
-  x_loader.init(g.x_part, places, POSITIONS);
-  g_loader.init(g.window, x_loader.end(), elements(g.window));
+  PartLoader<X_CHANNELS_LAST ? Channels::turned : Channels::first, ROWS, Moving> x_loader(g.x, g.x_part);
+  PartLoader<G_CHANNELS_LAST ? Channels::turned : Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
+  x_loader.init(places, POSITIONS);
+  g_loader.init(places + x_loader.box.pieces, elements(g.window));
   list_positions(offsets, POSITIONS, g.window, g.lanes, g.skew);
   x += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
   grad += (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
@@ -2490,7 +2562,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int columns[COLUMN_TILES];
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; ++j) {
-    const int column = threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES) + 8 * j + threadIdx.x % 32 / 4;
+    const int column = Sums::operand_column(j);
     columns[j] = column < CHUNK_TAPS ? offset_of_tap(g.window, column / TAPS, column % TAPS) : 0;
   }
 
@@ -2513,34 +2585,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     flushed = true;
   };
 
-  Tile ahead;
-  ahead.init(g.tiles, first_tile);
-  __syncthreads();
+  int tile[4];  // the next to be loaded
+  decode(g.tiles, first_tile, tile);
+  auto load = [&](int, char* to) {
+    int origin[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) origin[i] = tile[i] * g.lanes[i];
+    x_loader.load(x, rows, to, g.batch, origin);
+    to_window(origin, g.skew);
+    g_loader.load(grad, channels, to + A_BYTES, g.batch, origin);
+#pragma unroll
+    for (int i = 3; i > 0; --i) {
+      if (++tile[i] < g.tiles[i]) return;
+      tile[i] = 0;
+    }
+    ++tile[0];
+  };
   int until_flush = FLUSH;
-#pragma unroll 1
-  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
-    const char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
-    if (stage >= 0) {
-      copies_wait<BUFFERS - 2>();
-      __syncthreads();
-    }
-    if (stage + BUFFERS - 1 < stages) {
-      char* const to = buffers + (stage + BUFFERS - 1) % BUFFERS * g.stage_bytes;
-      int origin[4];
-      ahead.first_position(g.lanes, origin);
-      x_loader.load(g.x, g.x_part, x, rows, g.batch, origin, to);
-      ahead.first_of_window(g.lanes, g.skew, origin);
-      g_loader.load(g.g, g.window, grad, channels, g.batch, origin, to + A_BYTES);
-      ahead.next(g.tiles);
-    }
-    copies_commit();
-    if (stage < 0) continue;
-    sums.add(now, now + A_BYTES, offsets, columns);
+  __syncthreads();
+  run_stages(stages, buffers, g.stage_bytes, load, [&](const char* from) {
+    sums.add(from, from + A_BYTES, offsets, columns);
     if (--until_flush == 0) {
       flush();
       until_flush = FLUSH;
     }
-  }
+  });
   flush();
 }
 """
@@ -2729,6 +2798,7 @@ constexpr int WEIGHT_STRIDE_OUT = 9;
 constexpr int WEIGHT_STRIDE_TAP = 1;
 constexpr bool X_CHANNELS_LAST = false;
 constexpr bool G_CHANNELS_LAST = false;
+constexpr int WARPS = 8;
 constexpr int ROW_TILES = 4;
 constexpr int COLUMN_TILES = 4;
 constexpr int ROW_WARPS = 1;
@@ -2736,9 +2806,9 @@ constexpr int OUT_CHUNK = 22;
 constexpr int POSITIONS = 64;
 constexpr int BUFFERS = 4;
 constexpr int PARTS = 1;
-constexpr int MIN_BLOCKS = 1;
+constexpr int MIN_BLOCKS = 2;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/copy_async.cuh", "common/mma.cuh", "common/window_product.cuh", "weight_grad_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/copy_async.cuh", "common/mma.cuh", "common/stages.cuh", "common/window_product.cuh", "weight_grad_gemm.cu")),
 ]
 
 # =====================================================================================================================
@@ -3191,8 +3261,9 @@ _BUILDING_BLOCKS = {
         *("tensor_float", "row_blocks", "dependent", "copy_async", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",
     ),
-    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
-    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
+    "scatter_gemm": ("tensor_float", "copy_async", "mma", "stages"),
+    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
+    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }
@@ -3744,7 +3815,7 @@ def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
 #
 # The tiles of `implicit_gemm`: which cells a thread block takes at once, and how they lie in shared memory.
 
-_gemm_tile_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
+_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
 _MAX_STATIC_SHARED = 48 << 10
 _MAX_BOX_SIDE = 256
 
@@ -3994,7 +4065,7 @@ def _whole_images(gather: "Gather", capacity: int, batch: int, banks: int, engin
     """The pixels of whole images, one after the other."""
     depth, height, width = gather.src.shape[2:]
     pixels = depth * height * width
-    images = min(capacity // max(1, pixels), _gemm_tile_MAX_SIDE[2], max(1, batch), _addressable(gather))
+    images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), _addressable(gather))
     if images < 1 or not _pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
         return
     last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
@@ -4106,12 +4177,12 @@ def _boxes(
         even = 1 if gather.src.channels_last else (CHUNK_BYTES if engine else copy_bytes) // size
         skew = -back[2] % even
         lead = back[2] + skew
-        widest = min(width, capacity, _gemm_tile_MAX_SIDE[0])
+        widest = min(width, capacity, _MAX_SIDE[0])
         least = math.ceil(width / widest)
         parts = range(least, min(math.ceil(width / 8), least + 128) + 1)
         widths = (math.ceil(math.ceil(width / n) / even) * even if n > 1 else width for n in parts)
         for columns in dict.fromkeys(widths):
-            if columns > min(capacity, _gemm_tile_MAX_SIDE[0]):
+            if columns > min(capacity, _MAX_SIDE[0]):
                 continue
             shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
             row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
@@ -4121,8 +4192,8 @@ def _boxes(
                 slab = (back[1] + rows if whole else rows + reach[1]) * row
                 flat = (rows - 1) * row + columns
                 fitting = capacity // slab - reach[0] if all_pixels else (capacity - flat) // slab + 1
-                most_slabs = min(depth, _gemm_tile_MAX_SIDE[1] - reach[0], fitting)
-                if row > _gemm_tile_MAX_SIDE[0] or rows + reach[1] > _gemm_tile_MAX_SIDE[0] or most_slabs < 1:
+                most_slabs = min(depth, _MAX_SIDE[1] - reach[0], fitting)
+                if row > _MAX_SIDE[0] or rows + reach[1] > _MAX_SIDE[0] or most_slabs < 1:
                     continue
                 for slabs in {1, math.ceil(depth / math.ceil(depth / most_slabs))}:
                     used = flat + (slabs - 1) * slab
@@ -4131,7 +4202,7 @@ def _boxes(
                     images = 1
                     if (slabs, rows, columns) == (depth, height, width):
                         fitting = (capacity - tail) // image if all_pixels else (capacity - used) // image + 1
-                        images = max(1, min(batch, _gemm_tile_MAX_SIDE[2], fitting, addressable))
+                        images = max(1, min(batch, _MAX_SIDE[2], fitting, addressable))
                     span = reach[0] * slab + reach[1] * row + reach[2] + skew
                     halo = images * image + tail
                     if all_pixels and halo > capacity:
@@ -4174,6 +4245,92 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
     return 1
 
 # =====================================================================================================================
+# polyphase/algorithms/stages.py
+# =====================================================================================================================
+#
+# What a kernel loads stage by stage, as ``common/stages.cuh`` takes it, and what its copies cost.
+
+#: Of a box: Place in the kernels has 16 bits for each coordinate.
+MAX_SIDE = 1 << 15
+
+
+#: Of shared memory, for each piece of a channel: of boxes that stay where they are, and of those that move.
+STILL_BYTES, MOVING_BYTES = 8, 16
+
+
+# Cycles of each of a multiprocessor's four schedulers for a warp's copy, for one whose elements pass registers, and for
+# finding where a row of pieces lies. Fitted with `polyphase.algorithms.gradient_gemm`.
+_COPY, _THROUGH_REGISTERS, _FIND = 24.0, 200.0, 22.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage holds of a tensor, as the kernels' ``Part``, and how many pieces a channel has of it."""
+
+    extent: "tuple[int, int, int, int]"
+    piece: int
+    pitch: int
+    places: int
+
+    def packed(self) -> bytes:
+        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
+
+
+def weight_part(problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, pitch: int, length: int) -> "Part":
+    """All taps of ``out_chunk`` output channels, in the order in which the weight has them, ``length`` in all."""
+    size, out, taps = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group, problem.taps
+    extent, run = ((1, 1, taps, out_chunk), 1) if layouts.weight_channels_last else ((1, 1, 1, out_chunk * taps), taps)
+    piece = widest_piece(size, out * run, out_chunk * run, 0 if layouts.aligned else 1)
+    return Part(extent, piece, pitch, length // piece)
+
+
+def packed_weight(problem: "ConvTransposeProblem", layouts: "Layouts") -> bytes:
+    """The weight as a ``Tensor5`` whose channels are its rows and whose rest lies along h and w."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
+    height, width, *sizes = inner
+    return struct.pack("<5q4i", 0, out * taps, 0, height, width, *sizes, problem.in_channels_per_group)
+
+
+def widest_piece(size: int, *multiples: int) -> int:
+    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
+    piece = 16 // size
+    while any(value % piece for value in multiples):
+        piece //= 2
+    return piece
+
+
+def row_piece(side: "Side", size: int, aligned: bool, step: int) -> int:
+    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
+    *others, width = side.strides
+    if not aligned or width != 1:
+        return 1
+    return widest_piece(size, side.shape[4], step, *others)
+
+
+def channel_piece(side: "Side", channels: int, stage_channels: int, size: int, aligned: bool) -> int:
+    """Neighbouring channels moved at once: 16 bytes, or one."""
+    batch, _, *others = side.strides
+    vector = 16 // size
+    whole = all(value % vector == 0 for value in (channels, stage_channels, batch, *others))
+    return vector if aligned and whole else 1
+
+
+def copy_cycles(part: "Part", channels: int, warps: int, size: int) -> float:
+    """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a part."""
+    lanes = min(32, next_power_of_two(part.places))
+    rounds = math.ceil(part.places / lanes)
+    copies = rounds * math.ceil(channels / (warps * 32 // lanes))
+    each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
+    return warps / 4 * (rounds * _FIND + copies * each)
+
+
+def row_bytes(part: "Part", size: int) -> float:
+    """Bytes that memory moves for a channel of a part: whole sectors of its rows."""
+    *rows, width = part.extent
+    return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)
+
+# =====================================================================================================================
 # polyphase/algorithms/gradient_gemm.py
 # =====================================================================================================================
 #
@@ -4181,7 +4338,6 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
-_gradient_gemm_MAX_SIDE = 1 << 15  # of a window: Place in the kernels has 16 bits for each coordinate
 _LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
 
 
@@ -4208,27 +4364,14 @@ class GradientVariant(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What a stage holds of a tensor, as the kernels' ``Part``, with the bytes of all of its channels."""
-
-    extent: "tuple[int, int, int, int]"
-    piece: int
-    pitch: int
-    places: int
-
-    def packed(self) -> bytes:
-        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
-
-
-@dataclass(frozen=True)
 class _Tiling:
     """How a variant cuts the input positions into tiles, and what that takes of shared memory."""
 
     lanes: "tuple[int, int, int, int]"
     tiles: "tuple[int, int, int, int]"
     skew: int
-    window: "_Part"
-    operand: "_Part"
+    window: "Part"
+    operand: "Part"
     table_bytes: int
     stage_bytes: int
 
@@ -4262,9 +4405,9 @@ class _GradientGemm:
             planes = max(1, math.ceil(tiling.total / length))
             grid = blocks * planes
         else:
-            geometry = grad.packed() + _weight_rows(problem, layouts) + x.packed()
+            geometry = grad.packed() + packed_weight(problem, layouts) + x.packed()
             geometry += tiling.operand.packed() + tiling.window.packed()
-            pairs = tiling.lanes[3] % 2 == 0 and _row_piece(x, 8, True, 0) == 2
+            pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
             geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
             planes = 1
             grid = blocks * tiling.total
@@ -4273,6 +4416,7 @@ class _GradientGemm:
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
             ("G_CHANNELS_LAST", grad.channels_last),
+            ("WARPS", _WARPS),
             ("ROW_TILES", variant.row_tiles),
             ("COLUMN_TILES", variant.column_tiles),
             ("ROW_WARPS", variant.row_warps),
@@ -4303,14 +4447,6 @@ def _sizes(tiling: "_Tiling") -> "tuple[int, int, int]":
     return tiling.skew, tiling.table_bytes, tiling.stage_bytes
 
 
-def _weight_rows(problem: "ConvTransposeProblem", layouts: "Layouts") -> bytes:
-    """The weight as a tensor whose channels are its rows and whose rest lies along h and w."""
-    out, taps = problem.out_channels_per_group, problem.taps
-    inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
-    height, width, *sizes = inner
-    return struct.pack("<5q4i", 0, out * taps, 0, height, width, *sizes, problem.in_channels_per_group)
-
-
 def _gradient_gemm_blocks(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant") -> int:
     """Blocks of a tile of positions, or of a part of them."""
     blocks = math.ceil(problem.in_channels_per_group / variant.rows) * problem.groups
@@ -4335,14 +4471,6 @@ def _depth(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVar
 
 def _shared_bytes(variant: "GradientVariant", tiling: "_Tiling") -> int:
     return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
-
-
-def _piece(size: int, *multiples: int) -> int:
-    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
-    piece = 16 // size
-    while any(value % piece for value in multiples):
-        piece //= 2
-    return piece
 
 
 @lru_cache(maxsize=8192)
@@ -4370,7 +4498,7 @@ def _tiling(
 
 def _fits(variant: "GradientVariant", tiling: "_Tiling", device: "DeviceInfo") -> bool:
     """Whether stages fit shared memory, and places of the window the bits that they have."""
-    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= _gradient_gemm_MAX_SIDE
+    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
 
 
 def _lanes(problem: "ConvTransposeProblem", positions: int) -> "Iterator[tuple[int, int, int, int]]":
@@ -4404,39 +4532,33 @@ def _gradient_gemm_tiles(
         (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
     )
     skew = 0
-    out, taps = problem.out_channels_per_group, problem.taps
     whole_rows = lanes[3] >= problem.input_size[-1]
     if grad.channels_last:
-        piece = _vector(grad, out, variant.out_chunk, size, layouts.aligned)
+        piece = channel_piece(grad, problem.out_channels_per_group, variant.out_chunk, size, layouts.aligned)
         extent = (lanes[0], slabs, rows, columns)
         pitch = size * (math.prod(extent) | 1)
-        window = _Part(extent, piece, pitch, math.prod(extent))
+        window = Part(extent, piece, pitch, math.prod(extent))
     else:
-        piece = _row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
+        piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
         skew = -axes[2].padding % piece
         extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
         pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
-        window = _Part(extent, piece, pitch, math.prod(extent) // piece)
+        window = Part(extent, piece, pitch, math.prod(extent) // piece)
     depth = _depth(problem, pass_, variant)
     a_pitch = depth * size + 16
     if pass_ is Pass.WEIGHT_GRAD:
         if x.channels_last:
-            piece = _vector(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
-            operand = _Part(lanes, piece, a_pitch, depth)
+            piece = channel_piece(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
+            operand = Part(lanes, piece, a_pitch, depth)
         else:
-            piece = _row_piece(x, size, layouts.aligned, lanes[3])
-            operand = _Part(lanes, piece, a_pitch, depth // piece)
+            piece = row_piece(x, size, layouts.aligned, lanes[3])
+            operand = Part(lanes, piece, a_pitch, depth // piece)
         tables = 4 * depth
     else:
-        aligned = 0 if layouts.aligned else 1
-        if layouts.weight_channels_last:
-            piece = _piece(size, out, variant.out_chunk, aligned)
-            operand = _Part((1, 1, taps, variant.out_chunk), piece, a_pitch, depth // piece)
-        else:
-            piece = _piece(size, out * taps, variant.out_chunk * taps, aligned)
-            operand = _Part((1, 1, 1, variant.out_chunk * taps), piece, a_pitch, depth // piece)
+        operand = weight_part(problem, layouts, variant.out_chunk, a_pitch, depth)
         tables = 4 * (depth + variant.columns)
-    tables += 8 * (operand.places + window.places)
+    moving = pass_ is Pass.WEIGHT_GRAD
+    tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
     stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
     counts = tuple(math.ceil(n / m) for n, m in zip((problem.batch, *x.shape[2:]), lanes))
     batch, depths, heights, widths = counts
@@ -4445,30 +4567,13 @@ def _gradient_gemm_tiles(
     )
 
 
-def _vector(side: "Side", channels: int, block_channels: int, size: int, aligned: bool) -> int:
-    """Neighbouring channels moved at once: 16 bytes, or one."""
-    batch, _, *others = side.strides
-    vector = 16 // size
-    whole = all(value % vector == 0 for value in (channels, block_channels, batch, *others))
-    return vector if aligned and whole else 1
-
-
-def _row_piece(side: "Side", size: int, aligned: bool, step: int) -> int:
-    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
-    *others, width = side.strides
-    if not aligned or width != 1:
-        return 1
-    return _piece(size, side.shape[4], step, *others)
-
-
 # Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
-# beside those, for a warp's copy, one whose elements pass registers, and for finding where a row of pieces lies; for a
-# stage, also where no other block is resident; for a block, and each result that it stores. Fitted to 1,038 measured
-# variants on an H200 (docs/performance.md, "Gradients on tensor cores").
-_OPERATION, _SLOT, _COPY, _THROUGH_REGISTERS, _FIND = 2.0, 1.2, 43.0, 129.0, 59.0
+# beside those; for a stage, also where no other block is resident; for a block, and each result that it stores. Fitted
+# to 336 measured variants on an H200 (docs/performance.md, "Gradients on tensor cores").
+_OPERATION, _SLOT = 1.45, 2.6
 
 
-_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.42 / 24, 230.0, 1260.0, 3000.0, 0.12
+_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.35 / 24, 130.0, 500.0, 1150.0, 0.25
 
 
 def _stage_cycles(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant", tiling: "_Tiling") -> float:
@@ -4481,20 +4586,10 @@ def _stage_cycles(problem: "ConvTransposeProblem", pass_: "Pass", variant: "Grad
     cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
     moved = 0.0
     for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
-        lanes = min(32, next_power_of_two(part.places))
-        rounds = math.ceil(part.places / lanes)
-        copies = rounds * math.ceil(channels / (_WARPS * 32 // lanes))
-        each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
-        cycles += _WARPS / 4 * (rounds * _FIND + copies * each)
+        cycles += copy_cycles(part, channels, _WARPS, size)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
-        moved += channels * (depth * size if of_weight else _row_bytes(part.extent, size))
+        moved += channels * (depth * size if of_weight else row_bytes(part, size))
     return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
-
-
-def _row_bytes(extent: "tuple[int, int, int, int]", size: int) -> float:
-    """Bytes that memory moves for a channel of a box: whole sectors of its rows."""
-    *rows, width = extent
-    return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)
 
 # =====================================================================================================================
 # polyphase/algorithms/implicit_gemm.py

@@ -16,12 +16,24 @@ from polyphase.algorithms.base import (
     Layouts,
     affordable_planes,
     layer_constants,
-    next_power_of_two,
     round_up,
     standard,
 )
 from polyphase.algorithms.gather import Side, five
 from polyphase.algorithms.gemm_variant import lacks_cores, uses_tf32
+from polyphase.algorithms.rankings import kept
+from polyphase.algorithms.stages import (
+    MAX_SIDE,
+    MOVING_BYTES,
+    STILL_BYTES,
+    Part,
+    channel_piece,
+    copy_cycles,
+    packed_weight,
+    row_bytes,
+    row_piece,
+    weight_part,
+)
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -29,8 +41,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 _WARPS = 8
 _THREADS = 32 * _WARPS
 _OFFERED = 6
+_BUFFERS = (4, 3, 2)  # of stages; tried from the left
 _MAX_TAPS = 512
-_MAX_SIDE = 1 << 15  # of a window: Place in the kernels has 16 bits for each coordinate
 _LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
 # Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
 _SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2, 8, 1), (2, 4, 1), (1, 8, 1), (1, 4, 1))
@@ -59,27 +71,14 @@ class GradientVariant(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What a stage holds of a tensor, as the kernels' ``Part``, with the bytes of all of its channels."""
-
-    extent: tuple[int, int, int, int]
-    piece: int
-    pitch: int
-    places: int
-
-    def packed(self) -> bytes:
-        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
-
-
-@dataclass(frozen=True)
 class _Tiling:
     """How a variant cuts the input positions into tiles, and what that takes of shared memory."""
 
     lanes: tuple[int, int, int, int]
     tiles: tuple[int, int, int, int]
     skew: int
-    window: _Part
-    operand: _Part
+    window: Part
+    operand: Part
     table_bytes: int
     stage_bytes: int
 
@@ -139,9 +138,9 @@ class _GradientGemm:
             planes = max(1, math.ceil(tiling.total / length))
             grid = blocks * planes
         else:
-            geometry = grad.packed() + _weight_rows(problem, layouts) + x.packed()
+            geometry = grad.packed() + packed_weight(problem, layouts) + x.packed()
             geometry += tiling.operand.packed() + tiling.window.packed()
-            pairs = tiling.lanes[3] % 2 == 0 and _row_piece(x, 8, True, 0) == 2
+            pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
             geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
             planes = 1
             grid = blocks * tiling.total
@@ -150,6 +149,7 @@ class _GradientGemm:
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
             ("G_CHANNELS_LAST", grad.channels_last),
+            ("WARPS", _WARPS),
             ("ROW_TILES", variant.row_tiles),
             ("COLUMN_TILES", variant.column_tiles),
             ("ROW_WARPS", variant.row_warps),
@@ -187,14 +187,6 @@ def _sizes(tiling: _Tiling) -> tuple[int, int, int]:
     return tiling.skew, tiling.table_bytes, tiling.stage_bytes
 
 
-def _weight_rows(problem: ConvTransposeProblem, layouts: Layouts) -> bytes:
-    """The weight as a tensor whose channels are its rows and whose rest lies along h and w."""
-    out, taps = problem.out_channels_per_group, problem.taps
-    inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
-    height, width, *sizes = inner
-    return struct.pack("<5q4i", 0, out * taps, 0, height, width, *sizes, problem.in_channels_per_group)
-
-
 def _blocks(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant) -> int:
     """Blocks of a tile of positions, or of a part of them."""
     blocks = math.ceil(problem.in_channels_per_group / variant.rows) * problem.groups
@@ -219,14 +211,6 @@ def _depth(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant)
 
 def _shared_bytes(variant: GradientVariant, tiling: _Tiling) -> int:
     return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
-
-
-def _piece(size: int, *multiples: int) -> int:
-    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
-    piece = 16 // size
-    while any(value % piece for value in multiples):
-        piece //= 2
-    return piece
 
 
 @lru_cache(maxsize=8192)
@@ -254,7 +238,7 @@ def _tiling(
 
 def _fits(variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
     """Whether stages fit shared memory, and places of the window the bits that they have."""
-    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= _MAX_SIDE
+    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
 
 
 def _lanes(problem: ConvTransposeProblem, positions: int) -> Iterator[tuple[int, int, int, int]]:
@@ -288,39 +272,33 @@ def _tiles(
         (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
     )
     skew = 0
-    out, taps = problem.out_channels_per_group, problem.taps
     whole_rows = lanes[3] >= problem.input_size[-1]
     if grad.channels_last:
-        piece = _vector(grad, out, variant.out_chunk, size, layouts.aligned)
+        piece = channel_piece(grad, problem.out_channels_per_group, variant.out_chunk, size, layouts.aligned)
         extent = (lanes[0], slabs, rows, columns)
         pitch = size * (math.prod(extent) | 1)
-        window = _Part(extent, piece, pitch, math.prod(extent))
+        window = Part(extent, piece, pitch, math.prod(extent))
     else:
-        piece = _row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
+        piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
         skew = -axes[2].padding % piece
         extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
         pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
-        window = _Part(extent, piece, pitch, math.prod(extent) // piece)
+        window = Part(extent, piece, pitch, math.prod(extent) // piece)
     depth = _depth(problem, pass_, variant)
     a_pitch = depth * size + 16
     if pass_ is Pass.WEIGHT_GRAD:
         if x.channels_last:
-            piece = _vector(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
-            operand = _Part(lanes, piece, a_pitch, depth)
+            piece = channel_piece(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
+            operand = Part(lanes, piece, a_pitch, depth)
         else:
-            piece = _row_piece(x, size, layouts.aligned, lanes[3])
-            operand = _Part(lanes, piece, a_pitch, depth // piece)
+            piece = row_piece(x, size, layouts.aligned, lanes[3])
+            operand = Part(lanes, piece, a_pitch, depth // piece)
         tables = 4 * depth
     else:
-        aligned = 0 if layouts.aligned else 1
-        if layouts.weight_channels_last:
-            piece = _piece(size, out, variant.out_chunk, aligned)
-            operand = _Part((1, 1, taps, variant.out_chunk), piece, a_pitch, depth // piece)
-        else:
-            piece = _piece(size, out * taps, variant.out_chunk * taps, aligned)
-            operand = _Part((1, 1, 1, variant.out_chunk * taps), piece, a_pitch, depth // piece)
+        operand = weight_part(problem, layouts, variant.out_chunk, a_pitch, depth)
         tables = 4 * (depth + variant.columns)
-    tables += 8 * (operand.places + window.places)
+    moving = pass_ is Pass.WEIGHT_GRAD
+    tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
     stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
     counts = tuple(math.ceil(n / m) for n, m in zip((problem.batch, *x.shape[2:]), lanes))
     batch, depths, heights, widths = counts
@@ -329,29 +307,12 @@ def _tiles(
     )
 
 
-def _vector(side: Side, channels: int, block_channels: int, size: int, aligned: bool) -> int:
-    """Neighbouring channels moved at once: 16 bytes, or one."""
-    batch, _, *others = side.strides
-    vector = 16 // size
-    whole = all(value % vector == 0 for value in (channels, block_channels, batch, *others))
-    return vector if aligned and whole else 1
-
-
-def _row_piece(side: Side, size: int, aligned: bool, step: int) -> int:
-    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
-    *others, width = side.strides
-    if not aligned or width != 1:
-        return 1
-    return _piece(size, side.shape[4], step, *others)
-
-
 # Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
-# beside those, for a warp's copy, one whose elements pass registers, and for finding where a row of pieces lies; for a
-# stage, also where no other block is resident; for a block, and each result that it stores. Fitted to 1,038 measured
-# variants on an H200 (docs/performance.md, "Gradients on tensor cores").
-_OPERATION, _SLOT, _COPY, _THROUGH_REGISTERS, _FIND = 2.0, 1.2, 43.0, 129.0, 59.0
+# beside those; for a stage, also where no other block is resident; for a block, and each result that it stores. Fitted
+# to 336 measured variants on an H200 (docs/performance.md, "Gradients on tensor cores").
+_OPERATION, _SLOT = 1.45, 2.6
 _PREFERENCE = 1.15  # for exact sums, where they are about as fast
-_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.42 / 24, 230.0, 1260.0, 3000.0, 0.12
+_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.35 / 24, 130.0, 500.0, 1150.0, 0.25
 
 
 def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling) -> float:
@@ -364,20 +325,10 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientV
     cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
     moved = 0.0
     for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
-        lanes = min(32, next_power_of_two(part.places))
-        rounds = math.ceil(part.places / lanes)
-        copies = rounds * math.ceil(channels / (_WARPS * 32 // lanes))
-        each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
-        cycles += _WARPS / 4 * (rounds * _FIND + copies * each)
+        cycles += copy_cycles(part, channels, _WARPS, size)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
-        moved += channels * (depth * size if of_weight else _row_bytes(part.extent, size))
+        moved += channels * (depth * size if of_weight else row_bytes(part, size))
     return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
-
-
-def _row_bytes(extent: tuple[int, int, int, int], size: int) -> float:
-    """Bytes that memory moves for a channel of a box: whole sectors of its rows."""
-    *rows, width = extent
-    return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)
 
 
 def _estimate(
@@ -406,12 +357,18 @@ def _estimate(
 
 
 @lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[GradientVariant, ...]:
+def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GradientVariant]:
     """Variants of a layer at a typical size, the fastest prediction first."""
+    offered = [each._replace(buffers=count) for each in _variants(problem, pass_, device) for count in _BUFFERS]
+    about = f"{pass_.value} of {problem!r}, on {device!r}"
+    return kept(about, offered, lambda: _rank(problem, pass_, device))
+
+
+def _rank(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GradientVariant]:
     layouts = Layouts.dense(problem)
     scored = []
     for variant in _variants(problem, pass_, device):
-        for buffers in (4, 3, 2):
+        for buffers in _BUFFERS:
             deeper = variant._replace(buffers=buffers)
             tiling = _tiling(problem, pass_, layouts, deeper, device)
             if tiling is None:
@@ -419,10 +376,10 @@ def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
             if not _fits(deeper, _tiles(problem, pass_, replace(layouts, aligned=False), deeper, (1, 1, 1, 1)), device):
                 continue  # where every element is copied by itself
             shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
-            if shared <= device.shared_bytes_per_multiprocessor or buffers == 2:
+            if shared <= device.shared_bytes_per_multiprocessor or buffers == _BUFFERS[-1]:
                 scored.append((_estimate(problem, pass_, deeper, tiling, device)[0], deeper))
                 break
-    return tuple(variant for _, variant in sorted(scored))
+    return [variant for _, variant in sorted(scored)]
 
 
 def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GradientVariant]:

@@ -224,24 +224,9 @@ def ranked(
     Among the first, half the say has how they do at other sizes: a single image, small images, large ones.
     """
     members = list(families(problem, device, src_channels_last, boxes))
-    places = {
-        variant._replace(stages=count): [place, count]
-        for place, (variant, stages) in enumerate(members)
-        for count in stages
-    }
-    known = set(map(tuple, places.values()))
-
-    def fits(entry: object) -> bool:
-        match entry:
-            case [int(place), int(stages)]:
-                return (place, stages) in known
-        return False
-
-    def rank() -> list[list[int]]:
-        return [places[variant] for variant in _rank(problem, device, src_channels_last, members)]
-
+    offered = [variant._replace(stages=count) for variant, stages in members for count in stages]
     about = f"{problem!r}, input {'channels' if src_channels_last else 'pixels'} last, boxes {boxes}, on {device!r}"
-    return [members[place][0]._replace(stages=stages) for place, stages in kept(about, fits, rank)]
+    return kept(about, offered, lambda: _rank(problem, device, src_channels_last, members))
 
 
 def _rank(

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from polyphase.entries import digest, read, write
+
+_Variant = TypeVar("_Variant", bound=Hashable)
 
 _FOLDER = "rankings"
 _PACKAGE = Path(__file__).parent.parent
@@ -20,8 +23,8 @@ _FILES = [*_PACKAGE.glob("*.py"), *_PACKAGE.glob("algorithms/*.py")]
 _PLANNER = digest(_FILES) if _FILES else None
 
 
-def kept(about: str, fits: Callable[[object], bool], rank: Callable[[], list[list[int]]]) -> list[list[int]]:
-    """What ``rank`` gives, or gave an earlier process that ranked the same. What was read must be what ``fits``.
+def kept(about: str, offered: Sequence[_Variant], rank: Callable[[], list[_Variant]]) -> list[_Variant]:
+    """Some of what is ``offered``, in the order that ``rank`` gives, or gave an earlier process that ranked the same.
 
     With ``POLYPHASE_TUNING=0`` in the environment nothing is read or written; nor where the disk does not let us.
     """
@@ -29,9 +32,17 @@ def kept(about: str, fits: Callable[[object], bool], rank: Callable[[], list[lis
         return rank()
     about = f"{about}, planner {_PLANNER}"
     found = read(_FOLDER, about)
-    if isinstance(found, list) and found and all(map(fits, found)) and len(set(map(tuple, found))) == len(found):
-        return found
+    if _are_places(found, len(offered)):
+        return [offered[place] for place in found]
     ranking = rank()
+    places = {variant: place for place, variant in enumerate(offered)}
     with contextlib.suppress(OSError, RuntimeError):  # the latter where there is no home folder
-        write(_FOLDER, about, ranking)
+        write(_FOLDER, about, [places[variant] for variant in ranking])
     return ranking
+
+
+def _are_places(found: object, count: int) -> bool:
+    """Whether this is a list of some places, each at most once, in a list of so many."""
+    if not isinstance(found, list) or not all(isinstance(place, int) and 0 <= place < count for place in found):
+        return False
+    return 0 < len(found) == len(set(found))

@@ -32,8 +32,9 @@ _BUILDING_BLOCKS = {
         *("tensor_float", "row_blocks", "dependent", "copy_async", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",
     ),
-    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
-    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "window_product"),
+    "scatter_gemm": ("tensor_float", "copy_async", "mma", "stages"),
+    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
+    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }

@@ -7,9 +7,6 @@
 //
 // Shared memory: where the pieces of both operands lie, the offsets of a stage's channels and taps and of the
 // positions, then BUFFERS stages; at the end, where each position lies in the input.
-//
-// Synchronisation: copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has
-// freed.
 
 struct Geometry {
   Tensor5 g, weight, x;  // the weight's rows are channels, the rest of it lies along h and w
@@ -33,8 +30,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   block /= ROW_BLOCKS;
   const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
   const int group = block / tiles;
-  Tile tile;
-  tile.init(g.tiles, block % tiles);
+  int first[4];  // position of the tile
+  decode(g.tiles, block % tiles, first);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) first[i] *= g.lanes[i];
 
   const int first_in = row_block * ROWS;
   const int rows = IN_CHANNELS - first_in;  // that exist, from there on
@@ -44,10 +43,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Place* const places = (Place*)(positions + COLUMNS);
   char* const buffers = (char*)shared_memory + g.table_bytes;
 
-  PartLoader<false, ROWS> weight_loader;
-  PartLoader<G_CHANNELS_LAST, OUT_CHUNK> g_loader;
-  weight_loader.init(g.weight_part, places, DEPTH);
-  g_loader.init(g.window, weight_loader.end(), elements(g.window));
+  PartLoader<Channels::first, ROWS, Moving> weight_loader(g.weight, g.weight_part);
+  PartLoader<G_CHANNELS_LAST ? Channels::turned : Channels::first, OUT_CHUNK, Still> g_loader(g.g, g.window);
+  weight_loader.init(places, DEPTH);
+  int window[4] = {first[0], first[1], first[2], first[3]};
+  to_window(window, g.skew);
+  g_loader.init((long long*)(places + weight_loader.box.pieces), elements(g.window), g.batch, window);
   list_positions(positions, COLUMNS, g.window, g.lanes, g.skew);
   for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
     const int channel = WEIGHT_STRIDE_OUT == 1 ? i % OUT_CHUNK : i / TAPS;
@@ -60,43 +61,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   int columns[COLUMN_TILES];
 #pragma unroll
-  for (int j = 0; j < COLUMN_TILES; ++j)
-    columns[j] = positions[threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES) + 8 * j + threadIdx.x % 32 / 4];
+  for (int j = 0; j < COLUMN_TILES; ++j) columns[j] = positions[Sums::operand_column(j)];
 
   Sums sums;
   sums.clear();
-#pragma unroll 1
-  for (int stage = 1 - BUFFERS; stage < STAGES; ++stage) {
-    const char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
-    if (stage >= 0) {
-      copies_wait<BUFFERS - 2>();
-      __syncthreads();
-    }
-    const int ahead = stage + BUFFERS - 1;
-    if (ahead < STAGES) {
-      char* const to = buffers + ahead % BUFFERS * g.stage_bytes;
-      int origin[4] = {0, 0, 0, ahead * (WEIGHT_STRIDE_OUT == 1 ? OUT_CHUNK : CHUNK_TAPS)};
-      weight_loader.load(g.weight, g.weight_part, weight, rows, 1, origin, to);
-      tile.first_of_window(g.lanes, g.skew, origin);
-      g_loader.load(g.g, g.window, grad + (long long)ahead * OUT_CHUNK * g.g.stride[1],
-                    OUT_CHANNELS - ahead * OUT_CHUNK, g.batch, origin, to + A_BYTES);
-    }
-    copies_commit();
-    if (stage < 0) continue;
-    sums.add(now, now + A_BYTES, offsets, columns);
-  }
+  auto load = [&](int stage, char* to) {
+    const int origin[4] = {0, 0, 0, stage * (WEIGHT_STRIDE_OUT == 1 ? OUT_CHUNK : CHUNK_TAPS)};
+    weight_loader.load(weight, rows, to, 1, origin);
+    g_loader.load(grad + (long long)stage * OUT_CHUNK * g.g.stride[1], OUT_CHANNELS - stage * OUT_CHUNK, to + A_BYTES);
+  };
+  run_stages(STAGES, buffers, g.stage_bytes, load,
+             [&](const char* from) { sums.add(from, from + A_BYTES, offsets, columns); });
 
   // Where each position lies, -1 where it does not exist.
   __syncthreads();
   long long* const targets = (long long*)buffers;
-  int origin[4];
-  tile.first_position(g.lanes, origin);
   for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
-    Position position;
-    position.init(g.lanes, i);
-    const int n = origin[0] + position.n, d = origin[1] + position.d, h = origin[2] + position.h;
-    const int w = origin[3] + position.w;
-    const bool exists = position.exists && n < g.batch && d < g.x.size[0] && h < g.x.size[1] && w < g.x.size[2];
+    int at[4];
+    decode(g.lanes, i, at);
+    const int n = first[0] + at[0], d = first[1] + at[1], h = first[2] + at[2], w = first[3] + at[3];
+    const bool exists = at[0] < g.lanes[0] && n < g.batch && d < g.x.size[0] && h < g.x.size[1] && w < g.x.size[2];
     targets[i] = exists ? n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4] : -1;
   }
   __syncthreads();

@@ -8,9 +8,6 @@
 //
 // Shared memory: where the pieces of both operands lie, the positions' offsets, then BUFFERS stages.
 //
-// Synchronisation: copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has
-// freed.
-//
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and those sums in `partial`.
 
 struct Geometry {
@@ -52,10 +49,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Place* const places = (Place*)(offsets + POSITIONS);
   char* const buffers = (char*)shared_memory + g.table_bytes;
 
-  PartLoader<X_CHANNELS_LAST, ROWS> x_loader;
-  PartLoader<G_CHANNELS_LAST, OUT_CHUNK> g_loader;
-  x_loader.init(g.x_part, places, POSITIONS);
-  g_loader.init(g.window, x_loader.end(), elements(g.window));
+  PartLoader<X_CHANNELS_LAST ? Channels::turned : Channels::first, ROWS, Moving> x_loader(g.x, g.x_part);
+  PartLoader<G_CHANNELS_LAST ? Channels::turned : Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
+  x_loader.init(places, POSITIONS);
+  g_loader.init(places + x_loader.box.pieces, elements(g.window));
   list_positions(offsets, POSITIONS, g.window, g.lanes, g.skew);
   x += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
   grad += (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
@@ -64,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int columns[COLUMN_TILES];
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; ++j) {
-    const int column = threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES) + 8 * j + threadIdx.x % 32 / 4;
+    const int column = Sums::operand_column(j);
     columns[j] = column < CHUNK_TAPS ? offset_of_tap(g.window, column / TAPS, column % TAPS) : 0;
   }
 
@@ -87,33 +84,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     flushed = true;
   };
 
-  Tile ahead;
-  ahead.init(g.tiles, first_tile);
-  __syncthreads();
+  int tile[4];  // the next to be loaded
+  decode(g.tiles, first_tile, tile);
+  auto load = [&](int, char* to) {
+    int origin[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) origin[i] = tile[i] * g.lanes[i];
+    x_loader.load(x, rows, to, g.batch, origin);
+    to_window(origin, g.skew);
+    g_loader.load(grad, channels, to + A_BYTES, g.batch, origin);
+#pragma unroll
+    for (int i = 3; i > 0; --i) {
+      if (++tile[i] < g.tiles[i]) return;
+      tile[i] = 0;
+    }
+    ++tile[0];
+  };
   int until_flush = FLUSH;
-#pragma unroll 1
-  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
-    const char* const now = buffers + (stage + BUFFERS) % BUFFERS * g.stage_bytes;
-    if (stage >= 0) {
-      copies_wait<BUFFERS - 2>();
-      __syncthreads();
-    }
-    if (stage + BUFFERS - 1 < stages) {
-      char* const to = buffers + (stage + BUFFERS - 1) % BUFFERS * g.stage_bytes;
-      int origin[4];
-      ahead.first_position(g.lanes, origin);
-      x_loader.load(g.x, g.x_part, x, rows, g.batch, origin, to);
-      ahead.first_of_window(g.lanes, g.skew, origin);
-      g_loader.load(g.g, g.window, grad, channels, g.batch, origin, to + A_BYTES);
-      ahead.next(g.tiles);
-    }
-    copies_commit();
-    if (stage < 0) continue;
-    sums.add(now, now + A_BYTES, offsets, columns);
+  __syncthreads();
+  run_stages(stages, buffers, g.stage_bytes, load, [&](const char* from) {
+    sums.add(from, from + A_BYTES, offsets, columns);
     if (--until_flush == 0) {
       flush();
       until_flush = FLUSH;
     }
-  }
+  });
   flush();
 }

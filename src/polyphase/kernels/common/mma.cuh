@@ -1,19 +1,31 @@
 // The tensor cores' instruction for a warp, of sm_80 and later, and how its operands come from shared memory.
 
 // Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
-// the four bytes `lane % 4` of row lane / 4.
+// the four bytes `lane % 4` of row lane / 4; TRANSPOSED, for elements of 16 bits, those of column lane / 4.
+template <bool TRANSPOSED = false>
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
 #ifndef EMULATOR
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
 #else
-  typedef Vector<unsigned, 4> Row;
+  typedef Vector<unsigned short, 8> Row;
   const auto addresses = emulator::all_lanes(~0u, address);
+  const int major = threadIdx.x % 32 / 4, minor = threadIdx.x % 4 * 2;
   for (int matrix = 0; matrix < 4; ++matrix) {
-    const unsigned row = addresses.of[8 * matrix + threadIdx.x % 32 / 4];
-    to[matrix] = ((const Row*)__cvta_shared_to_generic(row))->value[threadIdx.x % 4];
+    unsigned halves[2];
+    for (int i = 0; i < 2; ++i) {
+      const int row = TRANSPOSED ? minor + i : major, column = TRANSPOSED ? major : minor + i;
+      halves[i] = ((const Row*)__cvta_shared_to_generic(addresses.of[8 * matrix + row]))->value[column];
+    }
+    to[matrix] = halves[0] | halves[1] << 16;
   }
 #endif
 }
