@@ -31,15 +31,21 @@ from helpers import (
     results,
     tf32,
 )
-from kernel_harness import DTYPES, Gpu, assert_exact, compile_ahead, formats
+from kernel_harness import DTYPES, Gpu, assert_exact, compile_ahead, formats, strange_layouts
 from polyphase import plan, runtime
 from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.device import DeviceInfo
 from polyphase.jit import compiler, launcher
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
 from processes import run_python
+from test_gradient_gemm import ALGORITHMS, MIRRORED
+from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
 from test_kernels import PROBLEMS, WIDE_LAYERS, GemmCase, gemm_cases, wide
+from test_scatter_gemm import LAYERS as SCATTER_LAYERS
+from test_scatter_gemm import assert_carries_inf_and_nan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,12 +90,8 @@ class Case:
 
     problem: ConvTransposeProblem
     pass_: Pass
-    aligned: bool = True
+    layouts: Layouts
     algorithm: str | None = None  # the only one whose variants are wanted
-
-    @property
-    def layouts(self) -> Layouts:
-        return replace(Layouts.dense(self.problem), aligned=self.aligned)
 
     def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
         """All variants in float32; the first and the last of each algorithm in other dtypes, which they share."""
@@ -108,7 +110,8 @@ class Case:
 def cases() -> Iterator[ParameterSet]:
     def case(name: str, problem: ConvTransposeProblem, pass_: Pass, aligned: bool = True) -> ParameterSet:
         layout = ("last" if problem.channels_last else "first") + ("" if aligned else "-unaligned")
-        return pytest.param(Case(problem, pass_, aligned), id=f"{name}-{layout}-{pass_.value}-{problem.dtype}")
+        layouts = replace(Layouts.dense(problem), aligned=aligned)
+        return pytest.param(Case(problem, pass_, layouts), id=f"{name}-{layout}-{pass_.value}-{problem.dtype}")
 
     for name, problem in PROBLEMS.items():
         for formatted in formats(problem):
@@ -125,6 +128,25 @@ def cases() -> Iterator[ParameterSet]:
                         yield case(f"{name}, wide", problem, pass_, aligned=False)
 
 
+def strange_cases() -> Iterator[ParameterSet]:
+    """The layers of test_gradient_gemm.py and test_scatter_gemm.py, their tensors dense and not."""
+    layers = [
+        *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
+        *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
+        *(
+            (f"{name}, scattered", replace(layer, dtype=dtype), (Pass.FORWARD, ScatterGemm()))
+            for name, layer in SCATTER_LAYERS.items()
+            for dtype in ("float32", "float16", "bfloat16")
+        ),
+    ]
+    for name, layer, (pass_, algorithm) in layers:
+        for problem in formats(layer):
+            for number, layouts in enumerate(strange_layouts(problem)):
+                order = "last" if problem.channels_last else "first"
+                label = f"{name}-{order}-{number}-{pass_.value}-{problem.dtype}"
+                yield pytest.param(Case(problem, pass_, layouts, algorithm.name), id=label)
+
+
 @pytest.fixture(scope="session")
 def variants(request: pytest.FixtureRequest) -> Gpu:
     """The GPU, with the kernels of all variants that this run asks for in the cache."""
@@ -137,7 +159,7 @@ def variants(request: pytest.FixtureRequest) -> Gpu:
 
 
 @pytest.mark.timeout(600)  # the first one waits for the compiler
-@pytest.mark.parametrize("case", list(cases()))
+@pytest.mark.parametrize("case", [*cases(), *strange_cases()])
 def test_every_variant_is_exact(case: Case, variants: Gpu) -> None:
     """On poisoned outputs, amid guards."""
     for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
@@ -169,7 +191,7 @@ def busy_cases() -> Iterator[ParameterSet]:
             for dtype, allowed in (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False)):
                 problem = replace(formatted, dtype=dtype, tf32=allowed)
                 label = f"{name}-{'last' if formatted.channels_last else 'first'}-{dtype}{'-tf32' if allowed else ''}"
-                yield pytest.param(Case(problem, Pass.FORWARD, algorithm="implicit_gemm"), id=label)
+                yield pytest.param(Case(problem, Pass.FORWARD, Layouts.dense(problem), "implicit_gemm"), id=label)
 
 
 @pytest.mark.timeout(600)
@@ -537,6 +559,11 @@ def test_new_sizes_compile_nothing(layer: str, channels_last: bool) -> None:
     for size in [*sizes, (300, 2, 2), (0, 5, 7)]:
         call(*size)
     assert (compiler.compilations, len(launcher._loaded)) == before
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_scattered_layers_carry_inf_and_nan(channels_last: bool) -> None:
+    assert_carries_inf_and_nan(channels_last, Gpu(0))
 
 
 @pytest.mark.parametrize("bits", [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], ids=hex)

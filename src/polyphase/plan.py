@@ -89,7 +89,11 @@ def _predicted(
 ) -> tuple[Algorithm, Candidate]:
     """The first candidate of the algorithm that is faster at the size of ``sized``."""
     layouts = Layouts.dense(sized)
-    algorithm, candidates = min(offers, key=lambda offer: offer[0].candidates(sized, pass_, device, layouts)[0].seconds)
+
+    def seconds(offer: tuple[Algorithm, list[Candidate]]) -> float:
+        return min((each.seconds for each in offer[0].candidates(sized, pass_, device, layouts)[:1]), default=math.inf)
+
+    algorithm, candidates = min(offers, key=seconds)
     return algorithm, candidates[0]
 
 

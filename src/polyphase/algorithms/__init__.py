@@ -5,10 +5,12 @@ from polyphase.algorithms.gather_general import GatherGeneral
 from polyphase.algorithms.gather_tiled import GatherTiled
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.algorithms.weight_grad import WeightGrad
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     ImplicitGemm(),
+    ScatterGemm(),
     InputGradGemm(),
     WeightGradGemm(),
     GatherTiled(),

@@ -88,7 +88,7 @@ class GatherTiled:
                     cycles *= _MEASURED_FEW_CHANNELS if few else _MEASURED_FORWARD[problem.channels_last]
                 else:
                     cycles *= _MEASURED_INPUT_GRAD
-                seconds, bound = cost_seconds(problem, device, work * cycles)
+                seconds, bound = cost_seconds(problem, device, work * cycles / _busy(problem, gather, variant, device))
                 result.append(Candidate(self.name, variant, seconds, bound))
         return result
 
@@ -237,6 +237,13 @@ def _extents(cells: int, most: int) -> list[int]:
     powers = {1 << i for i in range(least.bit_length())}
     quads = {round_up(share, multiple) for share in shares for multiple in (2, 4)}
     return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
+
+
+def _busy(problem: ConvTransposeProblem, gather: Gather, variant: TiledVariant, device: DeviceInfo) -> float:
+    """The share of multiprocessors that have a block to compute: tiny images come to few of them."""
+    tiles = math.ceil(problem.batch * math.prod(gather.cells) / (variant.lanes * variant.cells_h * variant.cells_w))
+    items = problem.groups * math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+    return min(1.0, max(1, tiles) * items / device.multiprocessors)
 
 
 @lru_cache(maxsize=512)

@@ -1,0 +1,125 @@
+"""Layers with few output channels on tensor cores, executed by the emulator; test_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+
+import emulator
+from kernel_harness import Emulator, Executor, assert_exact, formats, reference, run, strange_layouts
+from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.algorithms.scatter_gemm import ScatterGemm
+from polyphase.device import DeviceInfo
+from polyphase.problem import ConvTransposeProblem, Pass
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+make = ConvTransposeProblem.make
+H200 = DeviceInfo.for_arch("sm_90a")
+
+LAYERS = {
+    "three channels": make((2, 20, 9, 12), 3, 4, 2, 1, bias=True),
+    "one channel": make((2, 12, 30, 41), 1, 9, 4, 4, 3, bias=True),
+    "more channels than a block": make((1, 24, 9, 10), 13, 4, 2, 1, bias=True),
+    "stride 1": make((2, 20, 9, 10), 2, 3, bias=True),
+    "stride 1, dilated": make((1, 32, 7, 9), 4, 3, 1, (1, 2), dilation=(1, 2)),
+    "stride 3": make((1, 16, 7, 50), 2, 5, 3, 1, 1),
+    "kernel = stride": make((3, 40, 8, 8), 5, 2, 2, bias=True),
+    "kernel < stride": make((2, 16, 4, 5), 3, 2, (3, 4), 0, 1, bias=True),
+    "cropped": make((1, 16, 6, 7), 2, 5, 2, 6),
+    "output padding": make((2, 17, 9, 10), 3, 5, 2, 2, 1, dilation=2),
+    "grouped": make((2, 24, 6, 32), 12, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=3, bias=True),
+    "depthwise": make((2, 5, 6, 8), 5, 4, 2, 1, groups=5),
+    "tiny images": make((35, 40, 4, 4), 3, 4, 2, 1),
+    "one pixel": make((70, 18, 1, 1), 2, 4),
+    "TF32": make((1, 16, 12, 9), 16, 2, 2, tf32=True),
+    "1-D": make((3, 18, 700), 1, 16, 8, 4, bias=True),
+    "1-D, rows of 4 bytes": make((3, 18, 25), 2, 5, 3, 2),
+    "3-D": make((2, 16, 4, 5, 6), 2, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True),
+    "empty batch": make((0, 16, 4, 4), 3, 3),
+}
+
+
+def offers(problem: ConvTransposeProblem, layouts: Layouts | None = None) -> list[tuple[Candidate, Launch]]:
+    """What the algorithm offers, and its launches."""
+    layouts, algorithm = layouts or Layouts.dense(problem), ScatterGemm()
+    assert algorithm.refusal(problem, Pass.FORWARD, H200) is None
+    return [
+        (candidate, algorithm.launch(problem, Pass.FORWARD, H200, layouts, candidate.variant))
+        for candidate in algorithm.candidates(problem, Pass.FORWARD, H200, layouts)
+    ]
+
+
+def cases() -> Iterator[ParameterSet]:
+    for name, problem in LAYERS.items():
+        for dtype in ("float32", "bfloat16"):
+            for formatted in formats(replace(problem, dtype=dtype)):
+                order = "last" if formatted.channels_last else "first"
+                yield pytest.param(formatted, id=f"{name}-{dtype}-{order}")
+
+
+@pytest.mark.parametrize("problem", list(cases()))
+def test_layers(problem: ConvTransposeProblem) -> None:
+    for number, layouts in enumerate(strange_layouts(problem)):
+        found = offers(problem, layouts)
+        candidate, launch = found[number % len(found)]
+        assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(number))
+
+
+def assert_carries_inf_and_nan(channels_last: bool, executor: Executor) -> None:
+    """Parts of TF32 of an infinite value are none: such outputs are computed again, and the others are as they were."""
+    problem = make((2, 20, 9, 12), 3, 4, 2, 1, bias=True, channels_last=channels_last)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(problem.input_shape, generator=generator)
+    weight = torch.randn(problem.weight_shape, generator=generator)
+    bias = torch.randn(3, generator=generator)
+    for place, value in enumerate((math.inf, -math.inf, math.nan, 3.4028e38)):
+        x[place % 2, place, 2 * place, 2 * place] = value
+    x.view(torch.int32)[0, 4, 8, 0] = 0x7FFFFFFF  # NaN as GPUs make it
+    weight[7, 1, 2, 2], weight[9, 2, 0, 0] = math.inf, math.nan
+    _, launch = offers(problem)[0]
+    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
+    exact = torch.nn.functional.conv_transpose2d(x, weight, bias, 2, 1)
+    assert exact.isnan().any()
+    assert exact.isinf().any()
+    assert exact.isfinite().any()
+    torch.testing.assert_close(found, exact, equal_nan=True)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_inf_and_nan(channels_last: bool) -> None:
+    assert_carries_inf_and_nan(channels_last, Emulator())
+
+
+def test_float32_is_exact() -> None:
+    """The accuracy of float32 sums, where TF32 alone would have errors of 3e-4."""
+    problem = make((2, 64, 9, 12), 3, 4, 2, 1)
+    generator = torch.Generator().manual_seed(5)
+    operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
+    _, launch = offers(problem)[0]
+    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
+    exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
+    assert (found - exact).norm() / exact.norm() < 2e-7
+
+
+def test_no_races() -> None:
+    for problem in formats(LAYERS["three channels"]):
+        candidate, launch = offers(problem)[0]
+        assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
+
+
+def test_where_it_refuses() -> None:
+    layer = make((2, 32, 8, 8), 3, 4, 2, 1)
+    wanted = {
+        replace(layer, out_channels=40): "are many",
+        replace(layer, kernel_size=(12, 12)): "too many columns",
+        replace(layer, dtype="float64"): "do not take float64",
+    }
+    for problem, reason in wanted.items():
+        assert reason in (ScatterGemm().refusal(problem, Pass.FORWARD, H200) or "")
+    assert "only" in (ScatterGemm().refusal(layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks" in (ScatterGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
