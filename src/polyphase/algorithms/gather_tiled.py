@@ -27,7 +27,7 @@ _OFFERED = 8
 # Measured over predicted time, in a forward pass by whether channels come last (docs/performance.md): the model ranks
 # variants, and is held against another algorithm's here. Fewer than four output channels share less of what they load.
 _MEASURED_FORWARD = {False: 0.53, True: 2.2}
-_MEASURED_FEW_CHANNELS = 0.9
+_MEASURED_FEW_CHANNELS = {False: 0.9, True: 1.7}
 _MEASURED_INPUT_GRAD = 0.7
 
 
@@ -84,8 +84,8 @@ class GatherTiled:
         for variant, cycles in _variants(_Layer(gather), device):
             if _fits(gather, variant, (1, 1, 1, variant.lanes), device):
                 if gather.forward:
-                    few = gather.dst_channels < 4 and problem.groups == 1 and not problem.channels_last
-                    cycles *= _MEASURED_FEW_CHANNELS if few else _MEASURED_FORWARD[problem.channels_last]
+                    few = gather.dst_channels < 4 and problem.groups == 1
+                    cycles *= (_MEASURED_FEW_CHANNELS if few else _MEASURED_FORWARD)[problem.channels_last]
                 else:
                     cycles *= _MEASURED_INPUT_GRAD
                 seconds, bound = cost_seconds(problem, device, work * cycles / _busy(problem, gather, variant, device))

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.algorithms.base import Candidate, Launch, Layouts, is_tiny, layer_constants, round_up, standard, typical
-from polyphase.algorithms.gather import CellAxis, Side, five
+from polyphase.algorithms.gather import MAX_PHASES, CellAxis, Side, five
 from polyphase.algorithms.gemm_variant import lacks_cores, uses_tf32
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import (
@@ -88,6 +88,8 @@ class ScatterGemm:
             return f"{problem.taps} taps are too many columns (at most {_MAX_COLUMNS})"
         if problem.out_channels_per_group > _MAX_OUT_CHANNELS:
             return f"{problem.out_channels_per_group} output channels are many (here at most {_MAX_OUT_CHANNELS})"
+        if (phases := math.prod(problem.stride)) > MAX_PHASES:
+            return f"{phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
         if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
             return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
         return None
