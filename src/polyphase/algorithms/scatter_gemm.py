@@ -26,11 +26,12 @@ from polyphase.algorithms.stages import (
 )
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 
 _OFFERED = 6
 _BUFFERS = (4, 3, 2)
 _COMPARED = 24  # variants that other sizes have a say in
+_TILES = 24  # that are compared for a variant
 # Sides of images in one, two and three dimensions, besides those of `standard`, by whether images are tiny.
 _OTHER_SIDES = {True: ((4, 2, 1),), False: ((1024, 32, 16), (16384, 256, 64))}
 _MAX_COLUMNS = 128
@@ -91,7 +92,7 @@ class ScatterGemm:
         if (phases := math.prod(problem.stride)) > MAX_PHASES:
             return f"{phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
         if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
-            return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
+            return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
     def candidates(
@@ -196,6 +197,11 @@ def _fits(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tilin
     return tiling.pixels <= variant.rows and _shared_bytes(problem, variant, tiling) <= device.shared_bytes_per_block
 
 
+@lru_cache(maxsize=1024)
+def _cell_axis(axis: Axis) -> CellAxis:
+    return CellAxis(axis, forward=True)
+
+
 def _cells(problem: ConvTransposeProblem) -> tuple[int, int, int]:
     depth, height, width = (
         math.ceil(size / axis.stride) for size, axis in zip(five(problem.output_shape)[2:], problem.axes3)
@@ -203,24 +209,30 @@ def _cells(problem: ConvTransposeProblem) -> tuple[int, int, int]:
     return depth, height, width
 
 
-def _lanes(problem: ConvTransposeProblem, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """Extents of tiles along n, d, h and w whose windows are about as many pixels as there are rows, and fewer."""
+def _lanes(problem: ConvTransposeProblem, rows: int) -> list[tuple[int, int, int, int]]:
+    """Extents of tiles along n, d, h and w whose windows are about as many pixels as there are rows, and fewer.
+
+    Those are listed that come to the fewest rows in all, and one cell.
+    """
     cells, image = _cells(problem), five(problem.input_shape)[2:]
 
     def window(dimension: int, extent: int) -> int:
         """Pixels along d, h or w of the window of a tile of that extent."""
         covered = extent >= cells[dimension]
-        return image[dimension] if covered else CellAxis(problem.axes3[dimension], True).window(extent)
+        return image[dimension] if covered else _cell_axis(problem.axes3[dimension]).window(extent)
 
+    found: dict[tuple[int, int, int, int], float] = {}
     for w in _extents(cells[2], rows):
         for d in _extents(cells[0], 8):
-            lines = rows // max(1, window(2, w) * window(0, d))  # of the window
-            fit = cells[1] if image[1] <= lines else lines - window(1, 1) + 1
+            line = max(1, window(2, w) * window(0, d))
+            fit = cells[1] if image[1] * line <= rows else rows // line - window(1, 1) + 1
             for most in range(max(1, fit - 2), fit + 1):
                 h = math.ceil(cells[1] / math.ceil(cells[1] / most))
-                images = rows // max(1, window(2, w) * window(0, d) * window(1, h))
-                yield max(1, min(problem.batch, images)), d, h, w
-    yield 1, 1, 1, 1
+                images = max(1, min(problem.batch, rows // max(1, line * window(1, h))))
+                lanes = images, d, h, w
+                tiles = math.prod(math.ceil(n / m) for n, m in zip((problem.batch, *cells), lanes))
+                found[lanes] = tiles * (images * line * window(1, h) + 64)
+    return [*sorted(found, key=found.__getitem__)[:_TILES], (1, 1, 1, 1)]
 
 
 def _extents(cells: int, most: int) -> list[int]:
@@ -237,7 +249,7 @@ def _tiles(
     cells = _cells(problem)
     firsts, extents = [], [lanes[0]]
     for lane, count, axis, image in zip(lanes[1:], cells, problem.axes3, x.shape[2:]):
-        cell_axis = CellAxis(axis, True)
+        cell_axis = _cell_axis(axis)
         covered = lane >= count
         firsts.append(0 if covered else cell_axis.first_offset)
         extents.append(image if covered else cell_axis.window(lane))
@@ -367,7 +379,7 @@ def _variants(problem: ConvTransposeProblem) -> Iterator[ScatterVariant]:
         columns = math.ceil(chunk * taps / 8)
         for min_blocks in (1, 2, 3, 4):
             registers = min(255, 65536 // (32 * warps * min_blocks) // 8 * 8)
-            besides = 80 + 6 * columns if _parts(problem) == 2 else 70
+            besides = 80 + 8 * columns if _parts(problem) == 2 else 70
             if 4 * row_tiles * columns + besides > registers:
                 continue
             for operations in (1, 2, 4):
