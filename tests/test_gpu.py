@@ -561,6 +561,19 @@ def test_new_sizes_compile_nothing(layer: str, channels_last: bool) -> None:
     assert (compiler.compilations, len(launcher._loaded)) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_lie_anywhere(dtype: torch.dtype) -> None:
+    """Kernels that do not pack the weight read it in pieces of 16 bytes."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(4, 128, 32, 32, generator=generator).to(DEVICE, dtype)
+    x = x.to(memory_format=torch.channels_last) if dtype == torch.float32 else x
+    weight = torch.randn(128, 3, 4, 4, generator=generator).to(DEVICE, dtype)
+    flat = torch.empty(weight.numel() + 1, dtype=dtype, device=DEVICE)
+    moved = flat[1:].view(weight.shape).copy_(weight)
+    wanted = polyphase.conv_transpose2d(x, weight, stride=2, padding=1)
+    assert torch.equal(polyphase.conv_transpose2d(x, moved, stride=2, padding=1), wanted)
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_scattered_layers_carry_inf_and_nan(channels_last: bool) -> None:
     assert_carries_inf_and_nan(channels_last, Gpu(0))

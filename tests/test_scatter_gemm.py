@@ -35,6 +35,8 @@ LAYERS = {
     "grouped": make((2, 24, 6, 32), 12, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=3, bias=True),
     "depthwise": make((2, 5, 6, 8), 5, 4, 2, 1, groups=5),
     "tiny images": make((35, 40, 4, 4), 3, 4, 2, 1),
+    "a stride beyond vectors": make((2, 16, 40), 1, 32, 32),
+    "cropped to a few outputs": make((3, 16, 19, 19), 2, 4, 2, 19),
     "one pixel": make((70, 18, 1, 1), 2, 4),
     "TF32": make((1, 16, 12, 9), 16, 2, 2, tf32=True),
     "1-D": make((3, 18, 700), 1, 16, 8, 4, bias=True),
@@ -124,3 +126,17 @@ def test_where_it_refuses() -> None:
         assert reason in (ScatterGemm().refusal(problem, Pass.FORWARD, H200) or "")
     assert "only" in (ScatterGemm().refusal(layer, Pass.WEIGHT_GRAD, H200) or "")
     assert "lacks" in (ScatterGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
+
+
+def test_tiles_fit_whatever_the_image() -> None:
+    """Images that padding crops, and such whose best tiles would not fit shared memory."""
+    for layer, sides in ((make((4, 256, 80, 80), 3, 4, 2, 39, dtype="bfloat16"), (80, 39)),):
+        for side in sides:
+            problem = replace(layer, input_size=(side, side))
+            (first, _), *_ = offers(problem)
+            assert first.variant == offers(layer)[0][0].variant
+    narrow = make((1, 512, 4000, 64), 1, (6, 1), (6, 5), (2, 0), (1, 0))
+    for arch in ("sm_80", "sm_90a"):
+        device, dense = DeviceInfo.for_arch(arch), Layouts.dense(narrow)
+        candidate = ScatterGemm().candidates(narrow, Pass.FORWARD, device, dense)[0]
+        assert ScatterGemm().launch(narrow, Pass.FORWARD, device, dense, candidate.variant).grid[0] < 20_000

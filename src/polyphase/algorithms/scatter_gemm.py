@@ -125,7 +125,7 @@ class ScatterGemm:
             *tiling.first,
             tiling.table_bytes,
             tiling.stage_bytes,
-            y.shape[4] % run == 0 and row_piece(y, 16 // run, True, 0) == run,
+            run in (2, 4, 8) and row_piece(y, 16 // run, True, 0) == run,
         )
         geometry += bytes(-len(geometry) % 8)
         constants: tuple[tuple[str, Constant], ...] = (
@@ -181,15 +181,12 @@ def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, variant: ScatterVariant, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
-    best, least = None, math.inf
-    for lanes in _lanes(problem, variant.rows):
-        tiling = _tiles(problem, layouts, variant, lanes)
-        if not _fits(problem, variant, tiling, device):
-            continue
-        work = tiling.total * _tile_cycles(problem, variant, tiling)
-        if work < least:
-            best, least = tiling, work
-    return best
+    for rows in (variant.rows, variant.rows // 2, variant.rows // 4, 1):  # fewer where so many take too much memory
+        tilings = (_tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, rows))
+        fitting = [*itertools.islice((each for each in tilings if _fits(problem, variant, each, device)), _TILES)]
+        if fitting:
+            return min(fitting, key=lambda each: each.total * _tile_cycles(problem, variant, each))
+    return None
 
 
 def _fits(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
@@ -202,6 +199,16 @@ def _cell_axis(axis: Axis) -> CellAxis:
     return CellAxis(axis, forward=True)
 
 
+def _window(axis: Axis, cells: int, of: int, image: int) -> tuple[int, int]:
+    """Where the window of so many ``of`` all cells begins, counted from the first, and its pixels.
+
+    Of all cells it is the image, unless they read less.
+    """
+    along = _cell_axis(axis)
+    extent = along.window(cells)
+    return (0, image) if cells >= of and image <= extent else (along.first_offset, extent)
+
+
 def _cells(problem: ConvTransposeProblem) -> tuple[int, int, int]:
     depth, height, width = (
         math.ceil(size / axis.stride) for size, axis in zip(five(problem.output_shape)[2:], problem.axes3)
@@ -209,30 +216,29 @@ def _cells(problem: ConvTransposeProblem) -> tuple[int, int, int]:
     return depth, height, width
 
 
+@lru_cache(maxsize=256)
 def _lanes(problem: ConvTransposeProblem, rows: int) -> list[tuple[int, int, int, int]]:
     """Extents of tiles along n, d, h and w whose windows are about as many pixels as there are rows, and fewer.
 
-    Those are listed that come to the fewest rows in all, and one cell.
+    Those come first that come to the fewest rows in all. For a single row there is the tile of one cell.
     """
     cells, image = _cells(problem), five(problem.input_shape)[2:]
 
     def window(dimension: int, extent: int) -> int:
-        """Pixels along d, h or w of the window of a tile of that extent."""
-        covered = extent >= cells[dimension]
-        return image[dimension] if covered else _cell_axis(problem.axes3[dimension]).window(extent)
+        return _window(problem.axes3[dimension], extent, cells[dimension], image[dimension])[1]
 
     found: dict[tuple[int, int, int, int], float] = {}
     for w in _extents(cells[2], rows):
         for d in _extents(cells[0], 8):
             line = max(1, window(2, w) * window(0, d))
-            fit = cells[1] if image[1] * line <= rows else rows // line - window(1, 1) + 1
+            fit = cells[1] if window(1, cells[1]) * line <= rows else rows // line - window(1, 1) + 1
             for most in range(max(1, fit - 2), fit + 1):
                 h = math.ceil(cells[1] / math.ceil(cells[1] / most))
                 images = max(1, min(problem.batch, rows // max(1, line * window(1, h))))
                 lanes = images, d, h, w
                 tiles = math.prod(math.ceil(n / m) for n, m in zip((problem.batch, *cells), lanes))
                 found[lanes] = tiles * (images * line * window(1, h) + 64)
-    return [*sorted(found, key=found.__getitem__)[:_TILES], (1, 1, 1, 1)]
+    return sorted(found, key=found.__getitem__) if rows > 1 else [(1, 1, 1, 1)]
 
 
 def _extents(cells: int, most: int) -> list[int]:
@@ -249,10 +255,9 @@ def _tiles(
     cells = _cells(problem)
     firsts, extents = [], [lanes[0]]
     for lane, count, axis, image in zip(lanes[1:], cells, problem.axes3, x.shape[2:]):
-        cell_axis = _cell_axis(axis)
-        covered = lane >= count
-        firsts.append(0 if covered else cell_axis.first_offset)
-        extents.append(image if covered else cell_axis.window(lane))
+        first, extent = _window(axis, lane, count, image)
+        firsts.append(first)
+        extents.append(extent)
     if x.channels_last:
         piece = channel_piece(x, problem.in_channels_per_group, variant.stage_channels, size, layouts.aligned)
         pitch = variant.stage_channels * size + 16
