@@ -388,7 +388,8 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) ->
     per_piece = 16 // DTYPE_BYTES[problem.dtype]
     for row_tiles, column_tiles, row_warps in _SHAPES:
         resident = 1 if row_tiles * column_tiles > 16 else 2
-        if resident == 1 and problem.dtype == "float32" and device.capability < 90:
+        spills = device.capability < 90 or (pass_ is Pass.WEIGHT_GRAD and row_warps == 2)
+        if resident == 1 and problem.dtype == "float32" and spills:
             continue  # the compiler needs more registers there than a thread can have
         variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)
         if variant.rows > 32 and variant.rows >= 2 * problem.in_channels_per_group:
