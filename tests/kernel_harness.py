@@ -6,14 +6,10 @@ does an element of the output that is left out or written beside it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import multiprocessing
-import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
@@ -36,8 +32,6 @@ from polyphase.algorithms.base import (
     extent,
 )
 from polyphase.device import DeviceInfo
-from polyphase.errors import PolyphaseError
-from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -251,24 +245,6 @@ def assert_exact(
             f"{candidate.describe()} in the {pass_.value} of {problem}: {int(wrong.sum())} of {wrong.numel()} elements "
             f"are wrong, the first at {index}: {out[index].item()} instead of {expected[index].item()}"
         )
-
-
-def compile_ahead(sources: Iterable[KernelSource], arch: str) -> None:
-    """Fills the cache, in many processes: within one, NVRTC compiles a kernel at a time. Failures are left to who runs
-    the kernel."""
-    jobs = [(source, arch) for source in dict.fromkeys(sources)]
-    workers = min(len(os.sched_getaffinity(0)), 32, len(jobs) // 4)
-    if workers > 1:
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            for _ in pool.map(_compile, jobs, chunksize=4):
-                pass
-
-
-def _compile(job: tuple[KernelSource, str]) -> None:
-    from polyphase.jit.compiler import compile_kernel
-
-    with contextlib.suppress(PolyphaseError):
-        compile_kernel(*job)
 
 
 def formats(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:

@@ -31,13 +31,14 @@ from helpers import (
     results,
     tf32,
 )
-from kernel_harness import DTYPES, Gpu, assert_exact, compile_ahead, formats, strange_layouts
+from kernel_harness import DTYPES, Gpu, assert_exact, formats, strange_layouts
 from polyphase import plan, runtime
 from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.device import DeviceInfo
 from polyphase.jit import compiler, launcher
+from polyphase.jit.ahead import compile_ahead
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
 from processes import run_python
@@ -154,7 +155,7 @@ def variants(request: pytest.FixtureRequest) -> Gpu:
     device = DeviceInfo.of(executor.device)
     asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
     offers = [offer for case in asked if isinstance(case, (Case, GemmCase)) for offer in case.offers(device)]
-    compile_ahead((launch.source for _, launch in offers), device.arch)
+    compile_ahead((source for _, launch in offers for source in launch.sources), device.arch)
     return executor
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernel_harness import compile_ahead
 from polyphase.device import DeviceInfo
+from polyphase.jit.ahead import compile_ahead
 from processes import environment
 from sanitizer_sample import runs
 
@@ -40,7 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     device = DeviceInfo.of(torch.device("cuda", 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POLYPHASE_CACHE_DIR", str(folder))
-        compile_ahead((launch.source for _, _, _, launch, _ in runs(device)), device.arch)
+        compile_ahead((source for _, _, _, launch, _ in runs(device) for source in launch.sources), device.arch)
     return folder
 
 

@@ -117,7 +117,7 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
         for algorithm in _able(problem, pass_, device)
         if (candidates := algorithm.candidates(problem, pass_, device, layouts))
     ]
-    return [launch.source for first in firsts for launch in (first, first.prologue) if launch is not None]
+    return [source for first in firsts for source in first.sources]
 
 
 def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:

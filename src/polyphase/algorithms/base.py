@@ -130,6 +130,11 @@ class Launch:
     workspace_bytes: int = 0
     boxes: Boxes | None = None
 
+    @property
+    def sources(self) -> tuple[KernelSource, ...]:
+        """The kernels to compile: its own, and the prologue's."""
+        return (self.source,) if self.prologue is None else (self.source, *self.prologue.sources)
+
 
 class Algorithm(Protocol):
     """One way to compute a pass."""

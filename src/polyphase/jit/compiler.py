@@ -75,6 +75,11 @@ def compile_kernel(source: KernelSource, arch: str) -> bytes:
         return binary
 
 
+def is_cached(source: KernelSource, arch: str) -> bool:
+    """Whether the cache has a kernel's binary. Raises `UnsupportedError` where cuda.core or NVRTC is missing."""
+    return cache().get(_key(source, arch)) is not None
+
+
 def discard_kernel(source: KernelSource, arch: str) -> None:
     """Forgets a binary that does not load, so that the next call compiles it."""
     cache().discard(_key(source, arch))
