@@ -432,9 +432,9 @@ def _record(name: str = "a layer, with a comma", **changes: object) -> Record:
 
 RECORDS = [
     _record(),
-    _record("b", ms=0.5, times_floor=0.5, torch_default_ms=0.5, speedup=1.0, strict_fp32=True),
+    _record("b", ms=0.5, times_floor=0.5, torch_default_ms=0.5, speedup=1.0, strict_fp32=True, planned=False),
     _record("c", status=FAILED, reason='why: "so", and\nso', ms=None, times_floor=None, speedup=None),
-    _record("a layer, with a comma", pass_name="weight_grad", dtype="bfloat16"),
+    _record("a layer, with a comma", pass_name="weight_grad", dtype="bfloat16", predicted_ms=1.5, planned=True),
 ]
 
 
@@ -451,6 +451,11 @@ def test_a_csv_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_csv(path, RECORDS)
     assert read_csv(path) == RECORDS
     assert "pass" in path.read_text().splitlines()[0].split(",")
+
+
+def test_a_csv_without_the_newer_columns_is_read() -> None:
+    records = read_csv(Path(__file__).parent.parent / "benchmarks" / "results" / "h200.csv")
+    assert all(record.ms and record.predicted_ms is None and record.planned is None for record in records)
 
 
 def test_another_csv_is_refused(tmp_path: Path) -> None:

@@ -11,14 +11,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from polyphase import plan, tuning
+from polyphase import plan, runtime, tuning
 from polyphase.__main__ import app
 from polyphase.bench import runner
-from polyphase.bench.records import FAILED, WRONG, Record, read_csv
+from polyphase.bench.operands import make_operands
+from polyphase.bench.records import FAILED, WRONG, Record, read_csv, write_csv
 from polyphase.bench.runner import Case
-from polyphase.bench.tuner import tune
+from polyphase.bench.tuner import accuracy, sources, tune
 from polyphase.commands import options
 from polyphase.device import DeviceInfo
+from polyphase.jit import ahead
+from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
 H200 = DeviceInfo.for_arch("sm_90a")
@@ -132,6 +135,90 @@ def test_what_is_wrong_or_fails_is_never_chosen() -> None:
     assert not chosen().measured  # the earlier choice is gone, too
 
 
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_records_tell_what_was_predicted(pass_: Pass) -> None:
+    own = chosen(pass_=pass_)
+    result = tune(replace(CASE, pass_=pass_), measuring(lambda name: WRONG if name == own.describe() else 2.0), H200)
+    seconds = {candidate.describe(): candidate.seconds for candidate, _ in plan.launches(LAYER, pass_, H200)}
+    assert {record.variant: record.predicted_ms for record in result.records} == {
+        name: pytest.approx(1e3 * predicted) for name, predicted in seconds.items()
+    }
+    assert [record for record in result.records if record.planned] == [result.planned]
+    assert result.planned.variant == own.describe()
+
+
+class PlannedError(Exception):
+    """Ends a call before its launch."""
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_kernels_known_ahead_are_those_that_run(
+    dtype: str, channels_last: bool, pass_: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls on the CPU that take it for a GPU, up to the launch."""
+    launched: list[plan.Launch] = []
+
+    def executable(launch: plan.Launch, *_: object) -> None:
+        launched.append(launch)
+        raise PlannedError
+
+    def last(first: torch.Tensor, second: torch.Tensor) -> bool:
+        return channels_last and dtype != "float64"  # as `layout.output_channels_last` on a GPU
+
+    monkeypatch.setattr(runtime, "Executable", executable)
+    monkeypatch.setattr(runtime, "output_channels_last", last)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(DeviceInfo, "of", staticmethod(lambda device: H200))
+    case = Case("a layer", replace(LAYER, dtype=dtype, channels_last=channels_last), pass_)
+    operands = make_operands(case.problem, torch.device("cpu"))
+    x, weight, grad = operands.input, operands.weight, operands.grad_output
+    constants = LAYER.stride, LAYER.padding, LAYER.output_padding, LAYER.dilation, LAYER.groups
+
+    calls = {
+        Pass.FORWARD: lambda: runtime.forward(x, weight, operands.bias, *constants),
+        Pass.INPUT_GRAD: lambda: runtime.input_grad(grad, weight, *constants),
+        Pass.WEIGHT_GRAD: lambda: runtime.weight_grad(x, grad, LAYER.kernel_size, *constants),
+    }
+
+    def run(case: Case) -> Record:
+        with pytest.raises(PlannedError):
+            calls[pass_]()
+        return Record("a layer", "", pass_.value, dtype, "", ms=1.0)
+
+    result = tune(case, run, H200)
+    assert len(result.records) == len(launched)
+    assert {source for launch in launched for source in launch.sources} == set(sources([case], H200))
+
+
+def test_the_planner_s_accuracy_is_that_of_the_csv(tmp_path: Path) -> None:
+    def records(layer: str, planned: float | str, *others: float | str) -> list[Record]:
+        found = []
+        for result in (planned, *others):
+            record = Record(layer, "", "forward", "float32", "nchw", planned=not found)
+            if isinstance(result, str):
+                record.status = result
+            else:
+                record.ms = result
+            found.append(record)
+        return found
+
+    close = [*records("best", 1.0, 2.0, WRONG), *records("close", 1.05, 1.0), *records("far", 4.0, 3.0, 2.0)]
+    found = accuracy(close)
+    assert (found.cases, found.close, found.over_fastest) == (3, 2, pytest.approx(2.1 ** (1 / 3)))
+    assert str(found) == (
+        "of 3 cases, the planner's own choice is within 10% of the fastest candidate in 2; "
+        "planned / fastest 1.28 by geometric mean"
+    )
+    write_csv(tmp_path / "all.csv", close)
+    assert accuracy(read_csv(tmp_path / "all.csv")) == found
+
+    faulty = accuracy([*close, *records("wrong", WRONG, 1.0), *records("none", FAILED, WRONG)])
+    assert (faulty.cases, faulty.close, faulty.over_fastest) == (5, 2, found.over_fastest)
+    assert accuracy(records("none", FAILED)).over_fastest is None
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"value": 3}', '{"about": "another", "value": "x"}'])
 def test_damaged_choices_count_for_nothing(text: str) -> None:
     predicted = chosen().describe()
@@ -203,15 +290,20 @@ def test_the_command_measures_and_tells(status: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(runner, "Runner", Runner)
     monkeypatch.setattr(options, "device_of", lambda text: torch.device("cuda"))
     monkeypatch.setattr(DeviceInfo, "of", staticmethod(lambda device: H200))
+    compiled: list[KernelSource] = []
+    monkeypatch.setattr(ahead, "compile_ahead", lambda kernels, arch, tell: compiled.extend(kernels) or tell(1, 2))
     layer = "4x64x32x40 -> 48, k=4, s=2, p=1, bias"
     written = tmp_path / "all.csv"
     result = CliRunner().invoke(app, ["tune", "--layer", layer, "--strict-fp32", "--csv", str(written)])
     words = " ".join(result.output.split())
     assert result.exit_code == (1 if status == WRONG else 0), words
     assert {record.variant for record in read_csv(written)} == set(candidates())
+    assert set(compiled) == {s for _, launch in plan.launches(LAYER, Pass.FORWARD, H200) for s in launch.sources}
     if status == WRONG:
         assert "none is right" in words
+        assert "of 1 cases, the planner's own choice is within 10% of the fastest candidate in 0" in words
         assert not chosen().measured
     else:
         assert "2.00" in words  # the gain
+        assert "in 0; planned / fastest 2.00 by geometric mean" in words
         assert chosen().describe() == best

@@ -21,6 +21,9 @@ class Record:
     and ``benchmark`` with ``torch.backends.cudnn.benchmark``, in a process of its own. ``speedup`` is PyTorch's default
     time over ``ms``, ``times_floor`` is ``ms`` over ``floor_ms``. The errors are ``‖x - ref64‖ / ‖ref64‖`` over what
     ``compared`` says.
+
+    Of candidates that `tune` measured, ``predicted_ms`` is the planner's time, and ``planned`` says whether it is the
+    planner's own choice.
     """
 
     layer: str
@@ -36,6 +39,8 @@ class Record:
     p10: float | None = None
     p90: float | None = None
     repetitions: int | None = None
+    predicted_ms: float | None = None
+    planned: bool | None = None
     torch_default_ms: float | None = None
     torch_benchmark_ms: float | None = None
     torch_channels_last_ms: float | None = None
@@ -74,6 +79,9 @@ class Record:
 # The CSV's column is called `pass`, a word that Python keeps for itself.
 _COLUMNS = {field.name: "pass" if field.name == "pass_name" else field.name for field in fields(Record)}
 
+# Columns that older files lack.
+_NEWER = {"predicted_ms", "planned"}
+
 
 def write_csv(path: Path, records: Iterable[Record]) -> None:
     """Write ``records`` to ``path``, making its folder if need be."""
@@ -90,11 +98,13 @@ def read_csv(path: Path) -> list[Record]:
     types = get_type_hints(Record)
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        missing = set(_COLUMNS.values()) - set(reader.fieldnames or ())
+        columns = set(reader.fieldnames or ())
+        missing = set(_COLUMNS.values()) - columns - _NEWER
         if missing:
             raise ValueError(f"{path} is not a CSV written by `bench`: it has no column {', '.join(sorted(missing))}")
         return [
-            Record(**{name: _value(row[column], types[name]) for name, column in _COLUMNS.items()}) for row in reader
+            Record(**{name: _value(row[column], types[name]) for name, column in _COLUMNS.items() if column in columns})
+            for row in reader
         ]
 
 
@@ -111,6 +121,8 @@ def _value(text: str, kind: Any) -> Any:
         return text == "True"
     if not text:
         return None
+    if kind == bool | None:
+        return text == "True"
     return int(text) if kind == int | None else float(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from polyphase.bench.records import OK, Record
 from polyphase.bench.report import factor, milliseconds
 from polyphase.bench.runner import Case
 from polyphase.device import DeviceInfo
+from polyphase.jit.source import KernelSource
+
+CLOSE = 1.1
+"""Times the fastest candidate's time up to which a choice is as good."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,7 @@ class Tuned:
     @property
     def fastest(self) -> Record | None:
         """The fastest that is right, or None where none is."""
-        right = [record for record in self.records if record.status == OK and record.ms is not None]
-        return min(right, key=lambda record: record.ms or 0.0, default=None)
+        return _fastest(self.records)
 
     @property
     def faults(self) -> tuple[Record, ...]:
@@ -35,17 +39,28 @@ class Tuned:
         return tuple(record for record in self.records if record.status != OK)
 
 
+def sources(cases: Iterable[Case], device: DeviceInfo) -> Iterator[KernelSource]:
+    """Every kernel that `tune` runs, some of them more than once."""
+    for case in cases:
+        problem, layouts = case.as_planned
+        for _, launch in plan.launches(problem, case.pass_, device, layouts):
+            yield from launch.sources
+
+
 def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned:
     """Runs ``case`` with every candidate (``run`` checks and times it under the plan) and remembers the fastest.
 
     Where none is right, an earlier choice is removed. Raises OSError where the disk does not let us.
     """
-    own = plan.plan(case.problem, case.pass_, device, by_prediction=True).describe()
-    names = [candidate.describe() for candidate, _ in plan.launches(case.problem, case.pass_, device)]
+    problem, layouts = case.as_planned
+    own = plan.plan(problem, case.pass_, device, layouts, by_prediction=True).describe()
+    offers = plan.launches(problem, case.pass_, device, layouts)
+    seconds = {candidate.describe(): candidate.seconds for candidate, _ in offers}
     records = {}
-    for name in dict.fromkeys([own, *names]):
+    for name in dict.fromkeys([own, *seconds]):
         with _only(name):
-            records[name] = run(case)
+            record = records[name] = run(case)
+        record.predicted_ms, record.planned = seconds[name] * 1e3, name == own
     tuned = Tuned(case, records[own], tuple(records.values()))
     if tuned.fastest is not None:
         tuning.remember(case.problem, case.pass_, device, tuned.fastest.variant)
@@ -65,6 +80,45 @@ def _only(candidate: str) -> Iterator[None]:
 def _forget_plans() -> None:
     plan.plan.cache_clear()
     runtime.forget_calls()
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How good the planner's own choices are: ``close`` of ``cases`` take at most `CLOSE` times the fastest's time.
+
+    ``over_fastest`` is the geometric mean of the choices' times over the fastest's, None where there are no times. A
+    choice that is wrong or fails has no time, and is not close.
+    """
+
+    cases: int
+    close: int
+    over_fastest: float | None
+
+    def __str__(self) -> str:
+        return (
+            f"of {self.cases} cases, the planner's own choice is within {CLOSE - 1:.0%} of the fastest candidate "
+            f"in {self.close}; planned / fastest {factor(self.over_fastest)} by geometric mean"
+        )
+
+
+def accuracy(records: Iterable[Record]) -> Accuracy:
+    """The planner's accuracy from the records of all candidates of some cases, as measured or as read from a CSV."""
+    cases: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        case = record.layer, record.problem, record.pass_name, record.dtype, record.layout
+        cases.setdefault(case, []).append(record)
+    ratios = []
+    for candidates in cases.values():
+        planned, best = _fastest(record for record in candidates if record.planned), _fastest(candidates)
+        if planned is not None and best is not None and planned.ms and best.ms:
+            ratios.append(planned.ms / best.ms)
+    close = sum(ratio <= CLOSE for ratio in ratios)
+    return Accuracy(len(cases), close, statistics.geometric_mean(ratios) if ratios else None)
+
+
+def _fastest(records: Iterable[Record]) -> Record | None:
+    right = [record for record in records if record.status == OK and record.ms is not None]
+    return min(right, key=lambda record: record.ms or 0.0, default=None)
 
 
 def table(results: Iterable[Tuned]) -> Table:

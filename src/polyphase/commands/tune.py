@@ -26,6 +26,7 @@ def tune(
 ) -> None:
     """Measure every kernel that could compute a layer, and leave the fastest on disk for the planner to take.
 
+    The kernels are compiled first, on all processors. Below the table stands how far the planner's own choices are off.
     The choice holds for the layer at any batch and image size (the last one measured), with these kernels, on GPUs of
     this kind, from the next process on. Emitted files are not affected. The exit status is 1 if a candidate is wrong or
     fails.
@@ -36,10 +37,11 @@ def tune(
     from polyphase.bench.records import write_csv
     from polyphase.bench.report import make_console
     from polyphase.bench.runner import Runner, make_cases
-    from polyphase.bench.tuner import Tuned, table
+    from polyphase.bench.tuner import Tuned, accuracy, sources, table
     from polyphase.bench.tuner import tune as tune_case
     from polyphase.commands.options import Dtype, Layout, choices, device_of, some_layers
     from polyphase.device import DeviceInfo
+    from polyphase.jit.ahead import compile_ahead
     from polyphase.problem import Pass
 
     console = make_console()
@@ -68,7 +70,11 @@ def tune(
     info = DeviceInfo.of(place)
     results: list[Tuned] = []
     with Progress(console=make_console(stderr=True), transient=True) as progress:
-        task = progress.add_task("ceilings", total=len(cases))
+        task = progress.add_task("kernels", total=None)
+        compile_ahead(
+            sources(cases, info), info.arch, lambda done, count: progress.update(task, completed=done, total=count)
+        )
+        progress.reset(task, total=len(cases), description="ceilings")
         runner = Runner(place, names, (), strict_fp32)
         for case in cases:
             progress.update(task, description=f"{case.name}, {case.pass_.value}, {case.problem.dtype}")
@@ -81,6 +87,7 @@ def tune(
             if csv is not None:
                 write_csv(csv, [record for result in results for record in result.records])
     console.print(table(results))
+    console.print(str(accuracy(record for result in results for record in result.records)), markup=False)
     for result in results:
         for fault in result.faults:
             console.print(f"{result.case.name}: {fault.variant}: {fault.status}, {fault.reason}", markup=False)
