@@ -564,7 +564,7 @@ def test_new_sizes_compile_nothing(layer: str, channels_last: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_lie_anywhere(dtype: torch.dtype) -> None:
-    """Kernels that do not pack the weight read it in pieces of 16 bytes."""
+    """Kernels that do not pack the weight read it at any address."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(4, 128, 32, 32, generator=generator).to(DEVICE, dtype)
     x = x.to(memory_format=torch.channels_last) if dtype == torch.float32 else x

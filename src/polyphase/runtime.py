@@ -70,8 +70,6 @@ def forward(
         problem = _with_format(problem, output_channels_last(input, weight))
         call = _prepare(Pass.FORWARD, problem, input, None, weight)
         _remember(_forward_calls, key, call)
-    if call.executable.prologue is None and weight.data_ptr() % ALIGNMENT:
-        weight = weight.clone()  # where it is not packed, the plan takes it to be aligned
     bias_address = 0
     if bias is not None:
         bias = bias.contiguous()

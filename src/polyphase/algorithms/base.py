@@ -187,6 +187,16 @@ def two_dimensions(blocks: int) -> tuple[int, int]:
     return math.ceil(blocks / rows), rows if blocks else 0
 
 
+def rounds_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:
+    """Blocks that are resident on a multiprocessor together, at most ``min_blocks``, and rounds of those.
+
+    Rounds are whole where there are few.
+    """
+    resident = max(1, min(min_blocks, math.ceil(blocks / device.multiprocessors)))
+    rounds = blocks / (device.multiprocessors * resident)
+    return resident, math.ceil(rounds) if rounds < 4 else rounds + 0.5
+
+
 def cost_seconds(problem: ConvTransposeProblem, device: DeviceInfo, multiprocessor_cycles: float) -> tuple[float, str]:
     """Predicted time from the cycles summed over all multiprocessors, and whether bytes or instructions bound it."""
     bytes_time = problem.bytes / device.copy_bytes_per_second

@@ -17,6 +17,7 @@ from polyphase.algorithms.base import (
     affordable_planes,
     layer_constants,
     round_up,
+    rounds_of,
     standard,
 )
 from polyphase.algorithms.gather import Side, five
@@ -347,9 +348,7 @@ def _estimate(
         blocks *= tiling.total
         end = 0.0
         block += _STORED * variant.rows * variant.columns
-    resident = max(1, min(variant.min_blocks, math.ceil(blocks / device.multiprocessors)))
-    rounds = blocks / (device.multiprocessors * resident)
-    rounds = math.ceil(rounds) if rounds < 4 else rounds + 0.5
+    resident, rounds = rounds_of(blocks, variant.min_blocks, device)
     cycles = rounds * resident * (stages * stage + block)
     work = cycles / device.clock_hz + end
     floor = problem.bytes / device.copy_bytes_per_second

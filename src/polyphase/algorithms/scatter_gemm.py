@@ -6,30 +6,30 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, is_tiny, layer_constants, round_up, standard, typical
-from polyphase.algorithms.gather import MAX_PHASES, CellAxis, Side, five
+from polyphase.algorithms.base import (
+    Candidate,
+    Launch,
+    Layouts,
+    is_tiny,
+    layer_constants,
+    round_up,
+    rounds_of,
+    standard,
+    typical,
+)
+from polyphase.algorithms.gather import MAX_PHASES, Gather, Side
 from polyphase.algorithms.gemm_variant import lacks_cores, uses_tf32
 from polyphase.algorithms.rankings import kept
-from polyphase.algorithms.stages import (
-    STILL_BYTES,
-    Part,
-    channel_piece,
-    copy_cycles,
-    packed_weight,
-    row_bytes,
-    row_piece,
-    weight_part,
-)
+from polyphase.algorithms.stages import row_piece, widest_piece
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
-from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _OFFERED = 6
-_BUFFERS = (4, 3, 2)
 _COMPARED = 24  # variants that other sizes have a say in
 _TILES = 24  # that are compared for a variant
 # Sides of images in one, two and three dimensions, besides those of `standard`, by whether images are tiny.
@@ -44,35 +44,51 @@ class ScatterVariant(NamedTuple):
     warps: int
     row_tiles: int
     out_chunk: int
-    stage_channels: int
-    buffers: int
+    steps_held: int
+    ahead: int
+    pitch: int
+    wgmma: bool
     min_blocks: int
 
     @property
     def rows(self) -> int:
-        """Pixels that a block has room for."""
+        """Pixels of a band that a block has room for."""
         return 16 * self.row_tiles * self.warps
+
+    @property
+    def unit(self) -> int:
+        """Neighbouring pixels that a thread loads together."""
+        return 4 if self.row_tiles % 2 == 0 else 2
 
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a variant cuts the cells into tiles; ``first`` is the window's first pixel, from the tile's first cell."""
+    """How a variant cuts the cells into tiles; ``first`` is the window's first pixel, from the tile's first cell.
+
+    The window comes in bands of ``band`` rows, and the product of ``ring`` rows is kept.
+    """
 
     lanes: tuple[int, int, int, int]
     tiles: tuple[int, int, int, int]
+    window: tuple[int, int, int, int]
     first: tuple[int, int, int, int]
-    window: Part
-    weight: Part
-    table_bytes: int
-    stage_bytes: int
+    band: int
+    ring: int
+    whole: bool
 
     @property
     def total(self) -> int:
         return math.prod(self.tiles)
 
     @property
-    def pixels(self) -> int:
-        return math.prod(self.window.extent)
+    def bands(self) -> int:
+        return math.ceil(self.window[2] / self.band)
+
+    @property
+    def row(self) -> int:
+        """Pixels of a row of the window."""
+        images, slabs, _, columns = self.window
+        return images * slabs * columns
 
 
 class ScatterGemm:
@@ -113,31 +129,34 @@ class ScatterGemm:
     ) -> Launch:
         tiling = _tiling(problem, layouts, variant, device)
         assert tiling is not None
-        x, y = (Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output))
+        gather = _gather(problem, layouts)
         run = problem.axes3[2].stride
-        geometry = x.packed() + packed_weight(problem, layouts) + y.packed()
-        geometry += tiling.weight.packed() + tiling.window.packed()
+        geometry = gather.src.packed() + gather.dst.packed()
         geometry += struct.pack(
-            "<16i",
+            "<21i",
             problem.batch,
             *tiling.lanes,
             *tiling.tiles,
+            *tiling.window,
             *tiling.first,
-            tiling.table_bytes,
-            tiling.stage_bytes,
-            run in (2, 4, 8) and row_piece(y, 16 // run, True, 0) == run,
+            tiling.band,
+            tiling.ring,
+            tiling.whole,
+            run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
         )
         geometry += bytes(-len(geometry) % 8)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
-            ("X_CHANNELS_LAST", x.channels_last),
+            ("X_CHANNELS_LAST", gather.src.channels_last),
             ("WARPS", variant.warps),
             ("ROW_TILES", variant.row_tiles),
             ("OUT_CHUNK", variant.out_chunk),
-            ("STAGE_CHANNELS", variant.stage_channels),
-            ("WEIGHT_PITCH", tiling.weight.pitch),
-            ("BUFFERS", variant.buffers),
+            ("COLUMN_TILES", _column_tiles(problem, variant.out_chunk)),
+            ("STEPS_HELD", variant.steps_held),
+            ("AHEAD", variant.ahead),
+            ("PITCH", variant.pitch),
+            ("WGMMA", variant.wgmma),
             ("PARTS", _parts(problem)),
             ("MIN_BLOCKS", variant.min_blocks),
         )
@@ -145,7 +164,7 @@ class ScatterGemm:
             source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(tiling.total * _blocks(problem, variant), 1, 1),
             block=32 * variant.warps,
-            shared_bytes=_shared_bytes(problem, variant, tiling),
+            shared_bytes=_shared_bytes(problem, variant),
             geometry=geometry,
         )
 
@@ -160,85 +179,71 @@ def _blocks(problem: ConvTransposeProblem, variant: ScatterVariant) -> int:
     return problem.groups * math.ceil(problem.out_channels_per_group / variant.out_chunk)
 
 
-def _column_tiles(problem: ConvTransposeProblem, variant: ScatterVariant) -> int:
-    return math.ceil(variant.out_chunk * problem.taps / 8)
+def _column_tiles(problem: ConvTransposeProblem, out_chunk: int) -> int:
+    return math.ceil(out_chunk * problem.taps / 8)
 
 
-def _shared_bytes(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling) -> int:
-    product = variant.out_chunk * problem.taps * (variant.rows + 4) * 4
-    return tiling.table_bytes + max(variant.buffers * tiling.stage_bytes, product)
+def _steps(problem: ConvTransposeProblem) -> int:
+    """Operations that a group's channels take."""
+    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / 32)
 
 
-def _pitch(elements: int, size: int) -> int:
-    """Bytes from one channel's row to the next, so that fragments find no two of their rows in the same banks."""
-    step = 32 if size == 4 else 16
-    steps = math.ceil(elements * size / step)
-    return step * (steps | 1)
+def _step_bytes(problem: ConvTransposeProblem, out_chunk: int) -> int:
+    """Of the weights of one operation."""
+    return 256 * _parts(problem) * _column_tiles(problem, out_chunk)
+
+
+def _shared_bytes(problem: ConvTransposeProblem, variant: ScatterVariant) -> int:
+    held = min(variant.steps_held, _steps(problem))
+    return held * _step_bytes(problem, variant.out_chunk) + 4 * variant.out_chunk * problem.taps * variant.pitch
+
+
+@lru_cache(maxsize=1024)
+def _gather(problem: ConvTransposeProblem, layouts: Layouts) -> Gather:
+    return Gather.of(problem, Pass.FORWARD, layouts)
 
 
 @lru_cache(maxsize=8192)
 def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, variant: ScatterVariant, device: DeviceInfo
 ) -> _Tiling | None:
-    """The tiles of least work whose stages fit shared memory."""
-    for rows in (variant.rows, variant.rows // 2, variant.rows // 4, 1):  # fewer where so many take too much memory
-        tilings = (_tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, rows))
-        fitting = [*itertools.islice((each for each in tilings if _fits(problem, variant, each, device)), _TILES)]
-        if fitting:
-            return min(fitting, key=lambda each: each.total * _tile_cycles(problem, variant, each))
-    return None
+    """The tiles of least time."""
+    tilings = (_tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, variant))
+    fitting = itertools.islice((each for each in tilings if each is not None), _TILES)
+    return min(fitting, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
 
 
-def _fits(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
-    """Whether the window fits the product's rows, and all fits shared memory."""
-    return tiling.pixels <= variant.rows and _shared_bytes(problem, variant, tiling) <= device.shared_bytes_per_block
-
-
-@lru_cache(maxsize=1024)
-def _cell_axis(axis: Axis) -> CellAxis:
-    return CellAxis(axis, forward=True)
-
-
-def _window(axis: Axis, cells: int, of: int, image: int) -> tuple[int, int]:
-    """Where the window of so many ``of`` all cells begins, counted from the first, and its pixels.
+def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
+    """Where the window of so many cells along a dimension begins, counted from the first, and its pixels.
 
     Of all cells it is the image, unless they read less.
     """
-    along = _cell_axis(axis)
+    along, image = gather.cell_axes[dimension], gather.src.shape[2 + dimension]
     extent = along.window(cells)
-    return (0, image) if cells >= of and image <= extent else (along.first_offset, extent)
-
-
-def _cells(problem: ConvTransposeProblem) -> tuple[int, int, int]:
-    depth, height, width = (
-        math.ceil(size / axis.stride) for size, axis in zip(five(problem.output_shape)[2:], problem.axes3)
-    )
-    return depth, height, width
+    whole = cells >= gather.cells[dimension] and image <= extent
+    return (0, image) if whole else (along.first_offset, extent)
 
 
 @lru_cache(maxsize=256)
-def _lanes(problem: ConvTransposeProblem, rows: int) -> list[tuple[int, int, int, int]]:
-    """Extents of tiles along n, d, h and w whose windows are about as many pixels as there are rows, and fewer.
+def _lanes(problem: ConvTransposeProblem, variant: ScatterVariant) -> list[tuple[int, int, int, int]]:
+    """Extents of tiles along n, d, h and w, those first that come to the fewest rows of products in all.
 
-    Those come first that come to the fewest rows in all. For a single row there is the tile of one cell.
+    A tile of one cell is among them.
     """
-    cells, image = _cells(problem), five(problem.input_shape)[2:]
-
-    def window(dimension: int, extent: int) -> int:
-        return _window(problem.axes3[dimension], extent, cells[dimension], image[dimension])[1]
-
-    found: dict[tuple[int, int, int, int], float] = {}
-    for w in _extents(cells[2], rows):
+    gather = _gather(problem, Layouts.dense(problem))
+    cells = gather.cells
+    found: dict[tuple[int, int, int, int], float] = {(1, 1, 1, 1): math.inf}
+    for w in _extents(cells[2], variant.rows):
         for d in _extents(cells[0], 8):
-            line = max(1, window(2, w) * window(0, d))
-            fit = cells[1] if window(1, cells[1]) * line <= rows else rows // line - window(1, 1) + 1
-            for most in range(max(1, fit - 2), fit + 1):
-                h = math.ceil(cells[1] / math.ceil(cells[1] / most))
-                images = max(1, min(problem.batch, rows // max(1, line * window(1, h))))
+            line = round_up(_window(gather, 2, w)[1], variant.unit) * _window(gather, 0, d)[1]
+            for h in _extents(cells[1], cells[1]):
+                rows = _window(gather, 1, h)[1]
+                images = max(1, min(problem.batch, variant.rows // max(1, line * rows)))
+                bands = math.ceil(images * line * rows / variant.rows)
                 lanes = images, d, h, w
                 tiles = math.prod(math.ceil(n / m) for n, m in zip((problem.batch, *cells), lanes))
-                found[lanes] = tiles * (images * line * window(1, h) + 64)
-    return sorted(found, key=found.__getitem__) if rows > 1 else [(1, 1, 1, 1)]
+                found[lanes] = tiles * (bands * variant.rows + 64)
+    return sorted(found, key=found.__getitem__)
 
 
 def _extents(cells: int, most: int) -> list[int]:
@@ -249,145 +254,131 @@ def _extents(cells: int, most: int) -> list[int]:
 
 def _tiles(
     problem: ConvTransposeProblem, layouts: Layouts, variant: ScatterVariant, lanes: tuple[int, int, int, int]
-) -> _Tiling:
+) -> _Tiling | None:
+    """The tiling by tiles of so many cells along n, d, h and w, or None where those do not fit."""
     size = DTYPE_BYTES[problem.dtype]
-    x = Side(five(problem.input_shape), layouts.input)
-    cells = _cells(problem)
-    firsts, extents = [], [lanes[0]]
-    for lane, count, axis, image in zip(lanes[1:], cells, problem.axes3, x.shape[2:]):
-        first, extent = _window(axis, lane, count, image)
-        firsts.append(first)
-        extents.append(extent)
-    if x.channels_last:
-        piece = channel_piece(x, problem.in_channels_per_group, variant.stage_channels, size, layouts.aligned)
-        pitch = variant.stage_channels * size + 16
+    gather = _gather(problem, layouts)
+    (depth, slabs), (height, rows), (width, columns) = (_window(gather, i, lanes[1 + i]) for i in range(3))
+    if gather.src.channels_last:
+        whole = _reads_channels_at_once(gather.src, problem.in_channels_per_group, size, layouts.aligned)
     else:
-        piece = row_piece(x, size, layouts.aligned, 0 if lanes[3] >= cells[2] else lanes[3])
-        skew = firsts[2] % piece
-        firsts[2] -= skew
-        extents[3] = round_up(extents[3] + skew, piece)
-        pitch = _pitch(round_up(math.prod(extents), 16), size)
-    batch, depth, height, width = extents
-    pixels = math.prod(extents)
-    window = Part((batch, depth, height, width), piece, pitch, pixels if x.channels_last else pixels // piece)
-    columns = variant.out_chunk * problem.taps
-    weight = weight_part(problem, layouts, variant.out_chunk, _pitch(round_up(columns, 16), size), columns)
-    held = round_up(pixels, 16) if x.channels_last else variant.stage_channels
-    stage = variant.stage_channels * weight.pitch + held * pitch
-    tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *cells), lanes)]
-    return _Tiling(
-        lanes,
-        (tiles[0], tiles[1], tiles[2], tiles[3]),
-        (0, firsts[0], firsts[1], firsts[2]),
-        window,
-        weight,
-        round_up(STILL_BYTES * (window.places + weight.places), 128),
-        round_up(stage, 128),
-    )
+        step = 0 if lanes[3] >= gather.cells[2] else lanes[3]
+        whole = row_piece(gather.src, size, layouts.aligned, step) >= variant.unit
+        skew = width % variant.unit if whole else 0
+        width, columns = width - skew, columns + skew
+    window = (lanes[0], slabs, rows, round_up(columns, variant.unit))
+    *_, width_stride = gather.src.strides
+    row = lanes[0] * slabs * window[3]
+    band = min(rows, variant.rows // row) if row else rows
+    ring = rows if band == rows else band + gather.cell_axes[1].window(1) - 1
+    if (band == 0 and rows > 0) or row * ring > variant.pitch - 4 or gather.src.shape[4] * width_stride >= 2**31:
+        return None
+    tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
+    first = (0, depth, height, width)
+    return _Tiling(lanes, (tiles[0], tiles[1], tiles[2], tiles[3]), window, first, max(1, band), max(1, ring), whole)
 
 
-# Cycles of a multiprocessor for an instruction of the tensor cores, and for one beside those; for a word of shared
-# memory that a warp writes or reads at the end; of a stage from its copies' beginning to their end, and besides; of a
-# block besides its stages.
-_OPERATION, _SLOT, _WORD, _LATENCY, _STAGE, _BLOCK = 1.25, 0.43, 3.0, 1350.0, 170.0, 1800.0
+def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool) -> bool:
+    """Whether 8 bytes of neighbouring channels can be read at once anywhere."""
+    batch, _, *others = side.strides
+    return aligned and widest_piece(size, channels, batch, *others) * size >= 8
 
 
-def _stage_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling) -> float:
-    """Predicted cycles of a multiprocessor for what the warps of a block do in a stage."""
-    size, parts = DTYPE_BYTES[problem.dtype], _parts(problem)
-    columns = _column_tiles(problem, variant)
-    rows = variant.warps * math.ceil(math.ceil(tiling.pixels / 16) / variant.warps)
+# Cycles of a multiprocessor for 16 by 8 products of an operation, by whether Hopper's instruction computes them, for an
+# instruction of a warp, and for a word of shared memory that a warp writes or reads at the end; for an operation's
+# weights of a column tile; of an operation's pixels on their way, of weights on theirs, of the end of a band, and of a
+# block besides.
+_OPERATION, _SLOT, _WORD, _WEIGHTS = {True: 0.2, False: 1.5}, 0.8, 4.0, 28.0
+_LATENCY, _LOAD, _END, _BLOCK = 1500.0, 2250.0, 1150.0, 3850.0
+
+
+def _step_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling) -> float:
+    """Predicted cycles of a multiprocessor for one operation of the warps of a block that own pixels."""
+    parts, columns, rows = _parts(problem), _column_tiles(problem, variant.out_chunk), variant.row_tiles
+    together = 64 if variant.wgmma else 16
+    warps = together // 16 * math.ceil(tiling.row * tiling.band / (together * rows))
     products = rows * columns * (3 if parts == 2 else 1)
-    if parts == 2:
-        slots = products + 4 * rows * columns + 10 * variant.warps * columns + 20 * rows
-    else:
-        slots = products + 2 * variant.warps * columns + 2 * rows
-    copies = copy_cycles(tiling.window, variant.stage_channels, variant.warps, size)
-    copies += copy_cycles(tiling.weight, variant.stage_channels, variant.warps, size)
-    return variant.stage_channels * size // 32 * (products * _OPERATION + slots * _SLOT) + copies
+    splits = 16 * parts * rows if problem.dtype == "float32" else 4 * rows
+    loads = 8 * rows // variant.unit if tiling.whole else 16 * rows
+    slots = (4 * rows * columns if parts == 2 else 0) + splits + 5 * loads
+    if not variant.wgmma:
+        slots += products + 2 * columns * parts
+    return warps * max(products * _OPERATION[variant.wgmma], slots * _SLOT)
 
 
-def _end_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling) -> float:
-    """The same for the sums at the end."""
-    written = variant.rows * 8 * _column_tiles(problem, variant)
-    read = math.prod(tiling.lanes) * (variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + 60)
-    return (written + read) / 32 * _WORD
-
-
-def _tile_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, resident: int = 1) -> float:
+def _tile_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, resident: int) -> float:
     """Predicted cycles for a round of so many resident blocks."""
-    stages = math.ceil(problem.in_channels_per_group / variant.stage_channels)
-    work = resident * _stage_cycles(problem, variant, tiling)
-    stage = max(work, _LATENCY / (variant.buffers - 1)) + _STAGE
-    return stages * stage + _BLOCK + resident * _end_cycles(problem, variant, tiling)
+    columns, steps = _column_tiles(problem, variant.out_chunk), _steps(problem)
+    step = max(resident * _step_cycles(problem, variant, tiling), _LATENCY / variant.ahead)
+    loads = 1 if variant.steps_held >= steps else tiling.bands * math.ceil(steps / variant.steps_held)
+    weights = loads * (_LOAD + resident * min(steps, variant.steps_held) * columns * _WEIGHTS)
+    written = tiling.bands * variant.rows * 8 * columns / variant.unit
+    read = math.prod(tiling.lanes) * (variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + 60)
+    ends = tiling.bands * _END + resident * (written + read) / 32 * _WORD
+    return _BLOCK + weights + tiling.bands * steps * step + ends
 
 
 def _estimate(
     problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    blocks = tiling.total * _blocks(problem, variant)
-    resident = max(1, min(variant.min_blocks, math.ceil(blocks / device.multiprocessors)))
-    rounds = blocks / (device.multiprocessors * resident)
-    rounds = math.ceil(rounds) if rounds < 4 else rounds + 0.5
+    resident, rounds = rounds_of(tiling.total * _blocks(problem, variant), variant.min_blocks, device)
     work = rounds * _tile_cycles(problem, variant, tiling, resident) / device.clock_hz
-    size = DTYPE_BYTES[problem.dtype]
-    halo = row_bytes(tiling.window, size) * tiling.total * problem.groups * problem.in_channels_per_group
-    floor = (problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape))) / device.copy_bytes_per_second
+    size, channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
+    images, slabs, rows, width = tiling.window
+    halo = images * slabs * rows * round_up(width * size, 32) * tiling.total * channels
+    floor = (problem.bytes + max(0, halo - size * math.prod(problem.input_shape))) / device.copy_bytes_per_second
     return max(work, floor), "bytes" if floor > work else "instructions"
 
 
 @lru_cache(maxsize=1024)
 def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[ScatterVariant]:
     """Variants of a layer of typical size, the fastest prediction first. Other sizes have a say among the first."""
-    offered = [variant._replace(buffers=count) for variant in _variants(problem) for count in _BUFFERS]
-    about = f"scatter of {problem!r}, on {device!r}"
-    return kept(about, offered, lambda: _rank(problem, device))
+    offered = list(_variants(problem, device))
+    return kept(f"scatter of {problem!r}, on {device!r}", offered, lambda: _rank(problem, offered, device))
 
 
-def _rank(problem: ConvTransposeProblem, device: DeviceInfo) -> list[ScatterVariant]:
-    scores: dict[ScatterVariant, float] = {}
-    for variant in _variants(problem):
-        for buffers in _BUFFERS:
-            deeper = variant._replace(buffers=buffers)
-            if (seconds := _seconds(problem, deeper, device)) is not None:
-                scores[deeper] = math.log(seconds)
-                break
+def _rank(problem: ConvTransposeProblem, offered: list[ScatterVariant], device: DeviceInfo) -> list[ScatterVariant]:
+    scores = {variant: math.log(_seconds(problem, variant, device)) for variant in offered}
     first = sorted(scores, key=scores.__getitem__)
     compared, others = first[:_COMPARED], first[_COMPARED:]
     for sides in _OTHER_SIDES[is_tiny(problem)]:
         for variant in compared:
-            scores[variant] += math.log(_seconds(typical(problem, sides), variant, device) or math.inf)
+            scores[variant] += math.log(_seconds(typical(problem, sides), variant, device))
     return sorted(compared, key=scores.__getitem__) + others
 
 
-def _seconds(problem: ConvTransposeProblem, variant: ScatterVariant, device: DeviceInfo) -> float | None:
-    """The prediction for dense tensors; None where so many blocks as should be do not fit a multiprocessor.
-
-    So it is where a tile of one cell does not fit, for then there would be images that the variant cannot compute.
-    """
-    layouts = Layouts.dense(problem)
-    tiling = _tiling(problem, layouts, variant, device)
-    if tiling is None or not _fits(problem, variant, _tiles(problem, layouts, variant, (1, 1, 1, 1)), device):
-        return None
-    shared = variant.min_blocks * (_shared_bytes(problem, variant, tiling) + 1024)
-    fits = shared <= device.shared_bytes_per_multiprocessor
-    return _estimate(problem, variant, tiling, device)[0] if fits else None
+def _seconds(problem: ConvTransposeProblem, variant: ScatterVariant, device: DeviceInfo) -> float:
+    """The prediction for dense tensors."""
+    tiling = _tiling(problem, Layouts.dense(problem), variant, device)
+    return math.inf if tiling is None else _estimate(problem, variant, tiling, device)[0]
 
 
-def _variants(problem: ConvTransposeProblem) -> Iterator[ScatterVariant]:
-    """Variants worth a thought, their buffers left open."""
+def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ScatterVariant]:
+    """Variants worth a thought: those whose registers and shared memory do for so many blocks, and for any image."""
     out, taps = problem.out_channels_per_group, problem.taps
-    operation = 32 // DTYPE_BYTES[problem.dtype]
+    steps, parts = _steps(problem), _parts(problem)
     chunks = {math.ceil(out / parts) for parts in range(1, out + 1) if math.ceil(out / parts) * taps <= _MAX_COLUMNS}
-    for chunk, warps, row_tiles in itertools.product(sorted(chunks, reverse=True)[:2], (8, 4), range(1, 9)):
-        columns = math.ceil(chunk * taps / 8)
-        for min_blocks in (1, 2, 3, 4):
-            registers = min(255, 65536 // (32 * warps * min_blocks) // 8 * 8)
-            besides = 80 + 8 * columns if _parts(problem) == 2 else 70
-            if 4 * row_tiles * columns + besides > registers:
-                continue
-            for operations in (1, 2, 4):
-                channels = operations * operation
-                if channels < 2 * problem.in_channels_per_group or operations == 1:
-                    yield ScatterVariant(warps, row_tiles, chunk, channels, 2, min_blocks)
+    instructions = (True, False) if device.arch == "sm_90a" else (False,)
+    shapes = itertools.product(
+        sorted(chunks, reverse=True)[:2], instructions, (16, 12, 8, 4), range(1, 5), (4, 3, 2), (1, 2, 3, 4)
+    )
+    for chunk, wgmma, warps, row_tiles, ahead, min_blocks in shapes:
+        columns = _column_tiles(problem, chunk)
+        registers = min(255, 65536 // (32 * warps * min_blocks) // 8 * 8)
+        if row_tiles > (2 if parts == 2 else 12 // ahead) or ahead > steps > 1:
+            continue
+        ahead_words = 4 * row_tiles * (1 if wgmma or parts == 1 else 2) * ahead
+        besides = ahead_words + 8 * row_tiles + (56 if wgmma else 90) + 12 * (row_tiles - 1) * problem.channels_last
+        if row_tiles * columns * (8 if parts == 2 else 5) + besides > registers:
+            continue
+        shared = min(device.shared_bytes_per_block, device.shared_bytes_per_multiprocessor // min_blocks - 1024)
+        step_bytes = _step_bytes(problem, chunk)
+        held = round_up(steps, ahead)
+        if steps * step_bytes > shared // 2:
+            held = shared // 3 // step_bytes // ahead * ahead
+        pitch = (shared - min(held, steps) * step_bytes) // (4 * chunk * taps)
+        variant = ScatterVariant(warps, row_tiles, chunk, held, ahead, (pitch - 4) // 32 * 32 + 4, wgmma, min_blocks)
+        unaligned = replace(Layouts.dense(problem), aligned=False)
+        if held > 0 and _tiles(problem, unaligned, variant, (1, 1, 1, 1)) is not None:
+            yield variant

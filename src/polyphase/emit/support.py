@@ -259,8 +259,6 @@ def run(
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
         launch(*call.prologue, [second, workspace])
         second = workspace
-    elif pass_ is Pass.FORWARD and second.data_ptr() % ALIGNMENT:
-        second = second.clone()  # where it is not packed, the plan takes it to be aligned
     launch(*call.launch, [first, second, bias, output])
     return output
 

@@ -29,10 +29,10 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async",),
     "implicit_gemm": (
-        *("tensor_float", "row_blocks", "dependent", "copy_async", "async", "mma", "matrix", "gemm_tile"),
+        *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",
     ),
-    "scatter_gemm": ("tensor_float", "copy_async", "mma", "stages"),
+    "scatter_gemm": ("tensor_float", "copy_async", "mma", "wgmma"),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
@@ -102,34 +102,46 @@ class KernelSource:
 
 
 def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[str]:
-    """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
-    columns = constants["PIXELS"]
-    wgmma, cluster = (constants[name] for name in _MACROS)
-    assert isinstance(columns, int)
-    depth, operand = _OPERANDS[dtype]
+    """What common/wgmma.cuh needs of the instruction set: C++ has no way to write an operand list of any length.
+
+    The first operand comes from shared memory, but from registers in kernels with COLUMN_TILES.
+    """
+    wgmma, cluster = constants["WGMMA"], constants.get("CLUSTER", 1)
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f"#define CLUSTER {cluster:d}  // thread blocks",
     ]
     if not wgmma:
         return lines
+    from_registers = "COLUMN_TILES" in constants
+    columns = constants["COLUMN_TILES" if from_registers else "PIXELS"]
+    assert isinstance(columns, int)
+    columns *= 8 if from_registers else 1
+    depth, operand = _OPERANDS[dtype]
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    transposed = ", 0, 0" if depth == 16 else ""
+    registers = range(count, count + (4 if from_registers else 1))
+    first = ", ".join(f"%{i}" for i in registers)
+    second, add = registers[-1] + 1, registers[-1] + 2
+    if from_registers:
+        declared, first = "const unsigned (&a)[4]", f"{{{first}}}"
+        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    else:
+        declared, inputs = "unsigned long long a", '"l"(a)'
+    transposed = "" if depth != 16 else ", 0" if from_registers else ", 0, 0"
     return [
         *lines,
-        "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",
+        "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
         "#ifndef EMULATOR",
-        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], unsigned long long a, unsigned long long b,",
-        "                                      bool add) {",
+        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], {declared}, unsigned long long b, bool add) {{",
         "  asm volatile(",
-        f'      "{{ .reg .pred add; setp.ne.b32 add, %{count + 2}, 0;\\n"',
+        f'      "{{ .reg .pred add; setp.ne.b32 add, %{add}, 0;\\n"',
         f'      "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{operand}.{operand} "',
         f'      "{{{sums}}}, "',
-        f'      "%{count}, %{count + 1}, add, 1, 1{transposed}; }}"',
+        f'      "{first}, %{second}, add, 1, 1{transposed}; }}"',
         f"      : {outputs}",
-        '      : "l"(a), "l"(b), "r"((int)add));',
+        f'      : {inputs}, "l"(b), "r"((int)add));',
         "}",
         "#endif",
     ]

@@ -31,9 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
   const int group = block / tiles;
   int first[4];  // position of the tile
-  decode(g.tiles, block % tiles, first);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) first[i] *= g.lanes[i];
+  tile_origin(g.tiles, g.lanes, block % tiles, first);
 
   const int first_in = row_block * ROWS;
   const int rows = IN_CHANNELS - first_in;  // that exist, from there on
@@ -44,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   char* const buffers = (char*)shared_memory + g.table_bytes;
 
   PartLoader<Channels::first, ROWS, Moving> weight_loader(g.weight, g.weight_part);
-  PartLoader<G_CHANNELS_LAST ? Channels::turned : Channels::first, OUT_CHUNK, Still> g_loader(g.g, g.window);
+  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Still> g_loader(g.g, g.window);
   weight_loader.init(places, DEPTH);
   int window[4] = {first[0], first[1], first[2], first[3]};
   to_window(window, g.skew);

@@ -4,156 +4,298 @@
 //   product[pixel, column]  =  Σ_ci x[pixel, ci] · w[ci, column],   a column being an output channel co and a tap
 //   y[co, o]                =  bias[co]  +  Σ over the taps that meet o of   product[pixel that the tap reads, column]
 //
-// No product is computed for nothing, whatever the stride, and of few channels only the columns are few. The first sum
-// reads each operand as it lies in the tensor: neither is unfolded, packed or turned around.
+// No product is computed for nothing, whatever the stride, and of few channels only the columns are few. Pixels go from
+// global memory to the registers that the cores take them from: no two warps read the same.
 //
-// Index mapping. A block owns a tile of cells (common/geometry.cuh) and OUT_CHUNK output channels of one group. Rows of
-// the product are the pixels of the window that the tile reads, halo included, cut at the edges of images that a tile
-// covers from edge to edge; row tiles of 16 go to the warps in turn. Columns are pairs of output channel and tap, in
-// the order in which the weight has them; a warp computes all of them.
+// Index mapping. A block owns a tile of cells (common/geometry.cuh) and OUT_CHUNK output channels of one group. The
+// pixels of the window that the tile reads, cut at the edges of images that a tile covers from edge to edge, come in
+// bands of image rows, one after the other: what a band adds to the product stays until the next one has made all sums
+// that need both. Rows of a band's product are its pixels. A warp owns ROW_TILES tiles of 16 of them, and all columns.
+// Of an operation's channels a lane has the CHANNELS neighbours from `lane % 4` · CHANNELS on; of the warp's pixels the
+// units of UNIT neighbours that follow from `lane / 4` · UNIT on: pixel i of those is row `lane / 4 + i % 2 · 8` of row
+// tile i / 2. Which channel and which pixel that is, is the same to the product, as long as both operands agree.
 //
 // float32 comes in two parts of TF32, and each operation's sum leaves the cores at once, since they round towards zero.
 // The parts of what is not finite, or would not be as TF32, sum to NaN. Where an output is NaN it is therefore computed
 // again, plainly.
 //
-// Shared memory: where the pieces of both operands lie, then BUFFERS stages of weights as [channel][column] and pixels
-// as [channel][n][d][h][w], or as [n][d][h][w][channel] where channels come last; at the end, in their place, the
-// product as [column][pixel]. Neighbouring lanes find their elements in different banks each time.
+// Shared memory: the weights of STEPS_HELD operations, in the order in which lanes take them, and the product as
+// [column][n][d][h][w], where h is a ring.
 
 struct Geometry {
-  Tensor5 x, weight, y;  // the weight's rows are channels, the rest of it lies along h and w
-  Part weight_part, window;
+  Tensor5 x, y;
   int batch;
-  int lanes[4];                  // cells of a tile along n, d, h, w
-  int tiles[4];                  // tiles along n, d, h, w
-  int first[4];                  // the window's first pixel, counted from the tile's first cell
-  int table_bytes, stage_bytes;  // of shared memory
-  int vectors;                   // whether the outputs of a cell's row are stored together
+  int lanes[4];   // cells of a tile along n, d, h, w
+  int tiles[4];   // tiles along n, d, h, w
+  int extent[4];  // of the window; units along w
+  int first[4];   // the window's first pixel, counted from the tile's first cell
+  int band;       // rows of a band
+  int ring;       // rows that are kept
+  int whole;      // whether a unit, or a lane's channels where those come last, are read at once
+  int vectors;    // whether the outputs of a cell's row are stored together
 };
 
+constexpr int THREADS = 32 * WARPS;
+constexpr int TOGETHER = WGMMA_INSTRUCTION ? 128 : 32;  // threads of one instruction
+constexpr int ELEMENT = sizeof(scalar_t), OPERATION = 32 / ELEMENT, CHANNELS = OPERATION / 4;
+constexpr int UNIT = ROW_TILES % 2 == 0 ? 4 : 2, UNITS = 2 * ROW_TILES / UNIT;
 constexpr int COLUMNS = OUT_CHUNK * TAPS;
-constexpr int COLUMN_TILES = ceil_div(COLUMNS, 8);
-constexpr int ROWS = 16 * ROW_TILES * WARPS;
-constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK), STAGES = ceil_div(IN_CHANNELS, STAGE_CHANNELS);
-constexpr int WEIGHT_BYTES = STAGE_CHANNELS * WEIGHT_PITCH;
-constexpr int PRODUCT_PITCH = ROWS + 4;  // 8 rows by 4 pairs of columns lie in different banks
+constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK), STEPS = ceil_div(IN_CHANNELS, OPERATION);
 constexpr bool EXACT = PARTS == 2;
-// From one channel of an output to the next among the columns, and from one tap to the next.
-constexpr int COLUMN_CHANNEL = WEIGHT_STRIDE_OUT == 1 ? 1 : TAPS, COLUMN_TAP = WEIGHT_STRIDE_OUT == 1 ? OUT_CHUNK : 1;
 constexpr int RUN = AXIS_W.stride;  // neighbouring outputs of a cell
 constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * ELEMENT <= 16;
 
-static_assert(STAGE_CHANNELS % OPERATION == 0, "a stage is whole operations");
+static_assert(STEPS_HELD % AHEAD == 0, "pixels on their way change places in turn");
+static_assert(PITCH % 32 == 4, "8 pixels by 4 pairs of columns lie in different banks");
 
-// The product's elements of a warp.
+// What a float loses as TF32 is its low part. The cores truncate that: they take off half of its last bit on average,
+// which is put on before. (Rounding it, or both by common/tensor_float.cuh, would take more instructions than the
+// products.) NaN stays NaN in the low part whatever becomes of the high one.
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  if constexpr (EXACT) {
+    high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint((value - __uint_as_float(high)) * (1 + 0.72f / 2048));
+  } else {
+    high = __float_as_uint(round_tf32(value));
+  }
+}
+
+// Whether channel `i` of the thread's in an operation, of AHEAD, is one of the group's.
+__device__ __forceinline__ bool is_channel(int step, int i) {
+  return IN_CHANNELS % (AHEAD * OPERATION) == 0 || step * OPERATION + (int)threadIdx.x % 4 * CHANNELS + i < IN_CHANNELS;
+}
+
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+template <class T>
+__device__ __forceinline__ unsigned bits_of(T value) {
+  return value.bits;
+}
+
+// Of one operation's weights: two chunks of 16 bytes a column, in all parts, as common/wgmma.cuh has them.
+constexpr int CHUNK_BYTES = COLUMN_TILES * 8 * 16, PART_BYTES = 2 * CHUNK_BYTES, STEP_BYTES = PARTS * PART_BYTES;
+
+// Those of the operations from `step` on; what is beyond the channels or columns is zero.
+__device__ __forceinline__ void load_weights(const scalar_t* weight, int step, int first_out, char* to) {
+  const int steps = min(STEPS_HELD, STEPS - step);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < steps * COLUMN_TILES * 32; i += THREADS) {
+    const int column = i / 4 % (COLUMN_TILES * 8), out = first_out + column / TAPS;
+    const bool exists = column < COLUMNS && out < OUT_CHANNELS;
+    const int channel = (step + i / (COLUMN_TILES * 32)) * OPERATION + i % 4 * CHANNELS;
+    const scalar_t* const from =
+        weight + channel * WEIGHT_STRIDE_IN + out * WEIGHT_STRIDE_OUT + column % TAPS * WEIGHT_STRIDE_TAP;
+    unsigned values[CHANNELS];
+#pragma unroll
+    for (int j = 0; j < CHANNELS; ++j)
+      values[j] = exists && channel + j < IN_CHANNELS ? bits_of(read(from + j * WEIGHT_STRIDE_IN)) : 0;
+    char* const slot = to + i / (COLUMN_TILES * 32) * STEP_BYTES + column * 16 + i % 4 * 4;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      unsigned word, low = 0;
+      if constexpr (ELEMENT == 4)
+        split(__uint_as_float(values[j]), word, low);
+      else
+        word = values[2 * j] | values[2 * j + 1] << 16;
+      *(unsigned*)(slot + j * CHUNK_BYTES) = word;
+      if (EXACT) *(unsigned*)(slot + PART_BYTES + j * CHUNK_BYTES) = low;
+    }
+  }
+  publish_shared();
+}
+
+// One operation's pixels of a lane on their way: of each unit the channels, or of each pixel where those come last.
+struct Pixels {
+  unsigned words[4 * ROW_TILES];
+
+  // The lane's four bytes `half` of an operation's row, for its pixel `i`.
+  __device__ __forceinline__ unsigned get(int i, int half) const {
+    if (X_CHANNELS_LAST) return words[2 * i + half];
+    const unsigned* const unit = words + i / UNIT * (2 * UNIT);
+    if constexpr (ELEMENT == 4) return unit[half * UNIT + i % UNIT];
+    const unsigned even = unit[half * UNIT + i % UNIT / 2], odd = unit[half * UNIT + UNIT / 2 + i % UNIT / 2];
+    return i % 2 ? even >> 16 | (odd & 0xffff0000u) : (even & 0xffffu) | odd << 16;
+  }
+};
+
+// A lane's pixels: where they lie, and where their products go. Pixels beside the image are its nearest: no output
+// reads their product. WHOLE: a unit, or a lane's channels where those come last, are read at once.
+template <bool WHOLE>
+struct PixelLoader {
+  static constexpr bool IN_ROWS = WHOLE && !X_CHANNELS_LAST;
+
+  const Geometry& g;
+  const scalar_t* planes[UNITS];  // the first of the lane's channels, in the image's first row
+  const scalar_t* rows[UNITS];    // the same of the band's row and the operation that is loaded next
+  int columns[UNITS][UNIT];       // elements from a row's first; with IN_ROWS only the unit's first counts
+  int heights[UNITS];             // image rows, in the first band
+  int places[UNITS];              // in the product: image and slab, and the unit's first pixel; -1 for none
+
+  // `x` is the group's first channel, `first` the window's first pixel.
+  __device__ __forceinline__ PixelLoader(const Geometry& g, const scalar_t* x, const int (&first)[4]) : g(g) {
+    const int lane = threadIdx.x % 32, extent[4] = {g.extent[0], g.extent[1], g.band, g.extent[3]};
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+      int at[4];
+      decode(extent, threadIdx.x / 32 * (16 * ROW_TILES) + (8 * u + lane / 4) * UNIT, at);
+      const int place = (at[0] * g.extent[1] + at[1]) * g.ring * g.extent[3] + at[3];
+      places[u] = at[0] < g.extent[0] ? place : -1;
+      heights[u] = at[2] + first[2];
+#pragma unroll
+      for (int i = 0; i < UNIT; ++i)
+        columns[u][i] = min(max(at[3] + first[3] + i, 0), g.x.size[2] - (IN_ROWS ? UNIT : 1)) * (int)g.x.stride[4];
+      at[0] = min(at[0] + first[0], g.batch - 1);
+      at[1] = min(max(at[1] + first[1], 0), g.x.size[0] - 1);
+      at[2] = at[3] = 0;
+      planes[u] = x + offset_of(g.x, at) + lane % 4 * CHANNELS * g.x.stride[1] + (IN_ROWS ? columns[u][0] : 0);
+    }
+  }
+
+  __device__ __forceinline__ void begin_band(int band) {
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u)
+      rows[u] = planes[u] + min(max(heights[u] + band * g.band, 0), g.x.size[1] - 1) * g.x.stride[3];
+  }
+
+  // The next operation, which is `step`.
+  __device__ __forceinline__ void load(Pixels& to, int step) {
+    constexpr int COUNT = X_CHANNELS_LAST ? CHANNELS : UNIT;  // elements that are neighbours
+    typedef Vector<unsigned, COUNT * ELEMENT / 4> Words;
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+      const scalar_t* from = rows[u];
+#pragma unroll
+      for (int i = 0; i < (X_CHANNELS_LAST ? UNIT : CHANNELS); ++i) {
+        Words loaded = {};
+        if (WHOLE) {
+          const scalar_t* const address = X_CHANNELS_LAST ? from + columns[u][i] : from;
+          if (is_channel(step, X_CHANNELS_LAST ? 0 : i)) loaded = *(const Words*)address;
+        } else {
+#pragma unroll
+          for (int j = 0; j < COUNT; ++j) {
+            const scalar_t* const address =
+                X_CHANNELS_LAST ? from + columns[u][i] + j * g.x.stride[1] : from + columns[u][j];
+            const unsigned element = is_channel(step, X_CHANNELS_LAST ? j : i) ? bits_of(read(address)) : 0;
+            loaded.value[j * ELEMENT / 4] |= element << (j * ELEMENT % 4 * 8);
+          }
+        }
+        unsigned* const words = to.words + (u * (X_CHANNELS_LAST ? UNIT : CHANNELS) + i) * (COUNT * ELEMENT / 4);
+#pragma unroll
+        for (int j = 0; j < COUNT * ELEMENT / 4; ++j) words[j] = loaded.value[j];
+        if (!X_CHANNELS_LAST) from += g.x.stride[1];
+      }
+      rows[u] += OPERATION * g.x.stride[1];
+    }
+  }
+};
+
+// One operation's pixels as the cores take them.
+struct Rows {
+  unsigned high[ROW_TILES][4], low[ROW_TILES][4];
+
+  __device__ __forceinline__ Rows(const Pixels& pixels) {
+    __syncwarp();  // so that the compiler does not mingle operations, for which there are no registers
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const unsigned word = pixels.get(2 * i + k % 2, k / 2);
+        if constexpr (ELEMENT == 4)
+          split(__uint_as_float(word), high[i][k], low[i][k]);
+        else
+          high[i][k] = word;
+      }
+  }
+};
+
+// The product's elements of a warp: of row tile i element k of column tile j.
 struct Sums {
-  float of[ROW_TILES][COLUMN_TILES][4];
+  float of[ROW_TILES][4 * COLUMN_TILES];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * COLUMN_TILES * 4; ++i) (&of[0][0][0])[i] = 0;
+    for (int i = 0; i < ROW_TILES * COLUMN_TILES * 4; ++i) (&of[0][0])[i] = 0;
   }
 
-  // The first pixel of row tile `i`.
-  static __device__ __forceinline__ int first_pixel(int i) { return 16 * (threadIdx.x / 32 + i * WARPS); }
-
-  // One stage, of a window of so many pixels.
-  __device__ __forceinline__ void add(const char* stage, int pixels, int window_pitch) {
-    __syncwarp();  // lanes may have loaded different numbers of pieces
-    const int pixel_bytes = X_CHANNELS_LAST ? STAGE_CHANNELS * ELEMENT + 16 : ELEMENT;
-    const int channel_bytes = X_CHANNELS_LAST ? ELEMENT : window_pitch;
-#pragma unroll 1
-    for (int channel = 0; channel < STAGE_CHANNELS; channel += OPERATION)
-      if constexpr (ELEMENT == 4)
-        add_floats(stage + channel * WEIGHT_PITCH, stage + WEIGHT_BYTES + channel * channel_bytes, pixels, pixel_bytes,
-                   channel_bytes);
-      else
-        add_halves(stage + channel * WEIGHT_PITCH, stage + WEIGHT_BYTES + channel * channel_bytes, pixels, pixel_bytes,
-                   channel_bytes);
+  // One operation, whose weights are the given.
+  __device__ __forceinline__ void add(Rows& rows, const char* weights) {
+    if constexpr (EXACT) {
+      float sums[ROW_TILES][4 * COLUMN_TILES];
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; ++i) pin(sums[i]), pin(rows.low[i]), pin(rows.high[i]);
+      products_begin();
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; ++i) {
+        multiply(sums[i], rows.low[i], weights, false);
+        multiply(sums[i], rows.high[i], weights + PART_BYTES, true);
+        multiply(sums[i], rows.high[i], weights, true);
+        products_commit();
+      }
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; ++i) {
+        wait(ROW_TILES - 1 - i);
+        pin(sums[i]);
+#pragma unroll
+        for (int k = 0; k < 4 * COLUMN_TILES; ++k) of[i][k] += sums[i][k];
+        pin(of[i]);  // now: the next operation's sums take the same registers
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; ++i) pin(of[i]), pin(rows.high[i]);
+      products_begin();
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; ++i) multiply(of[i], rows.high[i], weights, true);
+      products_commit();
+      products_wait<0>();
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; ++i) pin(of[i]);
+    }
   }
 
  private:
-  __device__ __forceinline__ void add_floats(const char* weights, const char* window, int pixels, int pixel_bytes,
-                                             int channel_bytes) {
-    const int major = threadIdx.x % 32 / 4, minor = threadIdx.x % 4;
-    unsigned columns[COLUMN_TILES][2], low_columns[COLUMN_TILES][2];
+#if WGMMA_INSTRUCTION && !defined(EMULATOR)
+  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
+                                                  const char* columns, bool add) {
+    wgmma(sums, rows, describe_matrix<16>(shared_address(columns), CHUNK_BYTES), add);
+  }
+#else
+  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
+                                                  const char* columns, bool add) {
+    columns += threadIdx.x % 32 * 4;
 #pragma unroll
-    for (int j = 0; j < COLUMN_TILES; ++j)
+    for (int j = 0; j < COLUMN_TILES; ++j, columns += 128) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        split(*(const float*)(weights + (minor + 4 * half) * WEIGHT_PITCH + (8 * j + major) * 4), columns[j][half],
-              low_columns[j][half]);
-#pragma unroll
-    for (int i = 0; i < ROW_TILES; ++i) {
-      if (first_pixel(i) >= pixels) break;  // also so that the compiler does not mingle the products of many row tiles
-      unsigned rows[4], low_rows[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        split(*(const float*)(window + (first_pixel(i) + major + k % 2 * 8) * pixel_bytes +
-                              (minor + k / 2 * 4) * channel_bytes),
-              rows[k], low_rows[k]);
-#pragma unroll
-      for (int j = 0; j < COLUMN_TILES; ++j) {
-        if constexpr (EXACT) {
-          float sum[4] = {};
-          mma(sum, low_rows, columns[j][0], columns[j][1]);
-          mma(sum, rows, low_columns[j][0], low_columns[j][1]);
-          mma(sum, rows, columns[j][0], columns[j][1]);
-#pragma unroll
-          for (int k = 0; k < 4; ++k) of[i][j][k] += sum[k];
-        } else {
-          mma(of[i][j], rows, columns[j][0], columns[j][1]);
-        }
-      }
+      for (int k = 0; k < 4; ++k) sums[4 * j + k] = add ? sums[4 * j + k] : 0;
+      mma(sums + 4 * j, rows, *(const unsigned*)columns, *(const unsigned*)(columns + CHUNK_BYTES));
     }
   }
+#endif
 
-  // What a float loses as TF32 is its low part. The cores truncate that: they take off half of its last bit on average,
-  // which is put on before. (Rounding it, or both by common/tensor_float.cuh, would take more instructions than the
-  // products.) NaN stays NaN in the low part whatever becomes of the high one.
-  static __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-    if constexpr (EXACT) {
-      high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
-      low = __float_as_uint((value - __uint_as_float(high)) * (1 + 0.72f / 2048));
-    } else {
-      high = __float_as_uint(round_tf32(value));
-    }
-  }
-
-  __device__ __forceinline__ void add_halves(const char* weights, const char* window, int pixels, int pixel_bytes,
-                                             int channel_bytes) {
-    const int row = threadIdx.x % 8, matrix = threadIdx.x % 32 / 8;
-    const unsigned columns_at = shared_address(weights) + (matrix % 2 * 8 + row) * WEIGHT_PITCH + matrix / 2 * 16;
-    const unsigned rows_at =
-        shared_address(window) + (X_CHANNELS_LAST ? (matrix % 2 * 8 + row) * pixel_bytes + matrix / 2 * 16
-                                                  : (matrix / 2 * 8 + row) * channel_bytes + matrix % 2 * 16);
-    unsigned columns[ceil_div(COLUMN_TILES, 2)][4];
-#pragma unroll
-    for (int j = 0; j < ceil_div(COLUMN_TILES, 2); ++j) load_matrices<true>(columns[j], columns_at + 32 * j);
-#pragma unroll
-    for (int i = 0; i < ROW_TILES; ++i) {
-      if (first_pixel(i) >= pixels) break;
-      unsigned rows[4];
-      load_matrices<!X_CHANNELS_LAST>(rows, rows_at + first_pixel(i) * pixel_bytes);
-#pragma unroll
-      for (int j = 0; j < COLUMN_TILES; ++j)
-        mma(of[i][j], rows, columns[j / 2][j % 2 * 2], columns[j / 2][j % 2 * 2 + 1]);
-    }
+  static __device__ __forceinline__ void wait(int pending) {
+    if (pending == 0) products_wait<0>();
+    if (pending == 1) products_wait<1>();
+    if (pending == 2) products_wait<2>();
+    if (pending == 3) products_wait<3>();
   }
 
  public:
-  __device__ __forceinline__ void store(float* product, int pixels) const {
-    const int lane = threadIdx.x % 32;
+  // Of a band whose first row is `slot` of the ring, where the first band's is the image's `first_row`.
+  template <class Loader>
+  __device__ __forceinline__ void store(float* product, const Loader& pixels, int first_row, int slot) const {
 #pragma unroll
-    for (int i = 0; i < ROW_TILES; ++i) {
-      if (first_pixel(i) >= pixels) break;
+    for (int u = 0; u < UNITS; ++u) {
+      if (pixels.places[u] < 0) continue;
+      const int row = slot + pixels.heights[u] - first_row, ring = pixels.g.ring;
+      float* const to = product + pixels.places[u] + (row < ring ? row : row - ring) * pixels.g.extent[3];
 #pragma unroll
       for (int j = 0; j < COLUMN_TILES; ++j)
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int column = 8 * j + lane % 4 * 2 + k % 2;
-          if (COLUMNS % 8 == 0 || column < COLUMNS)
-            product[column * PRODUCT_PITCH + first_pixel(i) + lane / 4 + k / 2 * 8] = of[i][j][k];
+        for (int k = 0; k < 2; ++k) {
+          const int column = 8 * j + threadIdx.x % 4 * 2 + k;
+          if (COLUMNS % 8 != 0 && column >= COLUMNS) continue;
+          Vector<float, UNIT> unit;
+#pragma unroll
+          for (int i = 0; i < UNIT; ++i) unit.value[i] = of[(u * UNIT + i) / 2][4 * j + k + i % 2 * 2];
+          *(Vector<float, UNIT>*)(to + column * PITCH) = unit;
         }
     }
   }
@@ -165,12 +307,14 @@ struct Reads {
   bool exists[KERNEL];
   int at[KERNEL];  // pixels of the window
 
-  // `cell` counts from the image's first, `lane` from the tile's; the window begins at `first` and has a `pitch`.
-  __device__ __forceinline__ void init(Axis axis, int cell, int lane, int first, int size, int pitch) {
+  // `cell` counts from the image's first, `lane` from where `first` does; pixels are `pitch` apart, `ring` of them.
+  __device__ __forceinline__ void init(Axis axis, int cell, int lane, int first, int size, int pitch,
+                                       int ring = 0x7fffffff) {
 #pragma unroll
     for (int tap = 0; tap < KERNEL; ++tap) {
       exists[tap] = (unsigned)(cell + src_offset(axis, tap)) < (unsigned)size;
-      at[tap] = (lane + src_offset(axis, tap) - first) * pitch;
+      const int pixel = lane + src_offset(axis, tap) - first;
+      at[tap] = (pixel < ring ? pixel : pixel - ring) * pitch;
     }
   }
 };
@@ -195,7 +339,7 @@ __device__ __forceinline__ bool store_cell(const Geometry& g, const float* produ
         const int kw = tap % AXIS_W.kernel;
         if (phase_of(AXIS_D, kd) != phase_d || phase_of(AXIS_H, kh) != phase_h) continue;
         if (d.exists[kd] && h.exists[kh] && w.exists[kw])
-          value[phase_of(AXIS_W, kw)] += product[tap * COLUMN_TAP * PRODUCT_PITCH + d.at[kd] + h.at[kh] + w.at[kw]];
+          value[phase_of(AXIS_W, kw)] += product[tap * PITCH + d.at[kd] + h.at[kh] + w.at[kw]];
       }
 #pragma unroll
       for (int i = 0; i < RUN; ++i) numbers = numbers && value[i] == value[i];
@@ -244,56 +388,16 @@ __device__ __forceinline__ void store_cell_plainly(const Geometry& g, const scal
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    scatter_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
-                 scalar_t* __restrict__ y, const Geometry g) {
-  extern __shared__ __align__(16) unsigned char shared_memory[];
-  int block = blockIdx.x;
-  const int out_block = block % OUT_BLOCKS;
-  block /= OUT_BLOCKS;
-  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
-  const int group = block / tiles;
-  int first[4];  // cell of the tile
-  decode(g.tiles, block % tiles, first);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) first[i] *= g.lanes[i];
-  const int first_out = out_block * OUT_CHUNK;
-  const int pixels = elements(g.window);
-
-  long long* const places = (long long*)shared_memory;
-  char* const buffers = (char*)shared_memory + g.table_bytes;
-  PartLoader<Channels::first, STAGE_CHANNELS, Still> weight_loader(g.weight, g.weight_part);
-  PartLoader<X_CHANNELS_LAST ? Channels::kept : Channels::first, STAGE_CHANNELS, Still> x_loader(g.x, g.window);
-  const int chunk[4] = {0, 0, 0, first_out * COLUMN_CHANNEL};
-  int window[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) window[i] = first[i] + g.first[i];
-  weight_loader.init(places, elements(g.weight_part), 1, chunk);
-  x_loader.init(places + weight_loader.box.pieces, pixels, g.batch, window);
-  x += (long long)group * IN_CHANNELS * g.x.stride[1];
-  weight += (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN;
-  __syncthreads();
-
-  Sums sums;
-  sums.clear();
-  auto load = [&](int stage, char* to) {
-    const int channel = stage * STAGE_CHANNELS;
-    weight_loader.load(weight + channel * WEIGHT_STRIDE_IN, IN_CHANNELS - channel, to);
-    x_loader.load(x + channel * g.x.stride[1], IN_CHANNELS - channel, to + WEIGHT_BYTES);
-  };
-  run_stages(STAGES, buffers, g.stage_bytes, load, [&](const char* stage) { sums.add(stage, pixels, g.window.pitch); });
-
-  float* const product = (float*)buffers;
-  copies_wait<0>();
-  __syncthreads();
-  sums.store(product, pixels);
-  __syncthreads();
-
-  const int cells = g.lanes[0] * g.lanes[1] * g.lanes[2] * g.lanes[3];
-  const int channels = min(OUT_CHUNK, OUT_CHANNELS - first_out);
+// Rows `done` to `ready` of a tile's cells; row i of the window is row i + `turn` of the ring, or that past its end.
+__device__ __forceinline__ void store_rows(const Geometry& g, const float* product, const scalar_t* x,
+                                           const scalar_t* weight, const scalar_t* bias, scalar_t* y,
+                                           const int (&first)[4], int first_out, int done, int ready, int turn) {
+  const int extent[4] = {g.lanes[0], g.lanes[1], ready - done, g.lanes[3]};
+  const int cells = extent[0] * extent[1] * extent[2] * extent[3], channels = min(OUT_CHUNK, OUT_CHANNELS - first_out);
   for (int i = threadIdx.x; i < cells; i += THREADS) {
     int lane[4], cell[4];
-    decode(g.lanes, i, lane);
+    decode(extent, i, lane);
+    lane[2] += done;
 #pragma unroll
     for (int j = 0; j < 4; ++j) cell[j] = first[j] + lane[j];
     const int slabs = g.y.size[0] - cell[1] * AXIS_D.stride, rows = g.y.size[1] - cell[2] * AXIS_H.stride;
@@ -302,21 +406,103 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Reads<AXIS_D.kernel> d;
     Reads<AXIS_H.kernel> h;
     Reads<AXIS_W.kernel> w;
-    d.init(AXIS_D, cell[1], lane[1], g.first[1], g.x.size[0], g.window.extent[2] * g.window.extent[3]);
-    h.init(AXIS_H, cell[2], lane[2], g.first[2], g.x.size[1], g.window.extent[3]);
+    d.init(AXIS_D, cell[1], lane[1], g.first[1], g.x.size[0], g.ring * g.extent[3]);
+    h.init(AXIS_H, cell[2], lane[2] + turn, g.first[2], g.x.size[1], g.extent[3], g.ring);
     w.init(AXIS_W, cell[3], lane[3], g.first[3], g.x.size[2], 1);
-    const float* const of_image = product + lane[0] * (g.window.extent[1] * g.window.extent[2] * g.window.extent[3]);
+    const float* const of_image = product + lane[0] * (g.extent[1] * g.ring * g.extent[3]);
     const scalar_t* const pixel = x + offset_of(g.x, cell);
     cell[1] *= AXIS_D.stride, cell[2] *= AXIS_H.stride, cell[3] *= AXIS_W.stride;
-    scalar_t* to = y + offset_of(g.y, cell) + (long long)(group * OUT_CHANNELS + first_out) * g.y.stride[1];
+    scalar_t* to = y + offset_of(g.y, cell) + first_out * g.y.stride[1];
 #pragma unroll 1
     for (int channel = 0; channel < channels; ++channel, to += g.y.stride[1]) {
-      const float start = HAS_BIAS ? widen(read(bias + group * OUT_CHANNELS + first_out + channel)) : 0.f;
-      const bool numbers =
-          store_cell(g, of_image + channel * COLUMN_CHANNEL * PRODUCT_PITCH, d, h, w, start, to, slabs, rows, columns);
+      const float start = HAS_BIAS ? widen(read(bias + first_out + channel)) : 0.f;
+      const bool numbers = store_cell(g, of_image + channel * (TAPS * PITCH), d, h, w, start, to, slabs, rows, columns);
       if (EXACT && !numbers)
         store_cell_plainly(g, pixel, weight + (first_out + channel) * WEIGHT_STRIDE_OUT, d, h, w, start, to, slabs,
                            rows, columns);
     }
   }
+}
+
+// A tile, by its first cell and output channel; `x` and `weight` are the group's.
+template <bool WHOLE>
+__device__ __forceinline__ void compute_tile(const Geometry& g, const scalar_t* __restrict__ x,
+                                             const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
+                                             scalar_t* __restrict__ y, const int (&first)[4], int first_out,
+                                             char* shared_memory) {
+  int window[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) window[i] = first[i] + g.first[i];
+  PixelLoader<WHOLE> loader(g, x, window);
+  Pixels ahead[AHEAD];
+  loader.begin_band(0);
+  if (WHOLE) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) loader.load(ahead[i], i);
+  }
+
+  const int bands = ceil_div(g.extent[2], g.band), pixels = g.extent[0] * g.extent[1] * g.band * g.extent[3];
+  const bool owns_pixels = threadIdx.x / TOGETHER * (TOGETHER / 2 * ROW_TILES) < pixels;
+  char* const weights = shared_memory;
+  float* const product = (float*)(shared_memory + min(STEPS_HELD, STEPS) * STEP_BYTES);
+  int done = 0;  // rows of the tile's cells
+#pragma unroll 1
+  for (int band = 0; band < bands; ++band) {
+    Sums sums;
+    sums.clear();
+#pragma unroll 1
+    for (int begin = 0; begin < STEPS; begin += STEPS_HELD) {
+      if (STEPS_HELD < STEPS || band == 0) {
+        if (STEPS_HELD < STEPS) __syncthreads();
+        load_weights(weight, begin, first_out, weights);
+        __syncthreads();
+      }
+      const int end = owns_pixels ? min(STEPS, begin + STEPS_HELD) : 0;
+#pragma unroll 1
+      for (int step = begin; step < end; step += AHEAD) {
+        // The next band follows; behind the last one it is the image's last row, which nothing needs.
+        const int next = step + AHEAD < STEPS ? step + AHEAD : 0;
+        if (WHOLE && next == 0) loader.begin_band(band + 1);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+          if (!WHOLE) loader.load(ahead[i], step + i);
+          Rows rows(ahead[i]);
+          if (WHOLE) loader.load(ahead[i], next + i);
+          if (STEPS % AHEAD == 0 || step + i < STEPS) sums.add(rows, weights + (step - begin + i) * STEP_BYTES);
+        }
+      }
+    }
+    __syncthreads();  // the sums of the band before are made
+    sums.store(product, loader, window[2], band * g.band % g.ring);
+    __syncthreads();
+
+    // The rows of cells that no later band adds to; the first pixels that they read, and from there to the ring.
+    const int end = (band + 1) * g.band + g.first[2] - last_offset(AXIS_H);
+    const int ready = band + 1 < bands ? min(max(end, done), g.lanes[2]) : g.lanes[2];
+    const int oldest = max(0, done + first_offset(AXIS_H) - g.first[2]), turn = oldest % g.ring - oldest;
+    store_rows(g, product, x, weight, bias, y, first, first_out, done, ready, turn);
+    done = ready;
+    if (!WHOLE) loader.begin_band(band + 1);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    scatter_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
+                 scalar_t* __restrict__ y, const Geometry g) {
+  extern __shared__ __align__(16) char shared_memory[];
+  int block = blockIdx.x;
+  const int first_out = block % OUT_BLOCKS * OUT_CHUNK;
+  block /= OUT_BLOCKS;
+  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
+  const int group = block / tiles;
+  int first[4];  // cell of the tile
+  tile_origin(g.tiles, g.lanes, block % tiles, first);
+  x += (long long)group * IN_CHANNELS * g.x.stride[1];
+  weight += (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN;
+  bias += group * OUT_CHANNELS;
+  y += (long long)group * OUT_CHANNELS * g.y.stride[1];
+  if (g.whole)
+    compute_tile<true>(g, x, weight, bias, y, first, first_out, shared_memory);
+  else
+    compute_tile<false>(g, x, weight, bias, y, first, first_out, shared_memory);
 }

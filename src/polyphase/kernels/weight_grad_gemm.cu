@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Place* const places = (Place*)(offsets + POSITIONS);
   char* const buffers = (char*)shared_memory + g.table_bytes;
 
-  PartLoader<X_CHANNELS_LAST ? Channels::turned : Channels::first, ROWS, Moving> x_loader(g.x, g.x_part);
-  PartLoader<G_CHANNELS_LAST ? Channels::turned : Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
+  PartLoader<X_CHANNELS_LAST ? Channels::last : Channels::first, ROWS, Moving> x_loader(g.x, g.x_part);
+  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
   x_loader.init(places, POSITIONS);
   g_loader.init(places + x_loader.box.pieces, elements(g.window));
   list_positions(offsets, POSITIONS, g.window, g.lanes, g.skew);

@@ -96,9 +96,6 @@ __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::
 
 // One thread copies contiguous bytes, a multiple of 16; `barrier` completes when they have come.
 #if BULK_COPY && !defined(EMULATOR)
-// Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
-__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // The phase of a barrier does not end before so many bytes more have come.
 __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -134,7 +131,6 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
       : "memory");
 }
 #else
-__device__ __forceinline__ void publish_shared() {}
 #ifdef EMULATOR
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), from, bytes);

@@ -60,6 +60,29 @@ __device__ __forceinline__ offset_t byte_offset(const Tensor5& t, int n, int d, 
                                 (offset_t)h * (offset_t)t.stride[3] + (offset_t)w * (offset_t)t.stride[4]);
 }
 
+// Indices along n, d, h and w of element `index` of a box; what is beyond the box lies beyond along n.
+template <class Index, class Extent>
+__device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, int (&at)[4]) {
+#pragma unroll
+  for (int i = 3; i > 0; --i) {
+    at[i] = (int)(index % extent[i]);
+    index /= extent[i];
+  }
+  at[0] = (int)index;
+}
+
+// The first cell or position of tile `index`, of `tiles` whose extents along n, d, h and w are `lanes`.
+__device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&lanes)[4], int index, int (&first)[4]) {
+  decode(tiles, index, first);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) first[i] *= lanes[i];
+}
+
+// Elements from a tensor's first element of a channel to the position `at` along n, d, h and w.
+__device__ __forceinline__ long long offset_of(const Tensor5& t, const int (&at)[4]) {
+  return at[0] * t.stride[0] + at[1] * t.stride[2] + at[2] * t.stride[3] + at[3] * t.stride[4];
+}
+
 template <class T>
 __device__ __forceinline__ T* at(T* base, offset_t bytes) {
   return (T*)((char*)base + bytes);

@@ -40,51 +40,21 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
   }
 }
 #if WGMMA_INSTRUCTION
-// The four warps of a group are one: when the products of one are done, so are those of all.
-__device__ __forceinline__ void products_begin() {}
-__device__ __forceinline__ void products_commit() { emulator::commit(emulator::Async::products); }
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {
-  emulator::wait(emulator::Async::products, PENDING);
-  emulator::threads_sync(16 + threadIdx.x / 128, 128);
-}
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   float* const to = sums;
   emulator::later(emulator::Async::products, [=] { add_products(to, a, b, b_chunk, add); });
 }
 #else
-__device__ __forceinline__ void products_begin() {}
-__device__ __forceinline__ void products_commit() {}
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {}
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   add_products(sums, a, b, b_chunk, add);
   __syncwarp();
 }
 #endif
 #elif WGMMA_INSTRUCTION
-// Groups of 8 rows follow each other, and those of a row are `pitch` bytes apart.
-template <int PITCH>
-__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
-  constexpr unsigned long long swizzle = PITCH == 128 ? 1 : PITCH == 64 ? 2 : PITCH == 32 ? 3 : 0;
-  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
-         (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
-}
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   wgmma(sums, describe_matrix<16>(a, A_CHUNK), describe_matrix<PIXEL_PITCH>(b, b_chunk), add);
 }
 #else
-__device__ __forceinline__ void products_begin() {}
-__device__ __forceinline__ void products_commit() {}
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {}
-
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   if (!add) {

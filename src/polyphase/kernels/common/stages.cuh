@@ -5,31 +5,17 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 
-// Indices along n, d, h and w of element `index` of a box; what is beyond the box lies beyond along n.
-template <class Index, class Extent>
-__device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, int (&at)[4]) {
-#pragma unroll
-  for (int i = 3; i > 0; --i) {
-    at[i] = (int)(index % extent[i]);
-    index /= extent[i];
-  }
-  at[0] = (int)index;
-}
-
 // What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
 struct Part {
   int extent[4];  // along n, d, h and w
   int piece;      // elements moved at once: along w, or of neighbouring channels
-  int pitch;      // bytes in shared memory from one channel to the next, or of kept positions from one to the next
+  int pitch;      // bytes in shared memory from one channel to the next
 };
 
 __device__ __forceinline__ int elements(const Part& part) {
   return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
 }
 
-__device__ __forceinline__ long long offset_of(const Tensor5& t, const int (&at)[4]) {
-  return at[0] * t.stride[0] + at[1] * t.stride[2] + at[2] * t.stride[3] + at[3] * t.stride[4];
-}
 __device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d, int h, int w) {
   return n < batch && (unsigned)d < (unsigned)t.size[0] && (unsigned)h < (unsigned)t.size[1] &&
          (unsigned)w < (unsigned)t.size[2];
@@ -37,7 +23,7 @@ __device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d
 
 // The pieces of a box that stays where it is.
 struct Still {
-  long long* offsets;  // from the channel's first element; -1 where there is no piece
+  long long* offsets;  // from the channel's first element; below zero where there is no piece
   int pieces;          // of a channel
 
   // Lists those of `count` elements; beyond the box there are none. The box begins at `origin` (n, d, h, w).
@@ -51,7 +37,7 @@ struct Still {
       const bool in_box = at[0] < part.extent[0];
 #pragma unroll
       for (int j = 0; j < 4; ++j) at[j] += origin[j];
-      offsets[i] = in_box && exists(t, batch, at[0], at[1], at[2], at[3]) ? offset_of(t, at) : -1;
+      offsets[i] = in_box && exists(t, batch, at[0], at[1], at[2], at[3]) ? offset_of(t, at) : -16;  // aligned
     }
   }
 
@@ -96,8 +82,8 @@ struct Moving {
   }
 };
 
-// How the box of a tensor whose channels come last lies in shared memory: as others, or as it does in the tensor.
-enum class Channels { first, turned, kept };
+// Where a tensor has its channels; those that come last are turned around on their way.
+enum class Channels { first, last };
 
 // One part of a stage on its way to shared memory.
 template <Channels ORDER, int CHANNELS, class Box>
@@ -179,7 +165,7 @@ struct PartLoader {
     }
   }
 
-  // Lanes go along channels, which are turned around on their way or kept.
+  // Lanes go along channels.
   template <int WIDTH, class... At>
   __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
     constexpr int VECTORS = CHANNELS / WIDTH;
@@ -189,16 +175,12 @@ struct PartLoader {
       long long offset;
       const bool inside = box.find(tensor, i / VECTORS, offset, at...) && channel < channels;
       const scalar_t* const source = from + offset + channel;
-      if constexpr (ORDER == Channels::kept) {
-        copy<WIDTH * ELEMENT>(to + i / VECTORS * part.pitch + channel * ELEMENT, source, inside);
-      } else {
-        typedef Vector<scalar_t, WIDTH> Vectors;
-        Vectors vector = {};
-        if (inside) vector = *(const Vectors*)source;
-        char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
+      typedef Vector<scalar_t, WIDTH> Vectors;
+      Vectors vector = {};
+      if (inside) vector = *(const Vectors*)source;
+      char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
-      }
+      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
     }
   }
 };
