@@ -287,9 +287,10 @@ def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool)
 # Cycles of a multiprocessor for 16 by 8 products of an operation, by whether Hopper's instruction computes them, for an
 # instruction of a warp, and for a word of shared memory that a warp writes or reads at the end; for an operation's
 # weights of a column tile; of an operation's pixels on their way, of weights on theirs, of the end of a band, and of a
-# block besides.
+# block besides. Fitted to 952 measured variants on an H200 (docs/performance.md).
 _OPERATION, _SLOT, _WORD, _WEIGHTS = {True: 0.2, False: 1.5}, 0.8, 4.0, 28.0
 _LATENCY, _LOAD, _END, _BLOCK = 1500.0, 2250.0, 1150.0, 3850.0
+_ONE_PART = 0.83  # of the prediction, where products come in one part: it is too high beside those of other kernels
 
 
 def _step_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling) -> float:
@@ -324,6 +325,7 @@ def _estimate(
     """Predicted time, and what bounds it."""
     resident, rounds = rounds_of(tiling.total * _blocks(problem, variant), variant.min_blocks, device)
     work = rounds * _tile_cycles(problem, variant, tiling, resident) / device.clock_hz
+    work *= _ONE_PART if _parts(problem) == 1 else 1.0
     size, channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
     images, slabs, rows, width = tiling.window
     halo = images * slabs * rows * round_up(width * size, 32) * tiling.total * channels
