@@ -263,6 +263,29 @@ __device__ __forceinline__ offset_t byte_offset(const Tensor5& t, int n, int d, 
                                 (offset_t)h * (offset_t)t.stride[3] + (offset_t)w * (offset_t)t.stride[4]);
 }
 
+// Indices along n, d, h and w of element `index` of a box; what is beyond the box lies beyond along n.
+template <class Index, class Extent>
+__device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, int (&at)[4]) {
+#pragma unroll
+  for (int i = 3; i > 0; --i) {
+    at[i] = (int)(index % extent[i]);
+    index /= extent[i];
+  }
+  at[0] = (int)index;
+}
+
+// The first cell or position of tile `index`, of `tiles` whose extents along n, d, h and w are `lanes`.
+__device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&lanes)[4], int index, int (&first)[4]) {
+  decode(tiles, index, first);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) first[i] *= lanes[i];
+}
+
+// Elements from a tensor's first element of a channel to the position `at` along n, d, h and w.
+__device__ __forceinline__ long long offset_of(const Tensor5& t, const int (&at)[4]) {
+  return at[0] * t.stride[0] + at[1] * t.stride[2] + at[2] * t.stride[3] + at[3] * t.stride[4];
+}
+
 template <class T>
 __device__ __forceinline__ T* at(T* base, offset_t bytes) {
   return (T*)((char*)base + bytes);
@@ -1791,10 +1814,10 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async",),
     "implicit_gemm": (
-        *("tensor_float", "row_blocks", "dependent", "copy_async", "async", "mma", "matrix", "gemm_tile"),
+        *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",
     ),
-    "scatter_gemm": ("tensor_float", "copy_async", "mma", "stages"),
+    "scatter_gemm": ("tensor_float", "copy_async", "mma", "wgmma"),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
@@ -1847,34 +1870,46 @@ class KernelSource:
 
 
 def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
-    """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
-    columns = constants["PIXELS"]
-    wgmma, cluster = (constants[name] for name in _MACROS)
-    assert isinstance(columns, int)
-    depth, operand = _OPERANDS[dtype]
+    """What common/wgmma.cuh needs of the instruction set: C++ has no way to write an operand list of any length.
+
+    The first operand comes from shared memory, but from registers in kernels with COLUMN_TILES.
+    """
+    wgmma, cluster = constants["WGMMA"], constants.get("CLUSTER", 1)
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f"#define CLUSTER {cluster:d}  // thread blocks",
     ]
     if not wgmma:
         return lines
+    from_registers = "COLUMN_TILES" in constants
+    columns = constants["COLUMN_TILES" if from_registers else "PIXELS"]
+    assert isinstance(columns, int)
+    columns *= 8 if from_registers else 1
+    depth, operand = _OPERANDS[dtype]
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    transposed = ", 0, 0" if depth == 16 else ""
+    registers = range(count, count + (4 if from_registers else 1))
+    first = ", ".join(f"%{i}" for i in registers)
+    second, add = registers[-1] + 1, registers[-1] + 2
+    if from_registers:
+        declared, first = "const unsigned (&a)[4]", f"{{{first}}}"
+        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    else:
+        declared, inputs = "unsigned long long a", '"l"(a)'
+    transposed = "" if depth != 16 else ", 0" if from_registers else ", 0, 0"
     return [
         *lines,
-        "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",
+        "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
         "#ifndef EMULATOR",
-        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], unsigned long long a, unsigned long long b,",
-        "                                      bool add) {",
+        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], {declared}, unsigned long long b, bool add) {{",
         "  asm volatile(",
-        f'      "{{ .reg .pred add; setp.ne.b32 add, %{count + 2}, 0;\\n"',
+        f'      "{{ .reg .pred add; setp.ne.b32 add, %{add}, 0;\\n"',
         f'      "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{operand}.{operand} "',
         f'      "{{{sums}}}, "',
-        f'      "%{count}, %{count + 1}, add, 1, 1{transposed}; }}"',
+        f'      "{first}, %{second}, add, 1, 1{transposed}; }}"',
         f"      : {outputs}",
-        '      : "l"(a), "l"(b), "r"((int)add));',
+        f'      : {inputs}, "l"(b), "r"((int)add));',
         "}",
         "#endif",
     ]
@@ -2781,8 +2816,6 @@ def run(
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
         launch(*call.prologue, [second, workspace])
         second = workspace
-    elif pass_ is Pass.FORWARD and second.data_ptr() % ALIGNMENT:
-        second = second.clone()  # where it is not packed, the plan takes it to be aligned
     launch(*call.launch, [first, second, bias, output])
     return output
 

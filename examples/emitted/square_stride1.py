@@ -259,6 +259,29 @@ __device__ __forceinline__ offset_t byte_offset(const Tensor5& t, int n, int d, 
                                 (offset_t)h * (offset_t)t.stride[3] + (offset_t)w * (offset_t)t.stride[4]);
 }
 
+// Indices along n, d, h and w of element `index` of a box; what is beyond the box lies beyond along n.
+template <class Index, class Extent>
+__device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, int (&at)[4]) {
+#pragma unroll
+  for (int i = 3; i > 0; --i) {
+    at[i] = (int)(index % extent[i]);
+    index /= extent[i];
+  }
+  at[0] = (int)index;
+}
+
+// The first cell or position of tile `index`, of `tiles` whose extents along n, d, h and w are `lanes`.
+__device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&lanes)[4], int index, int (&first)[4]) {
+  decode(tiles, index, first);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) first[i] *= lanes[i];
+}
+
+// Elements from a tensor's first element of a channel to the position `at` along n, d, h and w.
+__device__ __forceinline__ long long offset_of(const Tensor5& t, const int (&at)[4]) {
+  return at[0] * t.stride[0] + at[1] * t.stride[2] + at[2] * t.stride[3] + at[3] * t.stride[4];
+}
+
 template <class T>
 __device__ __forceinline__ T* at(T* base, offset_t bytes) {
   return (T*)((char*)base + bytes);
@@ -655,6 +678,61 @@ __device__ __forceinline__ void copies_wait() {
 
 #endif
 """
+FILES["common/wgmma.cuh"] = r"""
+// Hopper's matrix instruction: what surrounds it. The specialisation has the instruction itself.
+
+// Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
+#if __CUDA_ARCH__ >= 900 && !defined(EMULATOR)
+__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else
+__device__ __forceinline__ void publish_shared() {}
+#endif
+
+#if WGMMA_INSTRUCTION && !defined(EMULATOR)
+// A matrix whose rows are 16 bytes of each of two chunks: PITCH bytes apart, and the second chunk `chunk_bytes` behind
+// the first; with more than 16 of PITCH all chunks of a row are neighbours, whose order the copy engine has changed.
+template <int PITCH>
+__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
+  constexpr unsigned long long swizzle = PITCH == 128 ? 1 : PITCH == 64 ? 2 : PITCH == 32 ? 3 : 0;
+  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
+         (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
+}
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+#elif WGMMA_INSTRUCTION
+// The four warps of a group are one: when the products of one are done, so are those of all.
+__device__ __forceinline__ void products_begin() {}
+__device__ __forceinline__ void products_commit() { emulator::commit(emulator::Async::products); }
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {
+  emulator::wait(emulator::Async::products, PENDING);
+  emulator::threads_sync(16 + threadIdx.x / 128, 128);
+}
+#else
+__device__ __forceinline__ void products_begin() {}
+__device__ __forceinline__ void products_commit() {}
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {}
+#endif
+
+// Operands of products that run stay where they are, and what comes of them is not read before.
+#if WGMMA_INSTRUCTION && !defined(EMULATOR)
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+__device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
+template <class T, int COUNT>
+__device__ __forceinline__ void pin(T (&values)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) pin(values[i]);
+}
+#else
+template <class T>
+__device__ __forceinline__ void pin(T&) {}
+#endif
+"""
 FILES["common/async.cuh"] = r"""
 // The copy engine, and the barriers between those who fill shared memory and those who read it.
 
@@ -754,9 +832,6 @@ __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::
 
 // One thread copies contiguous bytes, a multiple of 16; `barrier` completes when they have come.
 #if BULK_COPY && !defined(EMULATOR)
-// Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
-__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // The phase of a barrier does not end before so many bytes more have come.
 __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -792,7 +867,6 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
       : "memory");
 }
 #else
-__device__ __forceinline__ void publish_shared() {}
 #ifdef EMULATOR
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), from, bytes);
@@ -951,51 +1025,21 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
   }
 }
 #if WGMMA_INSTRUCTION
-// The four warps of a group are one: when the products of one are done, so are those of all.
-__device__ __forceinline__ void products_begin() {}
-__device__ __forceinline__ void products_commit() { emulator::commit(emulator::Async::products); }
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {
-  emulator::wait(emulator::Async::products, PENDING);
-  emulator::threads_sync(16 + threadIdx.x / 128, 128);
-}
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   float* const to = sums;
   emulator::later(emulator::Async::products, [=] { add_products(to, a, b, b_chunk, add); });
 }
 #else
-__device__ __forceinline__ void products_begin() {}
-__device__ __forceinline__ void products_commit() {}
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {}
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   add_products(sums, a, b, b_chunk, add);
   __syncwarp();
 }
 #endif
 #elif WGMMA_INSTRUCTION
-// Groups of 8 rows follow each other, and those of a row are `pitch` bytes apart.
-template <int PITCH>
-__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
-  constexpr unsigned long long swizzle = PITCH == 128 ? 1 : PITCH == 64 ? 2 : PITCH == 32 ? 3 : 0;
-  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
-         (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
-}
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   wgmma(sums, describe_matrix<16>(a, A_CHUNK), describe_matrix<PIXEL_PITCH>(b, b_chunk), add);
 }
 #else
-__device__ __forceinline__ void products_begin() {}
-__device__ __forceinline__ void products_commit() {}
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {}
-
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   if (!add) {
@@ -2161,31 +2205,17 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 
-// Indices along n, d, h and w of element `index` of a box; what is beyond the box lies beyond along n.
-template <class Index, class Extent>
-__device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, int (&at)[4]) {
-#pragma unroll
-  for (int i = 3; i > 0; --i) {
-    at[i] = (int)(index % extent[i]);
-    index /= extent[i];
-  }
-  at[0] = (int)index;
-}
-
 // What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
 struct Part {
   int extent[4];  // along n, d, h and w
   int piece;      // elements moved at once: along w, or of neighbouring channels
-  int pitch;      // bytes in shared memory from one channel to the next, or of kept positions from one to the next
+  int pitch;      // bytes in shared memory from one channel to the next
 };
 
 __device__ __forceinline__ int elements(const Part& part) {
   return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
 }
 
-__device__ __forceinline__ long long offset_of(const Tensor5& t, const int (&at)[4]) {
-  return at[0] * t.stride[0] + at[1] * t.stride[2] + at[2] * t.stride[3] + at[3] * t.stride[4];
-}
 __device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d, int h, int w) {
   return n < batch && (unsigned)d < (unsigned)t.size[0] && (unsigned)h < (unsigned)t.size[1] &&
          (unsigned)w < (unsigned)t.size[2];
@@ -2193,7 +2223,7 @@ __device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d
 
 // The pieces of a box that stays where it is.
 struct Still {
-  long long* offsets;  // from the channel's first element; -1 where there is no piece
+  long long* offsets;  // from the channel's first element; below zero where there is no piece
   int pieces;          // of a channel
 
   // Lists those of `count` elements; beyond the box there are none. The box begins at `origin` (n, d, h, w).
@@ -2207,7 +2237,7 @@ struct Still {
       const bool in_box = at[0] < part.extent[0];
 #pragma unroll
       for (int j = 0; j < 4; ++j) at[j] += origin[j];
-      offsets[i] = in_box && exists(t, batch, at[0], at[1], at[2], at[3]) ? offset_of(t, at) : -1;
+      offsets[i] = in_box && exists(t, batch, at[0], at[1], at[2], at[3]) ? offset_of(t, at) : -16;  // aligned
     }
   }
 
@@ -2252,8 +2282,8 @@ struct Moving {
   }
 };
 
-// How the box of a tensor whose channels come last lies in shared memory: as others, or as it does in the tensor.
-enum class Channels { first, turned, kept };
+// Where a tensor has its channels; those that come last are turned around on their way.
+enum class Channels { first, last };
 
 // One part of a stage on its way to shared memory.
 template <Channels ORDER, int CHANNELS, class Box>
@@ -2335,7 +2365,7 @@ struct PartLoader {
     }
   }
 
-  // Lanes go along channels, which are turned around on their way or kept.
+  // Lanes go along channels.
   template <int WIDTH, class... At>
   __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
     constexpr int VECTORS = CHANNELS / WIDTH;
@@ -2345,16 +2375,12 @@ struct PartLoader {
       long long offset;
       const bool inside = box.find(tensor, i / VECTORS, offset, at...) && channel < channels;
       const scalar_t* const source = from + offset + channel;
-      if constexpr (ORDER == Channels::kept) {
-        copy<WIDTH * ELEMENT>(to + i / VECTORS * part.pitch + channel * ELEMENT, source, inside);
-      } else {
-        typedef Vector<scalar_t, WIDTH> Vectors;
-        Vectors vector = {};
-        if (inside) vector = *(const Vectors*)source;
-        char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
+      typedef Vector<scalar_t, WIDTH> Vectors;
+      Vectors vector = {};
+      if (inside) vector = *(const Vectors*)source;
+      char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
-      }
+      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
     }
   }
 };
@@ -2550,8 +2576,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Place* const places = (Place*)(offsets + POSITIONS);
   char* const buffers = (char*)shared_memory + g.table_bytes;
 
-  PartLoader<X_CHANNELS_LAST ? Channels::turned : Channels::first, ROWS, Moving> x_loader(g.x, g.x_part);
-  PartLoader<G_CHANNELS_LAST ? Channels::turned : Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
+  PartLoader<X_CHANNELS_LAST ? Channels::last : Channels::first, ROWS, Moving> x_loader(g.x, g.x_part);
+  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
   x_loader.init(places, POSITIONS);
   g_loader.init(places + x_loader.box.pieces, elements(g.window));
   list_positions(offsets, POSITIONS, g.window, g.lanes, g.skew);
@@ -2687,10 +2713,9 @@ constexpr int RAW_STAGES = 2;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 #define WGMMA_INSTRUCTION 1
 #define CLUSTER 2  // thread blocks
-// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.
+// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.
 #ifndef EMULATOR
-__device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, unsigned long long b,
-                                      bool add) {
+__device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, unsigned long long b, bool add) {
   asm volatile(
       "{ .reg .pred add; setp.ne.b32 add, %82, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n160k8.f32.tf32.tf32 "
@@ -2700,7 +2725,7 @@ __device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, u
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
     ("pack_weights", r"""
 // pack_weights, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -2768,10 +2793,9 @@ constexpr int RAW_STAGES = 2;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 #define WGMMA_INSTRUCTION 1
 #define CLUSTER 2  // thread blocks
-// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.
+// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.
 #ifndef EMULATOR
-__device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, unsigned long long b,
-                                      bool add) {
+__device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, unsigned long long b, bool add) {
   asm volatile(
       "{ .reg .pred add; setp.ne.b32 add, %74, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n144k8.f32.tf32.tf32 "
@@ -2781,7 +2805,7 @@ __device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, u
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
     ("weight_grad_gemm", r"""
 // weight_grad_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -3258,10 +3282,10 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async",),
     "implicit_gemm": (
-        *("tensor_float", "row_blocks", "dependent", "copy_async", "async", "mma", "matrix", "gemm_tile"),
+        *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",
     ),
-    "scatter_gemm": ("tensor_float", "copy_async", "mma", "stages"),
+    "scatter_gemm": ("tensor_float", "copy_async", "mma", "wgmma"),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
@@ -3314,34 +3338,46 @@ class KernelSource:
 
 
 def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
-    """What common/matrix.cuh needs of the instruction set: C++ has no way to write an operand list of any length."""
-    columns = constants["PIXELS"]
-    wgmma, cluster = (constants[name] for name in _MACROS)
-    assert isinstance(columns, int)
-    depth, operand = _OPERANDS[dtype]
+    """What common/wgmma.cuh needs of the instruction set: C++ has no way to write an operand list of any length.
+
+    The first operand comes from shared memory, but from registers in kernels with COLUMN_TILES.
+    """
+    wgmma, cluster = constants["WGMMA"], constants.get("CLUSTER", 1)
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f"#define CLUSTER {cluster:d}  // thread blocks",
     ]
     if not wgmma:
         return lines
+    from_registers = "COLUMN_TILES" in constants
+    columns = constants["COLUMN_TILES" if from_registers else "PIXELS"]
+    assert isinstance(columns, int)
+    columns *= 8 if from_registers else 1
+    depth, operand = _OPERANDS[dtype]
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    transposed = ", 0, 0" if depth == 16 else ""
+    registers = range(count, count + (4 if from_registers else 1))
+    first = ", ".join(f"%{i}" for i in registers)
+    second, add = registers[-1] + 1, registers[-1] + 2
+    if from_registers:
+        declared, first = "const unsigned (&a)[4]", f"{{{first}}}"
+        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    else:
+        declared, inputs = "unsigned long long a", '"l"(a)'
+    transposed = "" if depth != 16 else ", 0" if from_registers else ", 0, 0"
     return [
         *lines,
-        "// sums = (add ? sums : 0) + A · B; A and B are descriptors of matrices in shared memory.",
+        "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
         "#ifndef EMULATOR",
-        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], unsigned long long a, unsigned long long b,",
-        "                                      bool add) {",
+        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], {declared}, unsigned long long b, bool add) {{",
         "  asm volatile(",
-        f'      "{{ .reg .pred add; setp.ne.b32 add, %{count + 2}, 0;\\n"',
+        f'      "{{ .reg .pred add; setp.ne.b32 add, %{add}, 0;\\n"',
         f'      "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{operand}.{operand} "',
         f'      "{{{sums}}}, "',
-        f'      "%{count}, %{count + 1}, add, 1, 1{transposed}; }}"',
+        f'      "{first}, %{second}, add, 1, 1{transposed}; }}"',
         f"      : {outputs}",
-        '      : "l"(a), "l"(b), "r"((int)add));',
+        f'      : {inputs}, "l"(b), "r"((int)add));',
         "}",
         "#endif",
     ]
@@ -4947,8 +4983,6 @@ def run(
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
         launch(*call.prologue, [second, workspace])
         second = workspace
-    elif pass_ is Pass.FORWARD and second.data_ptr() % ALIGNMENT:
-        second = second.clone()  # where it is not packed, the plan takes it to be aligned
     launch(*call.launch, [first, second, bias, output])
     return output
 

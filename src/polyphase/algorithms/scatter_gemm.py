@@ -32,8 +32,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 _OFFERED = 6
 _COMPARED = 24  # variants that other sizes have a say in
 _TILES = 24  # that are compared for a variant
-# Sides of images in one, two and three dimensions, besides those of `standard`, by whether images are tiny.
-_OTHER_SIDES = {True: ((4, 2, 1),), False: ((1024, 32, 16), (16384, 256, 64))}
+# Batch and sides of images in one, two and three dimensions, besides those of `standard`, by whether images are tiny.
+_OTHER_SIZES = {True: ((128, (4, 2, 1)),), False: ((128, (1024, 32, 16)), (8, (16384, 256, 64)))}
 _MAX_COLUMNS = 128
 _MAX_OUT_CHANNELS = 16  # of a group; where there are more, `implicit_gemm` fills its rows with them
 
@@ -290,6 +290,7 @@ def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool)
 # block besides. Fitted to 952 measured variants on an H200 (docs/performance.md).
 _OPERATION, _SLOT, _WORD, _WEIGHTS = {True: 0.2, False: 1.5}, 0.8, 4.0, 28.0
 _LATENCY, _LOAD, _END, _BLOCK = 1500.0, 2250.0, 1150.0, 3850.0
+_SHARED = 1.1  # times the prediction, where several blocks share a multiprocessor
 _ONE_PART = 0.83  # of the prediction, where products come in one part: it is too high beside those of other kernels
 
 
@@ -325,7 +326,7 @@ def _estimate(
     """Predicted time, and what bounds it."""
     resident, rounds = rounds_of(tiling.total * _blocks(problem, variant), variant.min_blocks, device)
     work = rounds * _tile_cycles(problem, variant, tiling, resident) / device.clock_hz
-    work *= _ONE_PART if _parts(problem) == 1 else 1.0
+    work *= (_ONE_PART if _parts(problem) == 1 else 1.0) * (_SHARED if variant.min_blocks > 1 else 1.0)
     size, channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
     images, slabs, rows, width = tiling.window
     halo = images * slabs * rows * round_up(width * size, 32) * tiling.total * channels
@@ -344,9 +345,9 @@ def _rank(problem: ConvTransposeProblem, offered: list[ScatterVariant], device: 
     scores = {variant: math.log(_seconds(problem, variant, device)) for variant in offered}
     first = sorted(scores, key=scores.__getitem__)
     compared, others = first[:_COMPARED], first[_COMPARED:]
-    for sides in _OTHER_SIDES[is_tiny(problem)]:
+    for batch, sides in _OTHER_SIZES[is_tiny(problem)]:
         for variant in compared:
-            scores[variant] += math.log(_seconds(typical(problem, sides), variant, device))
+            scores[variant] += math.log(_seconds(replace(typical(problem, sides), batch=batch), variant, device))
     return sorted(compared, key=scores.__getitem__) + others
 
 
@@ -363,16 +364,18 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Sca
     chunks = {math.ceil(out / parts) for parts in range(1, out + 1) if math.ceil(out / parts) * taps <= _MAX_COLUMNS}
     instructions = (True, False) if device.arch == "sm_90a" else (False,)
     shapes = itertools.product(
-        sorted(chunks, reverse=True)[:2], instructions, (16, 12, 8, 4), range(1, 5), (4, 3, 2), (1, 2, 3, 4)
+        sorted(chunks, reverse=True)[:2], instructions, (16, 12, 8, 4), (1, 2, 4), (4, 3, 2), (1, 2, 3, 4)
     )
     for chunk, wgmma, warps, row_tiles, ahead, min_blocks in shapes:
+        if row_tiles > (2 if parts == 2 else 8 // ahead) or ahead > steps > 1 or warps * min_blocks < 8:
+            continue
         columns = _column_tiles(problem, chunk)
         registers = min(255, 65536 // (32 * warps * min_blocks) // 8 * 8)
-        if row_tiles > (2 if parts == 2 else 12 // ahead) or ahead > steps > 1:
-            continue
-        ahead_words = 4 * row_tiles * (1 if wgmma or parts == 1 else 2) * ahead
-        besides = ahead_words + 8 * row_tiles + (56 if wgmma else 90) + 12 * (row_tiles - 1) * problem.channels_last
-        if row_tiles * columns * (8 if parts == 2 else 5) + besides > registers:
+        # Sums, with those of an operation on their way; pixels on theirs, and of an operation; and what is besides.
+        sums = row_tiles * columns * (8 if parts == 2 else 5)
+        words = 4 * row_tiles * ((1 if wgmma or parts == 1 else 2) * ahead + 2)
+        besides = (52 if wgmma else 90) + (row_tiles - 1) * (20 if problem.channels_last else 8)
+        if sums + words + besides > registers:
             continue
         shared = min(device.shared_bytes_per_block, device.shared_bytes_per_multiprocessor // min_blocks - 1024)
         step_bytes = _step_bytes(problem, chunk)
