@@ -208,7 +208,7 @@ def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, variant: ScatterVariant, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least time."""
-    tilings = (_tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, variant))
+    tilings = (_tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, variant.rows, variant.unit))
     fitting = itertools.islice((each for each in tilings if each is not None), _TILES)
     return min(fitting, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
 
@@ -225,24 +225,24 @@ def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def _lanes(problem: ConvTransposeProblem, variant: ScatterVariant) -> list[tuple[int, int, int, int]]:
+def _lanes(problem: ConvTransposeProblem, room: int, unit: int) -> list[tuple[int, int, int, int]]:
     """Extents of tiles along n, d, h and w, those first that come to the fewest rows of products in all.
 
-    A tile of one cell is among them.
+    A band has ``room`` for so many pixels, and whole units of a row. A tile of one cell is among them.
     """
     gather = _gather(problem, Layouts.dense(problem))
     cells = gather.cells
     found: dict[tuple[int, int, int, int], float] = {(1, 1, 1, 1): math.inf}
-    for w in _extents(cells[2], variant.rows):
+    for w in _extents(cells[2], room):
         for d in _extents(cells[0], 8):
-            line = round_up(_window(gather, 2, w)[1], variant.unit) * _window(gather, 0, d)[1]
+            line = round_up(_window(gather, 2, w)[1], unit) * _window(gather, 0, d)[1]
             for h in _extents(cells[1], cells[1]):
                 rows = _window(gather, 1, h)[1]
-                images = max(1, min(problem.batch, variant.rows // max(1, line * rows)))
-                bands = math.ceil(images * line * rows / variant.rows)
+                images = max(1, min(problem.batch, room // max(1, line * rows)))
+                bands = math.ceil(images * line * rows / room)
                 lanes = images, d, h, w
                 tiles = math.prod(math.ceil(n / m) for n, m in zip((problem.batch, *cells), lanes))
-                found[lanes] = tiles * (bands * variant.rows + 64)
+                found[lanes] = tiles * (bands * room + 64)
     return sorted(found, key=found.__getitem__)
 
 
@@ -259,23 +259,27 @@ def _tiles(
     size = DTYPE_BYTES[problem.dtype]
     gather = _gather(problem, layouts)
     (depth, slabs), (height, rows), (width, columns) = (_window(gather, i, lanes[1 + i]) for i in range(3))
-    if gather.src.channels_last:
-        whole = _reads_channels_at_once(gather.src, problem.in_channels_per_group, size, layouts.aligned)
-    else:
-        step = 0 if lanes[3] >= gather.cells[2] else lanes[3]
-        whole = row_piece(gather.src, size, layouts.aligned, step) >= variant.unit
-        skew = width % variant.unit if whole else 0
-        width, columns = width - skew, columns + skew
-    window = (lanes[0], slabs, rows, round_up(columns, variant.unit))
-    *_, width_stride = gather.src.strides
-    row = lanes[0] * slabs * window[3]
-    band = min(rows, variant.rows // row) if row else rows
-    ring = rows if band == rows else band + gather.cell_axes[1].window(1) - 1
-    if (band == 0 and rows > 0) or row * ring > variant.pitch - 4 or gather.src.shape[4] * width_stride >= 2**31:
-        return None
     tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
-    first = (0, depth, height, width)
-    return _Tiling(lanes, (tiles[0], tiles[1], tiles[2], tiles[3]), window, first, max(1, band), max(1, ring), whole)
+    *_, width_stride = gather.src.strides
+    if gather.src.shape[4] * width_stride >= 2**31:
+        return None  # the kernel counts elements of a row in 32 bits
+
+    def windows(whole: bool, skew: int) -> _Tiling | None:
+        window = (lanes[0], slabs, rows, round_up(columns + skew, variant.unit))
+        row = lanes[0] * slabs * window[3]
+        band = min(rows, variant.rows // row) if row else rows
+        ring = rows if band == rows else band + gather.cell_axes[1].window(1) - 1
+        if (band == 0 and rows > 0) or row * ring > variant.pitch - 4:
+            return None
+        first, (n, d, h, w) = (0, depth, height, width - skew), tiles
+        return _Tiling(lanes, (n, d, h, w), window, first, max(1, band), max(1, ring), whole)
+
+    if gather.src.channels_last:
+        at_once = _reads_channels_at_once(gather.src, problem.in_channels_per_group, size, layouts.aligned)
+        return windows(at_once, 0)
+    step = 0 if lanes[3] >= gather.cells[2] else lanes[3]
+    whole = row_piece(gather.src, size, layouts.aligned, step) >= variant.unit
+    return windows(whole, width % variant.unit if whole else 0) or windows(False, 0)
 
 
 def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool) -> bool:

@@ -60,7 +60,7 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   }
 }
 
-// Whether channel `i` of the thread's in an operation, of AHEAD, is one of the group's.
+// Whether channel `i` of the thread's in an operation is one of the group's. Behind the last operation none is.
 __device__ __forceinline__ bool is_channel(int step, int i) {
   return IN_CHANNELS % (AHEAD * OPERATION) == 0 || step * OPERATION + (int)threadIdx.x % 4 * CHANNELS + i < IN_CHANNELS;
 }
