@@ -14,7 +14,7 @@ from _pytest.mark import ParameterSet
 import emulator
 from kernel_harness import Emulator, Executor, assert_exact, formats, reference, run, strange_layouts
 from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.scatter_gemm import ScatterGemm
+from polyphase.algorithms.scatter_gemm import ScatterGemm, _steps, _tiling
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -43,6 +43,7 @@ LAYERS = {
     "1-D": make((3, 18, 700), 1, 16, 8, 4, bias=True),
     "1-D, rows of 4 bytes": make((3, 18, 25), 2, 5, 3, 2),
     "3-D": make((2, 16, 4, 5, 6), 2, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True),
+    "weights in parts": make((1, 320, 3, 9), 1, 9, 4, 4, 3, bias=True),
     "empty batch": make((0, 16, 4, 4), 3, 3),
 }
 
@@ -65,14 +66,41 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(formatted, id=f"{name}-{dtype}-{order}")
 
 
-@pytest.mark.parametrize("problem", list(cases()))
-def test_layers(problem: ConvTransposeProblem) -> None:
-    """On dense tensors, and on one kind of others; on a GPU it is all kinds."""
+def choices(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:
+    """A variant on dense tensors, and on one kind of others; on a GPU it is all variants and kinds."""
     all_layouts, number = list(strange_layouts(problem)), zlib.crc32(str(problem).encode())
     for layouts in (all_layouts[0], all_layouts[1 + number % 4]):
         found = offers(problem, layouts)
-        candidate, launch = found[number % len(found)]
-        assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(number))
+        yield (layouts, *found[number % len(found)])
+
+
+@pytest.mark.parametrize("problem", list(cases()))
+def test_layers(problem: ConvTransposeProblem) -> None:
+    order = zlib.crc32(str(problem).encode())
+    for layouts, candidate, launch in choices(problem):
+        assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
+
+
+def test_layers_take_every_path() -> None:
+    """Every branch that a variant or a tiling decides is taken by some of the layers."""
+    taken = set()
+    for parameters in cases():
+        (problem,) = parameters.values
+        for layouts, candidate, _ in choices(problem):
+            variant, tiling = candidate.variant, _tiling(problem, layouts, candidate.variant, H200)
+            assert tiling is not None
+            facts = {
+                "wgmma": variant.wgmma,
+                "units of four": variant.unit == 4,
+                "whole": tiling.whole,
+                "bands": tiling.bands > 1,
+                "a ring": tiling.ring < tiling.window[2],
+                "tiles along the height": tiling.tiles[2] > 1,
+                "weights in parts": variant.steps_held < _steps(problem),
+                "an operation of AHEAD left over": _steps(problem) % variant.ahead != 0,
+            }
+            taken |= set(facts.items())
+    assert taken == {(fact, value) for fact in facts for value in (False, True)}
 
 
 def assert_carries_inf_and_nan(channels_last: bool, executor: Executor) -> None:

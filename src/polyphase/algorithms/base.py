@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -185,6 +187,15 @@ def two_dimensions(blocks: int) -> tuple[int, int]:
     """``blocks`` as a grid's y and z, which take 65535 each; the last row may be longer than needed."""
     rows = max(1, math.ceil(blocks / 65535))
     return math.ceil(blocks / rows), rows if blocks else 0
+
+
+def offered(
+    name: str, variants: Iterable[Any], predict: Callable[[Any], tuple[float, str] | None], count: int
+) -> list[Candidate]:
+    """The first ``count`` of ``variants`` that ``predict`` has a time and a bound for: None where no tile fits."""
+    predicted = ((variant, predict(variant)) for variant in variants)
+    candidates = (Candidate(name, variant, *found) for variant, found in predicted if found is not None)
+    return list(itertools.islice(candidates, count))
 
 
 def rounds_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:

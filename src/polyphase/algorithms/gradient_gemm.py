@@ -16,6 +16,7 @@ from polyphase.algorithms.base import (
     Layouts,
     affordable_planes,
     layer_constants,
+    offered,
     round_up,
     rounds_of,
     standard,
@@ -111,14 +112,12 @@ class _GradientGemm:
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> list[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
-        result = []
-        for variant in _ranked(standard(problem), pass_, device):
-            if (tiling := _tiling(problem, pass_, layouts, variant, device)) is not None:
-                seconds, bound = _estimate(problem, pass_, variant, tiling, device)
-                result.append(Candidate(self.name, variant, seconds, bound))
-                if len(result) == _OFFERED:
-                    break
-        return result
+
+        def predict(variant: GradientVariant) -> tuple[float, str] | None:
+            tiling = _tiling(problem, pass_, layouts, variant, device)
+            return None if tiling is None else _estimate(problem, pass_, variant, tiling, device)
+
+        return offered(self.name, _ranked(standard(problem), pass_, device), predict, _OFFERED)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GradientVariant

@@ -15,6 +15,7 @@ from polyphase.algorithms.base import (
     Layouts,
     dense_strides,
     is_tiny,
+    offered,
     standard,
     typical,
 )
@@ -85,15 +86,14 @@ class ImplicitGemm:
         problem, gather = _as_forward(problem, pass_, layouts)
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)
-        result = []
         last = gather.src.channels_last
-        for variant in ranked(sized, device, last, last and box_strides(gather) is not None):
-            if (tile := best_tile(gather, variant, problem.batch, device)) is not None:
-                seconds, bound = estimate(gather, variant, tile, device, problem.bytes)
-                result.append(Candidate(self.name, variant, seconds, bound))
-                if len(result) == _OFFERED:
-                    break
-        return result
+        variants = ranked(sized, device, last, last and box_strides(gather) is not None)
+
+        def predict(variant: GemmVariant) -> tuple[float, str] | None:
+            tile = best_tile(gather, variant, problem.batch, device)
+            return None if tile is None else estimate(gather, variant, tile, device, problem.bytes)
+
+        return offered(self.name, variants, predict, _OFFERED)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant

@@ -16,6 +16,7 @@ from polyphase.algorithms.base import (
     Layouts,
     is_tiny,
     layer_constants,
+    offered,
     round_up,
     rounds_of,
     standard,
@@ -115,14 +116,12 @@ class ScatterGemm:
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> list[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
-        result = []
-        for variant in _ranked(standard(problem), device):
-            if (tiling := _tiling(problem, layouts, variant, device)) is not None:
-                seconds, bound = _estimate(problem, variant, tiling, device)
-                result.append(Candidate(self.name, variant, seconds, bound))
-                if len(result) == _OFFERED:
-                    break
-        return result
+
+        def predict(variant: ScatterVariant) -> tuple[float, str] | None:
+            tiling = _tiling(problem, layouts, variant, device)
+            return None if tiling is None else _estimate(problem, variant, tiling, device)
+
+        return offered(self.name, _ranked(standard(problem), device), predict, _OFFERED)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ScatterVariant
@@ -388,6 +387,5 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Sca
             held = shared // 3 // step_bytes // ahead * ahead
         pitch = (shared - min(held, steps) * step_bytes) // (4 * chunk * taps)
         variant = ScatterVariant(warps, row_tiles, chunk, held, ahead, (pitch - 4) // 32 * 32 + 4, wgmma, min_blocks)
-        unaligned = replace(Layouts.dense(problem), aligned=False)
-        if held > 0 and _tiles(problem, unaligned, variant, (1, 1, 1, 1)) is not None:
+        if held > 0 and _tiles(problem, Layouts.dense(problem), variant, (1, 1, 1, 1)) is not None:
             yield variant

@@ -159,12 +159,13 @@ struct PixelLoader {
   // The next operation, which is `step`.
   __device__ __forceinline__ void load(Pixels& to, int step) {
     constexpr int COUNT = X_CHANNELS_LAST ? CHANNELS : UNIT;  // elements that are neighbours
+    constexpr int RUNS = X_CHANNELS_LAST ? UNIT : CHANNELS;   // of a unit
     typedef Vector<unsigned, COUNT * ELEMENT / 4> Words;
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
       const scalar_t* from = rows[u];
 #pragma unroll
-      for (int i = 0; i < (X_CHANNELS_LAST ? UNIT : CHANNELS); ++i) {
+      for (int i = 0; i < RUNS; ++i) {
         Words loaded = {};
         if (WHOLE) {
           const scalar_t* const address = X_CHANNELS_LAST ? from + columns[u][i] : from;
@@ -178,7 +179,7 @@ struct PixelLoader {
             loaded.value[j * ELEMENT / 4] |= element << (j * ELEMENT % 4 * 8);
           }
         }
-        unsigned* const words = to.words + (u * (X_CHANNELS_LAST ? UNIT : CHANNELS) + i) * (COUNT * ELEMENT / 4);
+        unsigned* const words = to.words + (u * RUNS + i) * (COUNT * ELEMENT / 4);
 #pragma unroll
         for (int j = 0; j < COUNT * ELEMENT / 4; ++j) words[j] = loaded.value[j];
         if (!X_CHANNELS_LAST) from += g.x.stride[1];
