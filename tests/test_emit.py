@@ -113,6 +113,21 @@ def test_the_kernels_are_the_files_of_the_package() -> None:
             assert (ROOT / "src/polyphase/kernels" / name).read_text(encoding="utf-8") in text
 
 
+def test_emitted_forward_passes_round_where_pytorch_does(tmp_path: Path) -> None:
+    """KernelBench holds them to PyTorch's: KernelBench 81, whose fastest kernel would be exact."""
+    pytest.importorskip("cuda.core", reason="how many blocks a kernel has is settled by NVRTC")
+    model, found = ROOT / "benchmarks/kernelbench/81_asymmetric_input_strided_dilated.py", []
+    for flags in ([], ["--strict-fp32"]):
+        command = ["emit", str(model), "--arch", "sm_90a", *flags, "-o", str(tmp_path / "out.py")]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+        assert "forward: gather_tiled" in done.output
+        text = (tmp_path / "out.py").read_text(encoding="utf-8")
+        constants = re.findall(r"INPUT_GRAD = (true|false);.*?bool ROUNDED = (true|false);", text, re.DOTALL)
+        found.append(dict(constants))
+    assert found == [{"false": "true", "true": "false"}, {"false": "false", "true": "false"}]
+
+
 @pytest.mark.skipif(not EMITTED, reason="nothing is emitted")
 @pytest.mark.parametrize("path", EMITTED, ids=lambda path: path.stem)
 def test_emitted_examples_are_what_is_emitted_today(

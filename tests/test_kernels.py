@@ -650,3 +650,25 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
         finite = expected.isfinite()
         assert torch.equal(out[~finite].nan_to_num(7), expected[~finite].nan_to_num(7))
         assert bool(out[finite].isfinite().all())
+
+
+@pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
+@pytest.mark.parametrize("algorithm", ["gather_tiled", "gather_general"])
+@pytest.mark.parametrize("as_pytorch", [False, True])
+def test_direct_kernels_round_where_they_are_told_to(
+    algorithm: str, as_pytorch: bool, channels_last: bool, width: int
+) -> None:
+    """They are exact in float32, also where TF32 is allowed, unless the result is to be PyTorch's."""
+    problem = make((1, 20, 4, width), 16, 4, 2, 1, bias=True, tf32=True, channels_last=channels_last)
+    problem = replace(problem, tf32_as_pytorch=as_pytorch)
+    _, launch = best(algorithm, problem, Pass.FORWARD)
+    torch.manual_seed(3)
+    x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
+    bias = torch.randn(16).double()
+    out = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, w), bias).double()
+    expected = reference(problem, Pass.FORWARD, (tf32(x), tf32(w)) if as_pytorch else (x, w), bias)
+    scale = reference(problem, Pass.FORWARD, (x.abs(), w.abs()), bias.abs())
+    assert bool(((out - expected).abs() <= 2**-20 * scale).all())
+    for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
+        rounded = dict(best(algorithm, problem, pass_)[1].source.constants)["ROUNDED"]
+        assert rounded is (as_pytorch and pass_ is Pass.FORWARD)

@@ -147,3 +147,19 @@ def test_tf32_is_float32_s_alone() -> None:
         strict = make((1, 2, 3), 4, 5, dtype=dtype)
         assert make((1, 2, 3), 4, 5, dtype=dtype, tf32=True) == strict
         assert replace(make((1, 2, 3), 4, 5, tf32=True), dtype=dtype) == strict
+
+
+def test_rounding_as_pytorch_does_takes_tf32() -> None:
+    layer = replace(make((8, 64, 32, 32), 64, 3, tf32=True), tf32_as_pytorch=True)
+    assert str(layer) == "8×64×32×32 → 64, k=3, float32, tf32 as PyTorch"
+    assert layer.uses_tf32
+    assert replace(layer, tf32=False) == make((8, 64, 32, 32), 64, 3)
+    assert replace(layer, dtype="float16") == make((8, 64, 32, 32), 64, 3, dtype="float16")
+
+
+def test_pytorch_computes_grouped_and_narrow_layers_in_float32() -> None:
+    assert make((8, 16, 9), 16, 3, tf32=True).uses_tf32
+    assert not make((8, 16, 9), 16, 3).uses_tf32
+    assert not make((8, 16, 9), 15, 3, tf32=True).uses_tf32
+    assert not make((8, 15, 9), 16, 3, tf32=True).uses_tf32
+    assert not make((8, 64, 9), 64, 3, groups=2, tf32=True).uses_tf32

@@ -7,7 +7,7 @@
 # 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a takes nvcc 12 and PyTorch 2.2, later
 # architectures what knows them.
 #
-# Layer conv_transpose2d: 16×32×128×256 → 64, k=(3, 5), s=(2, 3), p=(1, 2), d=(2, 1), g=4, float32, tf32
+# Layer conv_transpose2d: 16×32×128×256 → 64, k=(3, 5), s=(2, 3), p=(1, 2), d=(2, 1), g=4, float32, tf32 as PyTorch
 #     sm_80, forward: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=4, src_slices=1,
 #         stage_channels=8, loads=4, buffers=3, min_blocks=2, dst_vector=1)
 #     sm_80, input_grad: gather_tiled(lanes=64, dst_per_thread=2, cells_h=4, cells_w=2, dst_slices=4, src_slices=1,
@@ -20,7 +20,7 @@
 #         stage_channels=1, loads=5, buffers=3, min_blocks=5, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=8, columns=128, thread_rows=8, thread_columns=8, k_slices=16, depth=32,
 #         min_blocks=1)
-#     float32 may be rounded to TF32, as in PyTorch's own convolutions by default (--strict-fp32: not)
+#     float32 is not rounded to TF32
 #
 # It was made, and is made again, by
 #
@@ -188,6 +188,22 @@ template <>
 struct Quad<bfloat16> : Quad16<bfloat16> {};
 template <>
 struct Quad<float16> : Quad16<float16> {};
+
+// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits.
+__device__ __forceinline__ float round_tf32(float value) {
+#ifndef EMULATOR
+  unsigned bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+#else
+  union {
+    float number;
+    unsigned bits;
+  } word = {value};
+  if ((word.bits & 0x7f800000u) != 0x7f800000u) word.bits = (word.bits + 0x1000u) & 0xffffe000u;
+  return word.number;
+#endif
+}
 """
 FILES["common/axis.cuh"] = r"""
 // One spatial dimension of the layer, and the integer arithmetic of compile-time constants.
@@ -338,6 +354,20 @@ __device__ __forceinline__ void copies_wait() {
 
 #endif
 """
+FILES["common/operand.cuh"] = r"""
+// Operands of the direct kernels, as they are multiplied.
+
+// float32 is rounded to TF32 where the specialisation says ROUNDED: these kernels need not, but results are then nearer
+// to those of PyTorch, which does. GPUs before compute capability 8.0 have no TF32.
+__device__ __forceinline__ float operand(float value) {
+#if defined(EMULATOR) || __CUDA_ARCH__ >= 800
+  return ROUNDED ? round_tf32(value) : value;
+#else
+  return value;
+#endif
+}
+__device__ __forceinline__ double operand(double value) { return value; }
+"""
 FILES["gather_tiled.cu"] = r"""
 // Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, in exact arithmetic.
 //
@@ -414,7 +444,7 @@ static_assert(STAGE_CHANNELS % SRC_SLICES == 0, "every source slice takes the sa
 static_assert(LANES % 32 == 0, "a warp lies in one slice");
 static_assert(CHAIN >= SRC_SLICES, "every source slice adds its sums after another stage");
 static_assert(!SRC_CHANNELS_LAST || STAGE_CHANNELS % 4 == 0, "a thread loads four channels at once");
-static_assert(!ASYNC || (sizeof(scalar_t) == sizeof(accum_t) && SPLIT == 1 && !SRC_CHANNELS_LAST),
+static_assert(!ASYNC || (sizeof(scalar_t) == sizeof(accum_t) && SPLIT == 1 && !SRC_CHANNELS_LAST && !ROUNDED),
               "what is copied asynchronously stays as it is");
 
 // The tile of the source, as every thread sees it.
@@ -547,7 +577,7 @@ struct SourceLoader {
       if (inside >> (4 * i) & 0xfu) {
         Vector<accum_t, 4> wide;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) wide.value[j] = widen(values[i].get(j, g.aligned_src));
+        for (int j = 0; j < 4; ++j) wide.value[j] = operand(widen(values[i].get(j, g.aligned_src)));
         put(planes + slots[i], t, wide);
       }
   }
@@ -626,7 +656,7 @@ struct WeightLoader {
   __device__ __forceinline__ void store(accum_t* weights) const {
 #pragma unroll
     for (int i = 0; i < WEIGHT_ITEMS; ++i)
-      if (slots[i] >= 0) weights[slots[i]] = widen(values[i]);
+      if (slots[i] >= 0) weights[slots[i]] = operand(widen(values[i]));
   }
 };
 
@@ -1223,6 +1253,7 @@ constexpr bool DST_CHANNELS_LAST = false;
 constexpr int WEIGHT_STRIDE_IN = 240;
 constexpr int WEIGHT_STRIDE_OUT = 15;
 constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr bool ROUNDED = false;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr int LANES = 64;
 constexpr int DST_PER_THREAD = 4;
@@ -1236,7 +1267,7 @@ constexpr int BUFFERS = 3;
 constexpr int CHAIN = 1;
 constexpr int DST_VECTOR = 1;
 constexpr int MIN_BLOCKS = 2;
-""", ("common/geometry.cuh", "common/copy_async.cuh", "gather_tiled.cu")),
+""", ("common/geometry.cuh", "common/copy_async.cuh", "common/operand.cuh", "gather_tiled.cu")),
     ("gather_tiled", r"""
 // gather_tiled, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -1253,6 +1284,7 @@ constexpr bool DST_CHANNELS_LAST = false;
 constexpr int WEIGHT_STRIDE_IN = 240;
 constexpr int WEIGHT_STRIDE_OUT = 15;
 constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr bool ROUNDED = false;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr int LANES = 64;
 constexpr int DST_PER_THREAD = 2;
@@ -1266,7 +1298,7 @@ constexpr int BUFFERS = 3;
 constexpr int CHAIN = 4;
 constexpr int DST_VECTOR = 1;
 constexpr int MIN_BLOCKS = 2;
-""", ("common/geometry.cuh", "common/copy_async.cuh", "gather_tiled.cu")),
+""", ("common/geometry.cuh", "common/copy_async.cuh", "common/operand.cuh", "gather_tiled.cu")),
     ("weight_grad", r"""
 // weight_grad, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -1307,6 +1339,7 @@ constexpr bool DST_CHANNELS_LAST = false;
 constexpr int WEIGHT_STRIDE_IN = 240;
 constexpr int WEIGHT_STRIDE_OUT = 15;
 constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr bool ROUNDED = false;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr int LANES = 64;
 constexpr int DST_PER_THREAD = 4;
@@ -1320,7 +1353,7 @@ constexpr int BUFFERS = 3;
 constexpr int CHAIN = 1;
 constexpr int DST_VECTOR = 1;
 constexpr int MIN_BLOCKS = 2;
-""", ("common/geometry.cuh", "common/copy_async.cuh", "gather_tiled.cu")),
+""", ("common/geometry.cuh", "common/copy_async.cuh", "common/operand.cuh", "gather_tiled.cu")),
     ("gather_tiled", r"""
 // gather_tiled, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -1337,6 +1370,7 @@ constexpr bool DST_CHANNELS_LAST = false;
 constexpr int WEIGHT_STRIDE_IN = 240;
 constexpr int WEIGHT_STRIDE_OUT = 15;
 constexpr int WEIGHT_STRIDE_TAP = 1;
+constexpr bool ROUNDED = false;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr int LANES = 64;
 constexpr int DST_PER_THREAD = 4;
@@ -1350,7 +1384,7 @@ constexpr int BUFFERS = 3;
 constexpr int CHAIN = 4;
 constexpr int DST_VECTOR = 1;
 constexpr int MIN_BLOCKS = 5;
-""", ("common/geometry.cuh", "common/copy_async.cuh", "gather_tiled.cu")),
+""", ("common/geometry.cuh", "common/copy_async.cuh", "common/operand.cuh", "gather_tiled.cu")),
     ("weight_grad", r"""
 // weight_grad, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -1575,13 +1609,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class ConvTransposeProblem:
-    """One call of the layer: its constants, and the sizes it meets.
-
-    Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
-    output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
-    that float32 operands may be rounded to TF32, and is False in any other dtype. The values are taken to be valid:
-    `polyphase.validate` is the room for errors.
-    """
+    # One call of the layer: its constants, and the sizes it meets.
+    #
+    # Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
+    # output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
+    # that float32 operands may be rounded to TF32, and is False in any other dtype; ``tf32_as_pytorch`` that the forward
+    # pass rounds them wherever PyTorch does, also where exact kernels are as fast. The values are taken to be valid:
+    # `polyphase.validate` is the room for errors.
 
     batch: int
     in_channels: int
@@ -1597,10 +1631,19 @@ class ConvTransposeProblem:
     dtype: str = "float32"
     channels_last: bool = False
     tf32: bool = False
+    tf32_as_pytorch: bool = False
 
     def __post_init__(self) -> None:
         if self.tf32 and self.dtype != "float32":
             object.__setattr__(self, "tf32", False)
+        if self.tf32_as_pytorch and not self.tf32:
+            object.__setattr__(self, "tf32_as_pytorch", False)
+
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow layers in full float32."""
+        channels = min(self.in_channels_per_group, self.out_channels_per_group)
+        return self.tf32 and self.groups == 1 and channels >= 16
 
     @property
     def dims(self) -> int:
@@ -1694,7 +1737,7 @@ class ConvTransposeProblem:
             parts.append("bias")
         parts.append(self.dtype)
         if self.tf32:
-            parts.append("tf32")
+            parts.append("tf32 as PyTorch" if self.tf32_as_pytorch else "tf32")
         if self.channels_last:
             parts.append("channels_last")
         return ", ".join(parts)
@@ -1812,7 +1855,8 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
-    "gather_tiled": ("copy_async",),
+    "gather_tiled": ("copy_async", "operand"),
+    "gather_general": ("operand",),
     "implicit_gemm": (
         *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",
@@ -2108,6 +2152,7 @@ class Gather:
     dst: "Side"
     weight_channels_last: bool
     aligned: bool
+    rounded: bool = False  # to TF32, by kernels that could do without
     mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
 
     def __hash__(self) -> int:
@@ -2137,6 +2182,7 @@ class Gather:
             dst=output_side if forward else input_side,
             weight_channels_last=layouts.weight_channels_last,
             aligned=layouts.aligned,
+            rounded=forward and problem.tf32_as_pytorch and problem.uses_tf32,
             mirrored=mirrored,
         )
 
@@ -2369,6 +2415,7 @@ class GatherTiled:
             dtype=gather.dtype,
             wide_offsets=gather.wide_offsets(lanes[0], variant.stage_channels),
             constants=gather.constants(
+                ROUNDED=gather.rounded,
                 SRC_CHANNELS_LAST=gather.src.channels_last,
                 LANES=variant.lanes,
                 DST_PER_THREAD=variant.dst_per_thread,
@@ -2958,6 +3005,7 @@ LAYERS = [
             dtype="float32",
             channels_last=False,
             tf32=True,
+            tf32_as_pytorch=True,
         ),
         choices={
             "sm_80": {

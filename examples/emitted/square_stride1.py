@@ -7,7 +7,7 @@
 # 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a takes nvcc 12 and PyTorch 2.2, later
 # architectures what knows them.
 #
-# Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32
+# Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32 as PyTorch
 #     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
 #         whole_images=False, raw_slots=4, cluster=2)
@@ -16,7 +16,7 @@
 #         whole_images=False, raw_slots=4, cluster=2)
 #     sm_90a, weight_grad: weight_grad_gemm(row_tiles=4, column_tiles=4, row_warps=1, out_chunk=22, positions=64,
 #         buffers=4, min_blocks=2)
-#     float32 may be rounded to TF32, as in PyTorch's own convolutions by default (--strict-fp32: not)
+#     float32 is rounded to TF32 where PyTorch's own layer does that by default (--strict-fp32: nowhere)
 #
 # It was made, and is made again, by
 #
@@ -184,6 +184,22 @@ template <>
 struct Quad<bfloat16> : Quad16<bfloat16> {};
 template <>
 struct Quad<float16> : Quad16<float16> {};
+
+// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits.
+__device__ __forceinline__ float round_tf32(float value) {
+#ifndef EMULATOR
+  unsigned bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+#else
+  union {
+    float number;
+    unsigned bits;
+  } word = {value};
+  if ((word.bits & 0x7f800000u) != 0x7f800000u) word.bits = (word.bits + 0x1000u) & 0xffffe000u;
+  return word.number;
+#endif
+}
 """
 FILES["common/axis.cuh"] = r"""
 // One spatial dimension of the layer, and the integer arithmetic of compile-time constants.
@@ -296,21 +312,6 @@ __device__ __forceinline__ int weight_offset(int in, int out, int tap) {
 FILES["common/tensor_float.cuh"] = r"""
 // float32 as the tensor cores take it: TF32 keeps 11 significant bits. PARTS = 1 rounds to nearest (the cores would
 // truncate); PARTS = 2 keeps what rounding lost in a second TF32, and three products give float32's accuracy.
-
-__device__ __forceinline__ float round_tf32(float value) {
-#ifndef EMULATOR
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return __uint_as_float(bits);
-#else
-  union {
-    float number;
-    unsigned bits;
-  } word = {value};
-  if ((word.bits & 0x7f800000u) != 0x7f800000u) word.bits = (word.bits + 0x1000u) & 0xffffe000u;
-  return word.number;
-#endif
-}
 
 __device__ __forceinline__ float rounded(float value) { return round_tf32(value); }
 template <class T>
@@ -1177,16 +1178,20 @@ struct Item {
   }
 };
 
-typedef float Sums[ROW_BLOCKS][PIXEL_BLOCKS][SUMS];
+typedef float BlockSums[PIXEL_BLOCKS][SUMS];
+typedef BlockSums Sums[ROW_BLOCKS];
 
+template <class Function>
+__device__ __forceinline__ void for_each(Function function, BlockSums& sums, BlockSums& totals) {
+#pragma unroll
+  for (int part = 0; part < PIXEL_BLOCKS; ++part)
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) function(sums[part][i], totals[part][i]);
+}
 template <class Function>
 __device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& totals) {
 #pragma unroll
-  for (int block = 0; block < ROW_BLOCKS; ++block)
-#pragma unroll
-    for (int part = 0; part < PIXEL_BLOCKS; ++part)
-#pragma unroll
-      for (int i = 0; i < SUMS; ++i) function(sums[block][part][i], totals[block][part][i]);
+  for (int block = 0; block < ROW_BLOCKS; ++block) for_each(function, sums[block], totals[block]);
 }
 """
 FILES["common/pixel_loader.cuh"] = r"""
@@ -1839,6 +1844,11 @@ __device__ __forceinline__ void release(unsigned barrier) {
     barrier_arrive(barrier);
 }
 
+// The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they
+// make of a stage, or of so many operations of a row block.
+constexpr int CHAIN = 16;
+__host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
+constexpr bool CHAINED = PARTS == 2 && K_STEPS * OPERATIONS > CHAIN;
 // Operations of a row block in a row, without a branch: the cores then take one instruction right after the other.
 constexpr int UNROLLED = groups_are_alike() && K_STEPS * OPERATIONS <= 128 ? OPERATIONS : 2;
 
@@ -2106,6 +2116,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
     slot.skip(turn * STAGES_OF_ITEM);
     unsigned turn_parity = 0;
+    const auto add_up = [](float& sum, float& total) { total += sum, clear(sum); };
 #if BULK_COPY
     if (RESIDENT) {
       const unsigned come = shared_address(&shared.resident);
@@ -2163,14 +2174,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
                 add_product(to, a, from, g.chunk_bytes, add);
               }
               a += OPERATION_BYTES;
+              if constexpr (CHAINED) {
+                const int all = K_STEPS * counts[block], done = step * counts[block] + i + 1;
+                if (done % chain_of(all) == 0 && done < all) {
+                  products_commit();
+                  products_wait<0>();
+                  for_each(add_up, sums[block], totals[block]);
+                  products_begin();
+                }
+              }
             }
           }
         }
         products_commit();
         if constexpr (PARTS == 2) {
-          // The cores cut sums off, and the loss grows with every addition: float32 adds up the stages, and rounds.
           products_wait<0>();
-          for_each([](float& sum, float& total) { total += sum, clear(sum); }, sums, totals);
+          for_each(add_up, sums, totals);
         } else {
           products_wait<1>();
         }
@@ -3048,13 +3067,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class ConvTransposeProblem:
-    """One call of the layer: its constants, and the sizes it meets.
-
-    Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
-    output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
-    that float32 operands may be rounded to TF32, and is False in any other dtype. The values are taken to be valid:
-    `polyphase.validate` is the room for errors.
-    """
+    # One call of the layer: its constants, and the sizes it meets.
+    #
+    # Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
+    # output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
+    # that float32 operands may be rounded to TF32, and is False in any other dtype; ``tf32_as_pytorch`` that the forward
+    # pass rounds them wherever PyTorch does, also where exact kernels are as fast. The values are taken to be valid:
+    # `polyphase.validate` is the room for errors.
 
     batch: int
     in_channels: int
@@ -3070,10 +3089,19 @@ class ConvTransposeProblem:
     dtype: str = "float32"
     channels_last: bool = False
     tf32: bool = False
+    tf32_as_pytorch: bool = False
 
     def __post_init__(self) -> None:
         if self.tf32 and self.dtype != "float32":
             object.__setattr__(self, "tf32", False)
+        if self.tf32_as_pytorch and not self.tf32:
+            object.__setattr__(self, "tf32_as_pytorch", False)
+
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow layers in full float32."""
+        channels = min(self.in_channels_per_group, self.out_channels_per_group)
+        return self.tf32 and self.groups == 1 and channels >= 16
 
     @property
     def dims(self) -> int:
@@ -3162,7 +3190,7 @@ class ConvTransposeProblem:
             parts.append("bias")
         parts.append(self.dtype)
         if self.tf32:
-            parts.append("tf32")
+            parts.append("tf32 as PyTorch" if self.tf32_as_pytorch else "tf32")
         if self.channels_last:
             parts.append("channels_last")
         return ", ".join(parts)
@@ -3280,7 +3308,8 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
-    "gather_tiled": ("copy_async",),
+    "gather_tiled": ("copy_async", "operand"),
+    "gather_general": ("operand",),
     "implicit_gemm": (
         *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",
@@ -3594,6 +3623,7 @@ class Gather:
     dst: "Side"
     weight_channels_last: bool
     aligned: bool
+    rounded: bool = False  # to TF32, by kernels that could do without
     mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
 
     def __hash__(self) -> int:
@@ -3623,6 +3653,7 @@ class Gather:
             dst=output_side if forward else input_side,
             weight_channels_last=layouts.weight_channels_last,
             aligned=layouts.aligned,
+            rounded=forward and problem.tf32_as_pytorch and problem.uses_tf32,
             mirrored=mirrored,
         )
 
@@ -5125,6 +5156,7 @@ LAYERS = [
             dtype="float32",
             channels_last=False,
             tf32=True,
+            tf32_as_pytorch=True,
         ),
         choices={
             "sm_90a": {

@@ -83,7 +83,8 @@ class ConvTransposeProblem:
 
     Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
     output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
-    that float32 operands may be rounded to TF32, and is False in any other dtype. The values are taken to be valid:
+    that float32 operands may be rounded to TF32, and is False in any other dtype; ``tf32_as_pytorch`` that the forward
+    pass rounds them wherever PyTorch does, also where exact kernels are as fast. The values are taken to be valid:
     `polyphase.validate` is the room for errors.
     """
 
@@ -101,10 +102,13 @@ class ConvTransposeProblem:
     dtype: str = "float32"
     channels_last: bool = False
     tf32: bool = False
+    tf32_as_pytorch: bool = False
 
     def __post_init__(self) -> None:
         if self.tf32 and self.dtype != "float32":
             object.__setattr__(self, "tf32", False)
+        if self.tf32_as_pytorch and not self.tf32:
+            object.__setattr__(self, "tf32_as_pytorch", False)
 
     @classmethod
     def make(
@@ -144,6 +148,12 @@ class ConvTransposeProblem:
             channels_last=channels_last,
             tf32=tf32,
         )
+
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow layers in full float32."""
+        channels = min(self.in_channels_per_group, self.out_channels_per_group)
+        return self.tf32 and self.groups == 1 and channels >= 16
 
     @property
     def dims(self) -> int:
@@ -252,7 +262,7 @@ class ConvTransposeProblem:
             parts.append("bias")
         parts.append(self.dtype)
         if self.tf32:
-            parts.append("tf32")
+            parts.append("tf32 as PyTorch" if self.tf32_as_pytorch else "tf32")
         if self.channels_last:
             parts.append("channels_last")
         return ", ".join(parts)

@@ -83,6 +83,7 @@ class Gather:
     dst: Side
     weight_channels_last: bool
     aligned: bool
+    rounded: bool = False  # to TF32, by kernels that could do without
     mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
 
     def __hash__(self) -> int:
@@ -112,6 +113,7 @@ class Gather:
             dst=output_side if forward else input_side,
             weight_channels_last=layouts.weight_channels_last,
             aligned=layouts.aligned,
+            rounded=forward and problem.tf32_as_pytorch and problem.uses_tf32,
             mirrored=mirrored,
         )
 

@@ -56,7 +56,7 @@ class GatherGeneral:
             kernel=self.name,
             dtype=gather.dtype,
             wide_offsets=True,
-            constants=gather.constants(DST_PER_THREAD=variant.dst_per_thread, MIN_BLOCKS=4),
+            constants=gather.constants(ROUNDED=gather.rounded, DST_PER_THREAD=variant.dst_per_thread, MIN_BLOCKS=4),
         )
         blocks = math.ceil(gather.dst_channels / variant.dst_per_thread) * gather.groups
         threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])

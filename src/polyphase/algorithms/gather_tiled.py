@@ -48,7 +48,7 @@ class _Layer:
         g = self.gather
         alignment = math.gcd(*g.dst.strides[2:], g.dst.strides[0], 16) if g.dst.channels_last else 1
         layout = (g.src.channels_last, g.dst.channels_last, alignment, g.weight_channels_last)
-        return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.bias, layout
+        return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout
 
 
 class GatherTiled:
@@ -106,6 +106,7 @@ class GatherTiled:
             dtype=gather.dtype,
             wide_offsets=gather.wide_offsets(lanes[0], variant.stage_channels),
             constants=gather.constants(
+                ROUNDED=gather.rounded,
                 SRC_CHANNELS_LAST=gather.src.channels_last,
                 LANES=variant.lanes,
                 DST_PER_THREAD=variant.dst_per_thread,
@@ -298,7 +299,8 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
 
 def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
     """Whether the source can go to shared memory as it is, and the device copies it there by itself."""
-    as_it_is = gather.dtype in ("float32", "float64") and not gather.src.channels_last and gather.split == 1
+    kept = gather.dtype in ("float32", "float64") and not gather.rounded
+    as_it_is = kept and not gather.src.channels_last and gather.split == 1
     return as_it_is and device.capability >= 80
 
 

@@ -180,12 +180,6 @@ def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None
     return None
 
 
-def uses_tf32(problem: ConvTransposeProblem) -> bool:
-    """Whether rounding to TF32 is allowed, and PyTorch would do so too: it computes narrow layers in full float32."""
-    channels = min(problem.in_channels_per_group, problem.out_channels_per_group)
-    return problem.tf32 and problem.groups == 1 and channels >= 16
-
-
 def variants(
     problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
 ) -> Iterator[GemmVariant]:
@@ -204,7 +198,7 @@ def families(
     taps = Taps.of(problem.axes3)
     channels = problem.out_channels_per_group
     blocks = math.ceil(channels / ROWS)
-    parts = 1 if problem.dtype != "float32" or uses_tf32(problem) else 2
+    parts = 1 if problem.dtype != "float32" or problem.uses_tf32 else 2
     some_lines = [lines for lines in range(1, len(taps.lines) + 1) if len(taps.lines) % lines == 0]
     shapes = [
         (channel_blocks, lines, channel_blocks * lines * taps.owned_w, 0, False)

@@ -22,7 +22,7 @@ from polyphase.algorithms.base import (
     standard,
 )
 from polyphase.algorithms.gather import Side, five
-from polyphase.algorithms.gemm_variant import lacks_cores, uses_tf32
+from polyphase.algorithms.gemm_variant import lacks_cores
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import (
     MAX_SIDE,
@@ -100,7 +100,7 @@ class _GradientGemm:
             return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
         if (reason := lacks_cores(problem, device)) is not None:
             return reason
-        if problem.dtype == "float32" and not uses_tf32(problem):
+        if problem.dtype == "float32" and not problem.uses_tf32:
             return "float32 stays exact where TF32 is not allowed, or channels are few"
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"

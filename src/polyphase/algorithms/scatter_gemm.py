@@ -23,7 +23,7 @@ from polyphase.algorithms.base import (
     typical,
 )
 from polyphase.algorithms.gather import MAX_PHASES, Gather, Side
-from polyphase.algorithms.gemm_variant import lacks_cores, uses_tf32
+from polyphase.algorithms.gemm_variant import lacks_cores
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import row_piece, widest_piece
 from polyphase.device import DeviceInfo
@@ -170,7 +170,7 @@ class ScatterGemm:
 
 def _parts(problem: ConvTransposeProblem) -> int:
     """Parts of a float32: two keep its accuracy."""
-    return 2 if problem.dtype == "float32" and not uses_tf32(problem) else 1
+    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
 
 
 def _blocks(problem: ConvTransposeProblem, variant: ScatterVariant) -> int:

@@ -216,8 +216,8 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
         lines += [f"    {arch}, {pass_}: {described}" for layer, arch, pass_, described in plans if layer == name]
         if problem.dtype == "float32":
             lines.append(
-                "    float32 may be rounded to TF32, as in PyTorch's own convolutions by default (--strict-fp32: not)"
-                if problem.tf32
+                "    float32 is rounded to TF32 where PyTorch's own layer does that by default (--strict-fp32: nowhere)"
+                if problem.uses_tf32
                 else "    float32 is not rounded to TF32"
             )
         if problem.channels_last:

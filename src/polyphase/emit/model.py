@@ -57,7 +57,7 @@ def model_of_layer(text: str, dtype: str | None, tf32: bool) -> Model:
     except LayerSyntaxError as failure:
         raise EmitError(str(failure)) from None
     problem = replace(problem, dtype=dtype or problem.dtype)
-    problem = replace(problem, tf32=tf32)
+    problem = replace(problem, tf32=tf32, tf32_as_pytorch=tf32)
     defined, imported = frozenset({"Model", "get_inputs", "get_init_inputs"}), {"torch": "torch", "nn": "torch.nn"}
     return Model(_source_of_layer(problem), {"layer": problem}, defined, imported)
 
@@ -123,7 +123,7 @@ def _model(
         if problem is None:
             raise EmitError(f"{name}: {shown} has a dtype without kernels")
         if constants(problem) not in map(constants, layers.values()):
-            layers[path] = replace(problem, tf32=tf32)
+            layers[path] = replace(problem, tf32=tf32, tf32_as_pytorch=tf32)
     return _read(name, text, layers)
 
 

@@ -27,7 +27,8 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
-    "gather_tiled": ("copy_async",),
+    "gather_tiled": ("copy_async", "operand"),
+    "gather_general": ("operand",),
     "implicit_gemm": (
         *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",

@@ -100,14 +100,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 4
         for (int kw = at_w.tap; kw < AXIS_W.kernel; kw += TapsW::TAP_STEP, src_w += TapsW::SRC_STEP) {
           if ((unsigned)src_w >= (unsigned)g.src.size[2]) continue;
-          const accum_t value = widen(read(row + src_w * g.src.stride[4]));
+          const accum_t value = operand(widen(read(row + src_w * g.src.stride[4])));
           const int tap = (kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw;
 #pragma unroll
           for (int i = 0; i < DST_PER_THREAD; ++i) {
             const int dst_channel =
                 DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + i : min(first_dst + i, DST_CHANNELS - 1);
-            sum[i] += value * widen(read(weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
-                                                              : weight_offset(channel, dst_channel, tap))));
+            sum[i] += value * operand(widen(read(weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
+                                                                      : weight_offset(channel, dst_channel, tap)))));
           }
         }
       }

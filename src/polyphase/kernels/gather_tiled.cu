@@ -73,7 +73,7 @@ static_assert(STAGE_CHANNELS % SRC_SLICES == 0, "every source slice takes the sa
 static_assert(LANES % 32 == 0, "a warp lies in one slice");
 static_assert(CHAIN >= SRC_SLICES, "every source slice adds its sums after another stage");
 static_assert(!SRC_CHANNELS_LAST || STAGE_CHANNELS % 4 == 0, "a thread loads four channels at once");
-static_assert(!ASYNC || (sizeof(scalar_t) == sizeof(accum_t) && SPLIT == 1 && !SRC_CHANNELS_LAST),
+static_assert(!ASYNC || (sizeof(scalar_t) == sizeof(accum_t) && SPLIT == 1 && !SRC_CHANNELS_LAST && !ROUNDED),
               "what is copied asynchronously stays as it is");
 
 // The tile of the source, as every thread sees it.
@@ -206,7 +206,7 @@ struct SourceLoader {
       if (inside >> (4 * i) & 0xfu) {
         Vector<accum_t, 4> wide;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) wide.value[j] = widen(values[i].get(j, g.aligned_src));
+        for (int j = 0; j < 4; ++j) wide.value[j] = operand(widen(values[i].get(j, g.aligned_src)));
         put(planes + slots[i], t, wide);
       }
   }
@@ -285,7 +285,7 @@ struct WeightLoader {
   __device__ __forceinline__ void store(accum_t* weights) const {
 #pragma unroll
     for (int i = 0; i < WEIGHT_ITEMS; ++i)
-      if (slots[i] >= 0) weights[slots[i]] = widen(values[i]);
+      if (slots[i] >= 0) weights[slots[i]] = operand(widen(values[i]));
   }
 };
 

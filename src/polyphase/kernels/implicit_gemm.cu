@@ -42,6 +42,11 @@ __device__ __forceinline__ void release(unsigned barrier) {
     barrier_arrive(barrier);
 }
 
+// The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they
+// make of a stage, or of so many operations of a row block.
+constexpr int CHAIN = 16;
+__host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
+constexpr bool CHAINED = PARTS == 2 && K_STEPS * OPERATIONS > CHAIN;
 // Operations of a row block in a row, without a branch: the cores then take one instruction right after the other.
 constexpr int UNROLLED = groups_are_alike() && K_STEPS * OPERATIONS <= 128 ? OPERATIONS : 2;
 
@@ -309,6 +314,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
     slot.skip(turn * STAGES_OF_ITEM);
     unsigned turn_parity = 0;
+    const auto add_up = [](float& sum, float& total) { total += sum, clear(sum); };
 #if BULK_COPY
     if (RESIDENT) {
       const unsigned come = shared_address(&shared.resident);
@@ -366,14 +372,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
                 add_product(to, a, from, g.chunk_bytes, add);
               }
               a += OPERATION_BYTES;
+              if constexpr (CHAINED) {
+                const int all = K_STEPS * counts[block], done = step * counts[block] + i + 1;
+                if (done % chain_of(all) == 0 && done < all) {
+                  products_commit();
+                  products_wait<0>();
+                  for_each(add_up, sums[block], totals[block]);
+                  products_begin();
+                }
+              }
             }
           }
         }
         products_commit();
         if constexpr (PARTS == 2) {
-          // The cores cut sums off, and the loss grows with every addition: float32 adds up the stages, and rounds.
           products_wait<0>();
-          for_each([](float& sum, float& total) { total += sum, clear(sum); }, sums, totals);
+          for_each(add_up, sums, totals);
         } else {
           products_wait<1>();
         }

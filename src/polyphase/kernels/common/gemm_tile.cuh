@@ -116,14 +116,18 @@ struct Item {
   }
 };
 
-typedef float Sums[ROW_BLOCKS][PIXEL_BLOCKS][SUMS];
+typedef float BlockSums[PIXEL_BLOCKS][SUMS];
+typedef BlockSums Sums[ROW_BLOCKS];
 
+template <class Function>
+__device__ __forceinline__ void for_each(Function function, BlockSums& sums, BlockSums& totals) {
+#pragma unroll
+  for (int part = 0; part < PIXEL_BLOCKS; ++part)
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) function(sums[part][i], totals[part][i]);
+}
 template <class Function>
 __device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& totals) {
 #pragma unroll
-  for (int block = 0; block < ROW_BLOCKS; ++block)
-#pragma unroll
-    for (int part = 0; part < PIXEL_BLOCKS; ++part)
-#pragma unroll
-      for (int i = 0; i < SUMS; ++i) function(sums[block][part][i], totals[block][part][i]);
+  for (int block = 0; block < ROW_BLOCKS; ++block) for_each(function, sums[block], totals[block]);
 }

@@ -1,21 +1,6 @@
 // float32 as the tensor cores take it: TF32 keeps 11 significant bits. PARTS = 1 rounds to nearest (the cores would
 // truncate); PARTS = 2 keeps what rounding lost in a second TF32, and three products give float32's accuracy.
 
-__device__ __forceinline__ float round_tf32(float value) {
-#ifndef EMULATOR
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return __uint_as_float(bits);
-#else
-  union {
-    float number;
-    unsigned bits;
-  } word = {value};
-  if ((word.bits & 0x7f800000u) != 0x7f800000u) word.bits = (word.bits + 0x1000u) & 0xffffe000u;
-  return word.number;
-#endif
-}
-
 __device__ __forceinline__ float rounded(float value) { return round_tf32(value); }
 template <class T>
 __device__ __forceinline__ T rounded(T value) {

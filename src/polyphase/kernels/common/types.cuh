@@ -133,3 +133,19 @@ template <>
 struct Quad<bfloat16> : Quad16<bfloat16> {};
 template <>
 struct Quad<float16> : Quad16<float16> {};
+
+// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits.
+__device__ __forceinline__ float round_tf32(float value) {
+#ifndef EMULATOR
+  unsigned bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+#else
+  union {
+    float number;
+    unsigned bits;
+  } word = {value};
+  if ((word.bits & 0x7f800000u) != 0x7f800000u) word.bits = (word.bits + 0x1000u) & 0xffffe000u;
+  return word.number;
+#endif
+}
