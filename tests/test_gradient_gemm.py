@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -69,9 +70,12 @@ def cases() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
-    for number, layouts in enumerate(strange_layouts(problem)):
+    """On dense tensors, and on one kind of others; on a GPU it is all variants and kinds."""
+    all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
+    for number in (0, 1 + seed % 4):
+        layouts = all_layouts[number]
         found = offers(problem, pass_, layouts)
-        candidate, launch = found[number % len(found)]
+        candidate, launch = found[(seed + number) % len(found)]
         assert_exact(problem, pass_, candidate, launch, layouts, Emulator(number))
 
 
@@ -85,13 +89,13 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pyte
     problem = make((2, rows // 2 + 7, 5, 24), 13, 4, 2, 1, dtype="bfloat16")
     found = offers(problem, pass_)
     gradient_gemm._ranked.cache_clear()
-    for candidate, _ in found[:1] + found[-1:]:
-        for buffers in (2, 3, 4):
-            variant = candidate.variant._replace(buffers=buffers)
-            layouts = Layouts.dense(problem)
-            if gradient_gemm._tiling(problem, pass_, layouts, variant, H200) is not None:
-                launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
-                assert_exact(problem, pass_, candidate, launch, executor=Emulator(buffers))
+    for buffers in (2, 3, 4):
+        candidate, _ = found[0 if buffers < 4 else -1]
+        variant = candidate.variant._replace(buffers=buffers)
+        layouts = Layouts.dense(problem)
+        if gradient_gemm._tiling(problem, pass_, layouts, variant, H200) is not None:
+            launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
+            assert_exact(problem, pass_, candidate, launch, executor=Emulator(buffers))
 
 
 def test_windows_that_16_bits_cannot_address() -> None:
@@ -201,11 +205,10 @@ def test_mirrored_layers(name: str, channels_last: bool) -> None:
         pytest.skip("PyTorch has no such format")
     problem, algorithm = replace(MIRRORED[name], channels_last=channels_last), ImplicitGemm()
     dense = Layouts.dense(problem)
-    for layouts in (dense, replace(dense, weight_channels_last=not channels_last)):
-        found = algorithm.candidates(problem, Pass.INPUT_GRAD, H200, layouts)
-        for candidate in (found[0], found[-1]):
-            launch = algorithm.launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
-            assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, Emulator(1))
+    for index, layouts in ((0, dense), (-1, replace(dense, weight_channels_last=not channels_last))):
+        candidate = algorithm.candidates(problem, Pass.INPUT_GRAD, H200, layouts)[index]
+        launch = algorithm.launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
+        assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, Emulator(1))
 
 
 def test_what_has_no_mirror() -> None:

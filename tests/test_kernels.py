@@ -71,23 +71,25 @@ WIDE_LAYERS = {
 WIDTHS = (8, 12, 16, 40, 132, 135)
 
 
-def every_few(found: list[tuple[Candidate, Launch]]) -> list[tuple[Candidate, Launch]]:
-    """The planner's best variant of every algorithm, and one or two of the others; of implicit_gemm see below."""
+def one_each(found: list[tuple[Candidate, Launch]], seed: int) -> list[tuple[Candidate, Launch]]:
+    """Of every algorithm the planner's best variant or another; of implicit_gemm the best, see below."""
     by_algorithm: dict[str, list[tuple[Candidate, Launch]]] = {}
     for candidate, launch in found:
         offers = by_algorithm.setdefault(candidate.algorithm, [])
         if candidate.algorithm != "implicit_gemm" or not offers:
             offers.append((candidate, launch))
-    return [each for offers in by_algorithm.values() for each in offers[:: max(1, len(offers) // 2)]]
+    sampled = (offers[:: max(1, len(offers) // 2)] for offers in by_algorithm.values())
+    return [offers[seed % len(offers)] for offers in sampled]
 
 
 def variants() -> Iterator[ParameterSet]:
     for name, problem in PROBLEMS.items():
         for formatted in formats(problem):
             for pass_ in Pass:
-                for i, (candidate, launch) in enumerate(every_few(launches(formatted, pass_, H200))):
+                seed = zlib.crc32(f"{formatted} {pass_}".encode())
+                for candidate, launch in one_each(launches(formatted, pass_, H200), seed):
                     order = "last" if formatted.channels_last else "first"
-                    label = f"{name}-{order}-{pass_.value}-{candidate.algorithm}-{i}"
+                    label = f"{name}-{order}-{pass_.value}-{candidate.algorithm}"
                     yield pytest.param(formatted, pass_, candidate, launch, id=label)
 
 
@@ -377,9 +379,14 @@ def gemm_variants(problem: ConvTransposeProblem, device: DeviceInfo = H200) -> l
     return found
 
 
-@pytest.mark.parametrize("case", list(gemm_cases(1)))
+def half(cases: Iterator[ParameterSet]) -> list[ParameterSet]:
+    """Every second one, in an order that has nothing to do with theirs."""
+    return sorted(cases, key=lambda case: zlib.crc32(str(case.id).encode()))[::2]
+
+
+@pytest.mark.parametrize("case", half(gemm_cases(1)))
 def test_products(case: GemmCase) -> None:
-    """Settings of implicit_gemm beyond what the planner likes best for small layers."""
+    """Settings of implicit_gemm beyond what the planner likes best for small layers; on a GPU it is many more."""
     seed = zlib.crc32(str(case).encode())
     for candidate, launch in case.offers(H200):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))
