@@ -102,9 +102,14 @@ def test_emit_on_the_command_line(tmp_path: Path) -> None:
     assert "sm_90a, weight_grad: weight_grad(" in told(result)
     text = output.read_text(encoding="utf-8")
     assert "--arch sm_80,sm_90a" in text
-    assert "float32 is rounded to TF32 where PyTorch" in text
+    assert "float32 is not rounded to TF32" in text  # nor does PyTorch round it, in groups
     assert list(load(text).KERNELS) == ["sm_80", "sm_90a"]
 
+    result = invoke("emit", "--layer", "2x64x8x8 -> 64, k=3, bias", "-o", output)
+    assert result.exit_code == 0, result.output
+    text = output.read_text(encoding="utf-8")
+    assert "float32 is rounded to TF32 where PyTorch" in text
+    assert "parts=1" in text
     result = invoke("emit", "--layer", "2x64x8x8 -> 64, k=3, bias", "--strict-fp32", "-o", output)
     assert result.exit_code == 0, result.output
     text = output.read_text(encoding="utf-8")

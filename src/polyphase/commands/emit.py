@@ -36,7 +36,8 @@ def emit(
         Dtype | None, typer.Option(help="Dtype of weights and inputs. Without, float32 or the layer's.")
     ] = None,
     strict_fp32: Annotated[
-        bool, typer.Option("--strict-fp32", help="No TF32: kernels as with PyTorch's switch off.")
+        bool,
+        typer.Option("--strict-fp32", help="No TF32. Without, forward passes round where PyTorch does by default."),
     ] = False,
 ) -> None:
     """Write a model with its kernels as one file: no dependency but PyTorch, which builds it with nvcc when it runs.
