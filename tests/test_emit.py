@@ -128,6 +128,27 @@ def test_emitted_forward_passes_round_where_pytorch_does(tmp_path: Path) -> None
     assert found == [{"false": "true", "true": "false"}, {"false": "false", "true": "false"}]
 
 
+def test_what_emit_refuses(tmp_path: Path) -> None:
+    """Its input as its output, a folder, a constructor that raises, channels that the layer does not have."""
+    text = (ROOT / "examples" / "square_stride1.py").read_text(encoding="utf-8")
+    model = tmp_path / "model.py"
+
+    def refused(text: str, output: Path) -> str:
+        model.write_text(text, encoding="utf-8")
+        done = CliRunner().invoke(app, ["emit", str(model), "--arch", "sm_90a", "-o", str(output)])
+        assert done.exit_code == 2
+        assert model.read_text(encoding="utf-8") == text
+        return " ".join(re.sub("[│╭╮╰╯─]", "", done.output).split())
+
+    assert "model.py is the model's own file" in refused(text, model)
+    assert "is a folder" in refused(text, tmp_path)
+    for arguments, reason in (
+        ("[64, 64]", "Model(*get_init_inputs()) raises TypeError"),
+        ("[63, 64, 3]", "has in_channels=63, and get_inputs() gives it 64"),
+    ):
+        assert reason in refused(text.replace("return [64, 64, 3]", f"return {arguments}"), tmp_path / "out.py")
+
+
 @pytest.mark.skipif(not EMITTED, reason="nothing is emitted")
 @pytest.mark.parametrize("path", EMITTED, ids=lambda path: path.stem)
 def test_emitted_examples_are_what_is_emitted_today(

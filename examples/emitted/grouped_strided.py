@@ -1,13 +1,14 @@
 # examples/grouped_strided.py, emitted by polyphase 0.1.0: a model whose transposed convolutions are computed by CUDA
-# kernels of their own, in one file that needs PyTorch and nvcc alone.
+# kernels of their own, in one file that needs PyTorch and what that builds extensions with: nvcc, a C++ compiler and
+# ninja.
 #
 # ModelNew, at the end, has the constructor, parameters, state_dict and random numbers of Model. It takes inputs of any
-# batch and image size and of any strides, on GPUs of the architectures below, and gives first derivatives. The kernels
-# are built when they are first needed, which takes about a minute; PyTorch keeps what it has built. Made for PyTorch
-# 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a takes nvcc 12 and PyTorch 2.2, later
-# architectures what knows them.
+# batch and image size and of any strides, in the dtype below, on GPUs of the architectures below, and gives first
+# derivatives. The kernels are built when they are first needed, which takes about a minute; PyTorch keeps what it has
+# built. Made for PyTorch 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a takes nvcc 12 and
+# PyTorch 2.2, newer architectures take versions that know them.
 #
-# Layer conv_transpose2d: 16×32×128×256 → 64, k=(3, 5), s=(2, 3), p=(1, 2), d=(2, 1), g=4, float32, tf32 as PyTorch
+# Layer conv_transpose2d: 16×32×128×256 → 64, k=(3, 5), s=(2, 3), p=(1, 2), d=(2, 1), g=4, float32
 #     sm_80, forward: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=4, src_slices=1,
 #         stage_channels=8, loads=4, buffers=3, min_blocks=2, dst_vector=1)
 #     sm_80, input_grad: gather_tiled(lanes=64, dst_per_thread=2, cells_h=4, cells_w=2, dst_slices=4, src_slices=1,
@@ -26,7 +27,7 @@
 #
 #     python -m polyphase emit examples/grouped_strided.py --arch sm_80,sm_90a -o examples/emitted/grouped_strided.py
 #
-# Apache License 2.0, as the package; not to be edited: what is wrong here is put right there.
+# Apache License 2.0, as polyphase, but for the model's own source. Not to be edited: the package is the place.
 
 import hashlib
 import math
@@ -2922,7 +2923,8 @@ def check(module: Any, input: torch.Tensor, problem: "ConvTransposeProblem") -> 
             raise RuntimeError(f"input and {role} must be on one device, got {input.device} and {tensor.device}")
         if tensor.dtype != wanted:
             raise UnsupportedError(
-                f"the {role} is {tensor.dtype}: the kernels of this file take {wanted}; emit it again with --dtype"
+                f"the {role} is {tensor.dtype}: the kernels of this file take {wanted}; convert model and inputs, as "
+                f"with .to({wanted}), or emit the file again with --dtype"
             )
     shape = tuple(input.shape)
     if input.dim() != problem.dims + 2 or shape[1] != problem.in_channels or 0 in shape[2:]:

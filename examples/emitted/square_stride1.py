@@ -1,13 +1,14 @@
 # examples/square_stride1.py, emitted by polyphase 0.1.0: a model whose transposed convolutions are computed by CUDA
-# kernels of their own, in one file that needs PyTorch and nvcc alone.
+# kernels of their own, in one file that needs PyTorch and what that builds extensions with: nvcc, a C++ compiler and
+# ninja.
 #
 # ModelNew, at the end, has the constructor, parameters, state_dict and random numbers of Model. It takes inputs of any
-# batch and image size and of any strides, on GPUs of the architectures below, and gives first derivatives. The kernels
-# are built when they are first needed, which takes about a minute; PyTorch keeps what it has built. Made for PyTorch
-# 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a takes nvcc 12 and PyTorch 2.2, later
-# architectures what knows them.
+# batch and image size and of any strides, in the dtype below, on GPUs of the architectures below, and gives first
+# derivatives. The kernels are built when they are first needed, which takes about a minute; PyTorch keeps what it has
+# built. Made for PyTorch 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a takes nvcc 12 and
+# PyTorch 2.2, newer architectures take versions that know them.
 #
-# Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32, tf32 as PyTorch
+# Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32
 #     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
 #         whole_images=False, raw_slots=4, cluster=2)
@@ -16,13 +17,14 @@
 #         whole_images=False, raw_slots=4, cluster=2)
 #     sm_90a, weight_grad: weight_grad_gemm(row_tiles=4, column_tiles=4, row_warps=1, out_chunk=22, positions=64,
 #         buffers=4, min_blocks=2)
-#     float32 is rounded to TF32 where PyTorch's own layer does that by default (--strict-fp32: nowhere)
+#     float32 is rounded to TF32 where PyTorch's own layer does that by default, whatever its switches say when this
+#         runs (--strict-fp32: nowhere)
 #
 # It was made, and is made again, by
 #
 #     python -m polyphase emit examples/square_stride1.py --arch sm_90a -o examples/emitted/square_stride1.py
 #
-# Apache License 2.0, as the package; not to be edited: what is wrong here is put right there.
+# Apache License 2.0, as polyphase, but for the model's own source. Not to be edited: the package is the place.
 
 import hashlib
 import math
@@ -5073,7 +5075,8 @@ def check(module: Any, input: torch.Tensor, problem: "ConvTransposeProblem") -> 
             raise RuntimeError(f"input and {role} must be on one device, got {input.device} and {tensor.device}")
         if tensor.dtype != wanted:
             raise UnsupportedError(
-                f"the {role} is {tensor.dtype}: the kernels of this file take {wanted}; emit it again with --dtype"
+                f"the {role} is {tensor.dtype}: the kernels of this file take {wanted}; convert model and inputs, as "
+                f"with .to({wanted}), or emit the file again with --dtype"
             )
     shape = tuple(input.shape)
     if input.dim() != problem.dims + 2 or shape[1] != problem.in_channels or 0 in shape[2:]:

@@ -53,6 +53,9 @@ def emit(
     from polyphase.emit.rules import broken
     from polyphase.errors import CompilationError, UnsupportedError
 
+    if output.is_dir() or (file is not None and output.resolve() == file.resolve()):
+        what = "a folder" if output.is_dir() else "the model's own file"
+        raise typer.BadParameter(f"{output} is {what}", param_hint="--output")
     devices = _devices(arch)
     words = [
         "python",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -202,28 +202,32 @@ def _target(statement: str) -> str:
 def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, str, str]]) -> str:
     lines = [
         f"{title}, emitted by polyphase {polyphase.__version__}: a model whose transposed convolutions are computed by "
-        "CUDA kernels of their own, in one file that needs PyTorch and nvcc alone.",
+        "CUDA kernels of their own, in one file that needs PyTorch and what that builds extensions with: nvcc, a C++ "
+        "compiler and ninja.",
         "",
         "ModelNew, at the end, has the constructor, parameters, state_dict and random numbers of Model. It takes "
-        "inputs of any batch and image size and of any strides, on GPUs of the architectures below, and gives first "
-        "derivatives. The kernels are built when they are first needed, which takes about a minute; PyTorch keeps what "
-        "it has built. Made for PyTorch 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 and newer; sm_90a "
-        "takes nvcc 12 and PyTorch 2.2, later architectures what knows them.",
+        "inputs of any batch and image size and of any strides, in the dtype below, on GPUs of the architectures "
+        "below, and gives first derivatives. The kernels are built when they are first needed, which takes about a "
+        "minute; PyTorch keeps what it has built. Made for PyTorch 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 "
+        "and newer; sm_90a takes nvcc 12 and PyTorch 2.2, newer architectures take versions that know them.",
         "",
     ]
     for name, problem in model.layers.items():
-        lines.append(f"Layer {name or 'Model itself'}: {problem}")
+        lines.append(f"Layer {name or 'Model itself'}: {replace(problem, tf32=False)}")
         lines += [f"    {arch}, {pass_}: {described}" for layer, arch, pass_, described in plans if layer == name]
         if problem.dtype == "float32":
             lines.append(
-                "    float32 is rounded to TF32 where PyTorch's own layer does that by default (--strict-fp32: nowhere)"
+                "    float32 is rounded to TF32 where PyTorch's own layer does that by default, whatever its switches "
+                "say when this runs (--strict-fp32: nowhere)"
                 if problem.uses_tf32
                 else "    float32 is not rounded to TF32"
             )
         if problem.channels_last:
             lines.append("    channels_last: tensors of another memory format are copied")
     lines += ["", "It was made, and is made again, by", "", f"    {command}", ""]
-    lines += ["Apache License 2.0, as the package; not to be edited: what is wrong here is put right there."]
+    lines += [
+        "Apache License 2.0, as polyphase, but for the model's own source. Not to be edited: the package is the place."
+    ]
     wrapped = [
         part
         for line in lines

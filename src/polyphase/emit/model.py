@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from polyphase.bench.environment import first_line
 from polyphase.bench.layers import LayerSyntaxError, parse_layer
-from polyphase.bench.model_file import ModelFile, trace
+from polyphase.bench.model_file import ModelFile, ModelFileError, trace
 from polyphase.emit.rewrite import rewrite
 from polyphase.emit.support import constants
 from polyphase.problem import ConvTransposeProblem
@@ -40,7 +41,14 @@ def model_of_file(path: Path, dtype: str, tf32: bool) -> Model:
     """
     file = ModelFile.load(path)
     meta = torch.device("meta")
-    model = file.build(meta, getattr(torch, dtype), seed=0)
+    try:
+        model = file.build(meta, getattr(torch, dtype), seed=0)
+    except ModelFileError:
+        raise
+    except Exception as failure:  # whatever the model raises
+        raise EmitError(
+            f"{path}: Model(*get_init_inputs()) raises {type(failure).__name__}: {first_line(failure)}"
+        ) from failure
     try:
         run = trace(model, file.inputs(meta, getattr(torch, dtype)))
     except Exception as failure:  # whatever the model raises
@@ -122,6 +130,10 @@ def _model(
         problem = traced[path]
         if problem is None:
             raise EmitError(f"{name}: {shown} has a dtype without kernels")
+        if problem.in_channels != module.in_channels:
+            raise EmitError(
+                f"{name}: {shown} has in_channels={module.in_channels}, and get_inputs() gives it {problem.in_channels}"
+            )
         if constants(problem) not in map(constants, layers.values()):
             layers[path] = replace(problem, tf32=tf32, tf32_as_pytorch=tf32)
     return _read(name, text, layers)

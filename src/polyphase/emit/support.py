@@ -321,7 +321,8 @@ def check(module: Any, input: torch.Tensor, problem: ConvTransposeProblem) -> No
             raise RuntimeError(f"input and {role} must be on one device, got {input.device} and {tensor.device}")
         if tensor.dtype != wanted:
             raise UnsupportedError(
-                f"the {role} is {tensor.dtype}: the kernels of this file take {wanted}; emit it again with --dtype"
+                f"the {role} is {tensor.dtype}: the kernels of this file take {wanted}; convert model and inputs, as "
+                f"with .to({wanted}), or emit the file again with --dtype"
             )
     shape = tuple(input.shape)
     if input.dim() != problem.dims + 2 or shape[1] != problem.in_channels or 0 in shape[2:]:
