@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from polyphase.bench.check import Options
 from polyphase.bench.check_emitted import check_emitted, load_emitted
 from polyphase.bench.check_report import show_emitted
 from polyphase.bench.model_file import ModelFile
+from polyphase.bench.timing import Timer
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 
@@ -92,6 +93,26 @@ def test_check_emitted_finds_what_is_wrong(
     assert problems == ["under one seed, the emitted model has other parameters than the original"]
 
 
+def test_what_is_timed_are_the_largest_inputs(
+    checked: tuple[ModelFile, ModelFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes may change from call to call; inputs without elements are inputs, too."""
+    emitted, original = checked
+    (usual,) = original.get_inputs()
+    timed: list[int] = []
+
+    def means(self: Timer, calls: Sequence[Callable[[], torch.Tensor]]) -> list[float]:
+        timed.extend(len(call()) for call in calls)
+        return [1.0] * len(calls)
+
+    monkeypatch.setattr(Timer, "means", means)
+    for batches in ((1, 3, 2), (0, 0)):
+        sizes = iter(batches)
+        changing = replace(original, get_inputs=lambda sizes=sizes: [usual[:1].repeat(next(sizes), 1, 1, 1)])
+        check_emitted(emitted, changing, Options(torch.device("cpu"), trials=len(batches), grad=False))
+    assert timed == [3, 3, 3, 0, 0, 0]
+
+
 # The command line
 
 
@@ -108,7 +129,7 @@ def test_emit_on_the_command_line(tmp_path: Path) -> None:
     result = invoke("emit", "--layer", "2x64x8x8 -> 64, k=3, bias", "-o", output)
     assert result.exit_code == 0, result.output
     text = output.read_text(encoding="utf-8")
-    assert "float32 is rounded to TF32 where PyTorch" in text
+    assert "The forward pass rounds float32 to TF32 as PyTorch" in text
     assert "parts=1" in text
     result = invoke("emit", "--layer", "2x64x8x8 -> 64, k=3, bias", "--strict-fp32", "-o", output)
     assert result.exit_code == 0, result.output

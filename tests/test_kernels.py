@@ -659,6 +659,15 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
         assert bool(out[finite].isfinite().all())
 
 
+@pytest.mark.parametrize("channels", [20, 70])
+def test_chains_of_two_parts_end_within_a_stage(channels: int) -> None:
+    """21 operations of a row block are more than the 16 of a chain (CHAIN in implicit_gemm.cu)."""
+    case = gemm_case(make((1, 20, 5, 19), channels, (3, 7), bias=True), parts=2, wgmma=True, k_steps=1)
+    ((candidate, launch),) = case.offers(H200)
+    assert dict(launch.source.constants)["OPERATIONS"] // case.variant.channel_blocks == 21
+    assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
+
+
 @pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
 @pytest.mark.parametrize("algorithm", ["gather_tiled", "gather_general"])
 @pytest.mark.parametrize("as_pytorch", [False, True])

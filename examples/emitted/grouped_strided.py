@@ -361,8 +361,9 @@ FILES["common/operand.cuh"] = r"""
 // float32 is rounded to TF32 where the specialisation says ROUNDED: these kernels need not, but results are then nearer
 // to those of PyTorch, which does. GPUs before compute capability 8.0 have no TF32.
 __device__ __forceinline__ float operand(float value) {
+  if (!ROUNDED) return value;
 #if defined(EMULATOR) || __CUDA_ARCH__ >= 800
-  return ROUNDED ? round_tf32(value) : value;
+  return round_tf32(value);
 #else
   return value;
 #endif
@@ -370,7 +371,7 @@ __device__ __forceinline__ float operand(float value) {
 __device__ __forceinline__ double operand(double value) { return value; }
 """
 FILES["gather_tiled.cu"] = r"""
-// Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, in exact arithmetic.
+// Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, summed in float32 (or float64).
 //
 //   destination[n, cd, cell·DST + dst_offset(tap)]  =
 //       bias[cd]  +  Σ source[n, cs, cell·SRC + src_offset(tap)] · w[cs, cd, tap]
@@ -1738,7 +1739,7 @@ class ConvTransposeProblem:
             parts.append("bias")
         parts.append(self.dtype)
         if self.tf32:
-            parts.append("tf32 as PyTorch" if self.tf32_as_pytorch else "tf32")
+            parts.append("tf32")
         if self.channels_last:
             parts.append("channels_last")
         return ", ".join(parts)

@@ -17,8 +17,8 @@
 #         whole_images=False, raw_slots=4, cluster=2)
 #     sm_90a, weight_grad: weight_grad_gemm(row_tiles=4, column_tiles=4, row_warps=1, out_chunk=22, positions=64,
 #         buffers=4, min_blocks=2)
-#     float32 is rounded to TF32 where PyTorch's own layer does that by default, whatever its switches say when this
-#         runs (--strict-fp32: nowhere)
+#     The forward pass rounds float32 to TF32 as PyTorch's own does by default, and gradients may, whatever PyTorch's
+#         switches say when this runs (--strict-fp32: nowhere)
 #
 # It was made, and is made again, by
 #
@@ -440,6 +440,14 @@ __host__ __device__ constexpr bool groups_are_alike() {
     for (int block = 0; block < ROW_BLOCKS; ++block)
       if (operations_of(block, line) != operations_of(block, 0)) return false;
   return true;
+}
+
+// Operations of the row block that has most, where groups of lines are alike.
+__host__ __device__ constexpr int most_operations() {
+  int most = 0;
+  for (int block = 0; block < ROW_BLOCKS; ++block)
+    if (operations_of(block, 0) > most) most = operations_of(block, 0);
+  return most;
 }
 
 // Operation `index` of a thread block; false behind the last.
@@ -1846,13 +1854,18 @@ __device__ __forceinline__ void release(unsigned barrier) {
     barrier_arrive(barrier);
 }
 
-// The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they
-// make of a stage, or of so many operations of a row block.
-constexpr int CHAIN = 16;
-__host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
-constexpr bool CHAINED = PARTS == 2 && K_STEPS * OPERATIONS > CHAIN;
 // Operations of a row block in a row, without a branch: the cores then take one instruction right after the other.
-constexpr int UNROLLED = groups_are_alike() && K_STEPS * OPERATIONS <= 128 ? OPERATIONS : 2;
+constexpr bool STRAIGHT = groups_are_alike() && K_STEPS * OPERATIONS <= 128;
+constexpr int UNROLLED = STRAIGHT ? OPERATIONS : 2;
+
+// The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they
+// make of a stage; and in straight code (else the assembler makes products wait for one another) of at most CHAIN
+// operations.
+constexpr int CHAIN = 16;
+__host__ __device__ constexpr int chain_of(int operations) {
+  return operations == 0 ? 1 : ceil_div(operations, ceil_div(operations, CHAIN));
+}
+constexpr bool CHAINED = PARTS == 2 && STRAIGHT && K_STEPS * most_operations() > CHAIN;
 
 // A slot of a ring, and the parity of its barriers.
 template <int SLOTS>
@@ -3192,7 +3205,7 @@ class ConvTransposeProblem:
             parts.append("bias")
         parts.append(self.dtype)
         if self.tf32:
-            parts.append("tf32 as PyTorch" if self.tf32_as_pytorch else "tf32")
+            parts.append("tf32")
         if self.channels_last:
             parts.append("channels_last")
         return ", ".join(parts)

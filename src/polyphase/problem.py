@@ -262,7 +262,7 @@ class ConvTransposeProblem:
             parts.append("bias")
         parts.append(self.dtype)
         if self.tf32:
-            parts.append("tf32 as PyTorch" if self.tf32_as_pytorch else "tf32")
+            parts.append("tf32")
         if self.channels_last:
             parts.append("channels_last")
         return ", ".join(parts)

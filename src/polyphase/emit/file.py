@@ -208,8 +208,8 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
         "ModelNew, at the end, has the constructor, parameters, state_dict and random numbers of Model. It takes "
         "inputs of any batch and image size and of any strides, in the dtype below, on GPUs of the architectures "
         "below, and gives first derivatives. The kernels are built when they are first needed, which takes about a "
-        "minute; PyTorch keeps what it has built. Made for PyTorch 1.13 and newer on Python 3.8 and newer, and for nvcc 11.7 "
-        "and newer; sm_90a takes nvcc 12 and PyTorch 2.2, newer architectures take versions that know them.",
+        "minute; PyTorch keeps what it has built. Made for PyTorch 1.13 and newer on Python 3.8 and newer, and for "
+        "nvcc 11.7 and newer; sm_90a takes nvcc 12 and PyTorch 2.2, newer architectures take versions that know them.",
         "",
     ]
     for name, problem in model.layers.items():
@@ -217,8 +217,8 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
         lines += [f"    {arch}, {pass_}: {described}" for layer, arch, pass_, described in plans if layer == name]
         if problem.dtype == "float32":
             lines.append(
-                "    float32 is rounded to TF32 where PyTorch's own layer does that by default, whatever its switches "
-                "say when this runs (--strict-fp32: nowhere)"
+                "    The forward pass rounds float32 to TF32 as PyTorch's own does by default, and gradients may, "
+                "whatever PyTorch's switches say when this runs (--strict-fp32: nowhere)"
                 if problem.uses_tf32
                 else "    float32 is not rounded to TF32"
             )

@@ -42,13 +42,18 @@ __device__ __forceinline__ void release(unsigned barrier) {
     barrier_arrive(barrier);
 }
 
-// The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they
-// make of a stage, or of so many operations of a row block.
-constexpr int CHAIN = 16;
-__host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
-constexpr bool CHAINED = PARTS == 2 && K_STEPS * OPERATIONS > CHAIN;
 // Operations of a row block in a row, without a branch: the cores then take one instruction right after the other.
-constexpr int UNROLLED = groups_are_alike() && K_STEPS * OPERATIONS <= 128 ? OPERATIONS : 2;
+constexpr bool STRAIGHT = groups_are_alike() && K_STEPS * OPERATIONS <= 128;
+constexpr int UNROLLED = STRAIGHT ? OPERATIONS : 2;
+
+// The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they
+// make of a stage; and in straight code (else the assembler makes products wait for one another) of at most CHAIN
+// operations.
+constexpr int CHAIN = 16;
+__host__ __device__ constexpr int chain_of(int operations) {
+  return operations == 0 ? 1 : ceil_div(operations, ceil_div(operations, CHAIN));
+}
+constexpr bool CHAINED = PARTS == 2 && STRAIGHT && K_STEPS * most_operations() > CHAIN;
 
 // A slot of a ring, and the parity of its barriers.
 template <int SLOTS>

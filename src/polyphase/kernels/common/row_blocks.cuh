@@ -95,6 +95,14 @@ __host__ __device__ constexpr bool groups_are_alike() {
   return true;
 }
 
+// Operations of the row block that has most, where groups of lines are alike.
+__host__ __device__ constexpr int most_operations() {
+  int most = 0;
+  for (int block = 0; block < ROW_BLOCKS; ++block)
+    if (operations_of(block, 0) > most) most = operations_of(block, 0);
+  return most;
+}
+
 // Operation `index` of a thread block; false behind the last.
 __device__ __forceinline__ bool find_operation(int index, int first_line, Operation& operation) {
   for (int block = 0; block < ROW_BLOCKS; ++block) {
