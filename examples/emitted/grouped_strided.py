@@ -371,7 +371,7 @@ __device__ __forceinline__ float operand(float value) {
 __device__ __forceinline__ double operand(double value) { return value; }
 """
 FILES["gather_tiled.cu"] = r"""
-// Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, summed in float32 (or float64).
+// Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, without tensor cores.
 //
 //   destination[n, cd, cell·DST + dst_offset(tap)]  =
 //       bias[cd]  +  Σ source[n, cs, cell·SRC + src_offset(tap)] · w[cs, cd, tap]

@@ -1,4 +1,4 @@
-// Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, summed in float32 (or float64).
+// Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, without tensor cores.
 //
 //   destination[n, cd, cell·DST + dst_offset(tap)]  =
 //       bias[cd]  +  Σ source[n, cs, cell·SRC + src_offset(tap)] · w[cs, cd, tap]
