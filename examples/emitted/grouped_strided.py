@@ -190,9 +190,12 @@ struct Quad<bfloat16> : Quad16<bfloat16> {};
 template <>
 struct Quad<float16> : Quad16<float16> {};
 
-// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits.
+// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits. GPUs
+// before compute capability 8.0 have none, and keep the value.
 __device__ __forceinline__ float round_tf32(float value) {
-#ifndef EMULATOR
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  return value;
+#elif !defined(EMULATOR)
   unsigned bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return __uint_as_float(bits);
@@ -356,19 +359,13 @@ __device__ __forceinline__ void copies_wait() {
 #endif
 """
 FILES["common/operand.cuh"] = r"""
-// Operands of the direct kernels, as they are multiplied.
-
-// float32 is rounded to TF32 where the specialisation says ROUNDED: these kernels need not, but results are then nearer
-// to those of PyTorch, which does. GPUs before compute capability 8.0 have no TF32.
-__device__ __forceinline__ float operand(float value) {
-  if (!ROUNDED) return value;
-#if defined(EMULATOR) || __CUDA_ARCH__ >= 800
-  return round_tf32(value);
-#else
+// Operands of the direct kernels, as they are multiplied: float32 is rounded to TF32 where the specialisation says
+// ROUNDED. These kernels need not, but results are then nearer to those of PyTorch, which does.
+template <class T>
+__device__ __forceinline__ T operand(T value) {
+  if constexpr (ROUNDED) return round_tf32(value);
   return value;
-#endif
 }
-__device__ __forceinline__ double operand(double value) { return value; }
 """
 FILES["gather_tiled.cu"] = r"""
 // Direct kernel of the forward pass and the input gradient: all phases of a tile in one block, without tensor cores.

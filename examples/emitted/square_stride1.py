@@ -187,9 +187,12 @@ struct Quad<bfloat16> : Quad16<bfloat16> {};
 template <>
 struct Quad<float16> : Quad16<float16> {};
 
-// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits.
+// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits. GPUs
+// before compute capability 8.0 have none, and keep the value.
 __device__ __forceinline__ float round_tf32(float value) {
-#ifndef EMULATOR
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  return value;
+#elif !defined(EMULATOR)
   unsigned bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return __uint_as_float(bits);
@@ -1862,9 +1865,7 @@ constexpr int UNROLLED = STRAIGHT ? OPERATIONS : 2;
 // make of a stage; and in straight code (else the assembler makes products wait for one another) of at most CHAIN
 // operations.
 constexpr int CHAIN = 16;
-__host__ __device__ constexpr int chain_of(int operations) {
-  return operations == 0 ? 1 : ceil_div(operations, ceil_div(operations, CHAIN));
-}
+__host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
 constexpr bool CHAINED = PARTS == 2 && STRAIGHT && K_STEPS * most_operations() > CHAIN;
 
 // A slot of a ring, and the parity of its barriers.

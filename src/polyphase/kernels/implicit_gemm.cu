@@ -50,9 +50,7 @@ constexpr int UNROLLED = STRAIGHT ? OPERATIONS : 2;
 // make of a stage; and in straight code (else the assembler makes products wait for one another) of at most CHAIN
 // operations.
 constexpr int CHAIN = 16;
-__host__ __device__ constexpr int chain_of(int operations) {
-  return operations == 0 ? 1 : ceil_div(operations, ceil_div(operations, CHAIN));
-}
+__host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
 constexpr bool CHAINED = PARTS == 2 && STRAIGHT && K_STEPS * most_operations() > CHAIN;
 
 // A slot of a ring, and the parity of its barriers.

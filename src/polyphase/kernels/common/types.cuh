@@ -134,9 +134,12 @@ struct Quad<bfloat16> : Quad16<bfloat16> {};
 template <>
 struct Quad<float16> : Quad16<float16> {};
 
-// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits.
+// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits. GPUs
+// before compute capability 8.0 have none, and keep the value.
 __device__ __forceinline__ float round_tf32(float value) {
-#ifndef EMULATOR
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  return value;
+#elif !defined(EMULATOR)
   unsigned bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return __uint_as_float(bits);
