@@ -374,8 +374,9 @@ def gemm_variants(problem: ConvTransposeProblem, device: DeviceInfo = H200) -> l
         for variant in gemm_variant.variants(
             problem, device, gather.src.channels_last, box_strides(gather) is not None
         ):
-            if best_tile(gather, variant, problem.batch, device) is not None:
-                found.append(GemmCase(problem, layouts, variant))
+            for each in (variant, *variant.with_longer_pieces(gather)):
+                if best_tile(gather, each, problem.batch, device) is not None:
+                    found.append(GemmCase(problem, layouts, each))
     return found
 
 
@@ -409,6 +410,17 @@ def test_products_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, channels_la
     for candidate, launch in case.offers(H200):
         assert launch.source.wide_offsets
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(1))
+
+
+@pytest.mark.parametrize("width", [37, 40])
+@pytest.mark.parametrize(("piece_bytes", "cells"), [(256, 16), (512, 32), (1024, 64)])
+def test_products_stored_in_pieces(piece_bytes: int, cells: int, width: int) -> None:
+    """Pieces of rows of every length, whole and in part, of rows that start aligned and of others."""
+    problem = make((2, 12, 3, width), 64, (3, 5), (2, 3), (1, 2), (0, 1), bias=True, tf32=True)
+    case = gemm_case(problem, wgmma=True, split="turns", pixels=40, piece_bytes=piece_bytes)
+    for candidate, launch in case.offers(H200):
+        assert dict(launch.source.constants)["PIECE"] == cells
+        assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(2))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -124,12 +124,9 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
     places = CONSUMERS * variant.group_cells * (16 if wide(gather) else 8)
+    cells, stride = variant.piece(gather), gather.axes[2].stride
     if gather.dst.channels_last:
-        return places + CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
-    stride = gather.axes[2].stride
-    cells = 128
-    while cells > 8 and cells * stride * size > 256:
-        cells //= 2
+        return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)
     vector = CHUNK_BYTES // size
     lanes = 32 if cells * stride > 16 * vector else 16
     pitch = math.ceil(cells * stride / (lanes * vector)) * lanes * vector + 4 * math.gcd(2 * stride, vector)

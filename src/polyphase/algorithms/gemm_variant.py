@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from polyphase.algorithms.base import TINY, is_tiny
@@ -20,13 +21,14 @@ CONSUMERS = 2  # warp groups that multiply
 # Pixels of an instruction, by loading groups: its sums must fit the registers that a thread has at launch.
 _WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
+_STORING_REGISTERS = 176  # for sums and what a thread holds of a piece, before that passes through shared memory
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
 # Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
 # for by those who multiply: they take more stages (see LOOKAHEAD in the kernel), unless the copy engine brings them.
-_STAGES = 2, 3, 4, 5, 6, 8
-_LOADERS = {False: ((2, 4, _STAGES), (1, 4, _STAGES), (1, 2, _STAGES)), True: ((4, 4, (8, 12)), (1, 4, (3, 4)))}
-_BOX_LOADERS = ((1, 4, _STAGES),)
+STAGES = 2, 3, 4, 5, 6, 8
+_LOADERS = {False: ((2, 4, STAGES), (1, 4, STAGES), (1, 2, STAGES)), True: ((4, 4, (8, 12)), (1, 4, (3, 4)))}
+_BOX_LOADERS = ((1, 4, STAGES),)
 
 
 class GemmVariant(NamedTuple):
@@ -40,7 +42,7 @@ class GemmVariant(NamedTuple):
     last. With ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and
     ``channel_blocks`` of these sets are one item's; with ``whole_images`` columns are the pixels of whole images,
     without a halo. ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A
-    ``cluster`` of thread blocks shares the weights it loads.
+    ``cluster`` of thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most.
     """
 
     pixels: int
@@ -59,6 +61,7 @@ class GemmVariant(NamedTuple):
     whole_images: bool = False
     raw_slots: int = 4
     cluster: int = 1
+    piece_bytes: int = 256
 
     @property
     def taps_in_rows(self) -> bool:
@@ -74,6 +77,28 @@ class GemmVariant(NamedTuple):
     def cells(self) -> int:
         """Cells of a tile, those in its halo included."""
         return self.group_cells * (CONSUMERS if self.split == "cells" else 1)
+
+    def piece(self, gather: Gather) -> int:
+        """Cells whose results pass through shared memory at once, on their way to the destination."""
+        if gather.dst.channels_last:
+            return 32
+        cell_bytes, cells = gather.axes[2].stride * DTYPE_BYTES[gather.dtype], 128
+        while cells > 8 and (cells * cell_bytes > self.piece_bytes or cells >= 2 * self.group_cells):
+            cells //= 2
+        return cells
+
+    def with_longer_pieces(self, gather: Gather) -> Iterator[GemmVariant]:
+        """The same with longer pieces of rows, the longest first, as far as registers allow."""
+        if self.taps_in_rows or gather.dst.channels_last:
+            return
+        sums = self.parts * Product.of(gather, self).row_blocks * self.group_cells // 2
+        held = _held_by_stores(Taps.of(gather.axes).owned_w, self.lines, gather.dst_channels, gather.src.channels_last)
+        cell_bytes = gather.axes[2].stride * DTYPE_BYTES[gather.dtype]
+        pieces = [self._replace(piece_bytes=size) for size in (1024, 512, 256)]
+        for longer, shorter in pairwise(pieces):
+            part = longer.piece(gather) * cell_bytes // 16  # registers of a thread
+            if longer.piece(gather) > shorter.piece(gather) and sums + held + part <= _STORING_REGISTERS:
+                yield longer
 
     @property
     def row_parts(self) -> int:

@@ -37,6 +37,7 @@ from polyphase.algorithms.gemm_variant import (
     CHUNK_BYTES,
     CONSUMERS,
     ROWS,
+    STAGES,
     GemmVariant,
     Product,
     families,
@@ -56,6 +57,7 @@ _OTHER_SIZES = {
     True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
     False: ((1, (2048, 48, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
 }
+_FEWEST_STAGES = 4  # that a variant keeps when it stores longer pieces of rows
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
 
@@ -87,7 +89,10 @@ class ImplicitGemm:
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)
         last = gather.src.channels_last
-        variants = ranked(sized, device, last, last and box_strides(gather) is not None)
+        variants = (
+            _with_long_pieces(sized, last, variant, device)
+            for variant in ranked(sized, device, last, last and box_strides(gather) is not None)
+        )
 
         def predict(variant: GemmVariant) -> tuple[float, str] | None:
             tile = best_tile(gather, variant, problem.batch, device)
@@ -151,6 +156,7 @@ class ImplicitGemm:
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
+            *([] if variant.taps_in_rows else [("PIECE", variant.piece(gather))]),
             ("WGMMA", variant.wgmma),
         )
 
@@ -229,6 +235,32 @@ def ranked(
     return kept(about, offered, lambda: _rank(problem, device, src_channels_last, members))
 
 
+@lru_cache(maxsize=4096)
+def _with_long_pieces(
+    problem: ConvTransposeProblem, src_channels_last: bool, variant: GemmVariant, device: DeviceInfo
+) -> GemmVariant:
+    """The variant with the longest pieces of rows that leave it its tiles, at all sizes that have a say.
+
+    For these it may give up stages.
+    """
+    gathers = [_sized_gather(sized, src_channels_last) for sized in (problem, *_other_sizes(problem))]
+    stages = [count for count in STAGES if min(variant.stages, _FEWEST_STAGES) <= count < variant.stages]
+    for longer in variant.with_longer_pieces(gathers[0]):
+        for count in (variant.stages, *([] if src_channels_last else reversed(stages))):
+            fewer = longer._replace(stages=count)
+            if all(
+                best_tile(gather, fewer, gather.src.shape[0], device, _RESERVE)
+                == best_tile(gather, variant, gather.src.shape[0], device, _RESERVE)
+                for gather in gathers
+            ):
+                return fewer
+    return variant
+
+
+def _other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
+    return [replace(typical(problem, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(problem)]]
+
+
 def _rank(
     problem: ConvTransposeProblem,
     device: DeviceInfo,
@@ -243,7 +275,7 @@ def _rank(
             if (fastest := _fastest(gather, variant, stages, tiles, device)) is not None:
                 scores[fastest[1]] = math.log(fastest[0])
     first = sorted(scores, key=scores.__getitem__)
-    others = [replace(typical(problem, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(problem)]]
+    others = _other_sizes(problem)
     for gather in [_sized_gather(other, src_channels_last) for other in others]:
         for variant in first[:_COMPARED]:
             tiles = best_tiles(gather, variant, (variant.stages,), gather.src.shape[0], device, _RESERVE)

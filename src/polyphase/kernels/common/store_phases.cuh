@@ -1,10 +1,6 @@
 // From accumulators to the destination tensor, where a row block is channels of one phase.
 
-// Cells of the run that are stored at once: about 256 bytes of a row.
-__host__ __device__ constexpr int piece_of(int cells) {
-  return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
-}
-constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
+// PIECE cells of the run are stored at once.
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
 // Elements that a thread puts down at once, of the 2 · DST_W neighbours of a row that are its own.
