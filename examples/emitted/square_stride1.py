@@ -11,10 +11,10 @@
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32
 #     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
-#         whole_images=False, raw_slots=4, cluster=2)
+#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256)
 #     sm_90a, input_grad: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=5,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
-#         whole_images=False, raw_slots=4, cluster=2)
+#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256)
 #     sm_90a, weight_grad: weight_grad_gemm(row_tiles=4, column_tiles=4, row_warps=1, out_chunk=22, positions=64,
 #         buffers=4, min_blocks=2)
 #     The forward pass rounds float32 to TF32 as PyTorch's own does by default, and gradients may, whatever PyTorch's
@@ -1443,11 +1443,7 @@ struct Loader {
 FILES["common/store_phases.cuh"] = r"""
 // From accumulators to the destination tensor, where a row block is channels of one phase.
 
-// Cells of the run that are stored at once: about 256 bytes of a row.
-__host__ __device__ constexpr int piece_of(int cells) {
-  return cells <= 8 || cells * DST_W * (int)sizeof(scalar_t) <= 256 ? cells : piece_of(cells / 2);
-}
-constexpr int PIECE = DST_CHANNELS_LAST ? 32 : piece_of(128);
+// PIECE cells of the run are stored at once.
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
 // Elements that a thread puts down at once, of the 2 · DST_W neighbours of a row that are its own.
@@ -2745,6 +2741,7 @@ constexpr int LOADER_THREADS = 256;
 constexpr int TURNING_GROUPS = 2;
 constexpr int STAGES = 4;
 constexpr int RAW_STAGES = 2;
+constexpr int PIECE = 64;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 #define WGMMA_INSTRUCTION 1
 #define CLUSTER 2  // thread blocks
@@ -2825,6 +2822,7 @@ constexpr int LOADER_THREADS = 256;
 constexpr int TURNING_GROUPS = 2;
 constexpr int STAGES = 5;
 constexpr int RAW_STAGES = 2;
+constexpr int PIECE = 64;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 #define WGMMA_INSTRUCTION 1
 #define CLUSTER 2  // thread blocks
@@ -3762,7 +3760,7 @@ class GemmVariant(NamedTuple):
     last. With ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and
     ``channel_blocks`` of these sets are one item's; with ``whole_images`` columns are the pixels of whole images,
     without a halo. ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A
-    ``cluster`` of thread blocks shares the weights it loads.
+    ``cluster`` of thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most.
     """
 
     pixels: int
@@ -3781,6 +3779,7 @@ class GemmVariant(NamedTuple):
     whole_images: bool = False
     raw_slots: int = 4
     cluster: int = 1
+    piece_bytes: int = 256
 
     @property
     def taps_in_rows(self) -> bool:
@@ -3796,6 +3795,15 @@ class GemmVariant(NamedTuple):
     def cells(self) -> int:
         """Cells of a tile, those in its halo included."""
         return self.group_cells * (CONSUMERS if self.split == "cells" else 1)
+
+    def piece(self, gather: "Gather") -> int:
+        # Cells whose results pass through shared memory at once, on their way to the destination.
+        if gather.dst.channels_last:
+            return 32
+        cell_bytes, cells = gather.axes[2].stride * DTYPE_BYTES[gather.dtype], 128
+        while cells > 8 and (cells * cell_bytes > self.piece_bytes or cells >= 2 * self.group_cells):
+            cells //= 2
+        return cells
 
     @property
     def row_parts(self) -> int:
@@ -4003,12 +4011,9 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
     places = CONSUMERS * variant.group_cells * (16 if wide(gather) else 8)
+    cells, stride = variant.piece(gather), gather.axes[2].stride
     if gather.dst.channels_last:
-        return places + CONSUMERS * 32 * (ROWS * size + CHUNK_BYTES)
-    stride = gather.axes[2].stride
-    cells = 128
-    while cells > 8 and cells * stride * size > 256:
-        cells //= 2
+        return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)
     vector = CHUNK_BYTES // size
     lanes = 32 if cells * stride > 16 * vector else 16
     pitch = math.ceil(cells * stride / (lanes * vector)) * lanes * vector + 4 * math.gcd(2 * stride, vector)
@@ -4741,6 +4746,7 @@ class ImplicitGemm:
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
+            *([] if variant.taps_in_rows else [("PIECE", variant.piece(gather))]),
             ("WGMMA", variant.wgmma),
         )
 
@@ -5196,6 +5202,7 @@ LAYERS = [
                         whole_images=False,
                         raw_slots=4,
                         cluster=2,
+                        piece_bytes=256,
                     ),
                 ),
                 Pass.INPUT_GRAD: Choice(
@@ -5217,6 +5224,7 @@ LAYERS = [
                         whole_images=False,
                         raw_slots=4,
                         cluster=2,
+                        piece_bytes=256,
                     ),
                 ),
                 Pass.WEIGHT_GRAD: Choice(
