@@ -19,8 +19,11 @@ from typing import Any
 import pytest
 
 from polyphase import CompilationError, ConvTransposeProblem, UnsupportedError
+from polyphase.algorithms import gemm_variant
 from polyphase.algorithms.base import Layouts
+from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gather_general import GatherGeneral, GeneralVariant
+from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.device import DeviceInfo
 from polyphase.jit import cache as cache_module
 from polyphase.jit import compile_report, compiler
@@ -593,6 +596,25 @@ def test_stores_leave_sums_in_registers(
     assert launch.source.kernel == "implicit_gemm"
     report = compiler.resources_of(launch.source, ARCH)
     assert report.clean, report
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "kernel", "dilation"),
+    [((4, 48, 61, 61), 64, ((3, 5), (2, 3)), 1), ((4, 48, 61, 61), 128, (3, (2, 5)), 2)],
+    ids=["stride 3", "stride 5"],
+)
+def test_long_pieces_leave_sums_in_registers(
+    shape: tuple[int, ...], channels: int, kernel: tuple[Any, ...], dilation: int, directory: Path
+) -> None:
+    """Of all variants that store longer pieces the one that holds most (`GemmVariant.with_longer_pieces`)."""
+    problem = ConvTransposeProblem.make(shape, channels, *kernel, dilation=dilation, bias=True, dtype="bfloat16")
+    gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
+    found = gemm_variant.variants(problem, DeviceInfo.for_arch(ARCH), channels_last=False, boxes=False)
+    longer = [each for variant in found if variant.wgmma for each in variant.with_longer_pieces(gather)]
+    most = max(longer, key=lambda each: each.group_cells * gemm_variant.Product.of(gather, each).row_blocks)
+    launch = ImplicitGemm().launch(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
+    report = compiler.resources_of(launch.source, ARCH)
+    assert report.clean, (most, report)
 
 
 def test_reports() -> None:

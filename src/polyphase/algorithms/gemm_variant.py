@@ -21,7 +21,8 @@ CONSUMERS = 2  # warp groups that multiply
 # Pixels of an instruction, by loading groups: its sums must fit the registers that a thread has at launch.
 _WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
-_STORING_REGISTERS = 176  # for sums and what a thread holds of a piece, before that passes through shared memory
+_MAX_LONG_PIECE_STRIDE = 5  # output columns of a cell beside which registers are left for longer pieces
+_STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: results, and where to store them
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
 # Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
@@ -89,15 +90,24 @@ class GemmVariant(NamedTuple):
 
     def with_longer_pieces(self, gather: Gather) -> Iterator[GemmVariant]:
         """The same with longer pieces of rows, the longest first, as far as registers allow."""
-        if self.taps_in_rows or gather.dst.channels_last:
+        stride = gather.axes[2].stride
+        if (
+            self.taps_in_rows
+            or gather.dst.channels_last
+            or stride > _MAX_LONG_PIECE_STRIDE
+            or gather.dst_channels % ROWS
+        ):
             return
         sums = self.parts * Product.of(gather, self).row_blocks * self.group_cells // 2
         held = _held_by_stores(Taps.of(gather.axes).owned_w, self.lines, gather.dst_channels, gather.src.channels_last)
-        cell_bytes = gather.axes[2].stride * DTYPE_BYTES[gather.dtype]
+        held += 12 if gather.bias else 0
+        cell_bytes = stride * DTYPE_BYTES[gather.dtype]
         pieces = [self._replace(piece_bytes=size) for size in (1024, 512, 256)]
         for longer, shorter in pairwise(pieces):
-            part = longer.piece(gather) * cell_bytes // 16  # registers of a thread
-            if longer.piece(gather) > shorter.piece(gather) and sums + held + part <= _STORING_REGISTERS:
+            cells = longer.piece(gather)
+            results = cells * cell_bytes // 16  # of eight channels, in a warp
+            places = 2 * math.ceil(cells * stride / 32)  # of elements stored one by one
+            if cells > shorter.piece(gather) and sums + held + results + places <= _STORING_REGISTERS:
                 yield longer
 
     @property

@@ -57,7 +57,7 @@ _OTHER_SIZES = {
     True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
     False: ((1, (2048, 48, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
 }
-_FEWEST_STAGES = 4  # that a variant keeps when it stores longer pieces of rows
+_STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
 
@@ -241,18 +241,20 @@ def _with_long_pieces(
 ) -> GemmVariant:
     """The variant with the longest pieces of rows that leave it its tiles, at all sizes that have a say.
 
-    For these it may give up stages.
+    For these it may give up stages, as long as its prediction hardly rises.
     """
     gathers = [_sized_gather(sized, src_channels_last) for sized in (problem, *_other_sizes(problem))]
-    stages = [count for count in STAGES if min(variant.stages, _FEWEST_STAGES) <= count < variant.stages]
+    tiles = [best_tile(gather, variant, gather.src.shape[0], device, _RESERVE) for gather in gathers]
+    if tiles[0] is None:
+        return variant
+    most = _STAGES_COST * estimate(gathers[0], variant, tiles[0], device, 0)[0]
+    stages = [count for count in STAGES if count < variant.stages and not src_channels_last]
     for longer in variant.with_longer_pieces(gathers[0]):
-        for count in (variant.stages, *([] if src_channels_last else reversed(stages))):
+        for count in (variant.stages, *reversed(stages)):
             fewer = longer._replace(stages=count)
-            if all(
-                best_tile(gather, fewer, gather.src.shape[0], device, _RESERVE)
-                == best_tile(gather, variant, gather.src.shape[0], device, _RESERVE)
-                for gather in gathers
-            ):
+            sized = zip(gathers, tiles)
+            same = all(best_tile(each, fewer, each.src.shape[0], device, _RESERVE) == tile for each, tile in sized)
+            if same and estimate(gathers[0], fewer, tiles[0], device, 0)[0] <= most:
                 return fewer
     return variant
 
