@@ -413,11 +413,11 @@ def test_products_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, channels_la
 
 
 @pytest.mark.parametrize("width", [37, 40])
-@pytest.mark.parametrize(("piece_bytes", "cells"), [(256, 16), (512, 32), (1024, 64)])
-def test_products_stored_in_pieces(piece_bytes: int, cells: int, width: int) -> None:
+@pytest.mark.parametrize(("stride", "piece_bytes", "cells"), [(3, 256, 16), (3, 512, 32), (5, 1024, 32)])
+def test_products_stored_in_pieces(stride: int, piece_bytes: int, cells: int, width: int) -> None:
     """Pieces of rows of every length, whole and in part, of rows that start aligned and of others."""
-    problem = make((2, 12, 3, width), 64, (3, 5), (2, 3), (1, 2), (0, 1), bias=True, tf32=True)
-    case = gemm_case(problem, wgmma=True, split="turns", pixels=40, piece_bytes=piece_bytes)
+    problem = make((2, 12, 3, width), 64, 3, (2, stride), 1, 1, dilation=(1, 2), tf32=True)
+    case = gemm_case(problem, wgmma=True, split="turns", piece_bytes=piece_bytes)
     for candidate, launch in case.offers(H200):
         assert dict(launch.source.constants)["PIECE"] == cells
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(2))
