@@ -22,6 +22,7 @@ CONSUMERS = 2  # warp groups that multiply
 _WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
 _MAX_LONG_PIECE_STRIDE = 5  # output columns of a cell beside which registers are left for longer pieces
+_BIAS_REGISTERS = 12  # beside those, as stores of long pieces were seen to spill
 _STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: results, and where to store them
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
@@ -100,7 +101,7 @@ class GemmVariant(NamedTuple):
             return
         sums = self.parts * Product.of(gather, self).row_blocks * self.group_cells // 2
         held = _held_by_stores(Taps.of(gather.axes).owned_w, self.lines, gather.dst_channels, gather.src.channels_last)
-        held += 12 if gather.bias else 0
+        held += _BIAS_REGISTERS * gather.bias
         cell_bytes = stride * DTYPE_BYTES[gather.dtype]
         pieces = [self._replace(piece_bytes=size) for size in (1024, 512, 256)]
         for longer, shorter in pairwise(pieces):

@@ -248,9 +248,9 @@ def _with_long_pieces(
     if tiles[0] is None:
         return variant
     most = _STAGES_COST * estimate(gathers[0], variant, tiles[0], device, 0)[0]
-    stages = [count for count in STAGES if count < variant.stages and not src_channels_last]
+    fewer_stages = [] if src_channels_last else [count for count in reversed(STAGES) if count < variant.stages]
     for longer in variant.with_longer_pieces(gathers[0]):
-        for count in (variant.stages, *reversed(stages)):
+        for count in (variant.stages, *fewer_stages):
             fewer = longer._replace(stages=count)
             sized = zip(gathers, tiles)
             same = all(best_tile(each, fewer, each.src.shape[0], device, _RESERVE) == tile for each, tile in sized)
