@@ -34,6 +34,7 @@ from helpers import (
 from kernel_harness import DTYPES, Gpu, assert_exact, formats, strange_layouts
 from polyphase import plan, runtime
 from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.algorithms.gather_gemm import GatherGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.device import DeviceInfo
@@ -42,6 +43,8 @@ from polyphase.jit.ahead import compile_ahead
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
 from processes import run_python
+from test_gather_gemm import LAYERS as GATHER_LAYERS
+from test_gather_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
 from test_gradient_gemm import ALGORITHMS, MIRRORED
 from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
 from test_kernels import PROBLEMS, WIDE_LAYERS, GemmCase, gemm_cases, wide
@@ -130,7 +133,7 @@ def cases() -> Iterator[ParameterSet]:
 
 
 def strange_cases() -> Iterator[ParameterSet]:
-    """The layers of test_gradient_gemm.py and test_scatter_gemm.py, their tensors dense and not."""
+    """The layers of tests of single algorithms, their tensors dense and not."""
     layers = [
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
@@ -139,9 +142,15 @@ def strange_cases() -> Iterator[ParameterSet]:
             for name, layer in SCATTER_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16")
         ),
+        *(
+            (f"{name}, gathered", replace(layer, dtype=dtype), (Pass.FORWARD, GatherGemm()))
+            for name, layer in GATHER_LAYERS.items()
+            for dtype in ("float32", "float16", "bfloat16")
+            if dtype == "float32" or layer.input_size[-1] % 2 == 0
+        ),
     ]
     for name, layer, (pass_, algorithm) in layers:
-        for problem in formats(layer):
+        for problem in [layer] if isinstance(algorithm, GatherGemm) else formats(layer):
             for number, layouts in enumerate(strange_layouts(problem)):
                 order = "last" if problem.channels_last else "first"
                 label = f"{name}-{order}-{number}-{pass_.value}-{problem.dtype}"
@@ -578,6 +587,11 @@ def test_weights_lie_anywhere(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_scattered_layers_carry_inf_and_nan(channels_last: bool) -> None:
     assert_carries_inf_and_nan(channels_last, Gpu(0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gathered_layers_carry_inf_and_nan(dtype: str) -> None:
+    assert_gathered_inf_and_nan(dtype, Gpu(0))
 
 
 @pytest.mark.parametrize("bits", [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], ids=hex)

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from polyphase import tuning
 from polyphase.algorithms import ALGORITHMS
-from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, standard
+from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared
 from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
@@ -66,7 +66,7 @@ def plan(
         reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
         raise UnsupportedError(f"no algorithm computes the {pass_.value} of {problem} on {device.arch}: {reasons}")
     measured = None if by_prediction else _measured(offers, tuning.choice(problem, pass_, device))
-    algorithm, candidate = measured or _predicted(offers, standard(problem), pass_, device)
+    algorithm, candidate = measured or _predicted(offers, compared(problem), pass_, device)
     launch = algorithm.launch(problem, pass_, device, layouts, candidate.variant)
     return Plan(problem, pass_, algorithm.name, candidate, launch, measured is not None)
 

@@ -96,10 +96,11 @@ void barrier_arrive(Barrier* barrier);
 void barrier_wait(const Barrier* barrier, unsigned parity);
 void* scratch(std::size_t bytes);  // aligned memory that lives as long as its block
 void bulk_copy(Barrier* barrier, void* to, const void* from, std::size_t bytes);  // comes with the phase's end
+void bulk_store(void* to, const void* from, std::size_t bytes);  // goes when the thread waits for its stores
 void threads_sync(unsigned name, unsigned threads);  // a named barrier; unlike PTX, names go up to 31
 
 /// Asynchronous work of a thread is done as late as it may be: when the thread waits for the group it belongs to.
-enum class Async { copies, products };
+enum class Async { copies, products, stores };
 void commit(Async queue);
 void wait(Async queue, int pending);  // for all committed groups but the latest `pending`
 void later(Async queue, void (*run)(const void*), const void* work, std::size_t bytes);

@@ -98,7 +98,7 @@ struct Fiber {
   unsigned name = 0, threads = 0;                // of threads_sync
   const emulator::Barrier* barrier = nullptr;    // of barrier_wait
   unsigned parity = 0;
-  Tasks tasks[2];              // of each emulator::Async
+  Tasks tasks[3];              // of each emulator::Async
   bool born = false;           // a context starts it (slow: a system call); jumps resume it
   ucontext_t birth = {};
   jmp_buf resume;
@@ -395,6 +395,11 @@ void emulator::bulk_copy(Barrier* barrier, void* to, const void* from, std::size
     fail(__builtin_return_address(0), "the copy engine takes multiples of 16 bytes");
   std::memset(to, 0xFF, bytes);
   bulk_copies.push_back({barrier, to, from, bytes});
+}
+void emulator::bulk_store(void* to, const void* from, std::size_t bytes) {
+  if (bytes % 16 || std::uintptr_t(to) % 16 || std::uintptr_t(from) % 16)
+    fail(__builtin_return_address(0), "the copy engine takes multiples of 16 bytes");
+  later(Async::stores, [=] { std::memcpy(to, from, bytes); });
 }
 void* emulator::scratch(std::size_t bytes) {
   scratches.emplace_back(new std::max_align_t[bytes / sizeof(std::max_align_t) + 1]);

@@ -1,6 +1,7 @@
 """Ways to compute a pass, one file each; `polyphase.plan` chooses among `ALGORITHMS`."""
 
 from polyphase.algorithms.base import Algorithm
+from polyphase.algorithms.gather_gemm import GatherGemm
 from polyphase.algorithms.gather_general import GatherGeneral
 from polyphase.algorithms.gather_tiled import GatherTiled
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
@@ -10,6 +11,7 @@ from polyphase.algorithms.weight_grad import WeightGrad
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     ImplicitGemm(),
+    GatherGemm(),
     ScatterGemm(),
     InputGradGemm(),
     WeightGradGemm(),

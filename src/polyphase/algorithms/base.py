@@ -25,6 +25,9 @@ ALIGNMENT = 32
 #: Pixels of an image up to which it is tiny: a kernel may take such images as a whole.
 TINY = 64
 
+# Channels of a group with which a layer's images are large.
+_FEW_CHANNELS = range(4, 33)
+
 # Planes of partial sums take at most this many bytes, or as much as the weight itself.
 _MAX_PLANES_BYTES = 64 << 20
 
@@ -181,6 +184,17 @@ def is_tiny(problem: ConvTransposeProblem) -> bool:
 def standard(problem: ConvTransposeProblem) -> ConvTransposeProblem:
     """The layer at the `typical` size of its kind: of tiny images, or of all others."""
     return typical(problem, (16, 4, 2)) if is_tiny(problem) else typical(problem)
+
+
+def wide(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at the size of large images, as layers with few channels have; as it is where images are tiny."""
+    return problem if is_tiny(problem) else replace(typical(problem, (16384, 256, 64)), batch=64)
+
+
+def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at the size at which algorithms are compared: its `standard`, or `wide` where channels are few."""
+    channels = problem.in_channels_per_group, problem.out_channels_per_group
+    return wide(problem) if all(count in _FEW_CHANNELS for count in channels) else standard(problem)
 
 
 def two_dimensions(blocks: int) -> tuple[int, int]:

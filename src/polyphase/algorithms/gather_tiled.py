@@ -25,8 +25,10 @@ _REGISTERS = 65536
 _OFFERED = 8
 
 # Measured over predicted time, in a forward pass by whether channels come last (docs/performance.md): the model ranks
-# variants, and is held against another algorithm's here. Fewer than four output channels share less of what they load.
-_MEASURED_FORWARD = {False: 0.53, True: 2.2}
+# variants, and is held against another algorithm's here. Outputs without taps cost less than it says, and fewer than
+# four output channels share less of what they load.
+_MEASURED_FORWARD = {False: 0.95, True: 2.2}
+_MEASURED_BARE = {False: 0.6, True: 2.2}
 _MEASURED_FEW_CHANNELS = {False: 0.9, True: 1.7}
 _MEASURED_INPUT_GRAD = 0.7
 
@@ -85,7 +87,8 @@ class GatherTiled:
             if _fits(gather, variant, (1, 1, 1, variant.lanes), device):
                 if gather.forward:
                     few = gather.dst_channels < 4 and problem.groups == 1
-                    cycles *= (_MEASURED_FEW_CHANNELS if few else _MEASURED_FORWARD)[problem.channels_last]
+                    bare = _MEASURED_BARE if gather.owned < gather.phases else _MEASURED_FORWARD
+                    cycles *= (_MEASURED_FEW_CHANNELS if few else bare)[problem.channels_last]
                 else:
                     cycles *= _MEASURED_INPUT_GRAD
                 seconds, bound = cost_seconds(problem, device, work * cycles / _busy(problem, gather, variant, device))

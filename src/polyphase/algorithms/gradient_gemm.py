@@ -150,6 +150,8 @@ class _GradientGemm:
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
             ("G_CHANNELS_LAST", grad.channels_last),
             ("WARPS", _WARPS),
+            ("LOAD_WARPS", _WARPS),
+            ("FIRST_LOAD_WARP", 0),
             ("ROW_TILES", variant.row_tiles),
             ("COLUMN_TILES", variant.column_tiles),
             ("ROW_WARPS", variant.row_warps),

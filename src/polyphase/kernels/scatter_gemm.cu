@@ -48,18 +48,6 @@ constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * ELEMENT <= 
 static_assert(STEPS_HELD % AHEAD == 0, "pixels on their way change places in turn");
 static_assert(PITCH % 32 == 4, "8 pixels by 4 pairs of columns lie in different banks");
 
-// What a float loses as TF32 is its low part. The cores truncate that: they take off half of its last bit on average,
-// which is put on before. (Rounding it, or both by common/tensor_float.cuh, would take more instructions than the
-// products.) NaN stays NaN in the low part whatever becomes of the high one.
-__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-  if constexpr (EXACT) {
-    high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
-    low = __float_as_uint((value - __uint_as_float(high)) * (1 + 0.72f / 2048));
-  } else {
-    high = __float_as_uint(round_tf32(value));
-  }
-}
-
 // Whether channel `i` of the thread's in an operation is one of the group's. Behind the last operation none is.
 __device__ __forceinline__ bool is_channel(int step, int i) {
   return IN_CHANNELS % (AHEAD * OPERATION) == 0 || step * OPERATION + (int)threadIdx.x % 4 * CHANNELS + i < IN_CHANNELS;

@@ -1,7 +1,8 @@
 // Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
-// or more. For kernels on mma.sync; the specialisation defines WARPS.
+// or more. For kernels on mma.sync; the specialisation defines WARPS, and which of a block's load.
 
 constexpr int THREADS = 32 * WARPS;
+constexpr int LOADERS = 32 * LOAD_WARPS;
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 
@@ -11,6 +12,9 @@ struct Part {
   int piece;      // elements moved at once: along w, or of neighbouring channels
   int pitch;      // bytes in shared memory from one channel to the next
 };
+
+// The thread's number among those that load.
+__device__ __forceinline__ int loader() { return threadIdx.x - 32 * FIRST_LOAD_WARP; }
 
 __device__ __forceinline__ int elements(const Part& part) {
   return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
@@ -31,7 +35,7 @@ struct Still {
                                        int batch, const int (&origin)[4]) {
     offsets = list;
     pieces = count / along_w;
-    for (int i = threadIdx.x; i < pieces; i += THREADS) {
+    for (int i = loader(); i < pieces; i += LOADERS) {
       int at[4];
       decode(part.extent, i * along_w, at);
       const bool in_box = at[0] < part.extent[0];
@@ -61,7 +65,7 @@ struct Moving {
   __device__ __forceinline__ void init(const Tensor5& t, const Part& part, Place* list, int count, int along_w) {
     places = list;
     pieces = count / along_w;
-    for (int i = threadIdx.x; i < pieces; i += THREADS) {
+    for (int i = loader(); i < pieces; i += LOADERS) {
       int at[4];
       decode(part.extent, i * along_w, at);
       const short n = at[0] < part.extent[0] ? (short)at[0] : -1;
@@ -85,8 +89,8 @@ struct Moving {
 // Where a tensor has its channels; those that come last are turned around on their way.
 enum class Channels { first, last };
 
-// One part of a stage on its way to shared memory.
-template <Channels ORDER, int CHANNELS, class Box>
+// One part of a stage on its way to shared memory; up to 1 << SPAN threads go along the pieces of a channel.
+template <Channels ORDER, int CHANNELS, class Box, int SPAN = 5>
 struct PartLoader {
   static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
 
@@ -134,11 +138,11 @@ struct PartLoader {
       *(scalar_t*)to = exists ? read(from) : zero<scalar_t>();
   }
 
-  // Lanes go along a row, warps take channels in turn; where rows are short a warp takes several channels at once.
+  // Threads go along a row, and take channels in turn; where rows are short, several channels at once.
   template <int BYTES, class... At>
   __device__ __forceinline__ void load_pieces(const scalar_t* from, int channels, char* to, const At&... at) const {
-    if (box.pieces > 16)
-      load_rows<BYTES>(5, from, channels, to, at...);
+    if (box.pieces > 1 << (SPAN - 1))
+      load_rows<BYTES>(SPAN, from, channels, to, at...);
     else
       load_rows<BYTES>(32 - __clz(box.pieces - 1), from, channels, to, at...);
   }
@@ -147,11 +151,11 @@ struct PartLoader {
   template <int BYTES, class... At>
   __device__ __forceinline__ void load_rows(int span, const scalar_t* from, int channels, char* to,
                                             const At&... at) const {
-    const int lanes = 1 << span, first = threadIdx.x >> span, at_once = THREADS >> span;  // channels
+    const int lanes = 1 << span, first = loader() >> span, at_once = LOADERS >> span;  // channels
     const bool whole = (CHANNELS & (at_once - 1)) == 0;
     from += first * tensor.stride[1];
     to += first * part.pitch;
-    for (int i = threadIdx.x % lanes; i < box.pieces; i += lanes) {
+    for (int i = loader() % lanes; i < box.pieces; i += lanes) {
       long long offset;
       const bool inside = box.find(tensor, i, offset, at...);
       const scalar_t* source = from + offset;
@@ -170,7 +174,7 @@ struct PartLoader {
   __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
     constexpr int VECTORS = CHANNELS / WIDTH;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < box.pieces * VECTORS; i += THREADS) {
+    for (int i = loader(); i < box.pieces * VECTORS; i += LOADERS) {
       const int channel = i % VECTORS * WIDTH;
       long long offset;
       const bool inside = box.find(tensor, i / VECTORS, offset, at...) && channel < channels;

@@ -1,0 +1,646 @@
+// Forward pass of layers with few channels in a group on tensor cores: all phases of a tile as one product of few rows,
+// put together in shared memory as they are to lie, and written as whole rows.
+//
+//   y[co, i·stride + phase]  =  bias[co]  +  Σ_ci Σ_pixel   w[ci, co, tap(phase, pixel)] · x[ci, i + pixel]
+//
+// where pixels are those that a cell i reads, counted from its own, and some pairs of phase and pixel have no tap.
+//
+// Rows of outputs without any tap are bias alone, and are written from rows that stay.
+//
+// Who does what. LOAD_WARPS bring stage after stage, WARPS multiply and put a tile's outputs together, STORE_WARPS
+// write those. Barriers of shared memory pass on each stage (full, and empty again), and the outputs (whole, and gone).
+//
+// Index mapping. A block owns OUT_CHUNK output channels of one group, and takes tile after tile of cells
+// (common/geometry.cuh). Rows of the product are pairs of a phase that has taps and a channel, in blocks of 16; its
+// columns are cells, of which a warp owns PIXEL_TILES tiles of 8. A stage is STAGE_STEPS operations' channels of the
+// window that the tile reads. For each pixel, a warp takes the operands of its columns once, for all blocks of rows of
+// which any has a tap there: an entry.
+//
+// float32 comes in two parts of TF32, and each operation's sum leaves the cores at once, since they round towards zero.
+// The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of pairs without a tap.
+// Where an output is NaN it is therefore computed again, plainly.
+//
+// Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
+// one tile or two (common/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
+
+struct Geometry {
+  Tensor5 x, y;
+  Part window;
+  int batch, groups;
+  int lanes[4];  // cells of a tile along n, d, h, w; two neighbours along w are of one row
+  int tiles[4];  // tiles along n, d, h, w
+  int apart[4];  // tiles along n, d, h, w from one of a block's to its next
+  int first[4];  // the window's first pixel, counted from the tile's first cell
+  int skew;      // pixels from there to the first that any tap reads
+  int pitch[4];  // of staged outputs: elements from one channel, image, slab and row that has taps to the next
+  int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
+  int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
+  int outputs;   // tiles whose outputs there is room for, 1 or 2
+  int staged_bytes, bare_bytes, table_bytes, stage_bytes;
+};
+
+constexpr int CHANNELS = OPERATION / 8;  // neighbours in four bytes
+constexpr int STEPS = ceil_div(IN_CHANNELS, OPERATION), STAGES = ceil_div(STEPS, STAGE_STEPS);
+constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr bool EXACT = PARTS == 2;
+constexpr int ALL_WARPS = WARPS + LOAD_WARPS + STORE_WARPS, BLOCK = 32 * ALL_WARPS;
+constexpr int LOAD_SPAN = LOAD_WARPS == 4 ? 7 : LOAD_WARPS == 2 ? 6 : 5;
+static_assert(LOADERS == 1 << LOAD_SPAN && FIRST_LOAD_WARP == WARPS, "the last warps are those that store");
+
+// One dimension: outputs of a cell that have taps, pixels that these read, and the tap of a pair, -1 where it has none.
+template <int KERNEL, int STRIDE>
+struct Dimension {
+  int phases = 0, pixels = 0;
+  int phase[STRIDE] = {}, pixel[KERNEL] = {}, tap[STRIDE][KERNEL] = {};
+  int number[STRIDE] = {};  // of a phase among those, -1 for one without taps
+
+  __host__ __device__ constexpr Dimension(Axis axis) {
+    for (int i = 0; i < STRIDE; ++i) {
+      number[i] = has_taps(axis, i) ? phases : -1;
+      if (has_taps(axis, i)) phase[phases++] = i;
+    }
+    for (int i = KERNEL - 1; i >= 0; --i)  // the last tap reads the first pixel
+      if (pixels == 0 || pixel[pixels - 1] != src_offset(axis, i)) pixel[pixels++] = src_offset(axis, i);
+    for (int i = 0; i < STRIDE * KERNEL; ++i) {
+      tap[i / KERNEL][i % KERNEL] = -1;
+      for (int j = 0; j < KERNEL; ++j)
+        if (i / KERNEL < phases && i % KERNEL < pixels && phase_of(axis, j) == phase[i / KERNEL] &&
+            src_offset(axis, j) == pixel[i % KERNEL])
+          tap[i / KERNEL][i % KERNEL] = j;
+    }
+  }
+};
+__device__ constexpr Dimension<AXIS_D.kernel, AXIS_D.stride> ALONG_D(AXIS_D);
+__device__ constexpr Dimension<AXIS_H.kernel, AXIS_H.stride> ALONG_H(AXIS_H);
+__device__ constexpr Dimension<AXIS_W.kernel, AXIS_W.stride> ALONG_W(AXIS_W);
+
+constexpr int PHASES = ALONG_D.phases * ALONG_H.phases * ALONG_W.phases;
+constexpr int PIXELS_READ = ALONG_D.pixels * ALONG_H.pixels * ALONG_W.pixels;
+constexpr int ROWS = PHASES * OUT_CHUNK, ROW_BLOCKS = ceil_div(ROWS, 16);
+
+// The tap of phase `phase` and pixel `pixel`, of those that have or are read by any; -1 where there is none.
+__host__ __device__ constexpr int tap_of(int phase, int pixel) {
+  const int d = ALONG_D.tap[phase / (ALONG_H.phases * ALONG_W.phases)][pixel / (ALONG_H.pixels * ALONG_W.pixels)];
+  const int h = ALONG_H.tap[phase / ALONG_W.phases % ALONG_H.phases][pixel / ALONG_W.pixels % ALONG_H.pixels];
+  const int w = ALONG_W.tap[phase % ALONG_W.phases][pixel % ALONG_W.pixels];
+  return d < 0 || h < 0 || w < 0 ? -1 : (d * AXIS_H.kernel + h) * AXIS_W.kernel + w;
+}
+
+// Which blocks of rows have a tap at a pixel.
+struct Entries {
+  int count = 0;
+  int pixel[PIXELS_READ * ROW_BLOCKS] = {}, block[PIXELS_READ * ROW_BLOCKS] = {};
+  int of[PIXELS_READ][ROW_BLOCKS] = {};  // -1 for none
+  int first[ROW_BLOCKS] = {};            // a block's first pixel
+
+  __host__ __device__ constexpr Entries() {
+    for (int i = 0; i < PIXELS_READ; ++i)
+      for (int j = 0; j < ROW_BLOCKS; ++j) {
+        bool any = false;
+        for (int k = 16 * j / OUT_CHUNK; k <= (16 * j + 15) / OUT_CHUNK && k < PHASES; ++k) any |= tap_of(k, i) >= 0;
+        of[i][j] = any ? count : -1;
+        if (!any) continue;
+        bool before = false;
+        for (int k = 0; k < i; ++k) before |= of[k][j] >= 0;
+        if (!before) first[j] = i;
+        pixel[count] = i, block[count] = j;
+        ++count;
+      }
+  }
+};
+__device__ constexpr Entries ENTRIES;
+
+constexpr int ENTRY_BYTES = PARTS * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
+constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
+
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+template <class T>
+__device__ __forceinline__ unsigned bits_of(T value) {
+  return value.bits;
+}
+
+// All operations' weights of a block's channels; `weight` is of the first. What has no tap or no channel is zero.
+__device__ __forceinline__ void load_weights(const scalar_t* weight, int channels, char* to) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < STEPS * ENTRIES.count * 128; i += BLOCK) {
+    const int entry = i / 128 % ENTRIES.count, lane = i / 4 % 32;
+    const int row = 16 * ENTRIES.block[entry] + lane / 4 + i % 2 * 8, out = row % OUT_CHUNK;
+    const int in = (i / 128 / ENTRIES.count) * OPERATION + i % 4 / 2 * (OPERATION / 2) + lane % 4 * CHANNELS;
+    const int tap = row < ROWS ? tap_of(row / OUT_CHUNK, ENTRIES.pixel[entry]) : -1;
+    const scalar_t* const from = weight + weight_offset(in, out, tap);
+    unsigned values[CHANNELS];
+#pragma unroll
+    for (int j = 0; j < CHANNELS; ++j)
+      values[j] = tap >= 0 && out < channels && in + j < IN_CHANNELS ? bits_of(read(from + j * WEIGHT_STRIDE_IN)) : 0;
+    unsigned word, low = 0;
+    if constexpr (ELEMENT == 4)
+      split(__uint_as_float(values[0]), word, low);
+    else
+      word = values[0] | values[CHANNELS - 1] << 16;
+    char* const slot = to + i / 128 * ENTRY_BYTES + i % 128 * 4;
+    *(unsigned*)slot = word;
+    if (EXACT) *(unsigned*)(slot + 512) = low;
+  }
+}
+
+// Where an output is staged: elements, and what it is off the first of a sector, which is added once it is whole.
+// Places add up; a tile's origin has one, so have its cells, and rows of the product.
+constexpr int NOWHERE = -(1 << 30);
+__device__ __forceinline__ int staged_place(int elements, int off) { return elements * 64 + off % SECTOR; }
+__device__ __forceinline__ int find_place(int sum) { return sum / 64 + sum % SECTOR; }
+
+// Where a row of outputs begins, counted from the tile's first: of slab and line `d` and `h` of those with taps, which
+// are `slab` and `line` in the tile.
+__device__ __forceinline__ int place_of_row(const Geometry& g, int channel, int image, int d, int h, int slab,
+                                            int line) {
+  return staged_place(channel * g.pitch[0] + image * g.pitch[1] + d * g.pitch[2] + h * g.pitch[3],
+                      channel * g.shift[0] + image * g.shift[1] + slab * g.shift[2] + line * g.shift[3]);
+}
+
+// A cell of a tile, by its number along n, d, h and w: where the outputs begin that it owns; NOWHERE beyond the tile.
+__device__ __forceinline__ int place_of_cell(const Geometry& g, const int (&at)[4]) {
+  if (at[0] >= g.lanes[0]) return NOWHERE;
+  return place_of_row(g, 0, at[0], at[1] * ALONG_D.phases, at[2] * ALONG_H.phases, at[1] * AXIS_D.stride,
+                      at[2] * AXIS_H.stride) +
+         staged_place(at[3] * AXIS_W.stride, 0);
+}
+
+// Two neighbouring cells of a tile: where the outputs of the first begin, NOWHERE beyond the tile, and how many of
+// either lie in a row; what they read. Columns beside the image are in the way only where the next row follows.
+struct Pair {
+  int place;
+  short width[2];
+  int pixel[2];  // the first that either reads, in bytes from the window's first
+
+  __device__ __forceinline__ Pair(const Geometry& g, const int (&at)[4]) : place(place_of_cell(g, at)) {
+    const int row = (at[0] * g.window.extent[1] + at[1]) * g.window.extent[2] + at[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int rest = g.joined > 1 ? max(0, g.y.size[2] - (at[3] + i) * AXIS_W.stride) : AXIS_W.stride;
+      width[i] = place >= 0 ? (short)min(AXIS_W.stride, rest) : 0;
+      pixel[i] = place >= 0 ? (row * g.window.extent[3] + at[3] + i + g.skew) * ELEMENT : 0;
+    }
+  }
+};
+constexpr int PAIRS = 4 * PIXEL_TILES * WARPS, PAIR_BYTES = round_up(PAIRS * (int)sizeof(Pair), 128);
+
+// A warp's part of the product: of row block i and column tile j.
+struct Sums {
+  float of[ROW_BLOCKS][PIXEL_TILES][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS * PIXEL_TILES * 4; ++i) (&of[0][0][0])[i] = 0;
+  }
+
+  // One operation, of the warp's `pairs` of cells.
+  __device__ __forceinline__ void add(const Geometry& g, const char* window, const Pair* pairs, const char* weights) {
+    weights += threadIdx.x % 32 * 16;
+    window += threadIdx.x % 4 * CHANNELS * g.window.pitch;
+    int columns[PIXEL_TILES];  // bytes
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j) columns[j] = pairs[4 * j + threadIdx.x % 32 / 8].pixel[threadIdx.x / 4 % 2];
+#pragma unroll
+    for (int pixel = 0; pixel < PIXELS_READ; ++pixel) {
+      // A loop that ends after its first round, which the compiler does not know: else it mingles pixels, for which
+      // there are no registers.
+#pragma unroll 1
+      for (unsigned rounds = opaque(1); rounds > 0; --rounds) add_pixel(g, window, columns, weights, pixel);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void add_pixel(const Geometry& g, const char* window, const int (&columns)[PIXEL_TILES],
+                                            const char* weights, int pixel) {
+    const int d = ALONG_D.pixel[pixel / (ALONG_H.pixels * ALONG_W.pixels)] - ALONG_D.pixel[0];
+    const int h = ALONG_H.pixel[pixel / ALONG_W.pixels % ALONG_H.pixels] - ALONG_H.pixel[0];
+    const int w = ALONG_W.pixel[pixel % ALONG_W.pixels] - ALONG_W.pixel[0];
+    const char* const from = window + ((d * g.window.extent[2] + h) * g.window.extent[3] + w) * ELEMENT;
+    unsigned high[PIXEL_TILES][2], low[PIXEL_TILES][2];
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const char* const at = from + columns[j] + k * (OPERATION / 2) * g.window.pitch;
+        if constexpr (ELEMENT == 4)
+          split(*(const float*)at, high[j][k], low[j][k]);
+        else
+          high[j][k] = *(const unsigned short*)at | *(const unsigned short*)(at + g.window.pitch) << 16;
+      }
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS; ++i)
+      if (ENTRIES.of[pixel][i] >= 0)
+        multiply(of[i], weights + ENTRIES.of[pixel][i] * ENTRY_BYTES, high, low,
+                 STEPS == 1 && ENTRIES.first[i] == pixel);
+  }
+
+  typedef Vector<unsigned, 4> Rows;
+
+  // Adds to the sums of a row block, or begins them.
+  static __device__ __forceinline__ void multiply(float (&to)[PIXEL_TILES][4], const char* weights,
+                                                  const unsigned (&high)[PIXEL_TILES][2],
+                                                  const unsigned (&low)[PIXEL_TILES][2], bool first) {
+    const Rows rows = *(const Rows*)weights;
+    if constexpr (EXACT) {
+      const Rows low_rows = *(const Rows*)(weights + 512);
+      float sums[PIXEL_TILES][4] = {};
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) mma(sums[j], low_rows.value, high[j][0], high[j][1]);
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) mma(sums[j], rows.value, low[j][0], low[j][1]);
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) mma(sums[j], rows.value, high[j][0], high[j][1]);
+#pragma unroll
+      for (int j = 0; j < 4 * PIXEL_TILES; ++j)
+        to[j / 4][j % 4] = first ? sums[j / 4][j % 4] : to[j / 4][j % 4] + sums[j / 4][j % 4];
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4 * PIXEL_TILES; ++j) to[j / 4][j % 4] = first ? 0 : to[j / 4][j % 4];
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) mma(to[j], rows.value, high[j][0], high[j][1]);
+    }
+  }
+};
+
+// A row of the product, of the lane's in a block: its phase and channel. Where OUT_CHUNK is a multiple of 8, the phase
+// is the same in all lanes, and known when the kernel is compiled.
+struct Row {
+  int d, h, w, channel;
+  bool exists;
+
+  __device__ __forceinline__ Row(int block, int i) {
+    constexpr bool KNOWN = OUT_CHUNK % 8 == 0;
+    const int first = 16 * block + 8 * i, lane = threadIdx.x % 32 / 4;
+    const int phase = KNOWN ? first / OUT_CHUNK : (first + lane) / OUT_CHUNK, owned = min(phase, PHASES - 1);
+    channel = KNOWN ? first % OUT_CHUNK + lane : (first + lane) % OUT_CHUNK;
+    exists = phase < PHASES;
+    d = ALONG_D.phase[owned / (ALONG_H.phases * ALONG_W.phases)];
+    h = ALONG_H.phase[owned / ALONG_W.phases % ALONG_H.phases];
+    w = exists ? ALONG_W.phase[owned % ALONG_W.phases] : AXIS_W.stride;
+  }
+  __device__ __forceinline__ int place(const Geometry& g) const {
+    return place_of_row(g, channel, 0, ALONG_D.number[d], ALONG_H.number[h], d, h);
+  }
+};
+
+// One output, without the cores. `x` is the group's first channel and `weight` is of the output's.
+__device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x, const scalar_t* weight, float bias,
+                                       const int (&cell)[4], int phase_d, int phase_h, int phase_w) {
+  float value = bias;
+#pragma unroll 1
+  for (int tap = 0; tap < TAPS; ++tap) {
+    const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
+    const int kw = tap % AXIS_W.kernel;
+    if (phase_of(AXIS_D, kd) != phase_d || phase_of(AXIS_H, kh) != phase_h || phase_of(AXIS_W, kw) != phase_w) continue;
+    const int at[4] = {cell[0], cell[1] + src_offset(AXIS_D, kd), cell[2] + src_offset(AXIS_H, kh),
+                       cell[3] + src_offset(AXIS_W, kw)};
+    if ((unsigned)at[1] >= (unsigned)x_lies.size[0] || (unsigned)at[2] >= (unsigned)x_lies.size[1] ||
+        (unsigned)at[3] >= (unsigned)x_lies.size[2])
+      continue;
+    const scalar_t* const pixel = x + offset_of(x_lies, at);
+#pragma unroll 1
+    for (int in = 0; in < IN_CHANNELS; ++in)
+      value += widen(pixel[in * x_lies.stride[1]]) * widen(weight[weight_offset(in, 0, tap)]);
+  }
+  return value;
+}
+
+// The outputs of a tile on their way from sums to shared memory.
+struct Outputs {
+  const Geometry& g;
+  const Pair* const pairs;     // of the warp's cells
+  const scalar_t* const bias;  // of the block's first channel
+  const int channels;          // that exist from there on
+
+  __device__ __forceinline__ float start(int channel) const {
+    return HAS_BIAS ? widen(read(bias + min(channel, channels - 1))) : 0.f;
+  }
+
+  // Whether none of them is NaN.
+  __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const Sums& sums) const {
+    bool numbers = true;
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
+      const Row row(i / 2, i % 2);
+      const float bias = start(row.channel);
+      const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) {
+        const Pair pair = pairs[4 * j + threadIdx.x % 4];
+        scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const float sum = sums.of[i / 2][j][i % 2 * 2 + k], value = HAS_BIAS ? sum + bias : sum;
+          numbers = numbers && value == value;
+          if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
+#pragma unroll
+          for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
+            if (ALONG_W.number[w] < 0 && first && w < pair.width[k]) narrow(bias, to[k * AXIS_W.stride + w - row.w]);
+        }
+      }
+    }
+    return numbers;
+  }
+
+  // What the thread has staged of NaN is computed again; `x` is the group's and `weight` the block's first channel.
+  __device__ __forceinline__ void mend(scalar_t* staged, int origin, const int (&first)[4], const scalar_t* x,
+                                       const scalar_t* weight) const {
+#pragma unroll 1
+    for (int i = 0; i < 4 * ROW_BLOCKS * PIXEL_TILES; ++i) {
+      const Row row(i / (4 * PIXEL_TILES), i / (2 * PIXEL_TILES) % 2);
+      const int j = i / 2 % PIXEL_TILES, k = i % 2;
+      const Pair& pair = pairs[4 * j + threadIdx.x % 4];
+      if (row.w >= pair.width[k] || row.channel >= channels) continue;
+      scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w + k * AXIS_W.stride;
+      const float value = widen(*to);
+      if (value == value) continue;
+      int cell[4];
+      decode(g.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + threadIdx.x % 4 * 2 + k, cell);
+#pragma unroll
+      for (int d = 0; d < 4; ++d) cell[d] += first[d];
+      if (cell[0] >= g.batch) continue;
+      narrow(plain(g.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, start(row.channel), cell, row.d, row.h, row.w),
+             *to);
+    }
+  }
+};
+
+// Rows of `length` of bias, which lie bare_pitch(length) apart where channels have different ones.
+__device__ __forceinline__ int bare_pitch(int length) { return HAS_BIAS ? round_up(length + SECTOR, SECTOR) : 0; }
+__device__ __forceinline__ void fill_bare_rows(const Geometry& g, const scalar_t* bias, int channels, scalar_t* bare) {
+  const int pitch = bare_pitch(g.lanes[3] * AXIS_W.stride);
+  for (int i = threadIdx.x; i < g.bare_bytes / ELEMENT; i += BLOCK) {
+    scalar_t value = zero<scalar_t>();
+    if (HAS_BIAS) value = read(bias + min(i / pitch, channels - 1));
+    bare[i] = value;
+  }
+}
+
+// The outputs of a tile on their way to memory, by the warps that store.
+struct Writer {
+  const Geometry& g;
+  const scalar_t* const staged;
+  const scalar_t* const bare;
+  scalar_t* const y;   // the block's first channel of the tile's first output
+  const int channels;  // that exist from there on
+  const int (&size)[4];
+
+  __device__ __forceinline__ void write() const {
+    const int images = min(g.lanes[0], size[0]), slabs = min(g.lanes[1] * AXIS_D.stride, size[1]);
+#pragma unroll 1
+    for (int image = 0; image < images; ++image)
+#pragma unroll 1
+      for (int slab = 0; slab < slabs; ++slab) write_slab(image, slab);
+  }
+
+ private:
+  // Each lane tells the copy engine of a row, and then the warp sees to the ends of one after the other.
+  __device__ __forceinline__ void write_slab(int image, int slab) const {
+    const int warp = threadIdx.x / 32 - (WARPS + LOAD_WARPS), lane = threadIdx.x % 32;
+    const int lines = min(g.lanes[2] * AXIS_H.stride, size[2]), row = min(g.lanes[3] * AXIS_W.stride, size[3]);
+    const int length = g.joined > 1 ? lines * g.y.size[2] : row, rows = OUT_CHUNK * (g.joined > 1 ? 1 : lines);
+    const int d = ALONG_D.number[slab % AXIS_D.stride];
+#pragma unroll 1
+    for (int first = warp; first < rows; first += 32 * STORE_WARPS) {
+      const int i = first + lane * STORE_WARPS, channel = i % OUT_CHUNK, line = i / OUT_CHUNK;
+      const int h = ALONG_H.number[line % AXIS_H.stride];
+      const int place = place_of_row(g, channel, image, slab / AXIS_D.stride * ALONG_D.phases + d,
+                                     line / AXIS_H.stride * ALONG_H.phases + h, slab, line);
+      scalar_t* to = y + channel * g.y.stride[1] + image * g.y.stride[0] + slab * g.y.stride[2] + line * g.y.stride[3];
+      const scalar_t* from = staged + find_place(staged_place(0, misalignment(y)) + place);
+      if (HAS_BARE && (d < 0 || h < 0))
+        from = bare + channel * bare_pitch(g.lanes[3] * AXIS_W.stride) + misalignment(to);
+      const int mine = i < rows && channel < channels ? length : 0;
+      if (BULK_STORES && g.y.stride[4] == 1) {
+        const bool all = write_body(to, from, mine);
+        bulk_stores_commit();
+        if (__all_sync(~0u, all)) continue;
+      }
+#pragma unroll 2
+      for (int k = 0; k < min(32, ceil_div(rows - first, STORE_WARPS)); ++k) {
+        const int length = __shfl_sync(~0u, mine, k);
+        scalar_t* const row = (scalar_t*)__shfl_sync(~0u, (long long)to, k);
+        const scalar_t* const outputs = staged + __shfl_sync(~0u, (int)(from - staged), k);
+        if (g.y.stride[4] != 1)
+          write_apart(row, outputs, length, g.y.stride[4]);
+        else
+          write_row(row, outputs, length);
+      }
+    }
+  }
+};
+
+// Stage `number` of all those of a block's tiles, one tile after the other. One number, for want of registers.
+struct Stage {
+  int number = 0;
+
+  __device__ __forceinline__ int of_tile() const { return number % STAGES; }
+  __device__ __forceinline__ bool is_last() const { return of_tile() == STAGES - 1; }
+  // Its buffer, and the parity of that one's barriers.
+  __device__ __forceinline__ int slot() const { return number % BUFFERS; }
+  __device__ __forceinline__ int parity() const { return number / BUFFERS % 2; }
+  // The tile's outputs, and the parity of their barriers.
+  __device__ __forceinline__ int output(const Geometry& g) const { return number / STAGES & (g.outputs - 1); }
+  __device__ __forceinline__ int output_parity(const Geometry& g) const {
+    return number / STAGES >> (g.outputs - 1) & 1;
+  }
+};
+
+// A tile, by its number along n, d, h and w.
+struct Tile {
+  int at[4];
+
+  // On to the block's next.
+  __device__ __forceinline__ void advance(const Geometry& g) {
+    int carry = 0;
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {
+      at[i] += g.apart[i] + carry;
+      carry = i > 0 && at[i] >= g.tiles[i];
+      if (carry) at[i] -= g.tiles[i];
+    }
+  }
+  __device__ __forceinline__ void first_cell(const Geometry& g, int (&cell)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) cell[i] = at[i] * g.lanes[i];
+  }
+  __device__ __forceinline__ void first_output(const Geometry& g, int (&output)[4]) const {
+    first_cell(g, output);
+    output[1] *= AXIS_D.stride, output[2] *= AXIS_H.stride, output[3] *= AXIS_W.stride;
+  }
+};
+
+// What those who load say to those who multiply: where a stage's tile lies, and the place of its outputs.
+struct Note {
+  int cell[4], place;
+};
+
+// Barriers, 8 bytes each: of every stage full and empty, of every tile's outputs whole and gone.
+struct Barriers {
+  unsigned first;
+
+  __device__ __forceinline__ unsigned full(int slot) const { return first + 8 * slot; }
+  __device__ __forceinline__ unsigned empty(int slot) const { return first + 8 * (BUFFERS + slot); }
+  __device__ __forceinline__ unsigned whole(int output) const { return first + 16 * BUFFERS + 8 * output; }
+  __device__ __forceinline__ unsigned gone(int output) const { return first + 16 * BUFFERS + 16 + 8 * output; }
+
+  __device__ __forceinline__ void init() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < BUFFERS; ++i) barrier_init(full(i), LOADERS), barrier_init(empty(i), WARPS);
+      for (int i = 0; i < 2; ++i) barrier_init(whole(i), WARPS), barrier_init(gone(i), STORE_WARPS);
+    }
+  }
+};
+constexpr int NOTES_AT = 128, BARRIER_BYTES = 256;  // with the notes of every stage
+static_assert(16 * BUFFERS + 32 <= NOTES_AT && BUFFERS * (int)sizeof(Note) <= BARRIER_BYTES - NOTES_AT, "BUFFERS");
+
+// A warp's arrival, after all of its lanes.
+__device__ __forceinline__ void arrive(unsigned barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// What a block owns: output channels from `first_out` on of a group, and its first tile's number.
+struct Share {
+  int first_out, group, tile;
+
+  __device__ __forceinline__ Share(const Geometry& g) {
+    first_out = blockIdx.x % OUT_BLOCKS * OUT_CHUNK;
+    group = blockIdx.x / OUT_BLOCKS % g.groups;
+    tile = blockIdx.x / OUT_BLOCKS / g.groups;
+  }
+  // Input channels, and weights, from the block's first on.
+  __device__ __forceinline__ const scalar_t* input(const Geometry& g, const scalar_t* x) const {
+    return x + (long long)group * IN_CHANNELS * g.x.stride[1];
+  }
+  __device__ __forceinline__ const scalar_t* weights(const scalar_t* weight) const {
+    return weight + (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN + first_out * WEIGHT_STRIDE_OUT;
+  }
+};
+
+// What the three kinds of warps do.
+
+__device__ __forceinline__ void load_stages(const Geometry& g, int stages, Tile tile, const Barriers& barriers,
+                                            Note* notes, Place* places, char* buffers, const scalar_t* x,
+                                            const scalar_t* y) {
+  PartLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(g.x, g.window);
+  loader.init(places, elements(g.window));
+  threads_sync(1, LOADERS);
+  // What is on its way is waited for once BUFFERS - 2 stages follow it.
+  constexpr int BEHIND = BUFFERS - 2;
+  for (Stage stage; stage.number < stages + BEHIND; ++stage.number) {
+    const int slot = stage.slot();
+    if (stage.number < stages) {
+      barrier_wait(barriers.empty(slot), stage.parity() ^ 1);
+      int at[4];
+      if (threadIdx.x == THREADS) {
+        Note& note = notes[slot];
+        tile.first_output(g, at);
+        note.place = staged_place(0, misalignment(y + offset_of(g.y, at)));
+        tile.first_cell(g, note.cell);
+      }
+      tile.first_cell(g, at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) at[i] += g.first[i];
+      const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
+      loader.load(x + channel * g.x.stride[1], IN_CHANNELS - channel, buffers + slot * g.stage_bytes, g.batch, at);
+      if (stage.is_last()) tile.advance(g);
+    }
+    copies_commit();
+    if (stage.number < BEHIND) continue;
+    copies_wait<BEHIND>();
+    barrier_arrive(barriers.full((stage.number - BEHIND) % BUFFERS));
+  }
+}
+
+__device__ __forceinline__ void multiply_stages(const Geometry& g, int stages, const Barriers& barriers,
+                                                const Note* notes, const char* weights, const char* buffers,
+                                                scalar_t* staged, const Outputs& outputs, const scalar_t* x,
+                                                const scalar_t* weight) {
+  Sums sums;
+  sums.clear();
+#pragma unroll 1
+  for (Stage stage; stage.number < stages; ++stage.number) {
+    barrier_wait(barriers.full(stage.slot()), stage.parity());
+    const char* const window = buffers + stage.slot() * g.stage_bytes;
+    const char* const from = weights + stage.of_tile() * (STAGE_STEPS * ENTRIES.count * ENTRY_BYTES);
+#pragma unroll 1
+    for (int i = 0; i < min(STAGE_STEPS, STEPS - stage.of_tile() * STAGE_STEPS); ++i)
+      sums.add(g, window + i * OPERATION * g.window.pitch, outputs.pairs, from + i * (ENTRIES.count * ENTRY_BYTES));
+    if (stage.is_last()) {
+      const Note& note = notes[stage.slot()];
+      scalar_t* const to = (scalar_t*)((char*)staged + stage.output(g) * g.staged_bytes);
+      barrier_wait(barriers.gone(stage.output(g)), stage.output_parity(g) ^ 1);
+      if (!outputs.stage(to, note.place, sums)) {
+        const Share share(g);
+        outputs.mend(to, note.place, note.cell, share.input(g, x), share.weights(weight));
+      }
+      publish_rows();
+      arrive(barriers.whole(stage.output(g)));
+      sums.clear();
+    }
+    arrive(barriers.empty(stage.slot()));
+  }
+}
+
+__device__ __forceinline__ void store_tiles(const Geometry& g, int stages, Tile tile, const Barriers& barriers,
+                                            const scalar_t* staged, const scalar_t* bare, scalar_t* y, int channels) {
+  for (Stage stage; stage.number < stages; stage.number += STAGES, tile.advance(g)) {
+    int at[4], size[4];
+    tile.first_output(g, at);
+    size[0] = g.batch - at[0];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) size[1 + i] = g.y.size[i] - at[1 + i];
+    barrier_wait(barriers.whole(stage.output(g)), stage.output_parity(g));
+    const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(g) * g.staged_bytes);
+    Writer{g, outputs, bare, y + offset_of(g.y, at), channels, size}.write();
+    bulk_stores_wait();
+    arrive(barriers.gone(stage.output(g)));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
+    gather_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
+                scalar_t* __restrict__ y, const Geometry g) {
+  extern __shared__ __align__(128) char shared_memory[];
+  const Share share(g);
+  const int channels = OUT_CHANNELS - share.first_out, first_bias = share.group * OUT_CHANNELS + share.first_out;
+  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
+  const int apart = gridDim.x / (OUT_BLOCKS * g.groups);  // from one of the block's tiles to the next
+  const int stages = share.tile < tiles ? ceil_div(tiles - share.tile, apart) * STAGES : 0;
+  y += first_bias * g.y.stride[1];
+
+  const Barriers barriers = {shared_address(shared_memory)};
+  Note* const notes = (Note*)(shared_memory + NOTES_AT);
+  Pair* const pairs = (Pair*)(shared_memory + BARRIER_BYTES);
+  char* const weights = (char*)pairs + PAIR_BYTES;
+  scalar_t* const staged = (scalar_t*)(weights + WEIGHT_BYTES);
+  scalar_t* const bare = (scalar_t*)((char*)staged + g.outputs * g.staged_bytes);
+  Place* const places = (Place*)((char*)bare + g.bare_bytes);
+  char* const buffers = (char*)places + g.table_bytes;
+
+  barriers.init();
+  for (int i = threadIdx.x; i < PAIRS; i += BLOCK) {
+    int at[4];
+    decode(g.lanes, 2 * i, at);
+    pairs[i] = Pair(g, at);
+  }
+  load_weights(share.weights(weight), channels, weights);
+  if (HAS_BARE) {
+    fill_bare_rows(g, bias + first_bias, channels, bare);
+    publish_rows();
+  }
+  __syncthreads();
+
+  if (threadIdx.x >= THREADS) {
+    Tile tile;
+    decode(g.tiles, share.tile, tile.at);
+    if (threadIdx.x >= THREADS + LOADERS)
+      store_tiles(g, stages, tile, barriers, staged, bare, y, channels);
+    else
+      load_stages(g, stages, tile, barriers, notes, places, buffers, share.input(g, x), y);
+  } else {
+    const Outputs outputs{g, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels};
+    multiply_stages(g, stages, barriers, notes, weights, buffers, staged, outputs, x, weight);
+  }
+}

@@ -1,0 +1,194 @@
+"""Layers with few channels in a group on tensor cores, executed by the emulator; test_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+
+import emulator
+from kernel_harness import DTYPES, Emulator, Executor, assert_exact, reference, run, strange_layouts
+from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _steps, _tiling
+from polyphase.device import DeviceInfo
+from polyphase.problem import ConvTransposeProblem, Pass
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+make = ConvTransposeProblem.make
+H200 = DeviceInfo.for_arch("sm_90a")
+
+LAYERS = {
+    "grouped, every parameter": make(
+        (2, 24, 6, 32), 48, (3, 5), (2, 3), (1, 2), 1, dilation=(2, 1), groups=3, bias=True
+    ),
+    "rows without taps": make((2, 8, 5, 30), 16, (3, 5), (2, 3), (1, 2), dilation=(2, 1)),
+    "outputs without taps": make((2, 16, 5, 20), 12, 3, 5, 1, dilation=2, bias=True),
+    "four channels": make((2, 12, 10, 42), 4, 9, 4, 4, 3, bias=True),
+    "six channels": make((2, 20, 9, 12), 6, 4, 2, 1, bias=True),
+    "more channels than a block": make((1, 9, 9, 10), 29, 4, 2, 1, bias=True),
+    "stride 1": make((2, 20, 9, 10), 16, 3, bias=True),
+    "stride 1, dilated": make((1, 32, 7, 10), 4, 3, 1, (1, 2), dilation=(1, 2)),
+    "kernel = stride": make((3, 40, 8, 8), 5, 2, 2, bias=True),
+    "cropped": make((1, 16, 6, 8), 4, 5, 2, 6),
+    "output padding": make((2, 17, 9, 10), 5, 5, 2, 2, 1, dilation=2),
+    "seven channels in a group": make((2, 6, 6, 8), 14, 4, 2, 1, groups=2),
+    "tiny images": make((35, 40, 4, 4), 6, 4, 2, 1),
+    "one pixel": make((70, 18, 1, 1), 4, 4),
+    "TF32": make((1, 16, 12, 10), 16, 2, 2, tf32=True),
+    "1-D": make((3, 18, 700), 7, 16, 8, 4, bias=True),
+    "1-D, rows of 4 bytes": make((3, 18, 25), 4, 5, 3, 2),
+    "3-D": make((2, 16, 4, 5, 6), 4, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True),
+    "3-D, slabs without taps": make((2, 8, 3, 4, 5), 4, 2, (3, 2, 2), bias=True),
+    "empty batch": make((0, 16, 4, 4), 4, 3),
+}
+
+
+def offers(problem: ConvTransposeProblem, layouts: Layouts | None = None) -> list[tuple[Candidate, Launch]]:
+    """What the algorithm offers, and its launches."""
+    layouts, algorithm = layouts or Layouts.dense(problem), GatherGemm()
+    assert algorithm.refusal(problem, Pass.FORWARD, H200) is None
+    return [
+        (candidate, algorithm.launch(problem, Pass.FORWARD, H200, layouts, candidate.variant))
+        for candidate in algorithm.candidates(problem, Pass.FORWARD, H200, layouts)
+    ]
+
+
+def cases() -> Iterator[ParameterSet]:
+    for name, problem in LAYERS.items():
+        for dtype in ("float32", "bfloat16"):
+            if dtype == "float32" or problem.input_size[-1] % 2 == 0:
+                yield pytest.param(replace(problem, dtype=dtype), id=f"{name}-{dtype}")
+
+
+def choices(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:
+    """A variant on dense tensors, and on one kind of others; on a GPU it is all variants and kinds."""
+    all_layouts, number = list(strange_layouts(problem)), zlib.crc32(str(problem).encode())
+    for layouts in (all_layouts[0], all_layouts[1 + number % 4]):
+        if found := offers(problem, layouts):
+            yield (layouts, *found[number % len(found)])
+        else:  # elements of 2 bytes that lie apart, or are not aligned
+            assert layouts is not all_layouts[0]
+            assert problem.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("problem", list(cases()))
+def test_layers(problem: ConvTransposeProblem) -> None:
+    order = zlib.crc32(str(problem).encode())
+    for layouts, candidate, launch in choices(problem):
+        assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
+
+
+def test_layers_take_every_path() -> None:
+    """Every branch that a variant or a tiling decides is taken by some of the layers."""
+    taken = set()
+    for parameters in cases():
+        (problem,) = parameters.values
+        for layouts, candidate, launch in choices(problem):
+            variant, tiling = candidate.variant, _tiling(problem, layouts, candidate.variant, H200)
+            assert tiling is not None
+            facts = {
+                "rows joined": tiling.joined > 1,
+                "rows without taps": tiling.bare_bytes > 0,
+                "rows of whole sectors": tiling.whole_sectors,
+                "outputs of two tiles": _outputs(problem, variant, tiling, H200) == 2,
+                "several tiles a block": tiling.total > launch.grid[0],
+                "tiles along the width": tiling.tiles[3] > 1,
+                "several images a tile": tiling.lanes[0] > 1,
+                "all of a row's phases have taps": _product(problem, variant.out_chunk).row_blocks
+                == math.ceil(math.prod(problem.stride) * variant.out_chunk / 16),
+                "several stages a tile": variant.stage_steps < _steps(problem),
+                "operations left over in a stage": _steps(problem) % variant.stage_steps != 0,
+                "channels left over": problem.out_channels_per_group % variant.out_chunk != 0,
+                "one phase in a fragment's rows": variant.out_chunk % 8 == 0,
+            }
+            taken |= set(facts.items())
+    missing = {(fact, value) for fact in facts for value in (False, True)} - taken
+    assert missing <= {("several tiles a block", True)}  # test_blocks_take_tile_after_tile has those
+
+
+def test_blocks_take_tile_after_tile() -> None:
+    """A device of one multiprocessor, whose blocks take all tiles, and both of the outputs that they have room for."""
+    device = replace(H200, multiprocessors=1)
+    for problem in (LAYERS["grouped, every parameter"], LAYERS["six channels"], LAYERS["more channels than a block"]):
+        candidate = GatherGemm().candidates(problem, Pass.FORWARD, device, Layouts.dense(problem))[0]
+        launch = GatherGemm().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), candidate.variant)
+        tiling = _tiling(problem, Layouts.dense(problem), candidate.variant, device)
+        assert tiling is not None
+        assert tiling.total * problem.groups > launch.grid[0]
+        assert_exact(problem, Pass.FORWARD, candidate, launch)
+
+
+def assert_carries_inf_and_nan(dtype: str, executor: Executor) -> None:
+    """Parts of TF32 of an infinite value are none, nor is what it is times the zero of a pair without a tap."""
+    problem = make((2, 20, 9, 12), 6, 3, 2, 1, bias=True, dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    kind = DTYPES[dtype]
+    x = torch.randn(problem.input_shape, generator=generator).to(kind)
+    weight = torch.randn(problem.weight_shape, generator=generator).to(kind)
+    bias = torch.randn(6, generator=generator).to(kind)
+    for place, value in enumerate((math.inf, -math.inf, math.nan, torch.finfo(kind).max)):
+        x[place % 2, place, 2 * place, 2 * place] = value
+    weight[7, 1, 2, 2], weight[9, 2, 0, 0] = math.inf, math.nan
+    exact = torch.nn.functional.conv_transpose2d(x.double(), weight.double(), bias.double(), 2, 1).to(kind)
+    assert exact.isnan().any()
+    assert exact.isinf().any()
+    assert exact.isfinite().any()
+    for _, launch in offers(problem):
+        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
+        torch.testing.assert_close(found, exact, equal_nan=True, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inf_and_nan(dtype: str) -> None:
+    assert_carries_inf_and_nan(dtype, Emulator())
+
+
+def test_float32_is_exact() -> None:
+    """The accuracy of float32 sums, where TF32 alone would have errors of 3e-4."""
+    problem = make((2, 64, 9, 12), 8, 4, 2, 1)
+    generator = torch.Generator().manual_seed(5)
+    operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
+    _, launch = offers(problem)[0]
+    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
+    exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
+    assert (found - exact).norm() / exact.norm() < 2e-7
+
+
+def test_no_races() -> None:
+    for name in ("six channels", "rows without taps"):
+        candidate, launch = offers(LAYERS[name])[0]
+        assert_exact(LAYERS[name], Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
+
+
+def test_without_the_copy_engine() -> None:
+    """Threads write rows where there is none."""
+    device = DeviceInfo.for_arch("sm_80")
+    for name in ("grouped, every parameter", "six channels", "3-D"):
+        for dtype in ("float32", "float16"):
+            problem = replace(LAYERS[name], dtype=dtype)
+            dense = Layouts.dense(problem)
+            candidate = GatherGemm().candidates(problem, Pass.FORWARD, device, dense)[0]
+            launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
+            assert_exact(problem, Pass.FORWARD, candidate, launch)
+
+
+def test_where_it_refuses() -> None:
+    layer = make((2, 32, 8, 8), 8, 4, 2, 1)
+    wanted = {
+        replace(layer, out_channels=100): "are many",
+        replace(layer, out_channels=3): "are few",
+        replace(layer, kernel_size=(20, 20)): "too many for straight-line code",
+        replace(layer, stride=(32, 32)): "too many for straight-line code",
+        replace(layer, dtype="float64"): "do not take float64",
+        replace(layer, channels_last=True): "channels come last",
+        replace(layer, input_size=(8, 9), dtype="bfloat16"): "one by one",
+    }
+    for problem, reason in wanted.items():
+        assert reason in (GatherGemm().refusal(problem, Pass.FORWARD, H200) or "")
+    assert "only" in (GatherGemm().refusal(layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks" in (GatherGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
