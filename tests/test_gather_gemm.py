@@ -44,6 +44,7 @@ LAYERS = {
     "1-D, rows of 4 bytes": make((3, 18, 25), 4, 5, 3, 2),
     "3-D": make((2, 16, 4, 5, 6), 4, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True),
     "3-D, slabs without taps": make((2, 8, 3, 4, 5), 4, 2, (3, 2, 2), bias=True),
+    "room for one tile's outputs": make((1, 8, 3, 130), 16, 4, 4, bias=True),
     "empty batch": make((0, 16, 4, 4), 4, 3),
 }
 
@@ -108,19 +109,23 @@ def test_layers_take_every_path() -> None:
             }
             taken |= set(facts.items())
     missing = {(fact, value) for fact in facts for value in (False, True)} - taken
-    assert missing <= {("several tiles a block", True)}  # test_blocks_take_tile_after_tile has those
+    assert missing <= {("several tiles a block", True), ("several images a tile", True)}  # those come below
 
 
 def test_blocks_take_tile_after_tile() -> None:
-    """A device of one multiprocessor, whose blocks take all tiles, and both of the outputs that they have room for."""
-    device = replace(H200, multiprocessors=1)
-    for problem in (LAYERS["grouped, every parameter"], LAYERS["six channels"], LAYERS["more channels than a block"]):
-        candidate = GatherGemm().candidates(problem, Pass.FORWARD, device, Layouts.dense(problem))[0]
-        launch = GatherGemm().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), candidate.variant)
-        tiling = _tiling(problem, Layouts.dense(problem), candidate.variant, device)
+    """On a device of one multiprocessor blocks take several tiles, and in turn the outputs that there is room for."""
+    device, images = replace(H200, multiprocessors=1), set()
+    for name in ("grouped, every parameter", "six channels", "more channels than a block", "tiny images"):
+        problem = replace(LAYERS[name], batch=40 if name == "tiny images" else 5)
+        dense = Layouts.dense(problem)
+        candidate = GatherGemm().candidates(problem, Pass.FORWARD, device, dense)[0]
+        launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
+        tiling = _tiling(problem, dense, candidate.variant, device)
         assert tiling is not None
         assert tiling.total * problem.groups > launch.grid[0]
+        images.add(tiling.lanes[0])
         assert_exact(problem, Pass.FORWARD, candidate, launch)
+    assert max(images) > 1
 
 
 def assert_carries_inf_and_nan(dtype: str, executor: Executor) -> None:

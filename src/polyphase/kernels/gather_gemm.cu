@@ -487,7 +487,7 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < BUFFERS; ++i) barrier_init(full(i), LOADERS), barrier_init(empty(i), WARPS);
-      for (int i = 0; i < 2; ++i) barrier_init(whole(i), WARPS), barrier_init(gone(i), STORE_WARPS);
+      for (int i = 0; i < 2; ++i) barrier_init(whole(i), THREADS), barrier_init(gone(i), 32 * STORE_WARPS);
     }
   }
 };
@@ -576,7 +576,7 @@ __device__ __forceinline__ void multiply_stages(const Geometry& g, int stages, c
         outputs.mend(to, note.place, note.cell, share.input(g, x), share.weights(weight));
       }
       publish_rows();
-      arrive(barriers.whole(stage.output(g)));
+      barrier_arrive(barriers.whole(stage.output(g)));
       sums.clear();
     }
     arrive(barriers.empty(stage.slot()));
@@ -595,7 +595,7 @@ __device__ __forceinline__ void store_tiles(const Geometry& g, int stages, Tile 
     const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(g) * g.staged_bytes);
     Writer{g, outputs, bare, y + offset_of(g.y, at), channels, size}.write();
     bulk_stores_wait();
-    arrive(barriers.gone(stage.output(g)));
+    barrier_arrive(barriers.gone(stage.output(g)));
   }
 }
 
