@@ -146,7 +146,6 @@ def strange_cases() -> Iterator[ParameterSet]:
             (f"{name}, gathered", replace(layer, dtype=dtype), (Pass.FORWARD, GatherGemm()))
             for name, layer in GATHER_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16")
-            if dtype == "float32" or layer.input_size[-1] % 2 == 0
         ),
     ]
     for name, layer, (pass_, algorithm) in layers:

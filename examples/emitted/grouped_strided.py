@@ -15,8 +15,8 @@
 #         stage_channels=1, loads=5, buffers=3, min_blocks=2, dst_vector=1)
 #     sm_80, weight_grad: weight_grad(rows=8, columns=128, thread_rows=8, thread_columns=8, k_slices=16, depth=32,
 #         min_blocks=1)
-#     sm_90a, forward: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=4, src_slices=1,
-#         stage_channels=8, loads=4, buffers=3, min_blocks=2, dst_vector=1)
+#     sm_90a, forward: gather_gemm(warps=8, pixel_tiles=4, out_chunk=16, stage_steps=1, buffers=3, load_warps=1,
+#         store_warps=3, min_blocks=1)
 #     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
 #         stage_channels=1, loads=5, buffers=3, min_blocks=5, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=8, columns=128, thread_rows=8, thread_columns=8, k_slices=16, depth=32,
@@ -30,6 +30,7 @@
 # Apache License 2.0, as polyphase, but for the model's own source. Not to be edited: the package is the place.
 
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -1229,6 +1230,1236 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 }
 """
+FILES["common/tensor_float.cuh"] = r"""
+// float32 as the tensor cores take it: TF32 keeps 11 significant bits. PARTS = 1 rounds to nearest (the cores would
+// truncate); PARTS = 2 keeps what rounding lost in a second TF32, and three products give float32's accuracy.
+
+__device__ __forceinline__ float rounded(float value) { return round_tf32(value); }
+template <class T>
+__device__ __forceinline__ T rounded(T value) {
+  return value;
+}
+
+__device__ __forceinline__ void split_tf32(float value, float& high, float& low) {
+  high = round_tf32(value);
+  if (PARTS == 1) return;
+  const float magnitude = value < 0 ? -value : value;
+  if (magnitude < 3.4e38f)
+    low = round_tf32(value - high);
+  else if (magnitude <= 3.402823466e38f)
+    high = value, low = 0;  // would round to Inf; the cores truncate
+  else
+    high = 0, low = value;  // Inf meets the other operand's high part alone: the low one may be 0, or of another sign
+}
+
+// Element `i` of a chunk of weights, in all parts.
+template <class T>
+__device__ __forceinline__ void prepare(T value, T (&parts)[PARTS][8], int i) {
+  parts[0][i] = value;
+}
+__device__ __forceinline__ void prepare(float value, float (&parts)[PARTS][4], int i) {
+  float low = 0;
+  split_tf32(value, parts[0][i], low);
+  if (PARTS == 2) parts[PARTS - 1][i] = low;
+}
+"""
+FILES["common/split.cuh"] = r"""
+// float32 in two parts of TF32 where there are more of them than products to hide them behind; PARTS says how many.
+
+// What a float loses as TF32 is its low part. The cores truncate that: they take off half of its last bit on average,
+// which is put on before. (Rounding it, or both by common/tensor_float.cuh, would take more instructions than the
+// products.) NaN stays NaN in the low part whatever becomes of the high one.
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  if constexpr (PARTS == 2) {
+    high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint((value - __uint_as_float(high)) * (1 + 0.72f / 2048));
+  } else {
+    high = __float_as_uint(round_tf32(value));
+  }
+}
+"""
+FILES["common/async.cuh"] = r"""
+// The copy engine, and the barriers between those who fill shared memory and those who read it.
+
+// The copy engine that came with Hopper.
+#if __CUDA_ARCH__ >= 900 || (defined(EMULATOR) && WGMMA_INSTRUCTION)
+#define BULK_COPY 1
+#else
+#define BULK_COPY 0
+#endif
+// It brings boxes where Hopper's matrix instruction is used.
+#define BOX_COPY (BULK_COPY && WGMMA_INSTRUCTION)
+
+// A tensor of five dimensions, innermost first, and the box of it that the copy engine brings at once (Boxes in
+// algorithms/base.py); encoded by the driver.
+struct alignas(64) TensorMap {
+#ifndef EMULATOR
+  unsigned char encoded[128];
+#else
+  long long strides[4];  // in bytes, of all dimensions but the first
+  int sizes[5], box[5];
+  int swizzle;  // bytes within which chunks change places
+  int tf32;     // whether float32 is rounded on its way
+  unsigned char unused[48];
+#endif
+};
+
+#ifndef EMULATOR
+
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers known to the copy engine.
+__device__ __forceinline__ void barriers_publish() {
+#if BULK_COPY
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// The same barrier of another block of the cluster. (With a scope of the cluster it would wait for all stores before.)
+__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int block) {
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+// All threads of the cluster's blocks but those that have exited.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
+
+// Threads of one named barrier of the block.
+__device__ __forceinline__ void threads_sync(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+#else
+
+__device__ __forceinline__ emulator::Barrier* barrier_at(unsigned barrier) {
+  return (emulator::Barrier*)__cvta_shared_to_generic(barrier);
+}
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  emulator::barrier_init(barrier_at(barrier), arrivals);
+}
+__device__ __forceinline__ void barriers_publish() {}
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+  emulator::barrier_wait(barrier_at(barrier), parity);
+}
+// A block of a cluster runs alone, and does what the others would do for it.
+__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int) { barrier_arrive(barrier); }
+__device__ __forceinline__ void cluster_sync() {}
+__device__ __forceinline__ void threads_sync(int name, int threads) { emulator::threads_sync(name, threads); }
+
+#endif
+
+// One thread copies contiguous bytes, a multiple of 16; `barrier` completes when they have come.
+#if BULK_COPY && !defined(EMULATOR)
+// The phase of a barrier does not end before so many bytes more have come.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  barrier_expect(barrier, bytes);
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// The same where every block of the cluster copies its part to all of them.
+template <int BLOCKS>
+__device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  const unsigned part = bytes / BLOCKS, offset = blockIdx.x % BLOCKS * part;
+  barrier_expect(barrier, bytes);
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to + offset),
+      "l"((const char*)from + offset), "r"(part), "r"(barrier), "h"((unsigned short)((1 << BLOCKS) - 1))
+      : "memory");
+}
+
+// The same for a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along
+// the innermost dimension; what lies beside the tensor is zero.
+__device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t*, const int (&place)[5],
+                                         unsigned bytes, unsigned barrier) {
+  barrier_expect(barrier, bytes);
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(&map), "r"(place[0]), "r"(place[1]), "r"(place[2]), "r"(place[3]), "r"(place[4]), "r"(barrier)
+      : "memory");
+}
+#else
+#ifdef EMULATOR
+__device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), from, bytes);
+}
+template <int BLOCKS>
+__device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  bulk_copy(to, from, bytes, barrier);
+}
+__device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
+  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
+}
+__device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t* tensor,
+                                         const int (&place)[5], unsigned bytes, unsigned barrier) {
+  if (place[0] * (int)sizeof(scalar_t) % 16) __trap();
+  unsigned char* const box = (unsigned char*)emulator::scratch(bytes);
+  unsigned offset = 0;
+  int at[5] = {};
+  for (; offset < bytes; offset += sizeof(scalar_t)) {
+    bool inside = true;
+    long long from = 0;
+    for (int i = 0; i < 5; ++i) {
+      const int index = place[i] + at[i];
+      inside = inside && index >= 0 && index < map.sizes[i];
+      from += i == 0 ? (long long)index * sizeof(scalar_t) : index * map.strides[i - 1];
+    }
+    const scalar_t value = inside ? *(const scalar_t*)((const char*)tensor + from) : zero<scalar_t>();
+    *(scalar_t*)(box + swizzled(to + offset, map.swizzle) - to) = map.tf32 ? rounded(value) : value;
+    for (int i = 0; i < 5 && ++at[i] == map.box[i]; ++i) at[i] = 0;
+  }
+  emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), box, bytes);
+}
+#endif
+#endif
+
+// Loaders need few registers, those who multiply need many: the block's registers change hands.
+#if WGMMA_INSTRUCTION && !defined(EMULATOR)
+__device__ __forceinline__ void registers_release() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 56 : 48));
+}
+__device__ __forceinline__ void registers_claim() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 224 : 208));
+}
+#else
+__device__ __forceinline__ void registers_release() {}
+__device__ __forceinline__ void registers_claim() {}
+#endif
+"""
+FILES["common/mma.cuh"] = r"""
+// The tensor cores' instruction for a warp, of sm_80 and later, and how its operands come from shared memory.
+
+// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
+// the four bytes `lane % 4` of row lane / 4; TRANSPOSED, for elements of 16 bits, those of column lane / 4.
+template <bool TRANSPOSED = false>
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
+#ifndef EMULATOR
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+#else
+  typedef Vector<unsigned short, 8> Row;
+  const auto addresses = emulator::all_lanes(~0u, address);
+  const int major = threadIdx.x % 32 / 4, minor = threadIdx.x % 4 * 2;
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    unsigned halves[2];
+    for (int i = 0; i < 2; ++i) {
+      const int row = TRANSPOSED ? minor + i : major, column = TRANSPOSED ? major : minor + i;
+      halves[i] = ((const Row*)__cvta_shared_to_generic(addresses.of[8 * matrix + row]))->value[column];
+    }
+    to[matrix] = halves[0] | halves[1] << 16;
+  }
+#endif
+}
+
+#ifdef EMULATOR
+// Operands as the cores see them: TF32 is float32 without its last 13 bits.
+__device__ __forceinline__ float operand(scalar_t value) {
+  float wide = widen(value);
+  if (sizeof(scalar_t) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
+  return wide;
+}
+#endif
+
+// c += A · B of 16 rows and 8 columns, 32 bytes deep. A thread holds of A, for each of two chunks of 16 bytes, the four
+// bytes `lane % 4` of rows lane / 4 and lane / 4 + 8, of B those of column lane / 4, and in c[i] row
+// lane / 4 + i / 2 · 8 and column lane % 4 · 2 + i % 2.
+__device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#ifndef EMULATOR
+  asm("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  typedef Vector<scalar_t, 4 / sizeof(scalar_t)> Word;
+  struct Operands {
+    unsigned a[4], b[2];
+  } const mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const auto lanes = emulator::all_lanes(~0u, mine);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 8; ++k) {
+      const Operands& left = lanes.of[lane / 4 * 4 + k % 4];
+      const Operands& right = lanes.of[(lane % 4 * 2 + i % 2) * 4 + k % 4];
+      const Word& row = *(const Word*)&left.a[i / 2 + k / 4 * 2];
+      const Word& column = *(const Word*)&right.b[k / 4];
+      for (int j = 0; j < (int)(4 / sizeof(scalar_t)); ++j) c[i] += operand(row.value[j]) * operand(column.value[j]);
+    }
+#endif
+}
+"""
+FILES["common/stages.cuh"] = r"""
+// Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
+// or more. For kernels on mma.sync; the specialisation defines WARPS, and which of a block's load.
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int LOADERS = 32 * LOAD_WARPS;
+constexpr int ELEMENT = sizeof(scalar_t);
+constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
+
+// What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
+struct Part {
+  int extent[4];  // along n, d, h and w
+  int piece;      // elements moved at once: along w, or of neighbouring channels
+  int pitch;      // bytes in shared memory from one channel to the next
+};
+
+// The thread's number among those that load.
+__device__ __forceinline__ int loader() { return threadIdx.x - 32 * FIRST_LOAD_WARP; }
+
+__device__ __forceinline__ int elements(const Part& part) {
+  return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
+}
+
+__device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d, int h, int w) {
+  return n < batch && (unsigned)d < (unsigned)t.size[0] && (unsigned)h < (unsigned)t.size[1] &&
+         (unsigned)w < (unsigned)t.size[2];
+}
+
+// The pieces of a box that stays where it is.
+struct Still {
+  long long* offsets;  // from the channel's first element; below zero where there is no piece
+  int pieces;          // of a channel
+
+  // Lists those of `count` elements; beyond the box there are none. The box begins at `origin` (n, d, h, w).
+  __device__ __forceinline__ void init(const Tensor5& t, const Part& part, long long* list, int count, int along_w,
+                                       int batch, const int (&origin)[4]) {
+    offsets = list;
+    pieces = count / along_w;
+    for (int i = loader(); i < pieces; i += LOADERS) {
+      int at[4];
+      decode(part.extent, i * along_w, at);
+      const bool in_box = at[0] < part.extent[0];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) at[j] += origin[j];
+      offsets[i] = in_box && exists(t, batch, at[0], at[1], at[2], at[3]) ? offset_of(t, at) : -16;  // aligned
+    }
+  }
+
+  __device__ __forceinline__ long long begin(const Tensor5&) const { return 0; }
+  // Whether piece `i` exists, and its offset from there.
+  __device__ __forceinline__ bool find(const Tensor5&, int i, long long& offset) const {
+    offset = offsets[i];
+    return offset >= 0;
+  }
+};
+
+// The pieces of a box that begins elsewhere at each stage.
+struct alignas(16) Place {
+  short n, d, h, w;  // counted from the box's first element; n is -1 where there is no piece
+  long long offset;  // from there
+};
+struct Moving {
+  Place* places;
+  int pieces;  // of a channel
+
+  __device__ __forceinline__ void init(const Tensor5& t, const Part& part, Place* list, int count, int along_w) {
+    places = list;
+    pieces = count / along_w;
+    for (int i = loader(); i < pieces; i += LOADERS) {
+      int at[4];
+      decode(part.extent, i * along_w, at);
+      const short n = at[0] < part.extent[0] ? (short)at[0] : -1;
+      places[i] = Place{n, (short)at[1], (short)at[2], (short)at[3], offset_of(t, at)};
+    }
+  }
+
+  // The same for the box that begins at `origin` (n, d, h, w).
+  __device__ __forceinline__ long long begin(const Tensor5& t, int /* batch */, const int (&origin)[4]) const {
+    return offset_of(t, origin);
+  }
+  __device__ __forceinline__ bool find(const Tensor5& t, int i, long long& offset, int batch,
+                                       const int (&origin)[4]) const {
+    const Place place = places[i];
+    offset = place.offset;
+    return place.n >= 0 &&
+           exists(t, batch, origin[0] + place.n, origin[1] + place.d, origin[2] + place.h, origin[3] + place.w);
+  }
+};
+
+// Where a tensor has its channels; those that come last are turned around on their way.
+enum class Channels { first, last };
+
+// One part of a stage on its way to shared memory; up to 1 << SPAN threads go along the pieces of a channel.
+template <Channels ORDER, int CHANNELS, class Box, int SPAN = 5>
+struct PartLoader {
+  static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
+
+  const Tensor5& tensor;
+  const Part& part;
+  Box box;
+
+  __device__ __forceinline__ PartLoader(const Tensor5& tensor, const Part& part) : tensor(tensor), part(part) {}
+
+  // `list` has room for the pieces of `count` elements, `more` is what the box needs besides.
+  template <class Entry, class... More>
+  __device__ __forceinline__ void init(Entry* list, int count, const More&... more) {
+    box.init(tensor, part, list, count, ORDER == Channels::first ? part.piece : 1, more...);
+  }
+
+  // The box in `channels` channels from `from` on; those beyond are zero. `at` is where a moving box is.
+  template <class... At>
+  __device__ __forceinline__ void load(const scalar_t* from, int channels, char* to, const At&... at) const {
+    from += box.begin(tensor, at...);
+    if constexpr (ORDER != Channels::first) {
+      if (VECTOR > 1 && part.piece > 1)
+        load_channels<VECTOR>(from, channels, to, at...);
+      else
+        load_channels<1>(from, channels, to, at...);
+    } else {
+      switch (part.piece * ELEMENT) {
+        case 16:
+          return load_pieces<16>(from, channels, to, at...);
+        case 8:
+          return load_pieces<8>(from, channels, to, at...);
+        case 4:
+          return load_pieces<4>(from, channels, to, at...);
+        default:
+          return load_pieces<ELEMENT>(from, channels, to, at...);
+      }
+    }
+  }
+
+ private:
+  template <int BYTES>
+  static __device__ __forceinline__ void copy(char* to, const scalar_t* from, bool exists) {
+    if constexpr (BYTES >= 4)
+      copy_async<BYTES>(shared_address(to), from, exists);
+    else
+      *(scalar_t*)to = exists ? read(from) : zero<scalar_t>();
+  }
+
+  // Threads go along a row, and take channels in turn; where rows are short, several channels at once.
+  template <int BYTES, class... At>
+  __device__ __forceinline__ void load_pieces(const scalar_t* from, int channels, char* to, const At&... at) const {
+    if (box.pieces > 1 << (SPAN - 1))
+      load_rows<BYTES>(SPAN, from, channels, to, at...);
+    else
+      load_rows<BYTES>(32 - __clz(box.pieces - 1), from, channels, to, at...);
+  }
+
+  // With 1 << `span` lanes along a row.
+  template <int BYTES, class... At>
+  __device__ __forceinline__ void load_rows(int span, const scalar_t* from, int channels, char* to,
+                                            const At&... at) const {
+    const int lanes = 1 << span, first = loader() >> span, at_once = LOADERS >> span;  // channels
+    const bool whole = (CHANNELS & (at_once - 1)) == 0;
+    from += first * tensor.stride[1];
+    to += first * part.pitch;
+    for (int i = loader() % lanes; i < box.pieces; i += lanes) {
+      long long offset;
+      const bool inside = box.find(tensor, i, offset, at...);
+      const scalar_t* source = from + offset;
+      char* slot = to + i * BYTES;
+#pragma unroll 4
+      for (int channel = 0; channel < CHANNELS; channel += at_once) {
+        if (whole || first + channel < CHANNELS) copy<BYTES>(slot, source, inside && first + channel < channels);
+        source += at_once * tensor.stride[1];
+        slot += at_once * part.pitch;
+      }
+    }
+  }
+
+  // Lanes go along channels.
+  template <int WIDTH, class... At>
+  __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
+    constexpr int VECTORS = CHANNELS / WIDTH;
+#pragma unroll 4
+    for (int i = loader(); i < box.pieces * VECTORS; i += LOADERS) {
+      const int channel = i % VECTORS * WIDTH;
+      long long offset;
+      const bool inside = box.find(tensor, i / VECTORS, offset, at...) && channel < channels;
+      const scalar_t* const source = from + offset + channel;
+      typedef Vector<scalar_t, WIDTH> Vectors;
+      Vectors vector = {};
+      if (inside) vector = *(const Vectors*)source;
+      char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
+#pragma unroll
+      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
+    }
+  }
+};
+
+// Stages through BUFFERS buffers of `bytes` each: load(stage, buffer) begins copies that compute(buffer) needs. Copies
+// run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has freed.
+template <class Load, class Compute>
+__device__ __forceinline__ void run_stages(int stages, char* buffers, int bytes, const Load& load,
+                                           const Compute& compute) {
+#pragma unroll 1
+  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
+    if (stage >= 0) {
+      copies_wait<BUFFERS - 2>();
+      __syncthreads();
+    }
+    const int ahead = stage + BUFFERS - 1;
+    if (ahead < stages) load(ahead, buffers + ahead % BUFFERS * bytes);
+    copies_commit();
+    if (stage >= 0) compute(buffers + stage % BUFFERS * bytes);
+  }
+}
+"""
+FILES["common/staged_rows.cuh"] = r"""
+// Rows of the destination that lie in shared memory as they are to lie in memory, and are written from there, on Hopper
+// by the copy engine. A sector of 32 bytes that two stores share costs the L2 cache far more than its bytes
+// (docs/performance.md), so rows are as long as they come, and written from a sector's first byte on. To that end they
+// begin as far behind a sector's first byte in shared memory as they will.
+
+constexpr int SECTOR = 32 / (int)sizeof(scalar_t);  // elements
+
+// Elements from the first of the address's sector.
+__device__ __forceinline__ int misalignment(const scalar_t* address) {
+  return (unsigned)(unsigned long long)address / (unsigned)sizeof(scalar_t) % SECTOR;
+}
+
+// The copy engine's; the specialisation says BULK_STORES where there is one.
+#ifndef EMULATOR
+// `bytes`, a multiple of 16, from shared to global memory, while the thread goes on.
+__device__ __forceinline__ void bulk_store(scalar_t* to, const scalar_t* from, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
+               : "memory");
+}
+// What the thread has written to shared memory is there for the copy engine.
+__device__ __forceinline__ void publish_rows() {
+  if (BULK_STORES) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void bulk_stores_commit() {
+  if (BULK_STORES) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until the copy engine has read all that the thread has committed.
+__device__ __forceinline__ void bulk_stores_wait() {
+  if (BULK_STORES) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+#else
+__device__ __forceinline__ void bulk_store(scalar_t* to, const scalar_t* from, unsigned bytes) {
+  emulator::bulk_store(to, from, bytes);
+}
+__device__ __forceinline__ void publish_rows() {}
+__device__ __forceinline__ void bulk_stores_commit() { emulator::commit(emulator::Async::stores); }
+__device__ __forceinline__ void bulk_stores_wait() { emulator::wait(emulator::Async::stores, 0); }
+#endif
+
+// What of a row lies in sectors of its own.
+struct Body {
+  int head, length;  // elements before it, and its own
+
+  __device__ __forceinline__ Body(const scalar_t* to, int row)
+      : head(min(row, (SECTOR - misalignment(to)) % SECTOR)), length((row - head) / SECTOR * SECTOR) {}
+};
+
+// That of a row of `length` elements, by the copy engine. Whether there is nothing besides.
+__device__ __forceinline__ bool write_body(scalar_t* to, const scalar_t* from, int length) {
+  const Body body(to, length);
+  if (body.length > 0) bulk_store(to + body.head, from + body.head, body.length * (unsigned)sizeof(scalar_t));
+  return body.length == length;
+}
+
+// The rest of it, or all of it where there is no copy engine, by a warp.
+__device__ __forceinline__ void write_row(scalar_t* to, const scalar_t* from, int length) {
+  const Body body(to, length);
+  const int lane = threadIdx.x % 32, tail = body.head + body.length;
+  if (!BULK_STORES) {
+    typedef Vector<scalar_t, SECTOR / 2> Wide;
+#pragma unroll 4
+    for (int i = lane; i < body.length / (SECTOR / 2); i += 32)
+      ((Wide*)(to + body.head))[i] = ((const Wide*)(from + body.head))[i];
+  }
+  const int end = lane < SECTOR ? body.head : length, edge = lane < SECTOR ? lane : tail + lane - SECTOR;
+  if (lane < 2 * SECTOR && edge < end) to[edge] = from[edge];
+}
+
+// A row whose elements are `stride` apart in memory.
+__device__ __forceinline__ void write_apart(scalar_t* to, const scalar_t* from, int length, long long stride) {
+  for (int i = threadIdx.x % 32; i < length; i += 32) to[i * stride] = from[i];
+}
+"""
+FILES["gather_gemm.cu"] = r"""
+// Forward pass of layers with few channels in a group on tensor cores: all phases of a tile as one product of few rows,
+// put together in shared memory as they are to lie, and written as whole rows.
+//
+//   y[co, i·stride + phase]  =  bias[co]  +  Σ_ci Σ_pixel   w[ci, co, tap(phase, pixel)] · x[ci, i + pixel]
+//
+// where pixels are those that a cell i reads, counted from its own, and some pairs of phase and pixel have no tap.
+//
+// Rows of outputs without any tap are bias alone, and are written from rows that stay.
+//
+// Who does what. LOAD_WARPS bring stage after stage, WARPS multiply and put a tile's outputs together, STORE_WARPS
+// write those. Barriers of shared memory pass on each stage (full, and empty again), and the outputs (whole, and gone).
+//
+// Index mapping. A block owns OUT_CHUNK output channels of one group, and takes tile after tile of cells
+// (common/geometry.cuh). Rows of the product are pairs of a phase that has taps and a channel, in blocks of 16; its
+// columns are cells, of which a warp owns PIXEL_TILES tiles of 8. A stage is STAGE_STEPS operations' channels of the
+// window that the tile reads. For each pixel, a warp takes the operands of its columns once, for all blocks of rows of
+// which any has a tap there: an entry.
+//
+// float32 comes in two parts of TF32, and each operation's sum leaves the cores at once, since they round towards zero.
+// The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of pairs without a tap.
+// Where an output is NaN it is therefore computed again, plainly.
+//
+// Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
+// one tile or two (common/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
+
+struct Geometry {
+  Tensor5 x, y;
+  Part window;
+  int batch, groups;
+  int lanes[4];  // cells of a tile along n, d, h, w; two neighbours along w are of one row
+  int tiles[4];  // tiles along n, d, h, w
+  int apart[4];  // tiles along n, d, h, w from one of a block's to its next
+  int first[4];  // the window's first pixel, counted from the tile's first cell
+  int skew;      // pixels from there to the first that any tap reads
+  int pitch[4];  // of staged outputs: elements from one channel, image, slab and row that has taps to the next
+  int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
+  int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
+  int outputs;   // tiles whose outputs there is room for, 1 or 2
+  int staged_bytes, bare_bytes, table_bytes, stage_bytes;
+};
+
+constexpr int CHANNELS = OPERATION / 8;  // neighbours in four bytes
+constexpr int STEPS = ceil_div(IN_CHANNELS, OPERATION), STAGES = ceil_div(STEPS, STAGE_STEPS);
+constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr bool EXACT = PARTS == 2;
+constexpr int ALL_WARPS = WARPS + LOAD_WARPS + STORE_WARPS, BLOCK = 32 * ALL_WARPS;
+constexpr int LOAD_SPAN = LOAD_WARPS == 4 ? 7 : LOAD_WARPS == 2 ? 6 : 5;
+static_assert(LOADERS == 1 << LOAD_SPAN && FIRST_LOAD_WARP == WARPS, "the last warps are those that store");
+
+// One dimension: outputs of a cell that have taps, pixels that these read, and the tap of a pair, -1 where it has none.
+template <int KERNEL, int STRIDE>
+struct Dimension {
+  int phases = 0, pixels = 0;
+  int phase[STRIDE] = {}, pixel[KERNEL] = {}, tap[STRIDE][KERNEL] = {};
+  int number[STRIDE] = {};  // of a phase among those, -1 for one without taps
+
+  __host__ __device__ constexpr Dimension(Axis axis) {
+    for (int i = 0; i < STRIDE; ++i) {
+      number[i] = has_taps(axis, i) ? phases : -1;
+      if (has_taps(axis, i)) phase[phases++] = i;
+    }
+    for (int i = KERNEL - 1; i >= 0; --i)  // the last tap reads the first pixel
+      if (pixels == 0 || pixel[pixels - 1] != src_offset(axis, i)) pixel[pixels++] = src_offset(axis, i);
+    for (int i = 0; i < STRIDE * KERNEL; ++i) {
+      tap[i / KERNEL][i % KERNEL] = -1;
+      for (int j = 0; j < KERNEL; ++j)
+        if (i / KERNEL < phases && i % KERNEL < pixels && phase_of(axis, j) == phase[i / KERNEL] &&
+            src_offset(axis, j) == pixel[i % KERNEL])
+          tap[i / KERNEL][i % KERNEL] = j;
+    }
+  }
+};
+__device__ constexpr Dimension<AXIS_D.kernel, AXIS_D.stride> ALONG_D(AXIS_D);
+__device__ constexpr Dimension<AXIS_H.kernel, AXIS_H.stride> ALONG_H(AXIS_H);
+__device__ constexpr Dimension<AXIS_W.kernel, AXIS_W.stride> ALONG_W(AXIS_W);
+
+constexpr int PHASES = ALONG_D.phases * ALONG_H.phases * ALONG_W.phases;
+constexpr int PIXELS_READ = ALONG_D.pixels * ALONG_H.pixels * ALONG_W.pixels;
+constexpr int ROWS = PHASES * OUT_CHUNK, ROW_BLOCKS = ceil_div(ROWS, 16);
+
+// The tap of phase `phase` and pixel `pixel`, of those that have or are read by any; -1 where there is none.
+__host__ __device__ constexpr int tap_of(int phase, int pixel) {
+  const int d = ALONG_D.tap[phase / (ALONG_H.phases * ALONG_W.phases)][pixel / (ALONG_H.pixels * ALONG_W.pixels)];
+  const int h = ALONG_H.tap[phase / ALONG_W.phases % ALONG_H.phases][pixel / ALONG_W.pixels % ALONG_H.pixels];
+  const int w = ALONG_W.tap[phase % ALONG_W.phases][pixel % ALONG_W.pixels];
+  return d < 0 || h < 0 || w < 0 ? -1 : (d * AXIS_H.kernel + h) * AXIS_W.kernel + w;
+}
+
+// Which blocks of rows have a tap at a pixel.
+struct Entries {
+  int count = 0;
+  int pixel[PIXELS_READ * ROW_BLOCKS] = {}, block[PIXELS_READ * ROW_BLOCKS] = {};
+  int of[PIXELS_READ][ROW_BLOCKS] = {};  // -1 for none
+  int first[ROW_BLOCKS] = {};            // a block's first pixel
+
+  __host__ __device__ constexpr Entries() {
+    for (int i = 0; i < PIXELS_READ; ++i)
+      for (int j = 0; j < ROW_BLOCKS; ++j) {
+        bool any = false;
+        for (int k = 16 * j / OUT_CHUNK; k <= (16 * j + 15) / OUT_CHUNK && k < PHASES; ++k) any |= tap_of(k, i) >= 0;
+        of[i][j] = any ? count : -1;
+        if (!any) continue;
+        bool before = false;
+        for (int k = 0; k < i; ++k) before |= of[k][j] >= 0;
+        if (!before) first[j] = i;
+        pixel[count] = i, block[count] = j;
+        ++count;
+      }
+  }
+};
+__device__ constexpr Entries ENTRIES;
+
+constexpr int ENTRY_BYTES = PARTS * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
+constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
+
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+template <class T>
+__device__ __forceinline__ unsigned bits_of(T value) {
+  return value.bits;
+}
+
+// All operations' weights of a block's channels; `weight` is of the first. What has no tap or no channel is zero.
+__device__ __forceinline__ void load_weights(const scalar_t* weight, int channels, char* to) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < STEPS * ENTRIES.count * 128; i += BLOCK) {
+    const int entry = i / 128 % ENTRIES.count, lane = i / 4 % 32;
+    const int row = 16 * ENTRIES.block[entry] + lane / 4 + i % 2 * 8, out = row % OUT_CHUNK;
+    const int in = (i / 128 / ENTRIES.count) * OPERATION + i % 4 / 2 * (OPERATION / 2) + lane % 4 * CHANNELS;
+    const int tap = row < ROWS ? tap_of(row / OUT_CHUNK, ENTRIES.pixel[entry]) : -1;
+    const scalar_t* const from = weight + weight_offset(in, out, tap);
+    unsigned values[CHANNELS];
+#pragma unroll
+    for (int j = 0; j < CHANNELS; ++j)
+      values[j] = tap >= 0 && out < channels && in + j < IN_CHANNELS ? bits_of(read(from + j * WEIGHT_STRIDE_IN)) : 0;
+    unsigned word, low = 0;
+    if constexpr (ELEMENT == 4)
+      split(__uint_as_float(values[0]), word, low);
+    else
+      word = values[0] | values[CHANNELS - 1] << 16;
+    char* const slot = to + i / 128 * ENTRY_BYTES + i % 128 * 4;
+    *(unsigned*)slot = word;
+    if (EXACT) *(unsigned*)(slot + 512) = low;
+  }
+}
+
+// Where an output is staged: elements, and what it is off the first of a sector, which is added once it is whole.
+// Places add up; a tile's origin has one, so have its cells, and rows of the product.
+constexpr int NOWHERE = -(1 << 30);
+__device__ __forceinline__ int staged_place(int elements, int off) { return elements * 64 + off % SECTOR; }
+__device__ __forceinline__ int find_place(int sum) { return sum / 64 + sum % SECTOR; }
+
+// Where a row of outputs begins, counted from the tile's first: of slab and line `d` and `h` of those with taps, which
+// are `slab` and `line` in the tile.
+__device__ __forceinline__ int place_of_row(const Geometry& g, int channel, int image, int d, int h, int slab,
+                                            int line) {
+  return staged_place(channel * g.pitch[0] + image * g.pitch[1] + d * g.pitch[2] + h * g.pitch[3],
+                      channel * g.shift[0] + image * g.shift[1] + slab * g.shift[2] + line * g.shift[3]);
+}
+
+// A cell of a tile, by its number along n, d, h and w: where the outputs begin that it owns; NOWHERE beyond the tile.
+__device__ __forceinline__ int place_of_cell(const Geometry& g, const int (&at)[4]) {
+  if (at[0] >= g.lanes[0]) return NOWHERE;
+  return place_of_row(g, 0, at[0], at[1] * ALONG_D.phases, at[2] * ALONG_H.phases, at[1] * AXIS_D.stride,
+                      at[2] * AXIS_H.stride) +
+         staged_place(at[3] * AXIS_W.stride, 0);
+}
+
+// Two neighbouring cells of a tile: where the outputs of the first begin, NOWHERE beyond the tile, and how many of
+// either lie in a row; what they read. Columns beside the image are in the way only where the next row follows.
+struct Pair {
+  int place;
+  short width[2];
+  int pixel[2];  // the first that either reads, in bytes from the window's first
+
+  __device__ __forceinline__ Pair(const Geometry& g, const int (&at)[4]) : place(place_of_cell(g, at)) {
+    const int row = (at[0] * g.window.extent[1] + at[1]) * g.window.extent[2] + at[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int rest = g.joined > 1 ? max(0, g.y.size[2] - (at[3] + i) * AXIS_W.stride) : AXIS_W.stride;
+      width[i] = place >= 0 ? (short)min(AXIS_W.stride, rest) : 0;
+      pixel[i] = place >= 0 ? (row * g.window.extent[3] + at[3] + i + g.skew) * ELEMENT : 0;
+    }
+  }
+};
+constexpr int PAIRS = 4 * PIXEL_TILES * WARPS, PAIR_BYTES = round_up(PAIRS * (int)sizeof(Pair), 128);
+
+// A warp's part of the product: of row block i and column tile j.
+struct Sums {
+  float of[ROW_BLOCKS][PIXEL_TILES][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS * PIXEL_TILES * 4; ++i) (&of[0][0][0])[i] = 0;
+  }
+
+  // One operation, of the warp's `pairs` of cells.
+  __device__ __forceinline__ void add(const Geometry& g, const char* window, const Pair* pairs, const char* weights) {
+    weights += threadIdx.x % 32 * 16;
+    window += threadIdx.x % 4 * CHANNELS * g.window.pitch;
+    int columns[PIXEL_TILES];  // bytes
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j) columns[j] = pairs[4 * j + threadIdx.x % 32 / 8].pixel[threadIdx.x / 4 % 2];
+#pragma unroll
+    for (int pixel = 0; pixel < PIXELS_READ; ++pixel) {
+      // A loop that ends after its first round, which the compiler does not know: else it mingles pixels, for which
+      // there are no registers.
+#pragma unroll 1
+      for (unsigned rounds = opaque(1); rounds > 0; --rounds) add_pixel(g, window, columns, weights, pixel);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void add_pixel(const Geometry& g, const char* window, const int (&columns)[PIXEL_TILES],
+                                            const char* weights, int pixel) {
+    const int d = ALONG_D.pixel[pixel / (ALONG_H.pixels * ALONG_W.pixels)] - ALONG_D.pixel[0];
+    const int h = ALONG_H.pixel[pixel / ALONG_W.pixels % ALONG_H.pixels] - ALONG_H.pixel[0];
+    const int w = ALONG_W.pixel[pixel % ALONG_W.pixels] - ALONG_W.pixel[0];
+    const char* const from = window + ((d * g.window.extent[2] + h) * g.window.extent[3] + w) * ELEMENT;
+    unsigned high[PIXEL_TILES][2], low[PIXEL_TILES][2];
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const char* const at = from + columns[j] + k * (OPERATION / 2) * g.window.pitch;
+        if constexpr (ELEMENT == 4)
+          split(*(const float*)at, high[j][k], low[j][k]);
+        else
+          high[j][k] = *(const unsigned short*)at | *(const unsigned short*)(at + g.window.pitch) << 16;
+      }
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS; ++i)
+      if (ENTRIES.of[pixel][i] >= 0)
+        multiply(of[i], weights + ENTRIES.of[pixel][i] * ENTRY_BYTES, high, low,
+                 STEPS == 1 && ENTRIES.first[i] == pixel);
+  }
+
+  typedef Vector<unsigned, 4> Rows;
+
+  // Adds to the sums of a row block, or begins them.
+  static __device__ __forceinline__ void multiply(float (&to)[PIXEL_TILES][4], const char* weights,
+                                                  const unsigned (&high)[PIXEL_TILES][2],
+                                                  const unsigned (&low)[PIXEL_TILES][2], bool first) {
+    const Rows rows = *(const Rows*)weights;
+    if constexpr (EXACT) {
+      const Rows low_rows = *(const Rows*)(weights + 512);
+      float sums[PIXEL_TILES][4] = {};
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) mma(sums[j], low_rows.value, high[j][0], high[j][1]);
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) mma(sums[j], rows.value, low[j][0], low[j][1]);
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) mma(sums[j], rows.value, high[j][0], high[j][1]);
+#pragma unroll
+      for (int j = 0; j < 4 * PIXEL_TILES; ++j)
+        to[j / 4][j % 4] = first ? sums[j / 4][j % 4] : to[j / 4][j % 4] + sums[j / 4][j % 4];
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4 * PIXEL_TILES; ++j) to[j / 4][j % 4] = first ? 0 : to[j / 4][j % 4];
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) mma(to[j], rows.value, high[j][0], high[j][1]);
+    }
+  }
+};
+
+// A row of the product, of the lane's in a block: its phase and channel. Where OUT_CHUNK is a multiple of 8, the phase
+// is the same in all lanes, and known when the kernel is compiled.
+struct Row {
+  int d, h, w, channel;
+  bool exists;
+
+  __device__ __forceinline__ Row(int block, int i) {
+    constexpr bool KNOWN = OUT_CHUNK % 8 == 0;
+    const int first = 16 * block + 8 * i, lane = threadIdx.x % 32 / 4;
+    const int phase = KNOWN ? first / OUT_CHUNK : (first + lane) / OUT_CHUNK, owned = min(phase, PHASES - 1);
+    channel = KNOWN ? first % OUT_CHUNK + lane : (first + lane) % OUT_CHUNK;
+    exists = phase < PHASES;
+    d = ALONG_D.phase[owned / (ALONG_H.phases * ALONG_W.phases)];
+    h = ALONG_H.phase[owned / ALONG_W.phases % ALONG_H.phases];
+    w = exists ? ALONG_W.phase[owned % ALONG_W.phases] : AXIS_W.stride;
+  }
+  __device__ __forceinline__ int place(const Geometry& g) const {
+    return place_of_row(g, channel, 0, ALONG_D.number[d], ALONG_H.number[h], d, h);
+  }
+};
+
+// One output, without the cores. `x` is the group's first channel and `weight` is of the output's.
+__device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x, const scalar_t* weight, float bias,
+                                       const int (&cell)[4], int phase_d, int phase_h, int phase_w) {
+  float value = bias;
+#pragma unroll 1
+  for (int tap = 0; tap < TAPS; ++tap) {
+    const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
+    const int kw = tap % AXIS_W.kernel;
+    if (phase_of(AXIS_D, kd) != phase_d || phase_of(AXIS_H, kh) != phase_h || phase_of(AXIS_W, kw) != phase_w) continue;
+    const int at[4] = {cell[0], cell[1] + src_offset(AXIS_D, kd), cell[2] + src_offset(AXIS_H, kh),
+                       cell[3] + src_offset(AXIS_W, kw)};
+    if ((unsigned)at[1] >= (unsigned)x_lies.size[0] || (unsigned)at[2] >= (unsigned)x_lies.size[1] ||
+        (unsigned)at[3] >= (unsigned)x_lies.size[2])
+      continue;
+    const scalar_t* const pixel = x + offset_of(x_lies, at);
+#pragma unroll 1
+    for (int in = 0; in < IN_CHANNELS; ++in)
+      value += widen(pixel[in * x_lies.stride[1]]) * widen(weight[weight_offset(in, 0, tap)]);
+  }
+  return value;
+}
+
+// The outputs of a tile on their way from sums to shared memory.
+struct Outputs {
+  const Geometry& g;
+  const Pair* const pairs;     // of the warp's cells
+  const scalar_t* const bias;  // of the block's first channel
+  const int channels;          // that exist from there on
+
+  __device__ __forceinline__ float start(int channel) const {
+    return HAS_BIAS ? widen(read(bias + min(channel, channels - 1))) : 0.f;
+  }
+
+  // Whether none of them is NaN.
+  __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const Sums& sums) const {
+    bool numbers = true;
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
+      const Row row(i / 2, i % 2);
+      const float bias = start(row.channel);
+      const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) {
+        const Pair pair = pairs[4 * j + threadIdx.x % 4];
+        scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const float sum = sums.of[i / 2][j][i % 2 * 2 + k], value = HAS_BIAS ? sum + bias : sum;
+          numbers = numbers && value == value;
+          if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
+#pragma unroll
+          for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
+            if (ALONG_W.number[w] < 0 && first && w < pair.width[k]) narrow(bias, to[k * AXIS_W.stride + w - row.w]);
+        }
+      }
+    }
+    return numbers;
+  }
+
+  // What the thread has staged of NaN is computed again; `x` is the group's and `weight` the block's first channel.
+  __device__ __forceinline__ void mend(scalar_t* staged, int origin, const int (&first)[4], const scalar_t* x,
+                                       const scalar_t* weight) const {
+#pragma unroll 1
+    for (int i = 0; i < 4 * ROW_BLOCKS * PIXEL_TILES; ++i) {
+      const Row row(i / (4 * PIXEL_TILES), i / (2 * PIXEL_TILES) % 2);
+      const int j = i / 2 % PIXEL_TILES, k = i % 2;
+      const Pair& pair = pairs[4 * j + threadIdx.x % 4];
+      if (row.w >= pair.width[k] || row.channel >= channels) continue;
+      scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w + k * AXIS_W.stride;
+      const float value = widen(*to);
+      if (value == value) continue;
+      int cell[4];
+      decode(g.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + threadIdx.x % 4 * 2 + k, cell);
+#pragma unroll
+      for (int d = 0; d < 4; ++d) cell[d] += first[d];
+      if (cell[0] >= g.batch) continue;
+      narrow(plain(g.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, start(row.channel), cell, row.d, row.h, row.w),
+             *to);
+    }
+  }
+};
+
+// Rows of `length` of bias, which lie bare_pitch(length) apart where channels have different ones.
+__device__ __forceinline__ int bare_pitch(int length) { return HAS_BIAS ? round_up(length + SECTOR, SECTOR) : 0; }
+__device__ __forceinline__ void fill_bare_rows(const Geometry& g, const scalar_t* bias, int channels, scalar_t* bare) {
+  const int pitch = bare_pitch(g.lanes[3] * AXIS_W.stride);
+  for (int i = threadIdx.x; i < g.bare_bytes / ELEMENT; i += BLOCK) {
+    scalar_t value = zero<scalar_t>();
+    if (HAS_BIAS) value = read(bias + min(i / pitch, channels - 1));
+    bare[i] = value;
+  }
+}
+
+// The outputs of a tile on their way to memory, by the warps that store.
+struct Writer {
+  const Geometry& g;
+  const scalar_t* const staged;
+  const scalar_t* const bare;
+  scalar_t* const y;   // the block's first channel of the tile's first output
+  const int channels;  // that exist from there on
+  const int (&size)[4];
+
+  __device__ __forceinline__ void write() const {
+    const int images = min(g.lanes[0], size[0]), slabs = min(g.lanes[1] * AXIS_D.stride, size[1]);
+#pragma unroll 1
+    for (int image = 0; image < images; ++image)
+#pragma unroll 1
+      for (int slab = 0; slab < slabs; ++slab) write_slab(image, slab);
+  }
+
+ private:
+  // Each lane tells the copy engine of a row, and then the warp sees to the ends of one after the other.
+  __device__ __forceinline__ void write_slab(int image, int slab) const {
+    const int warp = threadIdx.x / 32 - (WARPS + LOAD_WARPS), lane = threadIdx.x % 32;
+    const int lines = min(g.lanes[2] * AXIS_H.stride, size[2]), row = min(g.lanes[3] * AXIS_W.stride, size[3]);
+    const int length = g.joined > 1 ? lines * g.y.size[2] : row, rows = OUT_CHUNK * (g.joined > 1 ? 1 : lines);
+    const int d = ALONG_D.number[slab % AXIS_D.stride];
+#pragma unroll 1
+    for (int first = warp; first < rows; first += 32 * STORE_WARPS) {
+      const int i = first + lane * STORE_WARPS, channel = i % OUT_CHUNK, line = i / OUT_CHUNK;
+      const int h = ALONG_H.number[line % AXIS_H.stride];
+      const int place = place_of_row(g, channel, image, slab / AXIS_D.stride * ALONG_D.phases + d,
+                                     line / AXIS_H.stride * ALONG_H.phases + h, slab, line);
+      scalar_t* to = y + channel * g.y.stride[1] + image * g.y.stride[0] + slab * g.y.stride[2] + line * g.y.stride[3];
+      const scalar_t* from = staged + find_place(staged_place(0, misalignment(y)) + place);
+      if (HAS_BARE && (d < 0 || h < 0))
+        from = bare + channel * bare_pitch(g.lanes[3] * AXIS_W.stride) + misalignment(to);
+      const int mine = i < rows && channel < channels ? length : 0;
+      if (BULK_STORES && g.y.stride[4] == 1) {
+        const bool all = write_body(to, from, mine);
+        bulk_stores_commit();
+        if (__all_sync(~0u, all)) continue;
+      }
+#pragma unroll 2
+      for (int k = 0; k < min(32, ceil_div(rows - first, STORE_WARPS)); ++k) {
+        const int length = __shfl_sync(~0u, mine, k);
+        scalar_t* const row = (scalar_t*)__shfl_sync(~0u, (long long)to, k);
+        const scalar_t* const outputs = staged + __shfl_sync(~0u, (int)(from - staged), k);
+        if (g.y.stride[4] != 1)
+          write_apart(row, outputs, length, g.y.stride[4]);
+        else
+          write_row(row, outputs, length);
+      }
+    }
+  }
+};
+
+// Stage `number` of all those of a block's tiles, one tile after the other. One number, for want of registers.
+struct Stage {
+  int number = 0;
+
+  __device__ __forceinline__ int of_tile() const { return number % STAGES; }
+  __device__ __forceinline__ bool is_last() const { return of_tile() == STAGES - 1; }
+  // Its buffer, and the parity of that one's barriers.
+  __device__ __forceinline__ int slot() const { return number % BUFFERS; }
+  __device__ __forceinline__ int parity() const { return number / BUFFERS % 2; }
+  // The tile's outputs, and the parity of their barriers.
+  __device__ __forceinline__ int output(const Geometry& g) const { return number / STAGES & (g.outputs - 1); }
+  __device__ __forceinline__ int output_parity(const Geometry& g) const {
+    return number / STAGES >> (g.outputs - 1) & 1;
+  }
+};
+
+// A tile, by its number along n, d, h and w.
+struct Tile {
+  int at[4];
+
+  // On to the block's next.
+  __device__ __forceinline__ void advance(const Geometry& g) {
+    int carry = 0;
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {
+      at[i] += g.apart[i] + carry;
+      carry = i > 0 && at[i] >= g.tiles[i];
+      if (carry) at[i] -= g.tiles[i];
+    }
+  }
+  __device__ __forceinline__ void first_cell(const Geometry& g, int (&cell)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) cell[i] = at[i] * g.lanes[i];
+  }
+  __device__ __forceinline__ void first_output(const Geometry& g, int (&output)[4]) const {
+    first_cell(g, output);
+    output[1] *= AXIS_D.stride, output[2] *= AXIS_H.stride, output[3] *= AXIS_W.stride;
+  }
+};
+
+// What those who load say to those who multiply: where a stage's tile lies, and the place of its outputs.
+struct Note {
+  int cell[4], place;
+};
+
+// Barriers, 8 bytes each: of every stage full and empty, of every tile's outputs whole and gone.
+struct Barriers {
+  unsigned first;
+
+  __device__ __forceinline__ unsigned full(int slot) const { return first + 8 * slot; }
+  __device__ __forceinline__ unsigned empty(int slot) const { return first + 8 * (BUFFERS + slot); }
+  __device__ __forceinline__ unsigned whole(int output) const { return first + 16 * BUFFERS + 8 * output; }
+  __device__ __forceinline__ unsigned gone(int output) const { return first + 16 * BUFFERS + 16 + 8 * output; }
+
+  __device__ __forceinline__ void init() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < BUFFERS; ++i) barrier_init(full(i), LOADERS), barrier_init(empty(i), WARPS);
+      for (int i = 0; i < 2; ++i) barrier_init(whole(i), THREADS), barrier_init(gone(i), 32 * STORE_WARPS);
+    }
+  }
+};
+constexpr int NOTES_AT = 128, BARRIER_BYTES = 256;  // with the notes of every stage
+static_assert(16 * BUFFERS + 32 <= NOTES_AT && BUFFERS * (int)sizeof(Note) <= BARRIER_BYTES - NOTES_AT, "BUFFERS");
+
+// A warp's arrival, after all of its lanes.
+__device__ __forceinline__ void arrive(unsigned barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// What a block owns: output channels from `first_out` on of a group, and its first tile's number.
+struct Share {
+  int first_out, group, tile;
+
+  __device__ __forceinline__ Share(const Geometry& g) {
+    first_out = blockIdx.x % OUT_BLOCKS * OUT_CHUNK;
+    group = blockIdx.x / OUT_BLOCKS % g.groups;
+    tile = blockIdx.x / OUT_BLOCKS / g.groups;
+  }
+  // Input channels, and weights, from the block's first on.
+  __device__ __forceinline__ const scalar_t* input(const Geometry& g, const scalar_t* x) const {
+    return x + (long long)group * IN_CHANNELS * g.x.stride[1];
+  }
+  __device__ __forceinline__ const scalar_t* weights(const scalar_t* weight) const {
+    return weight + (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN + first_out * WEIGHT_STRIDE_OUT;
+  }
+};
+
+// What the three kinds of warps do.
+
+__device__ __forceinline__ void load_stages(const Geometry& g, int stages, Tile tile, const Barriers& barriers,
+                                            Note* notes, Place* places, char* buffers, const scalar_t* x,
+                                            const scalar_t* y) {
+  PartLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(g.x, g.window);
+  loader.init(places, elements(g.window));
+  threads_sync(1, LOADERS);
+  // What is on its way is waited for once BUFFERS - 2 stages follow it.
+  constexpr int BEHIND = BUFFERS - 2;
+  for (Stage stage; stage.number < stages + BEHIND; ++stage.number) {
+    const int slot = stage.slot();
+    if (stage.number < stages) {
+      barrier_wait(barriers.empty(slot), stage.parity() ^ 1);
+      int at[4];
+      if (threadIdx.x == THREADS) {
+        Note& note = notes[slot];
+        tile.first_output(g, at);
+        note.place = staged_place(0, misalignment(y + offset_of(g.y, at)));
+        tile.first_cell(g, note.cell);
+      }
+      tile.first_cell(g, at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) at[i] += g.first[i];
+      const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
+      loader.load(x + channel * g.x.stride[1], IN_CHANNELS - channel, buffers + slot * g.stage_bytes, g.batch, at);
+      if (stage.is_last()) tile.advance(g);
+    }
+    copies_commit();
+    if (stage.number < BEHIND) continue;
+    copies_wait<BEHIND>();
+    barrier_arrive(barriers.full((stage.number - BEHIND) % BUFFERS));
+  }
+}
+
+__device__ __forceinline__ void multiply_stages(const Geometry& g, int stages, const Barriers& barriers,
+                                                const Note* notes, const char* weights, const char* buffers,
+                                                scalar_t* staged, const Outputs& outputs, const scalar_t* x,
+                                                const scalar_t* weight) {
+  Sums sums;
+  sums.clear();
+#pragma unroll 1
+  for (Stage stage; stage.number < stages; ++stage.number) {
+    barrier_wait(barriers.full(stage.slot()), stage.parity());
+    const char* const window = buffers + stage.slot() * g.stage_bytes;
+    const char* const from = weights + stage.of_tile() * (STAGE_STEPS * ENTRIES.count * ENTRY_BYTES);
+#pragma unroll 1
+    for (int i = 0; i < min(STAGE_STEPS, STEPS - stage.of_tile() * STAGE_STEPS); ++i)
+      sums.add(g, window + i * OPERATION * g.window.pitch, outputs.pairs, from + i * (ENTRIES.count * ENTRY_BYTES));
+    if (stage.is_last()) {
+      const Note& note = notes[stage.slot()];
+      scalar_t* const to = (scalar_t*)((char*)staged + stage.output(g) * g.staged_bytes);
+      barrier_wait(barriers.gone(stage.output(g)), stage.output_parity(g) ^ 1);
+      if (!outputs.stage(to, note.place, sums)) {
+        const Share share(g);
+        outputs.mend(to, note.place, note.cell, share.input(g, x), share.weights(weight));
+      }
+      publish_rows();
+      barrier_arrive(barriers.whole(stage.output(g)));
+      sums.clear();
+    }
+    arrive(barriers.empty(stage.slot()));
+  }
+}
+
+__device__ __forceinline__ void store_tiles(const Geometry& g, int stages, Tile tile, const Barriers& barriers,
+                                            const scalar_t* staged, const scalar_t* bare, scalar_t* y, int channels) {
+  for (Stage stage; stage.number < stages; stage.number += STAGES, tile.advance(g)) {
+    int at[4], size[4];
+    tile.first_output(g, at);
+    size[0] = g.batch - at[0];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) size[1 + i] = g.y.size[i] - at[1 + i];
+    barrier_wait(barriers.whole(stage.output(g)), stage.output_parity(g));
+    const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(g) * g.staged_bytes);
+    Writer{g, outputs, bare, y + offset_of(g.y, at), channels, size}.write();
+    bulk_stores_wait();
+    barrier_arrive(barriers.gone(stage.output(g)));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
+    gather_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
+                scalar_t* __restrict__ y, const Geometry g) {
+  extern __shared__ __align__(128) char shared_memory[];
+  const Share share(g);
+  const int channels = OUT_CHANNELS - share.first_out, first_bias = share.group * OUT_CHANNELS + share.first_out;
+  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
+  const int apart = gridDim.x / (OUT_BLOCKS * g.groups);  // from one of the block's tiles to the next
+  const int stages = share.tile < tiles ? ceil_div(tiles - share.tile, apart) * STAGES : 0;
+  y += first_bias * g.y.stride[1];
+
+  const Barriers barriers = {shared_address(shared_memory)};
+  Note* const notes = (Note*)(shared_memory + NOTES_AT);
+  Pair* const pairs = (Pair*)(shared_memory + BARRIER_BYTES);
+  char* const weights = (char*)pairs + PAIR_BYTES;
+  scalar_t* const staged = (scalar_t*)(weights + WEIGHT_BYTES);
+  scalar_t* const bare = (scalar_t*)((char*)staged + g.outputs * g.staged_bytes);
+  Place* const places = (Place*)((char*)bare + g.bare_bytes);
+  char* const buffers = (char*)places + g.table_bytes;
+
+  barriers.init();
+  for (int i = threadIdx.x; i < PAIRS; i += BLOCK) {
+    int at[4];
+    decode(g.lanes, 2 * i, at);
+    pairs[i] = Pair(g, at);
+  }
+  load_weights(share.weights(weight), channels, weights);
+  if (HAS_BARE) {
+    fill_bare_rows(g, bias + first_bias, channels, bare);
+    publish_rows();
+  }
+  __syncthreads();
+
+  if (threadIdx.x >= THREADS) {
+    Tile tile;
+    decode(g.tiles, share.tile, tile.at);
+    if (threadIdx.x >= THREADS + LOADERS)
+      store_tiles(g, stages, tile, barriers, staged, bare, y, channels);
+    else
+      load_stages(g, stages, tile, barriers, notes, places, buffers, share.input(g, x), y);
+  } else {
+    const Outputs outputs{g, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels};
+    multiply_stages(g, stages, barriers, notes, weights, buffers, staged, outputs, x, weight);
+  }
+}
+"""
 
 # =====================================================================================================================
 # What each of them is made from: its name, its constants, its files
@@ -1322,37 +2553,36 @@ constexpr int MIN_BLOCKS = 1;
 """, ("common/geometry.cuh", "weight_grad.cu")),
 ]
 KERNELS["sm_90a"] = [
-    ("gather_tiled", r"""
-// gather_tiled, specialised by:
+    ("gather_gemm", r"""
+// gather_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
 typedef float accum_t;  // of every sum
-typedef unsigned int offset_t;  // of offsets in bytes
+typedef unsigned long long offset_t;  // of offsets in bytes
 constexpr Axis AXIS_D = {1, 1, 0, 1};
 constexpr Axis AXIS_H = {3, 2, 1, 2};
 constexpr Axis AXIS_W = {5, 3, 2, 1};
 constexpr bool INPUT_GRAD = false;
-constexpr int SRC_CHANNELS = 8;
-constexpr int DST_CHANNELS = 16;
-constexpr bool HAS_BIAS = false;
-constexpr bool DST_CHANNELS_LAST = false;
+constexpr int IN_CHANNELS = 8;
+constexpr int OUT_CHANNELS = 16;
 constexpr int WEIGHT_STRIDE_IN = 240;
 constexpr int WEIGHT_STRIDE_OUT = 15;
 constexpr int WEIGHT_STRIDE_TAP = 1;
-constexpr bool ROUNDED = false;
-constexpr bool SRC_CHANNELS_LAST = false;
-constexpr int LANES = 64;
-constexpr int DST_PER_THREAD = 4;
-constexpr int CELLS_H = 4;
-constexpr int CELLS_W = 1;
-constexpr int DST_SLICES = 4;
-constexpr int SRC_SLICES = 1;
-constexpr int STAGE_CHANNELS = 8;
-constexpr int LOADS = 4;
+constexpr bool HAS_BIAS = false;
+constexpr int WARPS = 8;
+constexpr int LOAD_WARPS = 1;
+constexpr int FIRST_LOAD_WARP = 8;
+constexpr int STORE_WARPS = 3;
+constexpr int PIXEL_TILES = 4;
+constexpr int OUT_CHUNK = 16;
+constexpr int STAGE_STEPS = 1;
 constexpr int BUFFERS = 3;
-constexpr int CHAIN = 1;
-constexpr int DST_VECTOR = 1;
-constexpr int MIN_BLOCKS = 2;
-""", ("common/geometry.cuh", "common/copy_async.cuh", "common/operand.cuh", "gather_tiled.cu")),
+constexpr int PARTS = 2;
+constexpr bool BULK_STORES = true;
+constexpr int MIN_BLOCKS = 1;
+#define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
+#define WGMMA_INSTRUCTION 0
+#define CLUSTER 1  // thread blocks
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/split.cuh", "common/copy_async.cuh", "common/async.cuh", "common/mma.cuh", "common/stages.cuh", "common/staged_rows.cuh", "gather_gemm.cu")),
     ("gather_tiled", r"""
 // gather_tiled, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -1720,6 +2950,11 @@ class ConvTransposeProblem:
         """Elements of the input, the weight and the output."""
         return math.prod(self.input_shape), math.prod(self.weight_shape), math.prod(self.output_shape)
 
+    @property
+    def bytes(self) -> int:
+        # The fewest bytes a pass can move: input, weight and output once each, the same for all three passes.
+        return sum(self.elements) * DTYPE_BYTES[self.dtype]
+
     def __str__(self) -> str:
         parts = [f"{'×'.join(map(str, self.input_shape))} → {self.out_channels}", f"k={_short(self.kernel_size)}"]
         for name, values, default in (
@@ -1781,6 +3016,11 @@ class DeviceInfo:
     shared_bytes_per_block: int = 0
     shared_bytes_per_multiprocessor: int = 0
 
+    @property
+    def capability(self) -> int:
+        """The compute capability of a CUDA device, 90 for 9.0."""
+        return capability_of(self.arch)
+
     @staticmethod
     def of(device: torch.device) -> "DeviceInfo":
         """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
@@ -1789,6 +3029,11 @@ class DeviceInfo:
         if device.type != "cuda" or torch.version.cuda is None:
             return PORTABLE
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def capability_of(arch: str) -> int:
+    """The compute capability in the compiler's name of an architecture, 90 for ``"sm_90a"``."""
+    return int(arch.rstrip("af")[3:])
 
 
 PORTABLE = DeviceInfo("portable")
@@ -1860,7 +3105,8 @@ _BUILDING_BLOCKS = {
         *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",
     ),
-    "scatter_gemm": ("tensor_float", "copy_async", "mma", "wgmma"),
+    "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
+    "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
@@ -2268,6 +3514,422 @@ def five(shape: "tuple[int, ...]") -> "tuple[int, int, int, int, int]":
     return batch, channels, depth, height, width
 
 # =====================================================================================================================
+# polyphase/algorithms/stages.py
+# =====================================================================================================================
+#
+# What a kernel loads stage by stage, as ``common/stages.cuh`` takes it, and what its copies cost.
+
+#: Of a box: Place in the kernels has 16 bits for each coordinate.
+MAX_SIDE = 1 << 15
+
+
+#: Of shared memory, for each piece of a channel: of boxes that stay where they are, and of those that move.
+STILL_BYTES, MOVING_BYTES = 8, 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage holds of a tensor, as the kernels' ``Part``, and how many pieces a channel has of it."""
+
+    extent: "tuple[int, int, int, int]"
+    piece: int
+    pitch: int
+    places: int
+
+    def packed(self) -> bytes:
+        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
+
+
+def widest_piece(size: int, *multiples: int) -> int:
+    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
+    piece = 16 // size
+    while any(value % piece for value in multiples):
+        piece //= 2
+    return piece
+
+
+def row_piece(side: "Side", size: int, aligned: bool, step: int) -> int:
+    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
+    *others, width = side.strides
+    if not aligned or width != 1:
+        return 1
+    return widest_piece(size, side.shape[4], step, *others)
+
+
+def row_bytes(part: "Part", size: int) -> float:
+    """Bytes that memory moves for a channel of a part: whole sectors of its rows."""
+    *rows, width = part.extent
+    return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)
+
+# =====================================================================================================================
+# polyphase/algorithms/gather_gemm.py
+# =====================================================================================================================
+#
+# Layers with few channels in a group on tensor cores, ``kernels/gather_gemm.cu``.
+
+_BARRIER_BYTES = 256  # and the notes of stages
+
+
+class GatherGemmVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``gather_gemm.cu`` says what the names mean."""
+
+    warps: int
+    pixel_tiles: int
+    out_chunk: int
+    stage_steps: int
+    buffers: int
+    load_warps: int
+    store_warps: int
+    min_blocks: int
+
+    @property
+    def all_warps(self) -> int:
+        """Warps of a block."""
+        return self.warps + self.load_warps + self.store_warps
+
+    @property
+    def columns(self) -> int:
+        """Cells of a tile, at most."""
+        return 8 * self.pixel_tiles * self.warps
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How a variant cuts the cells into tiles, and what that takes of shared memory.
+
+    ``first`` is the window's first pixel, counted from the tile's first cell, and ``skew`` the pixels from there to the
+    first that is read. ``pitch`` and ``shift`` are those of the kernel's ``Geometry``.
+    """
+
+    lanes: "tuple[int, int, int, int]"
+    tiles: "tuple[int, int, int, int]"
+    first: "tuple[int, int, int, int]"
+    skew: int
+    window: "Part"
+    pitch: "tuple[int, int, int, int]"
+    shift: "tuple[int, int, int, int]"
+    joined: int
+    staged_bytes: int
+    bare_bytes: int
+    table_bytes: int
+    stage_bytes: int
+
+    @property
+    def total(self) -> int:
+        return math.prod(self.tiles)
+
+    @property
+    def whole_sectors(self) -> bool:
+        """Whether rows begin and end with a sector of memory."""
+        return not any(self.shift)
+
+
+class _Product(NamedTuple):
+    """What the kernel's ``Entries`` come to for so many output channels of a block."""
+
+    row_blocks: int
+    pixels: int
+    entries: int
+
+
+class GatherGemm:
+    """All phases of a tile as one product of few rows, written as whole rows."""
+
+    name = "gather_gemm"
+
+    def launch(
+        self,
+        problem: "ConvTransposeProblem",
+        pass_: "Pass",
+        device: "DeviceInfo",
+        layouts: "Layouts",
+        variant: "GatherGemmVariant",
+    ) -> "Launch":
+        tiling = _tiling(problem, layouts, variant, device)
+        assert tiling is not None
+        gather = _gather(problem, layouts)
+        blocks = _blocks(problem, variant)
+        at_once = max(1, min(tiling.total, device.multiprocessors * variant.min_blocks // blocks))  # tiles
+        apart = [at_once // math.prod(tiling.tiles[1 + i :]) % max(1, tiling.tiles[i]) for i in range(4)]
+        geometry = gather.src.packed() + gather.dst.packed() + tiling.window.packed()
+        geometry += struct.pack(
+            "<33i",
+            problem.batch,
+            problem.groups,
+            *tiling.lanes,
+            *tiling.tiles,
+            *apart,
+            *tiling.first,
+            tiling.skew,
+            *tiling.pitch,
+            *tiling.shift,
+            tiling.joined,
+            _outputs(problem, variant, tiling, device),
+            tiling.staged_bytes,
+            tiling.bare_bytes,
+            tiling.table_bytes,
+            tiling.stage_bytes,
+        )
+        geometry += bytes(-len(geometry) % 8)
+        constants: tuple[tuple[str, Constant], ...] = (
+            *layer_constants(problem, pass_, layouts.weight_channels_last),
+            ("HAS_BIAS", problem.bias),
+            ("WARPS", variant.warps),
+            ("LOAD_WARPS", variant.load_warps),
+            ("FIRST_LOAD_WARP", variant.warps),
+            ("STORE_WARPS", variant.store_warps),
+            ("WGMMA", False),
+            ("PIXEL_TILES", variant.pixel_tiles),
+            ("OUT_CHUNK", variant.out_chunk),
+            ("STAGE_STEPS", variant.stage_steps),
+            ("BUFFERS", variant.buffers),
+            ("PARTS", _parts(problem)),
+            ("BULK_STORES", device.capability >= 90),
+            ("MIN_BLOCKS", variant.min_blocks),
+        )
+        return Launch(
+            source=KernelSource(self.name, problem.dtype, True, constants),
+            grid=(at_once * blocks if tiling.total else 0, 1, 1),
+            block=32 * variant.all_warps,
+            shared_bytes=_gather_gemm_shared_bytes(problem, variant, tiling, _outputs(problem, variant, tiling, device)),
+            geometry=geometry,
+        )
+
+
+def _parts(problem: "ConvTransposeProblem") -> int:
+    """Parts of a float32: two keep its accuracy."""
+    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
+
+
+def _blocks(problem: "ConvTransposeProblem", variant: "GatherGemmVariant") -> int:
+    """Blocks of a tile."""
+    return problem.groups * math.ceil(problem.out_channels_per_group / variant.out_chunk)
+
+
+def _steps(problem: "ConvTransposeProblem") -> int:
+    """Operations that a group's channels take."""
+    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / 32)
+
+
+@lru_cache(maxsize=1024)
+def _product(problem: "ConvTransposeProblem", out_chunk: int) -> "_Product":
+    taps: list[list[set[int]]] = []  # of each dimension: what each phase that has taps reads
+    for axis in problem.axes3:
+        phases: dict[int, set[int]] = {}
+        for tap in range(axis.kernel):
+            phases.setdefault(axis.phase(tap), set()).add(-axis.shift(tap))
+        taps.append([phases[phase] for phase in sorted(phases)])
+    reads = [set(itertools.product(*pixels)) for pixels in itertools.product(*taps)]
+    row_blocks = math.ceil(len(reads) * out_chunk / 16)
+    entries = 0
+    for block in range(row_blocks):
+        first, last = 16 * block // out_chunk, (16 * block + 15) // out_chunk
+        entries += len(set().union(*reads[first : last + 1]))
+    pixels = math.prod(len(set().union(*phases)) for phases in taps)
+    return _Product(row_blocks, pixels, entries)
+
+
+def _weight_bytes(problem: "ConvTransposeProblem", out_chunk: int) -> int:
+    return _steps(problem) * _product(problem, out_chunk).entries * _parts(problem) * 512
+
+
+def _gather_gemm_shared_bytes(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", outputs: int) -> int:
+    stages = variant.buffers * tiling.stage_bytes
+    tables = (
+        _BARRIER_BYTES
+        + round_up(8 * variant.columns, 128)
+        + _weight_bytes(problem, variant.out_chunk)
+        + tiling.bare_bytes
+        + tiling.table_bytes
+    )
+    return tables + outputs * tiling.staged_bytes + stages
+
+
+def _room(variant: "GatherGemmVariant", device: "DeviceInfo") -> int:
+    """Shared memory of a block, of so many that are resident together."""
+    return min(device.shared_bytes_per_block, device.shared_bytes_per_multiprocessor // variant.min_blocks - 1024)
+
+
+def _outputs(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", device: "DeviceInfo") -> int:
+    """Tiles whose outputs there is room for: of two, one is written while the other is put together."""
+    return 2 if _gather_gemm_shared_bytes(problem, variant, tiling, 2) <= _room(variant, device) else 1
+
+
+@lru_cache(maxsize=1024)
+def _gather(problem: "ConvTransposeProblem", layouts: "Layouts") -> "Gather":
+    return Gather.of(problem, Pass.FORWARD, layouts)
+
+
+@lru_cache(maxsize=8192)
+def _tiling(
+    problem: "ConvTransposeProblem", layouts: "Layouts", variant: "GatherGemmVariant", device: "DeviceInfo"
+) -> "_Tiling | None":
+    """The tiles of least time."""
+    room = _room(variant, device)
+    tilings = (_tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, variant.columns))
+    fitting = [each for each in tilings if each is not None and _gather_gemm_shared_bytes(problem, variant, each, 1) <= room]
+    return min(fitting, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
+
+
+@lru_cache(maxsize=256)
+def _lanes(problem: "ConvTransposeProblem", columns: int) -> "list[tuple[int, int, int, int]]":
+    """Extents of tiles along n, d, h and w of at most so many cells. A tile of one cell is among them."""
+    depth, height, width = _gather(problem, Layouts.dense(problem)).cells
+    found = {(1, 1, 1, 2)}
+    for w in sorted({round_up(extent, 2) for extent in _gather_gemm_extents(width, columns)}):
+        for h in _gather_gemm_extents(height, columns // w):
+            for d in _gather_gemm_extents(depth, columns // (w * h)):
+                images = columns // (w * h * d) if (d, h) == (depth, height) and w >= width else 1
+                found.add((max(1, min(problem.batch, images)), d, h, w))
+    return sorted(found)
+
+
+def _gather_gemm_extents(cells: int, most: int) -> "list[int]":
+    """Extents worth trying along one dimension: even shares of it, and multiples of what is moved at once."""
+    shares = {math.ceil(cells / parts) for parts in range(1, 9)}
+    wanted = shares | {1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | {most}
+    return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
+
+
+def _tiles(
+    problem: "ConvTransposeProblem", layouts: "Layouts", variant: "GatherGemmVariant", lanes: "tuple[int, int, int, int]"
+) -> "_Tiling | None":
+    """The tiling by tiles of so many cells along n, d, h and w, or None where those cannot be."""
+    size, gather = DTYPE_BYTES[problem.dtype], _gather(problem, layouts)
+    if gather.src.channels_last or gather.dst.channels_last:
+        return None
+    tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
+    depth, height, width = gather.cell_axes
+    piece = row_piece(gather.src, size, layouts.aligned, 0 if tiles[3] <= 1 else lanes[3])
+    skew = width.first_offset % piece
+    window = (lanes[0], depth.window(lanes[1]), height.window(lanes[2]), round_up(width.window(lanes[3]) + skew, piece))
+    if max(window) >= MAX_SIDE:
+        return None
+    places = math.prod(window) // piece
+    # So that four channels, or pairs of channels, lie in different banks.
+    pitch = math.prod(window) * size
+    pitch += (32 - pitch) % 128 if size == 4 else (16 - pitch) % 64
+    part = Part(window, piece, pitch, places)
+
+    sector = 32 // size
+    columns = gather.dst.shape[4]
+    batch_stride, channel_stride, depth_stride, height_stride, _ = gather.dst.strides
+    owned = [len({axis.phase(tap) for tap in range(axis.kernel)}) for axis in problem.axes3]
+    bare = any(phases < axis.stride for phases, axis in zip(owned[:2], problem.axes3))
+    lines, run = lanes[2] * problem.axes3[1].stride, lanes[3] * problem.axes3[2].stride
+    whole = lanes[3] >= gather.cells[2] and gather.dst.strides[3:] == (columns, 1) and lines > 1 and not bare
+    row = columns if whole else round_up(run, sector) + sector
+    slab = round_up(lines * row, sector) + sector if whole else lanes[2] * owned[1] * row
+    image = lanes[1] * owned[0] * slab
+    channel = lanes[0] * image
+    channel += _padding(channel % (128 // size), channel_stride % sector, problem.axes3[2].stride, size)
+    bare_rows = (variant.out_chunk if problem.bias else 1) if bare else 0
+    strides = channel_stride, batch_stride, depth_stride, 0 if whole else height_stride
+    first, second, third, fourth = (stride % sector for stride in strides)
+    staged = round_up(variant.out_chunk * channel * size, 16)
+    if variant.out_chunk * channel >= 1 << 23:
+        return None
+    n, d, h, w = tiles
+    return _Tiling(
+        lanes,
+        (n, d, h, w),
+        (0, depth.first_offset, height.first_offset, width.first_offset - skew),
+        skew,
+        part,
+        (channel, image, slab, row),
+        (first, second, third, fourth),
+        lines if whole else 1,
+        staged,
+        bare_rows * (round_up(run + sector, sector)) * size,
+        places * MOVING_BYTES,
+        variant.stage_steps * (32 // size) * pitch,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
+    """Elements, whole vectors, to add to a channel's pitch, so that few lanes of a warp store to the same bank.
+
+    Lanes are 8 channels by 4 pairs of cells; channels begin ``shift`` elements further behind a sector's first.
+    """
+    sector = 32 // size
+
+    def rounds(padding: int) -> int:
+        words: dict[int, set[tuple[int, int]]] = {}
+        for channel, cells in itertools.product(range(8), range(4)):
+            element = channel * (pitch + padding) + channel * shift % sector + 2 * cells * stride
+            words.setdefault(element * size // 4 % 32, set()).add((channel, element * size // 4))
+        return max(map(len, words.values()))
+
+    return min(range(0, 128 // size, 16 // size), key=lambda padding: (rounds(padding), padding))
+
+
+# Cycles, fitted to 766 measured variants on an H200 (docs/performance.md). Of a multiprocessor: for an instruction, and
+# for a byte that the copy engine writes. Of a warp: for what it waits for at a pixel; to find 32 pieces of a stage, to
+# copy those of a channel, and for a stage besides; to write a row, by whether its ends are those of sectors, and for a
+# tile's outputs besides. Of all: for what is not tiles.
+_SLOT, _BYTE, _PIXEL = 0.433, 0.0175, 155.0
+
+
+_FIND, _COPY, _STAGE = 75.0, 22.0, 720.0
+_ROW, _OUTPUTS = {False: 200.0, True: 40.0}, 450.0
+_LAUNCH = 41000.0
+_TOGETHER = 2.05  # exponent by which those who load, multiply and store overlap
+_BANDWIDTH = 0.95  # of a copy's
+
+
+def _multiply_cycles(
+    problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", resident: int
+) -> float:
+    """Predicted cycles for the products of a tile, in each of so many resident blocks."""
+    size, parts, steps = DTYPE_BYTES[problem.dtype], _parts(problem), _steps(problem)
+    product, tiles = _product(problem, variant.out_chunk), variant.pixel_tiles
+    warps = min(variant.warps, math.ceil(math.prod(tiling.lanes) / (8 * tiles)))
+    taken = product.pixels * tiles * ((10 if parts == 2 else 4) if size == 4 else 6)
+    multiplied = product.entries * (2 * parts + tiles * (7 if parts == 2 else 1))
+    slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
+    return resident * warps * slots * _SLOT + steps * product.pixels * _PIXEL
+
+
+def _load_cycles(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling") -> float:
+    """Predicted cycles for a tile's windows."""
+    size, stages = DTYPE_BYTES[problem.dtype], math.ceil(_steps(problem) / variant.stage_steps)
+    channels = variant.stage_steps * 32 // size * (4 if tiling.window.piece * size < 4 else 1)
+    finds = math.ceil(tiling.window.places / (32 * variant.load_warps))
+    return stages * (finds * (_FIND + channels * _COPY) + _STAGE)
+
+
+def _store_cycles(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", resident: int) -> float:
+    """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
+    depth, height, width = problem.axes3
+    rows = math.prod(tiling.lanes[:3]) * depth.stride * height.stride * variant.out_chunk
+    row_bytes = tiling.lanes[3] * width.stride * DTYPE_BYTES[problem.dtype]
+    written = rows / (tiling.joined * variant.store_warps)
+    whole = tiling.whole_sectors or tiling.joined > 1
+    return written * _ROW[whole] + resident * rows * row_bytes * _BYTE + _OUTPUTS
+
+
+def _estimate(
+    problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", device: "DeviceInfo"
+) -> "tuple[float, str]":
+    """Predicted time, and what bounds it."""
+    size, steps, blocks = DTYPE_BYTES[problem.dtype], _steps(problem), _blocks(problem, variant)
+    at_once = device.multiprocessors * variant.min_blocks
+    resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * blocks / device.multiprocessors)))
+    rounds = math.ceil(tiling.total / max(1, at_once // blocks)) * max(1.0, blocks / at_once)
+    parts = (
+        _multiply_cycles(problem, variant, tiling, resident),
+        _load_cycles(problem, variant, tiling),
+        _store_cycles(problem, variant, tiling, resident),
+    )
+    tile = sum(part**_TOGETHER for part in parts) ** (1 / _TOGETHER)
+    work = (rounds * tile + _LAUNCH) / device.clock_hz
+    halo = tiling.total * blocks * steps * (32 // size) * row_bytes(tiling.window, size)
+    moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
+    floor = moved / (device.copy_bytes_per_second * _BANDWIDTH)
+    return max(work, floor), "bytes" if floor > work else "instructions"
+
+# =====================================================================================================================
 # polyphase/algorithms/tile_cost.py
 # =====================================================================================================================
 #
@@ -2449,7 +4111,7 @@ class GatherTiled:
             source=source,
             grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
             block=variant.threads,
-            shared_bytes=_shared_bytes(gather, variant, lanes),
+            shared_bytes=_gather_tiled_shared_bytes(gather, variant, lanes),
             geometry=geometry,
         )
 
@@ -2483,7 +4145,7 @@ class _TileSize(NamedTuple):
         return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
 
 
-def _shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", typical: bool = False) -> int:
+def _gather_tiled_shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", typical: bool = False) -> int:
     """Of tiles of these lanes; ``typical``: whatever the size of images, with offsets of 32 bits."""
     accumulator = 8 if gather.dtype == "float64" else 4
     weights = variant.stage_channels * variant.dst_slices * round_up(gather.taps * variant.dst_per_thread, 4)
@@ -2504,7 +4166,7 @@ def _fits(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", d
     width = lanes[3] * variant.cells_w
     return (
         _TileSize.of(gather, variant.cells, lanes).loads(variant) <= variant.loads
-        and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
+        and _gather_tiled_shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
         and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
     )
 
@@ -2518,9 +4180,9 @@ def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") ->
     compute = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
     most_elements = variant.loads * variant.threads * 4 // variant.stage_channels
     best, best_cost = (1, 1, 1, variant.lanes), math.inf
-    for width in _extents(widths, variant.lanes):
-        for height in _extents(heights, variant.lanes // width):
-            for depth in _extents(depths, variant.lanes // (width * height)):
+    for width in _gather_tiled_extents(widths, variant.lanes):
+        for height in _gather_tiled_extents(heights, variant.lanes // width):
+            for depth in _gather_tiled_extents(depths, variant.lanes // (width * height)):
                 one = _TileSize.of(gather, variant.cells, (1, depth, height, width)).elements
                 images = min(batch, variant.lanes // (width * height * depth), max(1, most_elements // one))
                 images = math.ceil(batch / math.ceil(batch / images))
@@ -2528,7 +4190,7 @@ def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") ->
                 if not _fits(gather, variant, lanes, device):
                     continue
                 tiles = math.prod(math.ceil(n / m) for n, m in zip((batch, depths, heights, widths), lanes))
-                shared = _shared_bytes(gather, variant, lanes) + 1024
+                shared = _gather_tiled_shared_bytes(gather, variant, lanes) + 1024
                 crowding = max(1.0, min(variant.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
                 # Short rows leave memory transactions half empty, on their way in and out.
                 row = width * variant.cells_w
@@ -2539,7 +4201,7 @@ def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") ->
     return best
 
 
-def _extents(cells: int, most: int) -> "list[int]":
+def _gather_tiled_extents(cells: int, most: int) -> "list[int]":
     """Extents worth trying along one dimension: powers of two, and shares of the whole, rounded to whole quads too."""
     least = min(most, max(cells, 1))
     shares = {math.ceil(cells / parts) for parts in range(1, 7)}
@@ -3056,19 +4718,16 @@ LAYERS = [
             },
             "sm_90a": {
                 Pass.FORWARD: Choice(
-                    algorithm=GatherTiled(),
-                    variant=TiledVariant(
-                        lanes=64,
-                        dst_per_thread=4,
-                        cells_h=4,
-                        cells_w=1,
-                        dst_slices=4,
-                        src_slices=1,
-                        stage_channels=8,
-                        loads=4,
+                    algorithm=GatherGemm(),
+                    variant=GatherGemmVariant(
+                        warps=8,
+                        pixel_tiles=4,
+                        out_chunk=16,
+                        stage_steps=1,
                         buffers=3,
-                        min_blocks=2,
-                        dst_vector=1,
+                        load_warps=1,
+                        store_warps=3,
+                        min_blocks=1,
                     ),
                 ),
                 Pass.INPUT_GRAD: Choice(

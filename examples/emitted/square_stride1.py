@@ -2230,9 +2230,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 """
 FILES["common/stages.cuh"] = r"""
 // Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
-// or more. For kernels on mma.sync; the specialisation defines WARPS.
+// or more. For kernels on mma.sync; the specialisation defines WARPS, and which of a block's load.
 
 constexpr int THREADS = 32 * WARPS;
+constexpr int LOADERS = 32 * LOAD_WARPS;
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 
@@ -2242,6 +2243,9 @@ struct Part {
   int piece;      // elements moved at once: along w, or of neighbouring channels
   int pitch;      // bytes in shared memory from one channel to the next
 };
+
+// The thread's number among those that load.
+__device__ __forceinline__ int loader() { return threadIdx.x - 32 * FIRST_LOAD_WARP; }
 
 __device__ __forceinline__ int elements(const Part& part) {
   return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
@@ -2262,7 +2266,7 @@ struct Still {
                                        int batch, const int (&origin)[4]) {
     offsets = list;
     pieces = count / along_w;
-    for (int i = threadIdx.x; i < pieces; i += THREADS) {
+    for (int i = loader(); i < pieces; i += LOADERS) {
       int at[4];
       decode(part.extent, i * along_w, at);
       const bool in_box = at[0] < part.extent[0];
@@ -2292,7 +2296,7 @@ struct Moving {
   __device__ __forceinline__ void init(const Tensor5& t, const Part& part, Place* list, int count, int along_w) {
     places = list;
     pieces = count / along_w;
-    for (int i = threadIdx.x; i < pieces; i += THREADS) {
+    for (int i = loader(); i < pieces; i += LOADERS) {
       int at[4];
       decode(part.extent, i * along_w, at);
       const short n = at[0] < part.extent[0] ? (short)at[0] : -1;
@@ -2316,8 +2320,8 @@ struct Moving {
 // Where a tensor has its channels; those that come last are turned around on their way.
 enum class Channels { first, last };
 
-// One part of a stage on its way to shared memory.
-template <Channels ORDER, int CHANNELS, class Box>
+// One part of a stage on its way to shared memory; up to 1 << SPAN threads go along the pieces of a channel.
+template <Channels ORDER, int CHANNELS, class Box, int SPAN = 5>
 struct PartLoader {
   static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
 
@@ -2365,11 +2369,11 @@ struct PartLoader {
       *(scalar_t*)to = exists ? read(from) : zero<scalar_t>();
   }
 
-  // Lanes go along a row, warps take channels in turn; where rows are short a warp takes several channels at once.
+  // Threads go along a row, and take channels in turn; where rows are short, several channels at once.
   template <int BYTES, class... At>
   __device__ __forceinline__ void load_pieces(const scalar_t* from, int channels, char* to, const At&... at) const {
-    if (box.pieces > 16)
-      load_rows<BYTES>(5, from, channels, to, at...);
+    if (box.pieces > 1 << (SPAN - 1))
+      load_rows<BYTES>(SPAN, from, channels, to, at...);
     else
       load_rows<BYTES>(32 - __clz(box.pieces - 1), from, channels, to, at...);
   }
@@ -2378,11 +2382,11 @@ struct PartLoader {
   template <int BYTES, class... At>
   __device__ __forceinline__ void load_rows(int span, const scalar_t* from, int channels, char* to,
                                             const At&... at) const {
-    const int lanes = 1 << span, first = threadIdx.x >> span, at_once = THREADS >> span;  // channels
+    const int lanes = 1 << span, first = loader() >> span, at_once = LOADERS >> span;  // channels
     const bool whole = (CHANNELS & (at_once - 1)) == 0;
     from += first * tensor.stride[1];
     to += first * part.pitch;
-    for (int i = threadIdx.x % lanes; i < box.pieces; i += lanes) {
+    for (int i = loader() % lanes; i < box.pieces; i += lanes) {
       long long offset;
       const bool inside = box.find(tensor, i, offset, at...);
       const scalar_t* source = from + offset;
@@ -2401,7 +2405,7 @@ struct PartLoader {
   __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
     constexpr int VECTORS = CHANNELS / WIDTH;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < box.pieces * VECTORS; i += THREADS) {
+    for (int i = loader(); i < box.pieces * VECTORS; i += LOADERS) {
       const int channel = i % VECTORS * WIDTH;
       long long offset;
       const bool inside = box.find(tensor, i / VECTORS, offset, at...) && channel < channels;
@@ -2856,6 +2860,8 @@ constexpr int WEIGHT_STRIDE_TAP = 1;
 constexpr bool X_CHANNELS_LAST = false;
 constexpr bool G_CHANNELS_LAST = false;
 constexpr int WARPS = 8;
+constexpr int LOAD_WARPS = 8;
+constexpr int FIRST_LOAD_WARP = 0;
 constexpr int ROW_TILES = 4;
 constexpr int COLUMN_TILES = 4;
 constexpr int ROW_WARPS = 1;
@@ -3328,7 +3334,8 @@ _BUILDING_BLOCKS = {
         *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
         "pixel_loader",
     ),
-    "scatter_gemm": ("tensor_float", "copy_async", "mma", "wgmma"),
+    "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
+    "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
@@ -4505,6 +4512,8 @@ class _GradientGemm:
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
             ("G_CHANNELS_LAST", grad.channels_last),
             ("WARPS", _WARPS),
+            ("LOAD_WARPS", _WARPS),
+            ("FIRST_LOAD_WARP", 0),
             ("ROW_TILES", variant.row_tiles),
             ("COLUMN_TILES", variant.column_tiles),
             ("ROW_WARPS", variant.row_warps),

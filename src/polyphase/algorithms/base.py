@@ -187,8 +187,8 @@ def standard(problem: ConvTransposeProblem) -> ConvTransposeProblem:
 
 
 def wide(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at the size of large images, as layers with few channels have; as it is where images are tiny."""
-    return problem if is_tiny(problem) else replace(typical(problem, (16384, 256, 64)), batch=64)
+    """The layer at the size of large images, as layers with few channels have, unless its own are tiny."""
+    return standard(problem) if is_tiny(problem) else replace(typical(problem, (16384, 256, 64)), batch=64)
 
 
 def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:

@@ -123,8 +123,6 @@ class GatherGemm:
             return f"{phases} elements of a cell are too many for straight-line code (at most {_MAX_PHASES})"
         if problem.taps > _MAX_PRODUCTS:
             return f"{problem.taps} taps are too many for straight-line code (at most {_MAX_PRODUCTS})"
-        if DTYPE_BYTES[problem.dtype] == 2 and problem.input_size[-1] % 2:
-            return f"rows of {problem.input_size[-1]} elements of 2 bytes would be loaded one by one"
         if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
             return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
         return None
@@ -304,8 +302,6 @@ def _tiles(
     tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
     depth, height, width = gather.cell_axes
     piece = row_piece(gather.src, size, layouts.aligned, 0 if tiles[3] <= 1 else lanes[3])
-    if piece * size < 4:
-        return None  # too few warps load to move elements of 2 bytes one by one
     skew = width.first_offset % piece
     window = (lanes[0], depth.window(lanes[1]), height.window(lanes[2]), round_up(width.window(lanes[3]) + skew, piece))
     if max(window) >= MAX_SIDE:
@@ -397,7 +393,7 @@ def _multiply_cycles(
 def _load_cycles(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling) -> float:
     """Predicted cycles for a tile's windows."""
     size, stages = DTYPE_BYTES[problem.dtype], math.ceil(_steps(problem) / variant.stage_steps)
-    channels = variant.stage_steps * 32 // size
+    channels = variant.stage_steps * 32 // size * (4 if tiling.window.piece * size < 4 else 1)
     finds = math.ceil(tiling.window.places / (32 * variant.load_warps))
     return stages * (finds * (_FIND + channels * _COPY) + _STAGE)
 
