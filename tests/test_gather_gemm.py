@@ -44,7 +44,6 @@ LAYERS = {
     "1-D, rows of 4 bytes": make((3, 18, 25), 4, 5, 3, 2),
     "3-D": make((2, 16, 4, 5, 6), 4, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True),
     "3-D, slabs without taps": make((2, 8, 3, 4, 5), 4, 2, (3, 2, 2), bias=True),
-    "room for one tile's outputs": make((1, 8, 3, 130), 16, 4, 4, bias=True),
     "empty batch": make((0, 16, 4, 4), 4, 3),
 }
 
@@ -92,7 +91,6 @@ def test_layers_take_every_path() -> None:
                 "rows joined": tiling.joined > 1,
                 "rows without taps": tiling.bare_bytes > 0,
                 "rows of whole sectors": tiling.whole_sectors,
-                "outputs of two tiles": _outputs(problem, variant, tiling, H200) == 2,
                 "several tiles a block": tiling.total > launch.grid[0],
                 "tiles along the width": tiling.tiles[3] > 1,
                 "several images a tile": tiling.lanes[0] > 1,
@@ -108,20 +106,23 @@ def test_layers_take_every_path() -> None:
     assert missing <= {("several tiles a block", True), ("several images a tile", True)}  # those come below
 
 
-def test_blocks_take_tile_after_tile() -> None:
+@pytest.mark.parametrize(("room", "outputs"), [(H200.shared_bytes_per_block, 2), (101376, 1)])
+@pytest.mark.parametrize("name", ["grouped, every parameter", "six channels", "tiny images"])
+def test_blocks_take_tile_after_tile(name: str, room: int, outputs: int) -> None:
     """On a device of one multiprocessor blocks take several tiles, and in turn the outputs that there is room for."""
-    device, images = replace(H200, multiprocessors=1), set()
-    for name in ("grouped, every parameter", "six channels", "more channels than a block", "tiny images"):
-        problem = replace(LAYERS[name], batch=40 if name == "tiny images" else 5)
-        dense = Layouts.dense(problem)
-        candidate = GatherGemm().candidates(problem, Pass.FORWARD, device, dense)[0]
-        launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
-        tiling = _tiling(problem, dense, candidate.variant, device)
-        assert tiling is not None
-        assert tiling.total * problem.groups > launch.grid[0]
-        images.add(tiling.lanes[0])
-        assert_exact(problem, Pass.FORWARD, candidate, launch)
-    assert max(images) > 1
+    device = replace(H200, multiprocessors=1, shared_bytes_per_block=room, shared_bytes_per_multiprocessor=room + 1024)
+    problem = replace(LAYERS[name], batch=40 if name == "tiny images" else 5)
+    dense = Layouts.dense(problem)
+    candidate = GatherGemm().candidates(problem, Pass.FORWARD, device, dense)[0]
+    launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
+    tiling = _tiling(problem, dense, candidate.variant, device)
+    assert tiling is not None
+    assert tiling.total * problem.groups > launch.grid[0]
+    if name == "tiny images":
+        assert tiling.lanes[0] > 1
+    elif name == "grouped, every parameter":
+        assert _outputs(problem, candidate.variant, tiling, device) == outputs
+    assert_exact(problem, Pass.FORWARD, candidate, launch)
 
 
 def assert_carries_inf_and_nan(dtype: str, executor: Executor) -> None:
