@@ -57,6 +57,10 @@ class DeviceInfo:
             return PORTABLE
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
 
+    def shared_bytes_of(self, resident: int) -> int:
+        """Shared memory of a block, in bytes, where so many are to be resident on a multiprocessor together."""
+        return min(self.shared_bytes_per_block, self.shared_bytes_per_multiprocessor // resident - 1024)
+
 
 def capability_of(arch: str) -> int:
     """The compute capability in the compiler's name of an architecture, 90 for ``"sm_90a"``."""

@@ -25,8 +25,8 @@ ALIGNMENT = 32
 #: Pixels of an image up to which it is tiny: a kernel may take such images as a whole.
 TINY = 64
 
-# Channels of a group with which a layer's images are large.
-_FEW_CHANNELS = range(4, 33)
+#: Channels of a group, not so few as to be those of an image, with which images are large.
+FEW_CHANNELS = range(4, 33)
 
 # Planes of partial sums take at most this many bytes, or as much as the weight itself.
 _MAX_PLANES_BYTES = 64 << 20
@@ -194,7 +194,7 @@ def wide(problem: ConvTransposeProblem) -> ConvTransposeProblem:
 def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:
     """The layer at the size at which algorithms are compared: its `standard`, or `wide` where channels are few."""
     channels = problem.in_channels_per_group, problem.out_channels_per_group
-    return wide(problem) if all(count in _FEW_CHANNELS for count in channels) else standard(problem)
+    return wide(problem) if all(count in FEW_CHANNELS for count in channels) else standard(problem)
 
 
 def two_dimensions(blocks: int) -> tuple[int, int]:
@@ -245,6 +245,11 @@ def layer_constants(
         ("WEIGHT_STRIDE_OUT", 1 if weight_channels_last else taps),
         ("WEIGHT_STRIDE_TAP", out if weight_channels_last else 1),
     )
+
+
+def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
+    """Blocks that so many output channels each come to, of all groups."""
+    return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
 
 
 def affordable_planes(problem: ConvTransposeProblem) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from polyphase.algorithms.base import Layouts, Strides, channels_innermost, extent
 from polyphase.jit.source import Constant
@@ -191,6 +191,12 @@ class Gather:
             extent((images, channels, *side.shape[2:]), side.strides) * DTYPE_BYTES[self.dtype] >= 2**32
             for side, channels in ((self.src, stage_channels), (self.dst, 1))
         )
+
+
+@lru_cache(maxsize=2048)
+def forward_gather(problem: ConvTransposeProblem, layouts: Layouts) -> Gather:
+    """The forward pass of a problem; planners ask for the same one again and again."""
+    return Gather.of(problem, Pass.FORWARD, layouts)
 
 
 def five(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:

@@ -11,17 +11,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.algorithms.base import (
+    FEW_CHANNELS,
     Candidate,
     Launch,
     Layouts,
     layer_constants,
     offered,
+    out_blocks,
     round_up,
     standard,
     wide,
 )
-from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_variant import lacks_cores
+from polyphase.algorithms.gather import forward_gather
+from polyphase.algorithms.gemm_variant import lacks_cores, parts_of, steps_of
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, Part, row_bytes, row_piece
 from polyphase.device import DeviceInfo
@@ -30,7 +32,6 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _OFFERED = 6
 _MAX_IN_CHANNELS = 64  # of a group
-_OUT_CHANNELS = range(4, 33)  # of a group; `scatter_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more
 _MAX_PRODUCTS = 320  # entries times column tiles: straight-line code
 _MAX_WEIGHT_BYTES = 96 << 10
 _BARRIER_BYTES = 256  # and the notes of stages
@@ -81,7 +82,7 @@ class _Tiling:
     staged_bytes: int
     bare_bytes: int
     table_bytes: int
-    stage_bytes: int
+    step_bytes: int
 
     @property
     def total(self) -> int:
@@ -115,9 +116,10 @@ class GatherGemm:
             return "writes rows of pixels, and here channels come last"
         if (channels := problem.in_channels_per_group) > _MAX_IN_CHANNELS:
             return f"{channels} input channels in a group are many (here at most {_MAX_IN_CHANNELS})"
-        if (channels := problem.out_channels_per_group) not in _OUT_CHANNELS:
-            many = "few" if channels < _OUT_CHANNELS.start else "many"
-            allowed = f"{_OUT_CHANNELS.start} to {_OUT_CHANNELS.stop - 1}"
+        if (channels := problem.out_channels_per_group) not in FEW_CHANNELS:
+            # `scatter_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more.
+            many = "few" if channels < FEW_CHANNELS.start else "many"
+            allowed = f"{FEW_CHANNELS.start} to {FEW_CHANNELS.stop - 1}"
             return f"{channels} output channels in a group are {many} (here {allowed})"
         if (phases := math.prod(problem.stride)) > _MAX_PHASES:
             return f"{phases} elements of a cell are too many for straight-line code (at most {_MAX_PHASES})"
@@ -148,10 +150,11 @@ class GatherGemm:
     ) -> Launch:
         tiling = _tiling(problem, layouts, variant, device)
         assert tiling is not None
-        gather = _gather(problem, layouts)
-        blocks = _blocks(problem, variant)
+        gather = forward_gather(problem, layouts)
+        blocks = out_blocks(problem, variant.out_chunk)
         at_once = max(1, min(tiling.total, device.multiprocessors * variant.min_blocks // blocks))  # tiles
         apart = [at_once // math.prod(tiling.tiles[1 + i :]) % max(1, tiling.tiles[i]) for i in range(4)]
+        outputs = _outputs(problem, variant, tiling, device)
         geometry = gather.src.packed() + gather.dst.packed() + tiling.window.packed()
         geometry += struct.pack(
             "<33i",
@@ -165,11 +168,11 @@ class GatherGemm:
             *tiling.pitch,
             *tiling.shift,
             tiling.joined,
-            _outputs(problem, variant, tiling, device),
+            outputs,
             tiling.staged_bytes,
             tiling.bare_bytes,
             tiling.table_bytes,
-            tiling.stage_bytes,
+            variant.stage_steps * tiling.step_bytes,
         )
         geometry += bytes(-len(geometry) % 8)
         constants: tuple[tuple[str, Constant], ...] = (
@@ -184,7 +187,7 @@ class GatherGemm:
             ("OUT_CHUNK", variant.out_chunk),
             ("STAGE_STEPS", variant.stage_steps),
             ("BUFFERS", variant.buffers),
-            ("PARTS", _parts(problem)),
+            ("PARTS", parts_of(problem)),
             ("BULK_STORES", device.capability >= 90),
             ("MIN_BLOCKS", variant.min_blocks),
         )
@@ -192,24 +195,9 @@ class GatherGemm:
             source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(at_once * blocks if tiling.total else 0, 1, 1),
             block=32 * variant.all_warps,
-            shared_bytes=_shared_bytes(problem, variant, tiling, _outputs(problem, variant, tiling, device)),
+            shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
             geometry=geometry,
         )
-
-
-def _parts(problem: ConvTransposeProblem) -> int:
-    """Parts of a float32: two keep its accuracy."""
-    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
-
-
-def _blocks(problem: ConvTransposeProblem, variant: GatherGemmVariant) -> int:
-    """Blocks of a tile."""
-    return problem.groups * math.ceil(problem.out_channels_per_group / variant.out_chunk)
-
-
-def _steps(problem: ConvTransposeProblem) -> int:
-    """Operations that a group's channels take."""
-    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / 32)
 
 
 @lru_cache(maxsize=1024)
@@ -231,11 +219,11 @@ def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
 
 
 def _weight_bytes(problem: ConvTransposeProblem, out_chunk: int) -> int:
-    return _steps(problem) * _product(problem, out_chunk).entries * _parts(problem) * 512
+    return steps_of(problem) * _product(problem, out_chunk).entries * parts_of(problem) * 512
 
 
 def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
-    stages = variant.buffers * tiling.stage_bytes
+    stages = variant.buffers * variant.stage_steps * tiling.step_bytes
     tables = (
         _BARRIER_BYTES
         + round_up(8 * variant.columns, 128)
@@ -246,19 +234,9 @@ def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, til
     return tables + outputs * tiling.staged_bytes + stages
 
 
-def _room(variant: GatherGemmVariant, device: DeviceInfo) -> int:
-    """Shared memory of a block, of so many that are resident together."""
-    return min(device.shared_bytes_per_block, device.shared_bytes_per_multiprocessor // variant.min_blocks - 1024)
-
-
 def _outputs(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:
     """Tiles whose outputs there is room for: of two, one is written while the other is put together."""
-    return 2 if _shared_bytes(problem, variant, tiling, 2) <= _room(variant, device) else 1
-
-
-@lru_cache(maxsize=1024)
-def _gather(problem: ConvTransposeProblem, layouts: Layouts) -> Gather:
-    return Gather.of(problem, Pass.FORWARD, layouts)
+    return 2 if _shared_bytes(problem, variant, tiling, 2) <= device.shared_bytes_of(variant.min_blocks) else 1
 
 
 @lru_cache(maxsize=8192)
@@ -266,16 +244,23 @@ def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, variant: GatherGemmVariant, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least time."""
-    room = _room(variant, device)
-    tilings = (_tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, variant.columns))
-    fitting = [each for each in tilings if each is not None and _shared_bytes(problem, variant, each, 1) <= room]
+    room = device.shared_bytes_of(variant.min_blocks)
+    tilings = _tilings(problem, layouts, variant.out_chunk, variant.columns)
+    fitting = [each for each in tilings if _shared_bytes(problem, variant, each, 1) <= room]
     return min(fitting, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
+
+
+@lru_cache(maxsize=256)
+def _tilings(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, columns: int) -> list[_Tiling]:
+    """Those by tiles of at most so many cells, for all variants alike."""
+    tilings = (_tiles(problem, layouts, out_chunk, lanes) for lanes in _lanes(problem, columns))
+    return [each for each in tilings if each is not None]
 
 
 @lru_cache(maxsize=256)
 def _lanes(problem: ConvTransposeProblem, columns: int) -> list[tuple[int, int, int, int]]:
     """Extents of tiles along n, d, h and w of at most so many cells. A tile of one cell is among them."""
-    depth, height, width = _gather(problem, Layouts.dense(problem)).cells
+    depth, height, width = forward_gather(problem, Layouts.dense(problem)).cells
     found = {(1, 1, 1, 2)}
     for w in sorted({round_up(extent, 2) for extent in _extents(width, columns)}):
         for h in _extents(height, columns // w):
@@ -293,10 +278,10 @@ def _extents(cells: int, most: int) -> list[int]:
 
 
 def _tiles(
-    problem: ConvTransposeProblem, layouts: Layouts, variant: GatherGemmVariant, lanes: tuple[int, int, int, int]
+    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: tuple[int, int, int, int]
 ) -> _Tiling | None:
     """The tiling by tiles of so many cells along n, d, h and w, or None where those cannot be."""
-    size, gather = DTYPE_BYTES[problem.dtype], _gather(problem, layouts)
+    size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
     if gather.src.channels_last or gather.dst.channels_last:
         return None
     tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
@@ -315,20 +300,19 @@ def _tiles(
     sector = 32 // size
     columns = gather.dst.shape[4]
     batch_stride, channel_stride, depth_stride, height_stride, _ = gather.dst.strides
-    owned = [len({axis.phase(tap) for tap in range(axis.kernel)}) for axis in problem.axes3]
-    bare = any(phases < axis.stride for phases, axis in zip(owned[:2], problem.axes3))
-    lines, run = lanes[2] * problem.axes3[1].stride, lanes[3] * problem.axes3[2].stride
+    bare = any(along.owned < along.dst for along in (depth, height))
+    lines, run = lanes[2] * height.dst, lanes[3] * width.dst
     whole = lanes[3] >= gather.cells[2] and gather.dst.strides[3:] == (columns, 1) and lines > 1 and not bare
     row = columns if whole else round_up(run, sector) + sector
-    slab = round_up(lines * row, sector) + sector if whole else lanes[2] * owned[1] * row
-    image = lanes[1] * owned[0] * slab
+    slab = round_up(lines * row, sector) + sector if whole else lanes[2] * height.owned * row
+    image = lanes[1] * depth.owned * slab
     channel = lanes[0] * image
-    channel += _padding(channel % (128 // size), channel_stride % sector, problem.axes3[2].stride, size)
-    bare_rows = (variant.out_chunk if problem.bias else 1) if bare else 0
+    channel += _padding(channel % (128 // size), channel_stride % sector, width.dst, size)
+    bare_rows = (out_chunk if problem.bias else 1) if bare else 0
     strides = channel_stride, batch_stride, depth_stride, 0 if whole else height_stride
     first, second, third, fourth = (stride % sector for stride in strides)
-    staged = round_up(variant.out_chunk * channel * size, 16)
-    if variant.out_chunk * channel >= 1 << 23:
+    staged = round_up(out_chunk * channel * size, 16)
+    if out_chunk * channel >= 1 << 23:
         return None
     n, d, h, w = tiles
     return _Tiling(
@@ -341,9 +325,9 @@ def _tiles(
         (first, second, third, fourth),
         lines if whole else 1,
         staged,
-        bare_rows * (round_up(run + sector, sector)) * size,
+        bare_rows * round_up(run + sector, sector) * size,
         places * MOVING_BYTES,
-        variant.stage_steps * (32 // size) * pitch,
+        32 // size * pitch,
     )
 
 
@@ -381,7 +365,7 @@ def _multiply_cycles(
     problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int
 ) -> float:
     """Predicted cycles for the products of a tile, in each of so many resident blocks."""
-    size, parts, steps = DTYPE_BYTES[problem.dtype], _parts(problem), _steps(problem)
+    size, parts, steps = DTYPE_BYTES[problem.dtype], parts_of(problem), steps_of(problem)
     product, tiles = _product(problem, variant.out_chunk), variant.pixel_tiles
     warps = min(variant.warps, math.ceil(math.prod(tiling.lanes) / (8 * tiles)))
     taken = product.pixels * tiles * ((10 if parts == 2 else 4) if size == 4 else 6)
@@ -392,7 +376,7 @@ def _multiply_cycles(
 
 def _load_cycles(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling) -> float:
     """Predicted cycles for a tile's windows."""
-    size, stages = DTYPE_BYTES[problem.dtype], math.ceil(_steps(problem) / variant.stage_steps)
+    size, stages = DTYPE_BYTES[problem.dtype], math.ceil(steps_of(problem) / variant.stage_steps)
     channels = variant.stage_steps * 32 // size * (4 if tiling.window.piece * size < 4 else 1)
     finds = math.ceil(tiling.window.places / (32 * variant.load_warps))
     return stages * (finds * (_FIND + channels * _COPY) + _STAGE)
@@ -412,7 +396,7 @@ def _estimate(
     problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    size, steps, blocks = DTYPE_BYTES[problem.dtype], _steps(problem), _blocks(problem, variant)
+    size, steps, blocks = DTYPE_BYTES[problem.dtype], steps_of(problem), out_blocks(problem, variant.out_chunk)
     at_once = device.multiprocessors * variant.min_blocks
     resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * blocks / device.multiprocessors)))
     rounds = math.ceil(tiling.total / max(1, at_once // blocks)) * max(1.0, blocks / at_once)
@@ -450,7 +434,7 @@ def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[GatherGem
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GatherGemmVariant]:
     """Variants whose registers and shared memory do for so many blocks, and for any image."""
-    out, steps, parts = problem.out_channels_per_group, _steps(problem), _parts(problem)
+    out, steps, parts = problem.out_channels_per_group, steps_of(problem), parts_of(problem)
     chunks = sorted({min(out, chunk) for chunk in (32, 16, 8, 4)}, reverse=True)
     shapes = itertools.product(chunks, (8, 4), (8, 4, 2, 1), (4, 2, 1), _OTHER_WARPS, (1, 2))
     for chunk, warps, tiles, stage_steps, (load, store), min_blocks in shapes:
@@ -465,6 +449,6 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Gat
         if sums + 4 * tiles + 4 * parts + 12 * product.row_blocks + 32 > registers:
             continue
         variant = GatherGemmVariant(warps, tiles, chunk, stage_steps, _BUFFERS, load, store, min_blocks)
-        cell = _tiles(problem, Layouts.dense(problem), variant, (1, 1, 1, 2))
-        if cell is not None and _shared_bytes(problem, variant, cell, 1) <= _room(variant, device):
+        cell = _tiles(problem, Layouts.dense(problem), chunk, (1, 1, 1, 2))
+        if cell is not None and _shared_bytes(problem, variant, cell, 1) <= device.shared_bytes_of(variant.min_blocks):
             yield variant

@@ -216,6 +216,16 @@ def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None
     return None
 
 
+def parts_of(problem: ConvTransposeProblem) -> int:
+    """Parts in which the tensor cores take an element: two keep the accuracy of float32."""
+    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
+
+
+def steps_of(problem: ConvTransposeProblem) -> int:
+    """Operations of ``mma.sync``, or of Hopper's instruction, that a group's input channels take."""
+    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / 32)
+
+
 def variants(
     problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
 ) -> Iterator[GemmVariant]:
@@ -234,7 +244,7 @@ def families(
     taps = Taps.of(problem.axes3)
     channels = problem.out_channels_per_group
     blocks = math.ceil(channels / ROWS)
-    parts = 1 if problem.dtype != "float32" or problem.uses_tf32 else 2
+    parts = parts_of(problem)
     some_lines = [lines for lines in range(1, len(taps.lines) + 1) if len(taps.lines) % lines == 0]
     shapes = [
         (channel_blocks, lines, channel_blocks * lines * taps.owned_w, 0, False)

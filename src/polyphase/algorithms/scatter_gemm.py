@@ -17,13 +17,14 @@ from polyphase.algorithms.base import (
     is_tiny,
     layer_constants,
     offered,
+    out_blocks,
     round_up,
     rounds_of,
     standard,
     typical,
 )
-from polyphase.algorithms.gather import MAX_PHASES, Gather, Side
-from polyphase.algorithms.gemm_variant import lacks_cores
+from polyphase.algorithms.gather import MAX_PHASES, Gather, Side, forward_gather
+from polyphase.algorithms.gemm_variant import lacks_cores, parts_of, steps_of
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import row_piece, widest_piece
 from polyphase.device import DeviceInfo
@@ -128,7 +129,7 @@ class ScatterGemm:
     ) -> Launch:
         tiling = _tiling(problem, layouts, variant, device)
         assert tiling is not None
-        gather = _gather(problem, layouts)
+        gather = forward_gather(problem, layouts)
         run = problem.axes3[2].stride
         geometry = gather.src.packed() + gather.dst.packed()
         geometry += struct.pack(
@@ -156,50 +157,30 @@ class ScatterGemm:
             ("AHEAD", variant.ahead),
             ("PITCH", variant.pitch),
             ("WGMMA", variant.wgmma),
-            ("PARTS", _parts(problem)),
+            ("PARTS", parts_of(problem)),
             ("MIN_BLOCKS", variant.min_blocks),
         )
         return Launch(
             source=KernelSource(self.name, problem.dtype, True, constants),
-            grid=(tiling.total * _blocks(problem, variant), 1, 1),
+            grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
             geometry=geometry,
         )
 
 
-def _parts(problem: ConvTransposeProblem) -> int:
-    """Parts of a float32: two keep its accuracy."""
-    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
-
-
-def _blocks(problem: ConvTransposeProblem, variant: ScatterVariant) -> int:
-    """Blocks of a tile."""
-    return problem.groups * math.ceil(problem.out_channels_per_group / variant.out_chunk)
-
-
 def _column_tiles(problem: ConvTransposeProblem, out_chunk: int) -> int:
     return math.ceil(out_chunk * problem.taps / 8)
 
 
-def _steps(problem: ConvTransposeProblem) -> int:
-    """Operations that a group's channels take."""
-    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / 32)
-
-
 def _step_bytes(problem: ConvTransposeProblem, out_chunk: int) -> int:
     """Of the weights of one operation."""
-    return 256 * _parts(problem) * _column_tiles(problem, out_chunk)
+    return 256 * parts_of(problem) * _column_tiles(problem, out_chunk)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, variant: ScatterVariant) -> int:
-    held = min(variant.steps_held, _steps(problem))
+    held = min(variant.steps_held, steps_of(problem))
     return held * _step_bytes(problem, variant.out_chunk) + 4 * variant.out_chunk * problem.taps * variant.pitch
-
-
-@lru_cache(maxsize=1024)
-def _gather(problem: ConvTransposeProblem, layouts: Layouts) -> Gather:
-    return Gather.of(problem, Pass.FORWARD, layouts)
 
 
 @lru_cache(maxsize=8192)
@@ -229,7 +210,7 @@ def _lanes(problem: ConvTransposeProblem, room: int, unit: int) -> list[tuple[in
 
     A band has ``room`` for so many pixels, and whole units of a row. A tile of one cell is among them.
     """
-    gather = _gather(problem, Layouts.dense(problem))
+    gather = forward_gather(problem, Layouts.dense(problem))
     cells = gather.cells
     found: dict[tuple[int, int, int, int], float] = {(1, 1, 1, 1): math.inf}
     for w in _extents(cells[2], room):
@@ -256,7 +237,7 @@ def _tiles(
 ) -> _Tiling | None:
     """The tiling by tiles of so many cells along n, d, h and w, or None where those do not fit."""
     size = DTYPE_BYTES[problem.dtype]
-    gather = _gather(problem, layouts)
+    gather = forward_gather(problem, layouts)
     (depth, slabs), (height, rows), (width, columns) = (_window(gather, i, lanes[1 + i]) for i in range(3))
     tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
     *_, width_stride = gather.src.strides
@@ -299,7 +280,7 @@ _ONE_PART = 0.83  # of the prediction, where products come in one part: it is to
 
 def _step_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling) -> float:
     """Predicted cycles of a multiprocessor for one operation of the warps of a block that own pixels."""
-    parts, columns, rows = _parts(problem), _column_tiles(problem, variant.out_chunk), variant.row_tiles
+    parts, columns, rows = parts_of(problem), _column_tiles(problem, variant.out_chunk), variant.row_tiles
     together = 64 if variant.wgmma else 16
     warps = together // 16 * math.ceil(tiling.row * tiling.band / (together * rows))
     products = rows * columns * (3 if parts == 2 else 1)
@@ -313,7 +294,7 @@ def _step_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling:
 
 def _tile_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, resident: int) -> float:
     """Predicted cycles for a round of so many resident blocks."""
-    columns, steps = _column_tiles(problem, variant.out_chunk), _steps(problem)
+    columns, steps = _column_tiles(problem, variant.out_chunk), steps_of(problem)
     step = max(resident * _step_cycles(problem, variant, tiling), _LATENCY / variant.ahead)
     loads = 1 if variant.steps_held >= steps else tiling.bands * math.ceil(steps / variant.steps_held)
     weights = loads * (_LOAD + resident * min(steps, variant.steps_held) * columns * _WEIGHTS)
@@ -327,9 +308,9 @@ def _estimate(
     problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    resident, rounds = rounds_of(tiling.total * _blocks(problem, variant), variant.min_blocks, device)
+    resident, rounds = rounds_of(tiling.total * out_blocks(problem, variant.out_chunk), variant.min_blocks, device)
     work = rounds * _tile_cycles(problem, variant, tiling, resident) / device.clock_hz
-    work *= (_ONE_PART if _parts(problem) == 1 else 1.0) * (_SHARED if variant.min_blocks > 1 else 1.0)
+    work *= (_ONE_PART if parts_of(problem) == 1 else 1.0) * (_SHARED if variant.min_blocks > 1 else 1.0)
     size, channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
     images, slabs, rows, width = tiling.window
     halo = images * slabs * rows * round_up(width * size, 32) * tiling.total * channels
@@ -363,7 +344,7 @@ def _seconds(problem: ConvTransposeProblem, variant: ScatterVariant, device: Dev
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ScatterVariant]:
     """Variants worth a thought: those whose registers and shared memory do for so many blocks, and for any image."""
     out, taps = problem.out_channels_per_group, problem.taps
-    steps, parts = _steps(problem), _parts(problem)
+    steps, parts = steps_of(problem), parts_of(problem)
     chunks = {math.ceil(out / parts) for parts in range(1, out + 1) if math.ceil(out / parts) * taps <= _MAX_COLUMNS}
     instructions = (True, False) if device.arch == "sm_90a" else (False,)
     shapes = itertools.product(
@@ -380,7 +361,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Sca
         besides = (52 if wgmma else 90) + (row_tiles - 1) * (20 if problem.channels_last else 8)
         if sums + words + besides > registers:
             continue
-        shared = min(device.shared_bytes_per_block, device.shared_bytes_per_multiprocessor // min_blocks - 1024)
+        shared = device.shared_bytes_of(min_blocks)
         step_bytes = _step_bytes(problem, chunk)
         held = round_up(steps, ahead)
         if steps * step_bytes > shared // 2:
