@@ -14,7 +14,8 @@ from _pytest.mark import ParameterSet
 import emulator
 from kernel_harness import DTYPES, Emulator, Executor, assert_exact, reference, run, strange_layouts
 from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _steps, _tiling
+from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _tiling
+from polyphase.algorithms.gemm_variant import steps_of
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -96,8 +97,8 @@ def test_layers_take_every_path() -> None:
                 "several images a tile": tiling.lanes[0] > 1,
                 "all of a row's phases have taps": _product(problem, variant.out_chunk).row_blocks
                 == math.ceil(math.prod(problem.stride) * variant.out_chunk / 16),
-                "several stages a tile": variant.stage_steps < _steps(problem),
-                "operations left over in a stage": _steps(problem) % variant.stage_steps != 0,
+                "several stages a tile": variant.stage_steps < steps_of(problem),
+                "operations left over in a stage": steps_of(problem) % variant.stage_steps != 0,
                 "channels left over": problem.out_channels_per_group % variant.out_chunk != 0,
                 "one phase in a fragment's rows": variant.out_chunk % 8 == 0,
             }

@@ -222,7 +222,7 @@ class ConvTransposeProblem:
             bias=False,
         )
 
-    @property
+    @cached_property
     def taps(self) -> int:
         """Taps of the whole kernel."""
         return math.prod(self.kernel_size)
@@ -232,7 +232,7 @@ class ConvTransposeProblem:
         """Multiplications and additions, each counted as one; the same for all three passes."""
         return 2 * self.batch * self.in_channels * self.out_channels_per_group * self.taps * math.prod(self.input_size)
 
-    @property
+    @cached_property
     def elements(self) -> tuple[int, int, int]:
         """Elements of the input, the weight and the output."""
         return math.prod(self.input_shape), math.prod(self.weight_shape), math.prod(self.output_shape)

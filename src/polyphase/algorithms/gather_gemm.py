@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from polyphase.algorithms.base import (
@@ -84,9 +84,14 @@ class _Tiling:
     table_bytes: int
     step_bytes: int
 
-    @property
+    @cached_property
     def total(self) -> int:
         return math.prod(self.tiles)
+
+    @cached_property
+    def cells(self) -> int:
+        """Of a tile."""
+        return math.prod(self.lanes)
 
     @property
     def whole_sectors(self) -> bool:
@@ -95,11 +100,14 @@ class _Tiling:
 
 
 class _Product(NamedTuple):
-    """What the kernel's ``Entries`` come to for so many output channels of a block."""
+    """What the kernel's ``Entries`` and weights come to for so many output channels of a block."""
 
     row_blocks: int
     pixels: int
     entries: int
+    parts: int
+    steps: int
+    weight_bytes: int
 
 
 class GatherGemm:
@@ -215,11 +223,8 @@ def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
         first, last = 16 * block // out_chunk, (16 * block + 15) // out_chunk
         entries += len(set().union(*reads[first : last + 1]))
     pixels = math.prod(len(set().union(*phases)) for phases in taps)
-    return _Product(row_blocks, pixels, entries)
-
-
-def _weight_bytes(problem: ConvTransposeProblem, out_chunk: int) -> int:
-    return steps_of(problem) * _product(problem, out_chunk).entries * parts_of(problem) * 512
+    parts, steps = parts_of(problem), steps_of(problem)
+    return _Product(row_blocks, pixels, entries, parts, steps, 512 * parts * steps * entries)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
@@ -227,7 +232,7 @@ def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, til
     tables = (
         _BARRIER_BYTES
         + round_up(8 * variant.columns, 128)
-        + _weight_bytes(problem, variant.out_chunk)
+        + _product(problem, variant.out_chunk).weight_bytes
         + tiling.bare_bytes
         + tiling.table_bytes
     )
@@ -247,7 +252,9 @@ def _tiling(
     room = device.shared_bytes_of(variant.min_blocks)
     tilings = _tilings(problem, layouts, variant.out_chunk, variant.columns)
     fitting = [each for each in tilings if _shared_bytes(problem, variant, each, 1) <= room]
-    return min(fitting, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
+    most = max((each.cells for each in fitting), default=0)
+    large = (each for each in fitting if 2 * each.cells >= most)
+    return min(large, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
 
 
 @lru_cache(maxsize=256)
@@ -365,9 +372,9 @@ def _multiply_cycles(
     problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int
 ) -> float:
     """Predicted cycles for the products of a tile, in each of so many resident blocks."""
-    size, parts, steps = DTYPE_BYTES[problem.dtype], parts_of(problem), steps_of(problem)
-    product, tiles = _product(problem, variant.out_chunk), variant.pixel_tiles
-    warps = min(variant.warps, math.ceil(math.prod(tiling.lanes) / (8 * tiles)))
+    size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
+    parts, steps = product.parts, product.steps
+    warps = min(variant.warps, math.ceil(tiling.cells / (8 * tiles)))
     taken = product.pixels * tiles * ((10 if parts == 2 else 4) if size == 4 else 6)
     multiplied = product.entries * (2 * parts + tiles * (7 if parts == 2 else 1))
     slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
@@ -376,7 +383,8 @@ def _multiply_cycles(
 
 def _load_cycles(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling) -> float:
     """Predicted cycles for a tile's windows."""
-    size, stages = DTYPE_BYTES[problem.dtype], math.ceil(steps_of(problem) / variant.stage_steps)
+    size = DTYPE_BYTES[problem.dtype]
+    stages = math.ceil(_product(problem, variant.out_chunk).steps / variant.stage_steps)
     channels = variant.stage_steps * 32 // size * (4 if tiling.window.piece * size < 4 else 1)
     finds = math.ceil(tiling.window.places / (32 * variant.load_warps))
     return stages * (finds * (_FIND + channels * _COPY) + _STAGE)
@@ -396,7 +404,7 @@ def _estimate(
     problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    size, steps, blocks = DTYPE_BYTES[problem.dtype], steps_of(problem), out_blocks(problem, variant.out_chunk)
+    size, blocks = DTYPE_BYTES[problem.dtype], out_blocks(problem, variant.out_chunk)
     at_once = device.multiprocessors * variant.min_blocks
     resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * blocks / device.multiprocessors)))
     rounds = math.ceil(tiling.total / max(1, at_once // blocks)) * max(1.0, blocks / at_once)
@@ -407,7 +415,8 @@ def _estimate(
     )
     tile = sum(part**_TOGETHER for part in parts) ** (1 / _TOGETHER)
     work = (rounds * tile + _LAUNCH) / device.clock_hz
-    halo = tiling.total * blocks * steps * (32 // size) * row_bytes(tiling.window, size)
+    channels = _product(problem, variant.out_chunk).steps * 32 // size
+    halo = tiling.total * blocks * channels * row_bytes(tiling.window, size)
     moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
     floor = moved / (device.copy_bytes_per_second * _BANDWIDTH)
     return max(work, floor), "bytes" if floor > work else "instructions"
@@ -434,19 +443,19 @@ def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[GatherGem
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GatherGemmVariant]:
     """Variants whose registers and shared memory do for so many blocks, and for any image."""
-    out, steps, parts = problem.out_channels_per_group, steps_of(problem), parts_of(problem)
+    out = problem.out_channels_per_group
     chunks = sorted({min(out, chunk) for chunk in (32, 16, 8, 4)}, reverse=True)
     shapes = itertools.product(chunks, (8, 4), (8, 4, 2, 1), (4, 2, 1), _OTHER_WARPS, (1, 2))
     for chunk, warps, tiles, stage_steps, (load, store), min_blocks in shapes:
         product = _product(problem, chunk)
-        if warps * min_blocks < 8 or stage_steps > steps:
+        if warps * min_blocks < 8 or stage_steps > product.steps:
             continue
-        if product.entries * tiles > _MAX_PRODUCTS or _weight_bytes(problem, chunk) > _MAX_WEIGHT_BYTES:
+        if product.entries * tiles > _MAX_PRODUCTS or product.weight_bytes > _MAX_WEIGHT_BYTES:
             continue
         registers = min(255, 65536 // (32 * (warps + load + store) * min_blocks) // 8 * 8)
         # Sums, with those of an operation on their way; an operation's operands; and what outputs need to be stored.
-        sums = 4 * tiles * (product.row_blocks + (1 if parts == 2 else 0))
-        if sums + 4 * tiles + 4 * parts + 12 * product.row_blocks + 32 > registers:
+        sums = 4 * tiles * (product.row_blocks + (1 if product.parts == 2 else 0))
+        if sums + 4 * tiles + 4 * product.parts + 12 * product.row_blocks + 32 > registers:
             continue
         variant = GatherGemmVariant(warps, tiles, chunk, stage_steps, _BUFFERS, load, store, min_blocks)
         cell = _tiles(problem, Layouts.dense(problem), chunk, (1, 1, 1, 2))
