@@ -52,6 +52,79 @@ _LAYERS: dict[str, ConvTransposeProblem] = {
     "KernelBench 79": make((16, 32, 131072), 64, 3, stride=2, padding=1, dilation=2),
 }
 
+# Layers of further models: what a layer is like that no kernel was made for.
+_MODELS: dict[str, ConvTransposeProblem] = {
+    # Generators of images.
+    "DCGAN generator, 1st": make((128, 100, 1, 1), 1024, 4),
+    "DCGAN generator, 3rd": make((128, 512, 8, 8), 256, 4, stride=2, padding=1),
+    "MNIST GAN, 1st": make((256, 128, 7, 7), 64, 4, stride=2, padding=1),
+    "MNIST GAN, last": make((256, 64, 14, 14), 1, 4, stride=2, padding=1),
+    "VAE, 2nd": make((64, 64, 16, 16), 32, 4, stride=2, padding=1, bias=True),
+    "VAE, last": make((64, 32, 32, 32), 3, 4, stride=2, padding=1, bias=True),
+    "StyleGAN2 up, 32": make((1, 4096, 32, 32), 4096, 3, stride=2, groups=8),
+    "StyleGAN2 up, 256": make((1, 1024, 256, 256), 512, 3, stride=2, groups=8),
+    "pix2pix, 3rd": make((16, 1024, 8, 8), 512, 4, stride=2, padding=1),
+    "pix2pix, last": make((16, 128, 128, 128), 3, 4, stride=2, padding=1, bias=True),
+    "3-D GAN, 1st": make((16, 512, 4, 4, 4), 256, 4, stride=2, padding=1),
+    "3-D GAN, 3rd": make((16, 128, 16, 16, 16), 64, 4, stride=2, padding=1),
+    "3-D GAN, last": make((16, 64, 32, 32, 32), 1, 4, stride=2, padding=1),
+    # Super-resolution.
+    "LapSRN, image": make((8, 1, 256, 256), 1, 4, stride=2, padding=1),
+    "LapSRN, features": make((8, 64, 128, 128), 64, 4, stride=2, padding=1),
+    "DBPN ×4": make((8, 64, 64, 64), 64, 8, stride=4, padding=2, bias=True),
+    "DBPN ×8": make((8, 64, 32, 32), 64, 12, stride=8, padding=2, bias=True),
+    # Segmentation, detection, pose, depth, flow.
+    "U-Net, 2nd up": make((16, 512, 64, 64), 256, 2, stride=2, bias=True),
+    "U-Net, 3rd up": make((16, 256, 128, 128), 128, 2, stride=2, bias=True),
+    "SAM mask decoder, 2nd": make((16, 64, 128, 128), 32, 2, stride=2, bias=True),
+    "FCN-8s, ×2": make((8, 21, 32, 32), 21, 4, stride=2),
+    "FCN-8s, ×8": make((8, 21, 64, 64), 21, 16, stride=8, padding=4),
+    "FCN-32s": make((8, 21, 16, 16), 21, 64, stride=32, padding=16),
+    "ERFNet, 1st": make((8, 128, 64, 128), 64, 3, stride=2, padding=1, output_padding=1, bias=True),
+    "ERFNet, 2nd": make((8, 64, 128, 256), 16, 3, stride=2, padding=1, output_padding=1, bias=True),
+    "ERFNet, last": make((8, 16, 256, 512), 20, 2, stride=2, bias=True),
+    "LinkNet": make((8, 32, 128, 128), 32, 3, stride=2, padding=1, output_padding=1, bias=True),
+    "ViTDet pyramid, 1st": make((8, 768, 64, 64), 384, 2, stride=2, bias=True),
+    "ViTDet pyramid, 2nd": make((8, 384, 128, 128), 192, 2, stride=2, bias=True),
+    "DPT reassemble ×4": make((8, 256, 24, 24), 256, 4, stride=4, bias=True),
+    "PointPillars ×2": make((4, 128, 124, 108), 128, 2, stride=2),
+    "PointPillars ×4": make((4, 256, 62, 54), 128, 4, stride=4),
+    "CenterNet ResNet, 1st": make((32, 512, 16, 16), 256, 4, stride=2, padding=1),
+    "CenterNet DLA up ×4, depthwise": make((32, 64, 64, 64), 64, 8, stride=4, padding=2, groups=64),
+    "SimpleBaseline pose head, 1st": make((64, 2048, 8, 6), 256, 4, stride=2, padding=1),
+    "HigherHRNet": make((16, 49, 128, 128), 32, 4, stride=2, padding=1),
+    "ViTPose, 1st": make((64, 768, 16, 12), 256, 4, stride=2, padding=1),
+    "FlowNet features": make((8, 1026, 12, 16), 256, 4, stride=2, padding=1),
+    "FlowNet flow": make((8, 2, 96, 128), 2, 4, stride=2, padding=1),
+    "V-Net, 1st up": make((2, 256, 8, 8, 8), 128, 2, stride=2, bias=True),
+    "nnU-Net 3-D up, deepest": make((2, 320, 8, 8, 8), 320, 2, stride=2),
+    "nnU-Net 3-D up, 3rd": make((2, 128, 32, 32, 32), 64, 2, stride=2),
+    "nnU-Net 3-D up, last": make((2, 64, 64, 64, 64), 32, 2, stride=2),
+    "nnU-Net 3-D up, slices": make((2, 64, 16, 128, 128), 32, (1, 2, 2), stride=(1, 2, 2)),
+    # Audio.
+    "HiFi-GAN up 2": make((16, 256, 2048), 128, 16, stride=8, padding=4, bias=True),
+    "HiFi-GAN up 3": make((16, 128, 16384), 64, 4, stride=2, padding=1, bias=True),
+    "HiFi-GAN up 4": make((16, 64, 32768), 32, 4, stride=2, padding=1, bias=True),
+    "EnCodec up 2": make((8, 256, 1200), 128, 10, stride=5, bias=True),
+    "EnCodec up 4": make((8, 64, 24000), 32, 4, stride=2, bias=True),
+    "DAC up 1": make((4, 1536, 86), 768, 16, stride=8, padding=4, bias=True),
+    "Demucs, last": make((4, 64, 110250), 8, 8, stride=4, bias=True),
+    "HTDemucs, frequencies": make((4, 96, 128, 336), 48, (8, 1), stride=(4, 1), bias=True),
+    "Conv-TasNet decoder": make((8, 512, 4000), 1, 16, stride=8),
+    "inverse STFT": make((8, 514, 800), 1, 512, stride=128),
+    "WaveGAN, 2nd": make((32, 512, 64), 256, 25, stride=4, padding=11, output_padding=1, bias=True),
+    "WaveGAN, last": make((32, 64, 4096), 1, 25, stride=4, padding=11, output_padding=1, bias=True),
+    "SEGAN, middle": make((16, 256, 512), 64, 31, stride=2, padding=15, output_padding=1, bias=True),
+    "Spleeter, 2nd": make((4, 512, 16, 32), 128, 5, stride=2, padding=2, output_padding=1, bias=True),
+    "Spleeter, last": make((4, 32, 256, 512), 1, 5, stride=2, padding=2, output_padding=1, bias=True),
+    "WaveNet vocoder": make((8, 1, 80, 200), 1, (3, 32), stride=(1, 16), padding=(1, 8)),
+    # One image, or one second, at a time.
+    "U-Net, last up, batch 1": make((1, 128, 256, 256), 64, 2, stride=2, bias=True),
+    "SimpleBaseline pose head, 3rd, batch 1": make((1, 256, 32, 24), 256, 4, stride=2, padding=1),
+    "HiFi-GAN up 1, batch 1": make((1, 512, 128), 256, 16, stride=8, padding=4, bias=True),
+    "CycleGAN/pix2pix up 2, batch 1": make((1, 128, 128, 128), 64, 3, stride=2, padding=1, output_padding=1, bias=True),
+}
+
 
 class Suite(str, Enum):
     """A named choice of layers."""
@@ -59,6 +132,7 @@ class Suite(str, Enum):
     REFERENCE = "reference"
     KERNELBENCH = "kernelbench"
     ALL = "all"
+    MODELS = "models"
 
 
 @dataclass(frozen=True)
@@ -74,8 +148,10 @@ def suite(which: Suite) -> list[NamedLayer]:
 
     ``reference``: the five reference models (the last is the second at another batch and image size). ``kernelbench``:
     KernelBench's level-1 problems with a transposed convolution. ``all``: the 22 layers of the record, from generators,
-    U-Nets, pose, detection, super-resolution and audio.
+    U-Nets, pose, detection, super-resolution and audio. ``models``: layers of further models.
     """
+    if which is Suite.MODELS:
+        return [NamedLayer(name, problem) for name, problem in _MODELS.items()]
     match which:
         case Suite.REFERENCE:
             names = [*list(_LAYERS)[:4], "75 at another size"]
@@ -88,7 +164,7 @@ def suite(which: Suite) -> list[NamedLayer]:
 
 def every_layer() -> list[NamedLayer]:
     """Every layer of every suite, once."""
-    return [NamedLayer(name, problem) for name, problem in _LAYERS.items()]
+    return [NamedLayer(name, problem) for name, problem in (_LAYERS | _MODELS).items()]
 
 
 class LayerSyntaxError(ValueError):
