@@ -32,6 +32,7 @@ SAMPLE = (
     make((2, 6, 40), 5, 16, 8, 4, bias=True),
     make((1, 4, 3, 4, 8), 4, 2, 2, bias=True),
     make((5, 20, 1, 1), 9, 4, dtype="bfloat16"),
+    make((2, 12, 21), 2, 41, 16, 3, 5, bias=True),
 )
 
 

@@ -36,6 +36,7 @@ from polyphase import plan, runtime
 from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.algorithms.gather_gemm import GatherGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.device import DeviceInfo
 from polyphase.jit import compiler, launcher
@@ -48,6 +49,8 @@ from test_gather_gemm import assert_carries_inf_and_nan as assert_gathered_inf_a
 from test_gradient_gemm import ALGORITHMS, MIRRORED
 from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
 from test_kernels import PROBLEMS, WIDE_LAYERS, GemmCase, gemm_cases, wide
+from test_phase_gemm import LAYERS as PHASE_LAYERS
+from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_nan
 from test_scatter_gemm import LAYERS as SCATTER_LAYERS
 from test_scatter_gemm import assert_carries_inf_and_nan
 
@@ -138,13 +141,13 @@ def strange_cases() -> Iterator[ParameterSet]:
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
         *(
-            (f"{name}, scattered", replace(layer, dtype=dtype), (Pass.FORWARD, ScatterGemm()))
-            for name, layer in SCATTER_LAYERS.items()
-            for dtype in ("float32", "float16", "bfloat16")
-        ),
-        *(
-            (f"{name}, gathered", replace(layer, dtype=dtype), (Pass.FORWARD, GatherGemm()))
-            for name, layer in GATHER_LAYERS.items()
+            (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, algorithm))
+            for label, layers_of, algorithm in (
+                ("scattered", SCATTER_LAYERS, ScatterGemm()),
+                ("gathered", GATHER_LAYERS, GatherGemm()),
+                ("phases", PHASE_LAYERS, PhaseGemm()),
+            )
+            for name, layer in layers_of.items()
             for dtype in ("float32", "float16", "bfloat16")
         ),
     ]
@@ -591,6 +594,10 @@ def test_scattered_layers_carry_inf_and_nan(channels_last: bool) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gathered_layers_carry_inf_and_nan(dtype: str) -> None:
     assert_gathered_inf_and_nan(dtype, Gpu(0))
+
+
+def test_layers_of_many_phases_carry_inf_and_nan() -> None:
+    assert_phases_inf_and_nan(Gpu(0))
 
 
 @pytest.mark.parametrize("bits", [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], ids=hex)

@@ -19,9 +19,9 @@ from helpers import random_problem
 from kernel_harness import formats
 from polyphase import UnsupportedError, plan
 from polyphase.algorithms import ALGORITHMS, gemm_variant
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny
+from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny, packed_divisor
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_tile import best_tile, best_tiles, box_strides, packed_divisor
+from polyphase.algorithms.gemm_tile import best_tile, best_tiles, box_strides
 from polyphase.algorithms.gemm_variant import Product
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.bench.layers import NamedLayer, every_layer

@@ -6,6 +6,7 @@ from polyphase.algorithms.gather_general import GatherGeneral
 from polyphase.algorithms.gather_tiled import GatherTiled
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.algorithms.weight_grad import WeightGrad
 
@@ -13,6 +14,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     ImplicitGemm(),
     GatherGemm(),
     ScatterGemm(),
+    PhaseGemm(),
     InputGradGemm(),
     WeightGradGemm(),
     GatherTiled(),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from polyphase.problem import Pass
@@ -250,6 +252,18 @@ def layer_constants(
 def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
     """Blocks that so many output channels each come to, of all groups."""
     return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
+
+
+@lru_cache(maxsize=4096)
+def packed_divisor(value: int) -> bytes:
+    """The kernel's ``Divisor``: for 0 ≤ n < 2³¹, n · reciprocal / 2^shift rounds down to n // value.
+
+    T. Granlund and P. Montgomery, Division by Invariant Integers using Multiplication, 1994. Nothing divides by zero:
+    an empty batch has no tiles, and is not launched.
+    """
+    value = max(1, value)
+    shift = 31 + (value - 1).bit_length()
+    return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
 def affordable_planes(problem: ConvTransposeProblem) -> int:

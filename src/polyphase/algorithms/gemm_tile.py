@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -88,18 +87,6 @@ class _SharedBytes:
             return total + self.raw * tile.boxes * tile.box_pixels
         total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
-
-
-@lru_cache(maxsize=4096)
-def packed_divisor(value: int) -> bytes:
-    """The kernel's ``Divisor``: for 0 ≤ n < 2³¹, n · reciprocal / 2^shift rounds down to n // value.
-
-    T. Granlund and P. Montgomery, Division by Invariant Integers using Multiplication, 1994. Nothing divides by zero:
-    an empty batch has no tiles, and is not launched.
-    """
-    value = max(1, value)
-    shift = 31 + (value - 1).bit_length()
-    return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
 def _static_shared_bytes(variant: GemmVariant, product: Product, stages: int) -> int:

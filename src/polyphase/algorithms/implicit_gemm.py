@@ -16,6 +16,7 @@ from polyphase.algorithms.base import (
     dense_strides,
     is_tiny,
     offered,
+    packed_divisor,
     standard,
     typical,
 )
@@ -27,7 +28,6 @@ from polyphase.algorithms.gemm_tile import (
     best_tiles,
     box_strides,
     boxes,
-    packed_divisor,
     raw_pitch,
     shared_bytes,
     store_vector,

@@ -28,12 +28,24 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async", "operand"),
-    "gather_general": ("operand",),
+    "gather_general": ("operand", "taps"),
     "implicit_gemm": (
-        *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
+        *(
+            "tensor_float",
+            "row_blocks",
+            "dependent",
+            "copy_async",
+            "wgmma",
+            "async",
+            "mma",
+            "matrix",
+            "divisor",
+            "gemm_tile",
+        ),
         "pixel_loader",
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
+    "phase_gemm": ("split", "mma", "taps", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),

@@ -5,11 +5,7 @@
 //
 // Index mapping. A thread owns DST_PER_THREAD destination channels of one group at one destination element.
 // Neighbouring threads own neighbouring elements along w (channels first) or neighbouring channels (channels last).
-//
-// Along each dimension the taps that meet a destination element form an arithmetic progression, and so do the source
-// elements they meet: in the forward pass taps tap0, tap0 + stride/gcd, … while the source falls by dilation/gcd (gcd
-// of stride and dilation); in the input gradient all taps, while the source rises by the dilation. Nothing is
-// tabulated.
+// common/taps.cuh has the taps that meet an element.
 
 struct Geometry {
   Tensor5 src, dst;
@@ -18,43 +14,6 @@ struct Geometry {
 
 constexpr int THREADS = 256;
 constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, DST_PER_THREAD);
-
-__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-
-// The x in [0, modulus) with a·x ≡ 1.
-__host__ __device__ constexpr int inverse(int a, int modulus) {
-  for (int x = 0; x < modulus; ++x)
-    if ((long long)a * x % modulus == 1 % modulus) return x;
-  return 0;
-}
-
-// The taps of one dimension that meet one destination element, and the source element that the first one meets.
-struct Progression {
-  int tap, src;
-};
-
-template <int KERNEL, int STRIDE, int PADDING, int DILATION>
-struct Taps {
-  static constexpr int GCD = gcd(STRIDE, DILATION);
-  static constexpr int PERIOD = STRIDE / GCD;
-  static constexpr int INVERSE = inverse(DILATION / GCD % PERIOD, PERIOD);
-  static constexpr int TAP_STEP = INPUT_GRAD ? 1 : PERIOD;
-  static constexpr int SRC_STEP = INPUT_GRAD ? DILATION : -(DILATION / GCD);
-
-  static __device__ __forceinline__ Progression at(int dst) {
-    if (INPUT_GRAD) return {0, dst * STRIDE - PADDING};
-    // tap·DILATION ≡ dst + PADDING modulo STRIDE
-    const int reach = dst + PADDING;
-    if (reach % GCD != 0) return {KERNEL, 0};
-    const int tap = (int)((long long)(reach / GCD % PERIOD) * INVERSE % PERIOD);
-    const int distance = reach - tap * DILATION;  // a multiple of STRIDE, perhaps negative
-    return {tap, distance / STRIDE};
-  }
-};
-
-typedef Taps<AXIS_D.kernel, AXIS_D.stride, AXIS_D.padding, AXIS_D.dilation> TapsD;
-typedef Taps<AXIS_H.kernel, AXIS_H.stride, AXIS_H.padding, AXIS_H.dilation> TapsH;
-typedef Taps<AXIS_W.kernel, AXIS_W.stride, AXIS_W.padding, AXIS_W.dilation> TapsW;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gather_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,

@@ -31,18 +31,6 @@ constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.strid
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 
-// A number that numbers from 0 to 2³¹ - 1 are divided by, known when the kernel is launched (gemm_tile.py).
-struct Divisor {
-  int value;
-  unsigned reciprocal;  // 2^shift / value, rounded up
-  int shift;            // 31 and the logarithm of the value to the base of 2, rounded up
-  __device__ __forceinline__ operator int() const { return value; }
-};
-__device__ __forceinline__ int operator/(int number, const Divisor& by) {
-  return (int)((unsigned long long)(unsigned)number * by.reciprocal >> by.shift);
-}
-__device__ __forceinline__ int operator%(int number, const Divisor& by) { return number - number / by * by.value; }
-
 struct Geometry {
   TensorMap box;  // of the source's pixels
   Tensor5 src, dst;
