@@ -151,9 +151,9 @@ class ConvTransposeProblem:
 
     @property
     def uses_tf32(self) -> bool:
-        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow layers in full float32."""
+        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow groups in full float32."""
         channels = min(self.in_channels_per_group, self.out_channels_per_group)
-        return self.tf32 and self.groups == 1 and channels >= 16
+        return self.tf32 and channels >= (16 if self.groups == 1 else 64)
 
     @property
     def dims(self) -> int:

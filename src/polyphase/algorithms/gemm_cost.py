@@ -41,8 +41,9 @@ class _Costs:
     odd_stride: float = 1.56  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
     edges: float = 24.89  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
     partial: float = 0.04658  # with taps in rows: a partial product stored and added up
-    output: float = 0.1027  # and a result stored
-    scattered: float = 3.04  # where lanes' results lie apart
+    output: float = 0.1027  # and a result of whole images stored
+    lane_output: float = 0.5  # or one of others, by lanes, whether they have a cell or not
+    scattered: float = 3.04  # or one where lanes' results lie apart
     launch: float = 13090.0
     overlap: float = 2.74  # exponents of the norms that add what goes on at the same time
     turns: float = 3.8
@@ -130,9 +131,15 @@ def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -
     if variant.taps_in_rows:
         channels = min(gather.dst_channels, variant.channel_blocks * variant.row_channels) * variant.row_parts
         rows = Taps.of(gather.axes).rows(channels, variant.lines)
-        outputs = channels * gather.phases / product.line_groups * tile.tile_cells
-        scattered = gather.dst.channels_last and gather.dst_channels > 1
-        return _COSTS.partial * rows * variant.cells + outputs * (_COSTS.scattered if scattered else _COSTS.output)
+        outputs = channels * gather.phases / product.line_groups
+        if gather.dst.channels_last and gather.dst_channels > 1:
+            outputs *= tile.tile_cells * _COSTS.scattered
+        elif variant.whole_images:
+            outputs *= tile.tile_cells * _COSTS.output
+        else:  # a lane has one cell of as many as there are lanes
+            lanes = 128 * variant.sharers // variant.row_parts
+            outputs *= math.ceil(tile.tile_cells / lanes) * lanes * _COSTS.lane_output
+        return _COSTS.partial * rows * variant.cells + outputs
     owned = product.row_blocks // variant.channel_blocks * product.line_groups
     values = variant.group_cells / 2 * product.row_blocks * gather.phases / owned
     if gather.dst.channels_last:

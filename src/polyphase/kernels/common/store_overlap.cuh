@@ -112,13 +112,15 @@ struct Store {
     return min(first + ROW_CHANNELS, DST_CHANNELS - item.channel_group * GROUP_CHANNELS);
   }
   // Bias of the channels from `channel` to before `behind`.
-  __device__ __forceinline__ void start(float (&value)[CHANNELS][DST_W], int channel, int behind) const {
+  __device__ __forceinline__ void read_bias(float (&of)[CHANNELS], int channel, int behind) const {
 #pragma unroll
-    for (int i = 0; i < CHANNELS; ++i) {
-      const float bias_of = HAS_BIAS && (i == 0 || channel + i < behind) ? widen(read(bias + channel + i)) : 0.f;
+    for (int i = 0; i < CHANNELS; ++i) of[i] = HAS_BIAS && channel + i < behind ? widen(read(bias + channel + i)) : 0.f;
+  }
+  static __device__ __forceinline__ void start(float (&value)[CHANNELS][DST_W], const float (&bias_of)[CHANNELS]) {
 #pragma unroll
-      for (int j = 0; j < DST_W; ++j) value[i][j] = bias_of;
-    }
+    for (int i = 0; i < CHANNELS; ++i)
+#pragma unroll
+      for (int j = 0; j < DST_W; ++j) value[i][j] = bias_of[i];
   }
 
   // Where a cell lies: in the image; its first pixel among the columns, or with WHOLE_IMAGES its own; its first element
@@ -172,10 +174,13 @@ struct Store {
       const float* row = partials + FIRST_ROW * PARTIAL_PITCH + cell.from;
       scalar_t* to = cell.to + first_channel * g.dst.stride[1] + DEPTH * g.dst.stride[2] + HEIGHT * g.dst.stride[3];
       const int behind = channels_behind(first_channel);
+      float bias_of[CHANNELS];
+      read_bias(bias_of, first_channel, behind);
 #pragma unroll 1
       for (int channel = first_channel; channel < behind; channel += CHANNELS) {
         float value[CHANNELS][DST_W];
-        start(value, channel, behind);
+        start(value, bias_of);
+        read_bias(bias_of, channel + CHANNELS, behind);  // of the next ones, on its way meanwhile
 #pragma unroll
         for (int i = 0; i < ALONG_D * ALONG_H; ++i) {
           const int depth_tap = first_tap(AXIS_D, DEPTH) + i / ALONG_H * tap_step(AXIS_D);
@@ -209,8 +214,9 @@ struct Store {
       if (owned || height >= cell.rows || depth >= cell.slabs) continue;
 #pragma unroll 1
       for (int channel = first_channel; channel < channels_behind(first_channel); channel += CHANNELS) {
-        float value[CHANNELS][DST_W];
-        start(value, channel, channels_behind(first_channel));
+        float value[CHANNELS][DST_W], bias_of[CHANNELS];
+        read_bias(bias_of, channel, channels_behind(first_channel));
+        start(value, bias_of);
         scalar_t* const line = cell.to + depth * g.dst.stride[2] + height * g.dst.stride[3];
         write(value, line + channel * g.dst.stride[1], cell.columns, channels_behind(first_channel) - channel);
       }
