@@ -278,4 +278,4 @@ def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launcher.ThreadPoolExecutor, "submit", none_left)
     source = KernelSource("pack_weights", "float32", False, ())
-    assert launcher._compile_meanwhile(source, "sm_90a", 0) is None
+    assert launcher._compile_in_thread(source, "sm_90a", 0) is None

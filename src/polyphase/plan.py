@@ -1,8 +1,9 @@
 """The one place that decides how a pass is computed. Needs neither torch nor a GPU.
 
-Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. The
-choice depends on the layer alone, never on batch or image size, so a new size is a new launch of a kernel that is
-compiled already. Nothing is tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
+Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. What is
+offered depends on the layer alone, never on batch or image size, so a new size is a new launch of a kernel that is
+compiled already. A layer has two for its forward pass: one that is best at large sizes, and one at small ones. Nothing
+is tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from polyphase import tuning
 from polyphase.algorithms import ALGORITHMS
-from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared
+from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared, is_tiny, small
 from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
+
+# The kernel for small sizes is taken where its prediction is that much of the other's, or less.
+_CLEARLY = 0.93
 
 
 @dataclass(frozen=True)
 class Plan:
     """How one pass of one problem is computed on one device. ``launch`` is None on the portable path.
 
-    ``measured``: the choice was measured (`polyphase.tuning`), not predicted.
+    ``measured``: the choice was measured (`polyphase.tuning`), not predicted. ``other``: the kernel that the layer has
+    for other sizes, where there is one, launched at this size.
     """
 
     problem: ConvTransposeProblem
@@ -33,6 +39,7 @@ class Plan:
     candidate: Candidate | None = None
     launch: Launch | None = None
     measured: bool = False
+    other: Launch | None = None
 
     def describe(self) -> str:
         """The plan in one line."""
@@ -66,9 +73,14 @@ def plan(
         reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
         raise UnsupportedError(f"no algorithm computes the {pass_.value} of {problem} on {device.arch}: {reasons}")
     measured = None if by_prediction else _measured(offers, tuning.choice(problem, pass_, device))
-    algorithm, candidate = measured or _predicted(offers, compared(problem), pass_, device)
-    launch = algorithm.launch(problem, pass_, device, layouts, candidate.variant)
-    return Plan(problem, pass_, algorithm.name, candidate, launch, measured is not None)
+    if measured is not None:
+        algorithm, candidate = measured
+        others = []
+    else:
+        algorithm, candidates = _predicted(offers, compared(problem), pass_, device)
+        candidate, *others = _by_size(algorithm, candidates, problem, pass_, device)
+    chosen, *rest = (algorithm.launch(problem, pass_, device, layouts, each.variant) for each in (candidate, *others))
+    return Plan(problem, pass_, algorithm.name, candidate, chosen, measured is not None, *rest)
 
 
 def _measured(
@@ -86,15 +98,37 @@ def _measured(
 
 def _predicted(
     offers: list[tuple[Algorithm, list[Candidate]]], sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo
-) -> tuple[Algorithm, Candidate]:
-    """The first candidate of the algorithm that is faster at the size of ``sized``."""
+) -> tuple[Algorithm, list[Candidate]]:
+    """The algorithm whose first candidate is the fastest at the size of ``sized``, and what it offers."""
     layouts = Layouts.dense(sized)
 
     def seconds(offer: tuple[Algorithm, list[Candidate]]) -> float:
         return min((each.seconds for each in offer[0].candidates(sized, pass_, device, layouts)[:1]), default=math.inf)
 
-    algorithm, candidates = min(offers, key=seconds)
-    return algorithm, candidates[0]
+    return min(offers, key=seconds)
+
+
+def _by_size(
+    algorithm: Algorithm,
+    candidates: list[Candidate],
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    device: DeviceInfo,
+) -> list[Candidate]:
+    """The candidates that a layer has kernels for, one or two, the better one for this size first."""
+    first = candidates[0]
+    if pass_ is not Pass.FORWARD or is_tiny(problem):
+        return [first]
+    variant = _for_small_sizes(algorithm, small(problem), pass_, device)
+    found = [candidate for candidate in candidates[1:] if candidate.variant == variant]
+    return sorted([first, *found], key=lambda each: each.seconds * (_CLEARLY if each is first else 1.0))
+
+
+@lru_cache(maxsize=4096)
+def _for_small_sizes(algorithm: Algorithm, sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Any:
+    """The variant of the fastest prediction at a small size."""
+    candidates = algorithm.candidates(sized, pass_, device, Layouts.dense(sized))
+    return min(candidates, key=lambda each: each.seconds).variant if candidates else None
 
 
 def launches(
@@ -110,14 +144,19 @@ def launches(
 
 
 def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
-    """The kernels that predictions can choose for a layer at any batch and image size: each algorithm's first."""
+    """The kernels that predictions can choose for a layer at any batch and image size.
+
+    These are each algorithm's first, and the planner's own for other sizes.
+    """
     layouts = Layouts.dense(problem)
     firsts = [
         algorithm.launch(problem, pass_, device, layouts, candidates[0].variant)
         for algorithm in _able(problem, pass_, device)
         if (candidates := algorithm.candidates(problem, pass_, device, layouts))
     ]
-    return [source for first in firsts for source in first.sources]
+    chosen = plan(problem, pass_, device, layouts, by_prediction=True)
+    both = [launch for launch in (chosen.launch, chosen.other) if launch is not None]
+    return list(dict.fromkeys(source for launch in (*firsts, *both) for source in launch.sources))
 
 
 def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
@@ -136,6 +175,8 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
             f"  predicted {chosen.candidate.seconds * 1e3:.3f} ms, bound by {chosen.candidate.bound}; "
             f"{math.prod(launch.grid)} blocks of {launch.block} threads, {launch.shared_bytes} bytes of shared memory"
         )
+        if chosen.other is not None:
+            lines.append("  the kernel for other sizes is compiled meanwhile")
         for algorithm in ALGORITHMS:
             refusal = algorithm.refusal(problem, pass_, device)
             if refusal is not None:

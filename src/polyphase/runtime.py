@@ -14,7 +14,7 @@ import torch
 
 from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides
 from polyphase.device import DeviceInfo
-from polyphase.jit.launcher import Executable
+from polyphase.jit.launcher import Executable, compile_meanwhile
 from polyphase.layout import output_channels_last
 from polyphase.plan import plan
 from polyphase.precision import tf32_allowed
@@ -199,6 +199,9 @@ def _prepare(
     assert chosen.launch is not None
     index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
     executable = Executable(chosen.launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
+    if chosen.other is not None:
+        for source in chosen.other.sources:
+            compile_meanwhile(source, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:
         shape, strides5 = problem.weight_shape, None
     elif pass_ is Pass.FORWARD:

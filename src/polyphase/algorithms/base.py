@@ -148,6 +148,8 @@ class Algorithm(Protocol):
 
     name: str
 
+    def __hash__(self) -> int: ...
+
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         """Why the algorithm cannot compute the pass, or None where it can."""
 
@@ -191,6 +193,11 @@ def standard(problem: ConvTransposeProblem) -> ConvTransposeProblem:
 def wide(problem: ConvTransposeProblem) -> ConvTransposeProblem:
     """The layer at the size of large images, as layers with few channels have, unless its own are tiny."""
     return standard(problem) if is_tiny(problem) else replace(typical(problem, (16384, 256, 64)), batch=64)
+
+
+def small(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at a size that hardly keeps a GPU busy: some two thousand cells."""
+    return replace(typical(problem, (1024, 32, 13)), batch=2)
 
 
 def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:

@@ -58,17 +58,18 @@ def estimate(
 ) -> tuple[float, str]:
     """Predicted seconds of a variant, and whether ``layer_bytes`` or instructions bound it."""
     product = Product.of(gather, variant)
-    turns = variant.split == "turns"
     multiply, load, moved, slots = _main_loop(gather, variant, tile, product)
     main = _norm(_COSTS.overlap, multiply, load, moved, slots)
     store = _store(gather, variant, tile, product)
-    item = _norm(_COSTS.turns, main, (multiply + store) / 2) if turns else main + store
+    item = main + store
     tiles = math.ceil(tile.total / variant.cluster) * variant.cluster
     waves = tiles * product.row_groups / variant.row_parts / device.multiprocessors
     if waves < 8:
         waves = math.ceil(waves)
+    if variant.split == "turns" and (waves > 1 or variant.whole_images):
+        item, waves = _norm(_COSTS.turns, main, (multiply + store) / 2), max(waves, 2)
     resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
-    busy = (max(waves, 2 if turns else 1) * item + resident + _COSTS.launch) / device.clock_hz
+    busy = (waves * item + resident + _COSTS.launch) / device.clock_hz
     floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
     return max(floor, busy), "bytes" if floor > busy else "instructions"
 

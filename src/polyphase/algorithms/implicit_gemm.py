@@ -52,10 +52,10 @@ _MAX_OPERATIONS = 512
 _MAX_TAPS = 4096
 _OFFERED = 8
 _COMPARED = 64
-# Batch and sides of other images, by whether they are tiny: a single one, and smaller and larger ones.
+# Batch and sides of other images, by whether they are tiny: few of them, and smaller and larger ones.
 _OTHER_SIZES = {
     True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
-    False: ((1, (2048, 48, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
+    False: ((5, (2048, 40, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
 }
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
@@ -227,7 +227,7 @@ def ranked(
 ) -> list[GemmVariant]:
     """The variants that compute a layer of typical size, the fastest prediction first.
 
-    Among the first, half the say has how they do at other sizes: a single image, small images, large ones.
+    Among the first, half the say has how they do at other sizes: few images, small images, large ones.
     """
     members = list(families(problem, device, src_channels_last, boxes))
     offered = [variant._replace(stages=count) for variant, stages in members for count in stages]

@@ -32,7 +32,7 @@ class Executable:
         self, launch: Launch, arch: str, index: int, pointers: int, binary: Future[bytes] | None = None
     ) -> None:
         prologue = launch.prologue
-        ahead = None if prologue is None else _compile_meanwhile(prologue.source, arch, index)
+        ahead = None if prologue is None else _compile_in_thread(prologue.source, arch, index)
         self._kernel = _load(launch.source, arch, index, launch.shared_bytes, binary)
         self.prologue = None if prologue is None else Executable(prologue, arch, index, 2, ahead)
         self.name = launch.source.kernel
@@ -155,8 +155,20 @@ class _Loaded:
 _loaded: dict[tuple[KernelSource, str, int], _Loaded] = {}
 _guard = threading.Lock()
 
+# What threads compile for later; tests wait for them.
+_meanwhile: dict[tuple[KernelSource, str], Future[bytes]] = {}
 
-def _compile_meanwhile(source: KernelSource, arch: str, index: int) -> Future[bytes] | None:
+
+def compile_meanwhile(source: KernelSource, arch: str, index: int) -> None:
+    """Has a thread compile a kernel that a later call may need. Failures are that call's."""
+    if (source, arch) in _meanwhile:
+        return
+    binary = _compile_in_thread(source, arch, index)
+    if binary is not None:
+        _meanwhile[source, arch] = binary
+
+
+def _compile_in_thread(source: KernelSource, arch: str, index: int) -> Future[bytes] | None:
     """The binary of a kernel that is not loaded yet, compiled by a thread of its own: NVRTC leaves Python to others.
 
     None where there is no need for a thread, or none to be had: beyond a limit, or when the interpreter shuts down.
