@@ -14,7 +14,8 @@ from _pytest.mark import ParameterSet
 import emulator
 from kernel_harness import Emulator, Executor, assert_exact, formats, reference, run, strange_layouts
 from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.scatter_gemm import ScatterGemm, _steps, _tiling
+from polyphase.algorithms.gemm_variant import steps_of
+from polyphase.algorithms.scatter_gemm import ScatterGemm, _tiling
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -96,8 +97,8 @@ def test_layers_take_every_path() -> None:
                 "bands": tiling.bands > 1,
                 "a ring": tiling.ring < tiling.window[2],
                 "tiles along the height": tiling.tiles[2] > 1,
-                "weights in parts": variant.steps_held < _steps(problem),
-                "an operation of AHEAD left over": _steps(problem) % variant.ahead != 0,
+                "weights in parts": variant.steps_held < steps_of(problem),
+                "an operation of AHEAD left over": steps_of(problem) % variant.ahead != 0,
             }
             taken |= set(facts.items())
     assert taken == {(fact, value) for fact in facts for value in (False, True)}
