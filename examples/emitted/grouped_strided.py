@@ -15,8 +15,8 @@
 #         stage_channels=1, loads=5, buffers=3, min_blocks=2, dst_vector=1)
 #     sm_80, weight_grad: weight_grad(rows=8, columns=128, thread_rows=8, thread_columns=8, k_slices=16, depth=32,
 #         min_blocks=1)
-#     sm_90a, forward: gather_gemm(warps=8, pixel_tiles=4, out_chunk=16, stage_steps=1, buffers=3, load_warps=1,
-#         store_warps=3, min_blocks=1)
+#     sm_90a, forward: gather_gemm(warps=4, pixel_tiles=2, out_chunk=16, stage_steps=1, buffers=3, load_warps=1,
+#         store_warps=3, min_blocks=2)
 #     sm_90a, input_grad: gather_tiled(lanes=64, dst_per_thread=4, cells_h=4, cells_w=1, dst_slices=2, src_slices=1,
 #         stage_channels=1, loads=5, buffers=3, min_blocks=5, dst_vector=1)
 #     sm_90a, weight_grad: weight_grad(rows=8, columns=128, thread_rows=8, thread_columns=8, k_slices=16, depth=32,
@@ -2568,17 +2568,17 @@ constexpr int WEIGHT_STRIDE_IN = 240;
 constexpr int WEIGHT_STRIDE_OUT = 15;
 constexpr int WEIGHT_STRIDE_TAP = 1;
 constexpr bool HAS_BIAS = false;
-constexpr int WARPS = 8;
+constexpr int WARPS = 4;
 constexpr int LOAD_WARPS = 1;
-constexpr int FIRST_LOAD_WARP = 8;
+constexpr int FIRST_LOAD_WARP = 4;
 constexpr int STORE_WARPS = 3;
-constexpr int PIXEL_TILES = 4;
+constexpr int PIXEL_TILES = 2;
 constexpr int OUT_CHUNK = 16;
 constexpr int STAGE_STEPS = 1;
 constexpr int BUFFERS = 3;
 constexpr int PARTS = 2;
 constexpr bool BULK_STORES = true;
-constexpr int MIN_BLOCKS = 1;
+constexpr int MIN_BLOCKS = 2;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 #define WGMMA_INSTRUCTION 0
 #define CLUSTER 1  // thread blocks
@@ -2870,9 +2870,9 @@ class ConvTransposeProblem:
 
     @property
     def uses_tf32(self) -> bool:
-        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow layers in full float32."""
+        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow groups in full float32."""
         channels = min(self.in_channels_per_group, self.out_channels_per_group)
-        return self.tf32 and self.groups == 1 and channels >= 16
+        return self.tf32 and channels >= (16 if self.groups == 1 else 64)
 
     @property
     def dims(self) -> int:
@@ -2940,12 +2940,12 @@ class ConvTransposeProblem:
             bias=False,
         )
 
-    @property
+    @cached_property
     def taps(self) -> int:
         """Taps of the whole kernel."""
         return math.prod(self.kernel_size)
 
-    @property
+    @cached_property
     def elements(self) -> "tuple[int, int, int]":
         """Elements of the input, the weight and the output."""
         return math.prod(self.input_shape), math.prod(self.weight_shape), math.prod(self.output_shape)
@@ -3030,6 +3030,10 @@ class DeviceInfo:
             return PORTABLE
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
 
+    def shared_bytes_of(self, resident: int) -> int:
+        """Shared memory of a block, in bytes, where so many are to be resident on a multiprocessor together."""
+        return min(self.shared_bytes_per_block, self.shared_bytes_per_multiprocessor // resident - 1024)
+
 
 def capability_of(arch: str) -> int:
     """The compute capability in the compiler's name of an architecture, 90 for ``"sm_90a"``."""
@@ -3100,12 +3104,24 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async", "operand"),
-    "gather_general": ("operand",),
+    "gather_general": ("operand", "taps"),
     "implicit_gemm": (
-        *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
+        *(
+            "tensor_float",
+            "row_blocks",
+            "dependent",
+            "copy_async",
+            "wgmma",
+            "async",
+            "mma",
+            "matrix",
+            "divisor",
+            "gemm_tile",
+        ),
         "pixel_loader",
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
+    "phase_gemm": ("split", "mma", "taps", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
@@ -3314,6 +3330,11 @@ def layer_constants(
     )
 
 
+def out_blocks(problem: "ConvTransposeProblem", out_chunk: int) -> int:
+    """Blocks that so many output channels each come to, of all groups."""
+    return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
+
+
 def affordable_planes(problem: "ConvTransposeProblem") -> int:
     """Planes of partial sums of the weight that memory may be spent on."""
     accumulator = 8 if problem.dtype == "float64" else 4
@@ -3507,11 +3528,32 @@ class Gather:
         )
 
 
+@lru_cache(maxsize=2048)
+def forward_gather(problem: "ConvTransposeProblem", layouts: "Layouts") -> "Gather":
+    # The forward pass of a problem; planners ask for the same one again and again.
+    return Gather.of(problem, Pass.FORWARD, layouts)
+
+
 def five(shape: "tuple[int, ...]") -> "tuple[int, int, int, int, int]":
     """A shape ``(N, C, *spatial)`` as ``(N, C, D, H, W)``."""
     batch, channels, *spatial = shape
     depth, height, width = [1] * (3 - len(spatial)) + spatial
     return batch, channels, depth, height, width
+
+# =====================================================================================================================
+# polyphase/algorithms/gemm_variant.py
+# =====================================================================================================================
+#
+# What `implicit_gemm` can be specialised to: its variants, and what one of them makes of a layer.
+
+def parts_of(problem: "ConvTransposeProblem") -> int:
+    """Parts in which the tensor cores take an element: two keep the accuracy of float32."""
+    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
+
+
+def steps_of(problem: "ConvTransposeProblem") -> int:
+    """Operations of ``mma.sync``, or of Hopper's instruction, that a group's input channels take."""
+    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / 32)
 
 # =====================================================================================================================
 # polyphase/algorithms/stages.py
@@ -3612,11 +3654,16 @@ class _Tiling:
     staged_bytes: int
     bare_bytes: int
     table_bytes: int
-    stage_bytes: int
+    step_bytes: int
 
-    @property
+    @cached_property
     def total(self) -> int:
         return math.prod(self.tiles)
+
+    @cached_property
+    def cells(self) -> int:
+        """Of a tile."""
+        return math.prod(self.lanes)
 
     @property
     def whole_sectors(self) -> bool:
@@ -3625,11 +3672,14 @@ class _Tiling:
 
 
 class _Product(NamedTuple):
-    """What the kernel's ``Entries`` come to for so many output channels of a block."""
+    """What the kernel's ``Entries`` and weights come to for so many output channels of a block."""
 
     row_blocks: int
     pixels: int
     entries: int
+    parts: int
+    steps: int
+    weight_bytes: int
 
 
 class GatherGemm:
@@ -3647,10 +3697,11 @@ class GatherGemm:
     ) -> "Launch":
         tiling = _tiling(problem, layouts, variant, device)
         assert tiling is not None
-        gather = _gather(problem, layouts)
-        blocks = _blocks(problem, variant)
+        gather = forward_gather(problem, layouts)
+        blocks = out_blocks(problem, variant.out_chunk)
         at_once = max(1, min(tiling.total, device.multiprocessors * variant.min_blocks // blocks))  # tiles
         apart = [at_once // math.prod(tiling.tiles[1 + i :]) % max(1, tiling.tiles[i]) for i in range(4)]
+        outputs = _outputs(problem, variant, tiling, device)
         geometry = gather.src.packed() + gather.dst.packed() + tiling.window.packed()
         geometry += struct.pack(
             "<33i",
@@ -3664,11 +3715,11 @@ class GatherGemm:
             *tiling.pitch,
             *tiling.shift,
             tiling.joined,
-            _outputs(problem, variant, tiling, device),
+            outputs,
             tiling.staged_bytes,
             tiling.bare_bytes,
             tiling.table_bytes,
-            tiling.stage_bytes,
+            variant.stage_steps * tiling.step_bytes,
         )
         geometry += bytes(-len(geometry) % 8)
         constants: tuple[tuple[str, Constant], ...] = (
@@ -3683,7 +3734,7 @@ class GatherGemm:
             ("OUT_CHUNK", variant.out_chunk),
             ("STAGE_STEPS", variant.stage_steps),
             ("BUFFERS", variant.buffers),
-            ("PARTS", _parts(problem)),
+            ("PARTS", parts_of(problem)),
             ("BULK_STORES", device.capability >= 90),
             ("MIN_BLOCKS", variant.min_blocks),
         )
@@ -3691,24 +3742,9 @@ class GatherGemm:
             source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(at_once * blocks if tiling.total else 0, 1, 1),
             block=32 * variant.all_warps,
-            shared_bytes=_gather_gemm_shared_bytes(problem, variant, tiling, _outputs(problem, variant, tiling, device)),
+            shared_bytes=_gather_gemm_shared_bytes(problem, variant, tiling, outputs),
             geometry=geometry,
         )
-
-
-def _parts(problem: "ConvTransposeProblem") -> int:
-    """Parts of a float32: two keep its accuracy."""
-    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
-
-
-def _blocks(problem: "ConvTransposeProblem", variant: "GatherGemmVariant") -> int:
-    """Blocks of a tile."""
-    return problem.groups * math.ceil(problem.out_channels_per_group / variant.out_chunk)
-
-
-def _steps(problem: "ConvTransposeProblem") -> int:
-    """Operations that a group's channels take."""
-    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / 32)
 
 
 @lru_cache(maxsize=1024)
@@ -3726,38 +3762,25 @@ def _product(problem: "ConvTransposeProblem", out_chunk: int) -> "_Product":
         first, last = 16 * block // out_chunk, (16 * block + 15) // out_chunk
         entries += len(set().union(*reads[first : last + 1]))
     pixels = math.prod(len(set().union(*phases)) for phases in taps)
-    return _Product(row_blocks, pixels, entries)
-
-
-def _weight_bytes(problem: "ConvTransposeProblem", out_chunk: int) -> int:
-    return _steps(problem) * _product(problem, out_chunk).entries * _parts(problem) * 512
+    parts, steps = parts_of(problem), steps_of(problem)
+    return _Product(row_blocks, pixels, entries, parts, steps, 512 * parts * steps * entries)
 
 
 def _gather_gemm_shared_bytes(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", outputs: int) -> int:
-    stages = variant.buffers * tiling.stage_bytes
+    stages = variant.buffers * variant.stage_steps * tiling.step_bytes
     tables = (
         _BARRIER_BYTES
         + round_up(8 * variant.columns, 128)
-        + _weight_bytes(problem, variant.out_chunk)
+        + _product(problem, variant.out_chunk).weight_bytes
         + tiling.bare_bytes
         + tiling.table_bytes
     )
     return tables + outputs * tiling.staged_bytes + stages
 
 
-def _room(variant: "GatherGemmVariant", device: "DeviceInfo") -> int:
-    """Shared memory of a block, of so many that are resident together."""
-    return min(device.shared_bytes_per_block, device.shared_bytes_per_multiprocessor // variant.min_blocks - 1024)
-
-
 def _outputs(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", device: "DeviceInfo") -> int:
     """Tiles whose outputs there is room for: of two, one is written while the other is put together."""
-    return 2 if _gather_gemm_shared_bytes(problem, variant, tiling, 2) <= _room(variant, device) else 1
-
-
-@lru_cache(maxsize=1024)
-def _gather(problem: "ConvTransposeProblem", layouts: "Layouts") -> "Gather":
-    return Gather.of(problem, Pass.FORWARD, layouts)
+    return 2 if _gather_gemm_shared_bytes(problem, variant, tiling, 2) <= device.shared_bytes_of(variant.min_blocks) else 1
 
 
 @lru_cache(maxsize=8192)
@@ -3765,16 +3788,25 @@ def _tiling(
     problem: "ConvTransposeProblem", layouts: "Layouts", variant: "GatherGemmVariant", device: "DeviceInfo"
 ) -> "_Tiling | None":
     """The tiles of least time."""
-    room = _room(variant, device)
-    tilings = (_tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, variant.columns))
-    fitting = [each for each in tilings if each is not None and _gather_gemm_shared_bytes(problem, variant, each, 1) <= room]
-    return min(fitting, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
+    room = device.shared_bytes_of(variant.min_blocks)
+    tilings = _tilings(problem, layouts, variant.out_chunk, variant.columns)
+    fitting = [each for each in tilings if _gather_gemm_shared_bytes(problem, variant, each, 1) <= room]
+    most = max((each.cells for each in fitting), default=0)
+    large = (each for each in fitting if 2 * each.cells >= most)
+    return min(large, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
+
+
+@lru_cache(maxsize=256)
+def _tilings(problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, columns: int) -> "list[_Tiling]":
+    """Those by tiles of at most so many cells, for all variants alike."""
+    tilings = (_tiles(problem, layouts, out_chunk, lanes) for lanes in _lanes(problem, columns))
+    return [each for each in tilings if each is not None]
 
 
 @lru_cache(maxsize=256)
 def _lanes(problem: "ConvTransposeProblem", columns: int) -> "list[tuple[int, int, int, int]]":
     """Extents of tiles along n, d, h and w of at most so many cells. A tile of one cell is among them."""
-    depth, height, width = _gather(problem, Layouts.dense(problem)).cells
+    depth, height, width = forward_gather(problem, Layouts.dense(problem)).cells
     found = {(1, 1, 1, 2)}
     for w in sorted({round_up(extent, 2) for extent in _gather_gemm_extents(width, columns)}):
         for h in _gather_gemm_extents(height, columns // w):
@@ -3792,10 +3824,10 @@ def _gather_gemm_extents(cells: int, most: int) -> "list[int]":
 
 
 def _tiles(
-    problem: "ConvTransposeProblem", layouts: "Layouts", variant: "GatherGemmVariant", lanes: "tuple[int, int, int, int]"
+    problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, lanes: "tuple[int, int, int, int]"
 ) -> "_Tiling | None":
     """The tiling by tiles of so many cells along n, d, h and w, or None where those cannot be."""
-    size, gather = DTYPE_BYTES[problem.dtype], _gather(problem, layouts)
+    size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
     if gather.src.channels_last or gather.dst.channels_last:
         return None
     tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
@@ -3814,20 +3846,19 @@ def _tiles(
     sector = 32 // size
     columns = gather.dst.shape[4]
     batch_stride, channel_stride, depth_stride, height_stride, _ = gather.dst.strides
-    owned = [len({axis.phase(tap) for tap in range(axis.kernel)}) for axis in problem.axes3]
-    bare = any(phases < axis.stride for phases, axis in zip(owned[:2], problem.axes3))
-    lines, run = lanes[2] * problem.axes3[1].stride, lanes[3] * problem.axes3[2].stride
+    bare = any(along.owned < along.dst for along in (depth, height))
+    lines, run = lanes[2] * height.dst, lanes[3] * width.dst
     whole = lanes[3] >= gather.cells[2] and gather.dst.strides[3:] == (columns, 1) and lines > 1 and not bare
     row = columns if whole else round_up(run, sector) + sector
-    slab = round_up(lines * row, sector) + sector if whole else lanes[2] * owned[1] * row
-    image = lanes[1] * owned[0] * slab
+    slab = round_up(lines * row, sector) + sector if whole else lanes[2] * height.owned * row
+    image = lanes[1] * depth.owned * slab
     channel = lanes[0] * image
-    channel += _padding(channel % (128 // size), channel_stride % sector, problem.axes3[2].stride, size)
-    bare_rows = (variant.out_chunk if problem.bias else 1) if bare else 0
+    channel += _padding(channel % (128 // size), channel_stride % sector, width.dst, size)
+    bare_rows = (out_chunk if problem.bias else 1) if bare else 0
     strides = channel_stride, batch_stride, depth_stride, 0 if whole else height_stride
     first, second, third, fourth = (stride % sector for stride in strides)
-    staged = round_up(variant.out_chunk * channel * size, 16)
-    if variant.out_chunk * channel >= 1 << 23:
+    staged = round_up(out_chunk * channel * size, 16)
+    if out_chunk * channel >= 1 << 23:
         return None
     n, d, h, w = tiles
     return _Tiling(
@@ -3840,9 +3871,9 @@ def _tiles(
         (first, second, third, fourth),
         lines if whole else 1,
         staged,
-        bare_rows * (round_up(run + sector, sector)) * size,
+        bare_rows * round_up(run + sector, sector) * size,
         places * MOVING_BYTES,
-        variant.stage_steps * (32 // size) * pitch,
+        32 // size * pitch,
     )
 
 
@@ -3882,9 +3913,9 @@ def _multiply_cycles(
     problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", resident: int
 ) -> float:
     """Predicted cycles for the products of a tile, in each of so many resident blocks."""
-    size, parts, steps = DTYPE_BYTES[problem.dtype], _parts(problem), _steps(problem)
-    product, tiles = _product(problem, variant.out_chunk), variant.pixel_tiles
-    warps = min(variant.warps, math.ceil(math.prod(tiling.lanes) / (8 * tiles)))
+    size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
+    parts, steps = product.parts, product.steps
+    warps = min(variant.warps, math.ceil(tiling.cells / (8 * tiles)))
     taken = product.pixels * tiles * ((10 if parts == 2 else 4) if size == 4 else 6)
     multiplied = product.entries * (2 * parts + tiles * (7 if parts == 2 else 1))
     slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
@@ -3893,7 +3924,8 @@ def _multiply_cycles(
 
 def _load_cycles(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling") -> float:
     """Predicted cycles for a tile's windows."""
-    size, stages = DTYPE_BYTES[problem.dtype], math.ceil(_steps(problem) / variant.stage_steps)
+    size = DTYPE_BYTES[problem.dtype]
+    stages = math.ceil(_product(problem, variant.out_chunk).steps / variant.stage_steps)
     channels = variant.stage_steps * 32 // size * (4 if tiling.window.piece * size < 4 else 1)
     finds = math.ceil(tiling.window.places / (32 * variant.load_warps))
     return stages * (finds * (_FIND + channels * _COPY) + _STAGE)
@@ -3913,7 +3945,7 @@ def _estimate(
     problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", device: "DeviceInfo"
 ) -> "tuple[float, str]":
     """Predicted time, and what bounds it."""
-    size, steps, blocks = DTYPE_BYTES[problem.dtype], _steps(problem), _blocks(problem, variant)
+    size, blocks = DTYPE_BYTES[problem.dtype], out_blocks(problem, variant.out_chunk)
     at_once = device.multiprocessors * variant.min_blocks
     resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * blocks / device.multiprocessors)))
     rounds = math.ceil(tiling.total / max(1, at_once // blocks)) * max(1.0, blocks / at_once)
@@ -3924,7 +3956,8 @@ def _estimate(
     )
     tile = sum(part**_TOGETHER for part in parts) ** (1 / _TOGETHER)
     work = (rounds * tile + _LAUNCH) / device.clock_hz
-    halo = tiling.total * blocks * steps * (32 // size) * row_bytes(tiling.window, size)
+    channels = _product(problem, variant.out_chunk).steps * 32 // size
+    halo = tiling.total * blocks * channels * row_bytes(tiling.window, size)
     moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
     floor = moved / (device.copy_bytes_per_second * _BANDWIDTH)
     return max(work, floor), "bytes" if floor > work else "instructions"
@@ -4720,14 +4753,14 @@ LAYERS = [
                 Pass.FORWARD: Choice(
                     algorithm=GatherGemm(),
                     variant=GatherGemmVariant(
-                        warps=8,
-                        pixel_tiles=4,
+                        warps=4,
+                        pixel_tiles=2,
                         out_chunk=16,
                         stage_steps=1,
                         buffers=3,
                         load_warps=1,
                         store_warps=3,
-                        min_blocks=1,
+                        min_blocks=2,
                     ),
                 ),
                 Pass.INPUT_GRAD: Choice(

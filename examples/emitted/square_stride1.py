@@ -1072,6 +1072,19 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
 }
 #endif
 """
+FILES["common/divisor.cuh"] = r"""
+// A number that numbers from 0 to 2³¹ - 1 are divided by, known when the kernel is launched.
+struct Divisor {
+  int value;
+  unsigned reciprocal;  // 2^shift / value, rounded up
+  int shift;            // 31 and the logarithm of the value to the base of 2, rounded up
+  __device__ __forceinline__ operator int() const { return value; }
+};
+__device__ __forceinline__ int operator/(int number, const Divisor& by) {
+  return (int)((unsigned long long)(unsigned)number * by.reciprocal >> by.shift);
+}
+__device__ __forceinline__ int operator%(int number, const Divisor& by) { return number - number / by * by.value; }
+"""
 FILES["common/gemm_tile.cuh"] = r"""
 // Items of work for implicit_gemm, and the run of pixels that each of them is made of.
 
@@ -1105,18 +1118,6 @@ static_assert(OPERATIONS <= (TAPS_IN_ROWS ? ROW_BLOCKS : CHANNEL_BLOCKS * TAPS),
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
-
-// A number that numbers from 0 to 2³¹ - 1 are divided by, known when the kernel is launched (gemm_tile.py).
-struct Divisor {
-  int value;
-  unsigned reciprocal;  // 2^shift / value, rounded up
-  int shift;            // 31 and the logarithm of the value to the base of 2, rounded up
-  __device__ __forceinline__ operator int() const { return value; }
-};
-__device__ __forceinline__ int operator/(int number, const Divisor& by) {
-  return (int)((unsigned long long)(unsigned)number * by.reciprocal >> by.shift);
-}
-__device__ __forceinline__ int operator%(int number, const Divisor& by) { return number - number / by * by.value; }
 
 struct Geometry {
   TensorMap box;  // of the source's pixels
@@ -2761,7 +2762,7 @@ __device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, u
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
     ("pack_weights", r"""
 // pack_weights, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -2842,7 +2843,7 @@ __device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, u
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
     ("weight_grad_gemm", r"""
 // weight_grad_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -3119,9 +3120,9 @@ class ConvTransposeProblem:
 
     @property
     def uses_tf32(self) -> bool:
-        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow layers in full float32."""
+        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow groups in full float32."""
         channels = min(self.in_channels_per_group, self.out_channels_per_group)
-        return self.tf32 and self.groups == 1 and channels >= 16
+        return self.tf32 and channels >= (16 if self.groups == 1 else 64)
 
     @property
     def dims(self) -> int:
@@ -3189,7 +3190,7 @@ class ConvTransposeProblem:
             bias=False,
         )
 
-    @property
+    @cached_property
     def taps(self) -> int:
         """Taps of the whole kernel."""
         return math.prod(self.kernel_size)
@@ -3329,12 +3330,24 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async", "operand"),
-    "gather_general": ("operand",),
+    "gather_general": ("operand", "taps"),
     "implicit_gemm": (
-        *("tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "gemm_tile"),
+        *(
+            "tensor_float",
+            "row_blocks",
+            "dependent",
+            "copy_async",
+            "wgmma",
+            "async",
+            "mma",
+            "matrix",
+            "divisor",
+            "gemm_tile",
+        ),
         "pixel_loader",
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
+    "phase_gemm": ("split", "mma", "taps", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
@@ -3560,6 +3573,18 @@ def layer_constants(
         ("WEIGHT_STRIDE_OUT", 1 if weight_channels_last else taps),
         ("WEIGHT_STRIDE_TAP", out if weight_channels_last else 1),
     )
+
+
+@lru_cache(maxsize=4096)
+def packed_divisor(value: int) -> bytes:
+    """The kernel's ``Divisor``: for 0 ≤ n < 2³¹, n · reciprocal / 2^shift rounds down to n // value.
+
+    T. Granlund and P. Montgomery, Division by Invariant Integers using Multiplication, 1994. Nothing divides by zero:
+    an empty batch has no tiles, and is not launched.
+    """
+    value = max(1, value)
+    shift = 31 + (value - 1).bit_length()
+    return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
 def affordable_planes(problem: "ConvTransposeProblem") -> int:
@@ -3982,18 +4007,6 @@ class _SharedBytes:
             return total + self.raw * tile.boxes * tile.box_pixels
         total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
-
-
-@lru_cache(maxsize=4096)
-def packed_divisor(value: int) -> bytes:
-    """The kernel's ``Divisor``: for 0 ≤ n < 2³¹, n · reciprocal / 2^shift rounds down to n // value.
-
-    T. Granlund and P. Montgomery, Division by Invariant Integers using Multiplication, 1994. Nothing divides by zero:
-    an empty batch has no tiles, and is not launched.
-    """
-    value = max(1, value)
-    shift = 31 + (value - 1).bit_length()
-    return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
 def _static_shared_bytes(variant: "GemmVariant", product: "Product", stages: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 from polyphase.algorithms.base import (
@@ -135,10 +135,10 @@ def _reach(axis: Axis) -> int:
 
 def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     """Neighbouring outputs that lie at a multiple of their size whatever the cell: 16 bytes, 8, or one alone."""
-    axis, *others = problem.axes3[2], *(stride for i, stride in enumerate(layouts.output) if i != 4)
+    axis, strides = problem.axes3[2], [stride for i, stride in enumerate(layouts.output) if i != 4]
     if layouts.output[4] != 1 or not layouts.aligned:
         return 1
-    whole = math.gcd(_RUN, axis.stride, axis.padding, *others)
+    whole = reduce(math.gcd, [_RUN, axis.stride, axis.padding, *strides])
     elements = [count // DTYPE_BYTES[problem.dtype] for count in (16, 8)]
     return next((count for count in elements if whole % count == 0), 1)
 
