@@ -123,7 +123,7 @@ def test_emit_on_the_command_line(tmp_path: Path) -> None:
     assert "sm_90a, weight_grad: weight_grad(" in told(result)
     text = output.read_text(encoding="utf-8")
     assert "--arch sm_80,sm_90a" in text
-    assert "float32 is not rounded to TF32" in text  # nor does PyTorch round it, in groups
+    assert "float32 is not rounded to TF32" in text  # nor does PyTorch round it, in narrow groups
     assert list(load(text).KERNELS) == ["sm_80", "sm_90a"]
 
     result = invoke("emit", "--layer", "2x64x8x8 -> 64, k=3, bias", "-o", output)

@@ -279,3 +279,31 @@ def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher.ThreadPoolExecutor, "submit", none_left)
     source = KernelSource("pack_weights", "float32", False, ())
     assert launcher._compile_in_thread(source, "sm_90a", 0) is None
+
+
+def test_kernels_for_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the thread has begun is waited for; one that waits is compiled by who needs it, as a failed one is."""
+    begun, go = threading.Event(), threading.Event()
+
+    def compile_kernel(source: KernelSource, arch: str) -> bytes:
+        by_thread = threading.current_thread() is not threading.main_thread()
+        if by_thread:
+            begun.set()
+            assert go.wait(10)
+            if source.kernel == "failing":
+                raise CompilationError("in the thread")
+        return b"thread" if by_thread else b"caller"
+
+    monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(launcher, "_meanwhile", {})
+    first, second, failing = (KernelSource(name, "float32", False, ()) for name in ("first", "second", "failing"))
+    for source in (first, second, first):
+        launcher.compile_meanwhile(source, "sm_90a", 0)
+    assert begun.wait(10)
+    assert launcher._compiled(second, "sm_90a") == b"caller"
+    go.set()
+    assert launcher._compiled(first, "sm_90a") == b"thread"
+    assert launcher._compiled(first, "sm_90a") == b"caller"
+    launcher.compile_meanwhile(failing, "sm_90a", 0)
+    assert launcher._compiled(failing, "sm_90a") == b"caller"
+    assert not launcher._meanwhile

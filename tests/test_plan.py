@@ -543,4 +543,4 @@ def test_vast_strides_are_not_unrolled(layout: bool) -> None:
     """Elements without taps are stored too: straight-line code for millions of them would never compile."""
     stride, dilation = (200, 200, 32), (1, 8, 30)
     problem = ConvTransposeProblem.make((2, 1, 8, 8, 8), 2, (2, 9, 1), stride, dilation=dilation, channels_last=layout)
-    assert plan.plan(problem, Pass.FORWARD, H200).algorithm in ("gather_general", "phase_gemm")
+    assert plan.plan(problem, Pass.FORWARD, H200).algorithm == "gather_general"

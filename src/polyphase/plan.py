@@ -1,9 +1,9 @@
 """The one place that decides how a pass is computed. Needs neither torch nor a GPU.
 
 Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. What is
-offered depends on the layer alone, never on batch or image size, so a new size is a new launch of a kernel that is
-compiled already. A layer has two for its forward pass: one that is best at large sizes, and one at small ones. Nothing
-is tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
+offered depends on the layer alone, never on batch or image size. A layer has two kernels for its forward pass, one that
+is best at large sizes and one at small ones, and one for other passes; so a new size needs no further ones. Nothing is
+tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
-# The kernel for small sizes is taken where its prediction is that much of the other's, or less.
+# The kernel for small sizes is taken where its prediction is less than that much of the other's.
 _CLEARLY = 0.93
 
 

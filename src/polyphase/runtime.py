@@ -14,7 +14,7 @@ import torch
 
 from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides
 from polyphase.device import DeviceInfo
-from polyphase.jit.launcher import Executable, compile_meanwhile
+from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded
 from polyphase.layout import output_channels_last
 from polyphase.plan import plan
 from polyphase.precision import tf32_allowed
@@ -198,9 +198,14 @@ def _prepare(
     chosen = plan(problem, pass_, device, layouts)
     assert chosen.launch is not None
     index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
-    executable = Executable(chosen.launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
-    if chosen.other is not None:
-        for source in chosen.other.sources:
+    launch, other = chosen.launch, chosen.other
+    if other is not None and torch.cuda.is_current_stream_capturing():
+        # A graph is captured with the kernel that is there: nothing is compiled or loaded amid the capture.
+        there = [all(is_loaded(source, device.arch, index) for source in each.sources) for each in (launch, other)]
+        launch = other if there == [False, True] else launch
+    executable = Executable(launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
+    if other is not None:
+        for source in other.sources:
             compile_meanwhile(source, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:
         shape, strides5 = problem.weight_shape, None

@@ -196,7 +196,7 @@ def wide(problem: ConvTransposeProblem) -> ConvTransposeProblem:
 
 
 def small(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at a size that hardly keeps a GPU busy: some two thousand cells."""
+    """The layer at a size that hardly keeps a GPU busy: some thousands of cells."""
     return replace(typical(problem, (1024, 32, 13)), batch=2)
 
 

@@ -24,6 +24,7 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 
 _MIN_PHASES = 16  # elements of a cell; `implicit_gemm` has straight-line code for fewer
+_MAX_COLUMNS = 1 << 18  # of a group: blocks are counted in 31 bits
 _OFFERED = 6
 _RUN = 8  # neighbouring outputs of a thread
 
@@ -74,6 +75,8 @@ class PhaseGemm:
             return reason
         if (phases := math.prod(problem.stride)) < _MIN_PHASES:
             return f"{phases} elements of a cell are few (here at least {_MIN_PHASES})"
+        if (columns := phases * problem.out_channels_per_group) > _MAX_COLUMNS:
+            return f"{columns} columns of a group are too many (at most {_MAX_COLUMNS})"
         return None
 
     def candidates(

@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -155,17 +155,33 @@ class _Loaded:
 _loaded: dict[tuple[KernelSource, str, int], _Loaded] = {}
 _guard = threading.Lock()
 
-# What threads compile for later; tests wait for them.
+# What one thread compiles for later calls, in turn, until they take it.
 _meanwhile: dict[tuple[KernelSource, str], Future[bytes]] = {}
+_worker = ThreadPoolExecutor(1, "polyphase")
+
+# Python waits for its threads when it ends: for the kernel that is being compiled, but not for those that wait.
+getattr(threading, "_register_atexit", lambda call: None)(lambda: _worker.shutdown(wait=False, cancel_futures=True))
+
+
+def is_loaded(source: KernelSource, arch: str, index: int) -> bool:
+    """Whether a kernel can be launched at once."""
+    return (source, arch, index) in _loaded
 
 
 def compile_meanwhile(source: KernelSource, arch: str, index: int) -> None:
     """Has a thread compile a kernel that a later call may need. Failures are that call's."""
-    if (source, arch) in _meanwhile:
+    if is_loaded(source, arch, index) or (source, arch) in _meanwhile:
         return
-    binary = _compile_in_thread(source, arch, index)
-    if binary is not None:
-        _meanwhile[source, arch] = binary
+    with suppress(RuntimeError):  # the interpreter shuts down
+        _meanwhile[source, arch] = _worker.submit(compile_kernel, source, arch)
+
+
+def _compiled(source: KernelSource, arch: str) -> bytes:
+    """The binary of a kernel, from the thread if that has begun with it."""
+    ahead = _meanwhile.pop((source, arch), None)
+    if ahead is not None and not ahead.cancel() and ahead.exception() is None:
+        return ahead.result()
+    return compile_kernel(source, arch)
 
 
 def _compile_in_thread(source: KernelSource, arch: str, index: int) -> Future[bytes] | None:
@@ -173,7 +189,7 @@ def _compile_in_thread(source: KernelSource, arch: str, index: int) -> Future[by
 
     None where there is no need for a thread, or none to be had: beyond a limit, or when the interpreter shuts down.
     """
-    if (source, arch, index) in _loaded:
+    if is_loaded(source, arch, index):
         return None
     thread = ThreadPoolExecutor(1)
     try:
@@ -189,7 +205,7 @@ def _load(source: KernelSource, arch: str, index: int, shared_bytes: int, binary
     key = source, arch, index
     # Compiled before the lock is taken: different kernels may be compiled at the same time.
     if key not in _loaded:
-        code = compile_kernel(source, arch) if binary is None else binary.result()
+        code = _compiled(source, arch) if binary is None else binary.result()
     with _guard:
         loaded = _loaded.get(key)
         if loaded is None:

@@ -278,7 +278,7 @@ struct Outputs {
       const int begin = o[2];
       o[2] = 0;
       if (!has(column, o)) return;
-      if (begin >= 0 && begin + RUN <= g.y.size[2]) {
+      if (begin >= 0 && begin <= g.y.size[2] - RUN) {
         if (g.vector == 16 / ELEMENT) return write_vectors<16 / ELEMENT>(values, run);
         if (g.vector == 8 / ELEMENT) return write_vectors<8 / ELEMENT>(values, run);
       }
