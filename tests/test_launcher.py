@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cuda.bindings import driver
 
+from polyphase import runtime
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch
 from polyphase.device import DeviceInfo
 from polyphase.errors import CompilationError, PolyphaseError
@@ -307,3 +309,24 @@ def test_kernels_for_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher.compile_meanwhile(failing, "sm_90a", 0)
     assert launcher._compiled(failing, "sm_90a") == b"caller"
     assert not launcher._meanwhile
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_graph_is_captured_with_the_kernel_that_is_loaded(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a size whose own kernel is not there yet; the thread compiles that meanwhile."""
+    problem = ConvTransposeProblem.make((8, 514, 800), 1, 512, 128)
+    device = DeviceInfo.for_arch("sm_90a")
+    chosen = plan(problem, Pass.FORWARD, device)
+    assert chosen.launch is not None
+    assert chosen.other is not None
+    launched, compiled = [], []
+    monkeypatch.setattr(runtime, "DeviceInfo", SimpleNamespace(of=lambda _: device))
+    monkeypatch.setattr(runtime, "Executable", lambda launch, *_: launched.append(launch.source))
+    monkeypatch.setattr(runtime, "compile_meanwhile", lambda source, *_: compiled.append(source))
+    monkeypatch.setattr(runtime, "is_loaded", lambda source, *_: source == chosen.other.source)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    x, weight = torch.empty(problem.input_shape), torch.empty(problem.weight_shape)
+    runtime._prepare(Pass.FORWARD, problem, x, None, weight)
+    assert launched == [chosen.other.source if capturing else chosen.launch.source]
+    assert compiled == [chosen.other.source]

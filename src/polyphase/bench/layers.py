@@ -52,7 +52,7 @@ _LAYERS: dict[str, ConvTransposeProblem] = {
     "KernelBench 79": make((16, 32, 131072), 64, 3, stride=2, padding=1, dilation=2),
 }
 
-# Layers of further models: what a layer is like that no kernel was made for.
+# Layers of further models, outside the record of 22.
 _MODELS: dict[str, ConvTransposeProblem] = {
     # Generators of images.
     "DCGAN generator, 1st": make((128, 100, 1, 1), 1024, 4),
