@@ -273,6 +273,8 @@ def families(
             ):
                 if cluster > 1 and split != "turns":
                     continue  # there the block's own warp groups share weights
+                if split == "rows" and channel_blocks > 1 and not row_channels:
+                    continue  # registers spill
                 fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
                 by_engine = boxes and channels_last and wgmma and parts == 1 and fills
                 for loaders, raw_slots, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last]:
