@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from emulator import EmulatedKernel
@@ -23,6 +24,7 @@ from helpers import TORCH, constants
 from polyphase.algorithms.base import (
     ALIGNMENT,
     TENSOR_MAP_BYTES,
+    Algorithm,
     Boxes,
     Candidate,
     Launch,
@@ -267,3 +269,36 @@ def strange_layouts(problem: ConvTransposeProblem) -> Iterator[Layouts]:
     yield replace(dense, input=input, output=output)
     input, output = ((*strides[:4], 2 * strides[4]) for strides in (wider(shape, 2 * shape[-1]) for shape in shapes))
     yield replace(dense, input=input, output=output)
+
+
+#: The device that single algorithms are tested for.
+H200 = DeviceInfo.for_arch("sm_90a")
+
+
+def offers(
+    algorithm: Algorithm, problem: ConvTransposeProblem, pass_: Pass = Pass.FORWARD, layouts: Layouts | None = None
+) -> list[tuple[Candidate, Launch]]:
+    """What an algorithm offers, and its launches."""
+    layouts = layouts or Layouts.dense(problem)
+    assert algorithm.refusal(problem, pass_, H200) is None
+    return [
+        (candidate, algorithm.launch(problem, pass_, H200, layouts, candidate.variant))
+        for candidate in algorithm.candidates(problem, pass_, H200, layouts)
+    ]
+
+
+def choices(algorithm: Algorithm, problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:
+    """A variant on dense tensors, and on one kind of others; on a GPU it is all variants and kinds."""
+    all_layouts, number = list(strange_layouts(problem)), zlib.crc32(str(problem).encode())
+    for layouts in (all_layouts[0], all_layouts[1 + number % 4]):
+        found = offers(algorithm, problem, layouts=layouts)
+        yield (layouts, *found[number % len(found)])
+
+
+def cases(layers: Mapping[str, ConvTransposeProblem]) -> Iterator[ParameterSet]:
+    """Layers in float32 and bfloat16, in every memory format."""
+    for name, problem in layers.items():
+        for dtype in ("float32", "bfloat16"):
+            for formatted in formats(replace(problem, dtype=dtype)):
+                order = "last" if formatted.channels_last else "first"
+                yield pytest.param(formatted, id=f"{name}-{dtype}-{order}")

@@ -12,8 +12,18 @@ import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import DTYPES, Emulator, Executor, assert_exact, reference, run, strange_layouts
-from polyphase.algorithms.base import Candidate, Launch, Layouts
+from kernel_harness import (
+    DTYPES,
+    H200,
+    Emulator,
+    Executor,
+    assert_exact,
+    choices,
+    offers,
+    reference,
+    run,
+)
+from polyphase.algorithms.base import Layouts
 from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _tiling
 from polyphase.algorithms.gemm_variant import steps_of
 from polyphase.device import DeviceInfo
@@ -21,7 +31,6 @@ from polyphase.problem import ConvTransposeProblem, Pass
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-H200 = DeviceInfo.for_arch("sm_90a")
 
 LAYERS = {
     "grouped, every parameter": make(
@@ -49,34 +58,16 @@ LAYERS = {
 }
 
 
-def offers(problem: ConvTransposeProblem, layouts: Layouts | None = None) -> list[tuple[Candidate, Launch]]:
-    """What the algorithm offers, and its launches."""
-    layouts, algorithm = layouts or Layouts.dense(problem), GatherGemm()
-    assert algorithm.refusal(problem, Pass.FORWARD, H200) is None
-    return [
-        (candidate, algorithm.launch(problem, Pass.FORWARD, H200, layouts, candidate.variant))
-        for candidate in algorithm.candidates(problem, Pass.FORWARD, H200, layouts)
-    ]
-
-
 def cases() -> Iterator[ParameterSet]:
     for name, problem in LAYERS.items():
         for dtype in ("float32", "bfloat16"):
             yield pytest.param(replace(problem, dtype=dtype), id=f"{name}-{dtype}")
 
 
-def choices(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:
-    """A variant on dense tensors, and on one kind of others; on a GPU it is all variants and kinds."""
-    all_layouts, number = list(strange_layouts(problem)), zlib.crc32(str(problem).encode())
-    for layouts in (all_layouts[0], all_layouts[1 + number % 4]):
-        found = offers(problem, layouts)
-        yield (layouts, *found[number % len(found)])
-
-
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
-    for layouts, candidate, launch in choices(problem):
+    for layouts, candidate, launch in choices(GatherGemm(), problem):
         assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
 
 
@@ -85,7 +76,7 @@ def test_layers_take_every_path() -> None:
     taken = set()
     for parameters in cases():
         (problem,) = parameters.values
-        for layouts, candidate, launch in choices(problem):
+        for layouts, candidate, launch in choices(GatherGemm(), problem):
             variant, tiling = candidate.variant, _tiling(problem, layouts, candidate.variant, H200)
             assert tiling is not None
             facts = {
@@ -141,7 +132,7 @@ def assert_carries_inf_and_nan(dtype: str, executor: Executor) -> None:
     assert exact.isnan().any()
     assert exact.isinf().any()
     assert exact.isfinite().any()
-    for _, launch in offers(problem):
+    for _, launch in offers(GatherGemm(), problem):
         found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2)
 
@@ -156,7 +147,7 @@ def test_float32_is_exact() -> None:
     problem = make((2, 64, 9, 12), 8, 4, 2, 1)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, launch = offers(problem)[0]
+    _, launch = offers(GatherGemm(), problem)[0]
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 2e-7
@@ -164,7 +155,7 @@ def test_float32_is_exact() -> None:
 
 def test_no_races() -> None:
     for name in ("six channels", "rows without taps"):
-        candidate, launch = offers(LAYERS[name])[0]
+        candidate, launch = offers(GatherGemm(), LAYERS[name])[0]
         assert_exact(LAYERS[name], Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 
 

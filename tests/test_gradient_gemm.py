@@ -11,9 +11,9 @@ import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import DTYPES, Emulator, assert_exact, reference, run, strange_layouts
+from kernel_harness import DTYPES, H200, Emulator, assert_exact, offers, reference, run, strange_layouts
 from polyphase.algorithms import base, gradient_gemm
-from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.algorithms.base import Layouts
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.device import DeviceInfo
@@ -21,7 +21,6 @@ from polyphase.problem import ConvTransposeProblem, Pass
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-H200 = DeviceInfo.for_arch("sm_90a")
 ALGORITHMS = {Pass.INPUT_GRAD: InputGradGemm(), Pass.WEIGHT_GRAD: WeightGradGemm()}
 GRADIENTS = list(ALGORITHMS)
 
@@ -47,18 +46,6 @@ LAYERS = {
 }
 
 
-def offers(
-    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None = None
-) -> list[tuple[Candidate, Launch]]:
-    """What the algorithm offers, and its launches."""
-    layouts, algorithm = layouts or Layouts.dense(problem), ALGORITHMS[pass_]
-    assert algorithm.refusal(problem, pass_, H200) is None
-    return [
-        (candidate, algorithm.launch(problem, pass_, H200, layouts, candidate.variant))
-        for candidate in algorithm.candidates(problem, pass_, H200, layouts)
-    ]
-
-
 def cases() -> Iterator[ParameterSet]:
     for name, problem in LAYERS.items():
         for channels_last in (False, True) if problem.dims > 1 else (False,):
@@ -74,7 +61,7 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
     for number in (0, 1 + seed % 4):
         layouts = all_layouts[number]
-        found = offers(problem, pass_, layouts)
+        found = offers(ALGORITHMS[pass_], problem, pass_, layouts)
         candidate, launch = found[(seed + number) % len(found)]
         assert_exact(problem, pass_, candidate, launch, layouts, Emulator(number))
 
@@ -87,7 +74,7 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pyte
     gradient_gemm._ranked.cache_clear()
     rows = 16 * shape[0] * shape[2]
     problem = make((2, rows // 2 + 7, 5, 24), 13, 4, 2, 1, dtype="bfloat16")
-    found = offers(problem, pass_)
+    found = offers(ALGORITHMS[pass_], problem, pass_)
     gradient_gemm._ranked.cache_clear()
     for buffers in (2, 3, 4):
         candidate, _ = found[0 if buffers < 4 else -1]
@@ -100,7 +87,7 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pyte
 
 def test_windows_that_16_bits_cannot_address() -> None:
     problem = make((1, 16, 300), 2, 512, 256, 128, dtype="bfloat16")
-    candidate, launch = offers(problem, Pass.INPUT_GRAD)[0]
+    candidate, launch = offers(ALGORITHMS[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
     assert candidate.variant.positions * 256 > 2**15
     assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(2))
 
@@ -123,7 +110,7 @@ def test_variants_fit_images_of_any_alignment() -> None:
 @pytest.mark.parametrize("name", ["stride 1", "tiny images"])
 def test_no_races(name: str, pass_: Pass) -> None:
     for problem in (LAYERS[name], replace(LAYERS[name], channels_last=True)):
-        candidate, launch = offers(problem, pass_)[0]
+        candidate, launch = offers(ALGORITHMS[pass_], problem, pass_)[0]
         assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
 
 
@@ -131,7 +118,7 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts longer than what the cores sum in one go."""
     problem = make((3, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
     monkeypatch.setattr(base, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
-    for candidate, launch in offers(problem, Pass.WEIGHT_GRAD)[:2]:
+    for candidate, launch in offers(ALGORITHMS[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[:2]:
         assert launch.planes == 2
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
@@ -148,7 +135,7 @@ def test_float32_is_rounded_to_nearest(pass_: Pass, channels_last: bool) -> None
     }[pass_]
     first, second = (1 + torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     operands = first.float().double(), second.float().double()
-    candidate, launch = offers(problem, pass_)[0]
+    candidate, launch = offers(ALGORITHMS[pass_], problem, pass_)[0]
     found = run(problem, pass_, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, pass_, operands)
     error = (found - exact) / exact

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import Emulator, Executor, assert_exact, formats, reference, run, strange_layouts
-from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.phase_gemm import PhaseGemm
+from kernel_harness import (
+    H200,
+    Emulator,
+    Executor,
+    assert_exact,
+    cases,
+    choices,
+    offers,
+    reference,
+    run,
+)
+from polyphase.algorithms.base import Layouts
+from polyphase.algorithms.gemm_variant import steps_of
+from polyphase.algorithms.phase_gemm import _RUN, PhaseGemm, _column_tiles, _reach, _vector
 from polyphase.device import DeviceInfo
-from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-H200 = DeviceInfo.for_arch("sm_90a")
 
 LAYERS = {
     "overlap-add": make((2, 20, 40), 1, 64, 16),
@@ -41,37 +49,37 @@ LAYERS = {
 }
 
 
-def offers(problem: ConvTransposeProblem, layouts: Layouts | None = None) -> list[tuple[Candidate, Launch]]:
-    """What the algorithm offers, and its launches."""
-    layouts, algorithm = layouts or Layouts.dense(problem), PhaseGemm()
-    assert algorithm.refusal(problem, Pass.FORWARD, H200) is None
-    return [
-        (candidate, algorithm.launch(problem, Pass.FORWARD, H200, layouts, candidate.variant))
-        for candidate in algorithm.candidates(problem, Pass.FORWARD, H200, layouts)
-    ]
-
-
-def cases() -> Iterator[ParameterSet]:
-    for name, problem in LAYERS.items():
-        for dtype in ("float32", "bfloat16"):
-            for formatted in formats(replace(problem, dtype=dtype)):
-                order = "last" if formatted.channels_last else "first"
-                yield pytest.param(formatted, id=f"{name}-{dtype}-{order}")
-
-
-def choices(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:
-    """A variant on dense tensors, and on one kind of others; on a GPU it is all variants and kinds."""
-    all_layouts, number = list(strange_layouts(problem)), zlib.crc32(str(problem).encode())
-    for layouts in (all_layouts[0], all_layouts[1 + number % 4]):
-        found = offers(problem, layouts)
-        yield (layouts, *found[number % len(found)])
-
-
-@pytest.mark.parametrize("problem", list(cases()))
+@pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
-    for layouts, candidate, launch in choices(problem):
+    for layouts, candidate, launch in choices(PhaseGemm(), problem):
         assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
+
+
+def test_layers_take_every_path() -> None:
+    """Every branch that a variant or a layer decides is taken by some of the layers."""
+    taken = set()
+    for parameters in cases(LAYERS):
+        (problem,) = parameters.values
+        for layouts, candidate, launch in choices(PhaseGemm(), problem):
+            variant, vector = candidate.variant, _vector(problem, layouts)
+            columns = _column_tiles(problem, variant)
+            stage_channels = variant.stage_steps * 32 // DTYPE_BYTES[problem.dtype]
+            facts = {
+                "neighbours of one row": problem.axes3[2].stride % _RUN == 0,
+                "16 bytes stored together": vector * DTYPE_BYTES[problem.dtype] == 16,
+                "8 bytes stored together": vector * DTYPE_BYTES[problem.dtype] == 8,
+                "channels left over": problem.in_channels_per_group % stage_channels != 0,
+                "several stages a reach": variant.stage_steps < steps_of(problem),
+                "several reaches": math.prod(map(_reach, problem.axes)) > 1,
+                "tiles of columns": columns > 1,
+                "tiles of cells": launch.grid[0] > columns * problem.groups,
+                "four row tiles": variant.row_tiles == 4,
+                "one row tile": variant.row_tiles == 1,
+                "a single column of warps": variant.warp_columns == 1,
+            }
+            taken |= set(facts.items())
+    assert taken == {(fact, value) for fact in facts for value in (False, True)}
 
 
 def assert_carries_inf_and_nan(executor: Executor) -> None:
@@ -84,7 +92,7 @@ def assert_carries_inf_and_nan(executor: Executor) -> None:
     for place, value in enumerate((math.inf, -math.inf, math.nan, 3.4028e38)):
         x[place % 2, place, 6 * place] = value
     weight[7, 1, 2], weight[9, 2, 0] = math.inf, math.nan
-    for candidate, launch in offers(problem):
+    for candidate, launch in offers(PhaseGemm(), problem):
         found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
         exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()), bias.double()).float()
         assert exact.isnan().any(), candidate
@@ -102,7 +110,7 @@ def test_float32_is_exact() -> None:
     problem = make((2, 64, 40), 2, 64, 16)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, launch = offers(problem)[0]
+    _, launch = offers(PhaseGemm(), problem)[0]
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 2e-7
@@ -110,7 +118,7 @@ def test_float32_is_exact() -> None:
 
 def test_no_races() -> None:
     problem = LAYERS["overlap-add"]
-    candidate, launch = offers(problem)[0]
+    candidate, launch = offers(PhaseGemm(), problem)[0]
     assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 
 

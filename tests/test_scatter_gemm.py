@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import Emulator, Executor, assert_exact, formats, reference, run, strange_layouts
-from polyphase.algorithms.base import Candidate, Launch, Layouts
+from kernel_harness import (
+    H200,
+    Emulator,
+    Executor,
+    assert_exact,
+    cases,
+    choices,
+    formats,
+    offers,
+    reference,
+    run,
+)
+from polyphase.algorithms.base import Layouts
 from polyphase.algorithms.gemm_variant import steps_of
 from polyphase.algorithms.scatter_gemm import ScatterGemm, _tiling
 from polyphase.device import DeviceInfo
@@ -21,7 +30,6 @@ from polyphase.problem import ConvTransposeProblem, Pass
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-H200 = DeviceInfo.for_arch("sm_90a")
 
 LAYERS = {
     "three channels": make((2, 20, 9, 12), 3, 4, 2, 1, bias=True),
@@ -49,45 +57,19 @@ LAYERS = {
 }
 
 
-def offers(problem: ConvTransposeProblem, layouts: Layouts | None = None) -> list[tuple[Candidate, Launch]]:
-    """What the algorithm offers, and its launches."""
-    layouts, algorithm = layouts or Layouts.dense(problem), ScatterGemm()
-    assert algorithm.refusal(problem, Pass.FORWARD, H200) is None
-    return [
-        (candidate, algorithm.launch(problem, Pass.FORWARD, H200, layouts, candidate.variant))
-        for candidate in algorithm.candidates(problem, Pass.FORWARD, H200, layouts)
-    ]
-
-
-def cases() -> Iterator[ParameterSet]:
-    for name, problem in LAYERS.items():
-        for dtype in ("float32", "bfloat16"):
-            for formatted in formats(replace(problem, dtype=dtype)):
-                order = "last" if formatted.channels_last else "first"
-                yield pytest.param(formatted, id=f"{name}-{dtype}-{order}")
-
-
-def choices(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:
-    """A variant on dense tensors, and on one kind of others; on a GPU it is all variants and kinds."""
-    all_layouts, number = list(strange_layouts(problem)), zlib.crc32(str(problem).encode())
-    for layouts in (all_layouts[0], all_layouts[1 + number % 4]):
-        found = offers(problem, layouts)
-        yield (layouts, *found[number % len(found)])
-
-
-@pytest.mark.parametrize("problem", list(cases()))
+@pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
-    for layouts, candidate, launch in choices(problem):
+    for layouts, candidate, launch in choices(ScatterGemm(), problem):
         assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
 
 
 def test_layers_take_every_path() -> None:
     """Every branch that a variant or a tiling decides is taken by some of the layers."""
     taken = set()
-    for parameters in cases():
+    for parameters in cases(LAYERS):
         (problem,) = parameters.values
-        for layouts, candidate, _ in choices(problem):
+        for layouts, candidate, _ in choices(ScatterGemm(), problem):
             variant, tiling = candidate.variant, _tiling(problem, layouts, candidate.variant, H200)
             assert tiling is not None
             facts = {
@@ -115,7 +97,7 @@ def assert_carries_inf_and_nan(channels_last: bool, executor: Executor) -> None:
         x[place % 2, place, 2 * place, 2 * place] = value
     x.view(torch.int32)[0, 4, 8, 0] = 0x7FFFFFFF  # NaN as GPUs make it
     weight[7, 1, 2, 2], weight[9, 2, 0, 0] = math.inf, math.nan
-    _, launch = offers(problem)[0]
+    _, launch = offers(ScatterGemm(), problem)[0]
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
     exact = torch.nn.functional.conv_transpose2d(x, weight, bias, 2, 1)
     assert exact.isnan().any()
@@ -134,7 +116,7 @@ def test_float32_is_exact() -> None:
     problem = make((2, 64, 9, 12), 3, 4, 2, 1)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, launch = offers(problem)[0]
+    _, launch = offers(ScatterGemm(), problem)[0]
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 2e-7
@@ -142,7 +124,7 @@ def test_float32_is_exact() -> None:
 
 def test_no_races() -> None:
     for problem in formats(LAYERS["three channels"]):
-        candidate, launch = offers(problem)[0]
+        candidate, launch = offers(ScatterGemm(), problem)[0]
         assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 
 
@@ -165,8 +147,8 @@ def test_tiles_fit_whatever_the_image() -> None:
     for layer, sides in ((make((4, 256, 80, 80), 3, 4, 2, 39, dtype="bfloat16"), (80, 39)),):
         for side in sides:
             problem = replace(layer, input_size=(side, side))
-            (first, _), *_ = offers(problem)
-            assert first.variant == offers(layer)[0][0].variant
+            (first, _), *_ = offers(ScatterGemm(), problem)
+            assert first.variant == offers(ScatterGemm(), layer)[0][0].variant
     narrow = make((1, 512, 4000, 64), 1, (6, 1), (6, 5), (2, 0), (1, 0))
     for arch in ("sm_80", "sm_90a"):
         device, dense = DeviceInfo.for_arch(arch), Layouts.dense(narrow)
@@ -176,4 +158,7 @@ def test_tiles_fit_whatever_the_image() -> None:
         make((4, 64, 2052), 1, 2, 1, 1280, dilation=509),  # whose window is as wide as a variant has room for
         make((4, 64, 2052), 1, 2, 2, 2561, 1, dilation=1019, dtype="bfloat16"),
     ):
-        assert offers(cropped)[0][0].variant == offers(replace(cropped, input_size=(4096,)))[0][0].variant
+        assert (
+            offers(ScatterGemm(), cropped)[0][0].variant
+            == offers(ScatterGemm(), replace(cropped, input_size=(4096,)))[0][0].variant
+        )
