@@ -105,7 +105,7 @@ def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     "change",
     [
         lambda: (replace(SOURCE, dtype="bfloat16"), ARCH),
-        lambda: (SOURCE.with_min_blocks(SOURCE.min_blocks - 1), ARCH),
+        lambda: (SOURCE.with_constants(MIN_BLOCKS=SOURCE.min_blocks - 1), ARCH),
         lambda: (small_source(2), ARCH),
         lambda: (SOURCE, "sm_80"),
     ],
@@ -547,15 +547,15 @@ def test_fewer_blocks_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
         return b"binary", f"{spilled} bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads"
 
     monkeypatch.setattr(compiler, "_compile", pretend)
-    source, _, log = compiler._compile_without_spills(SOURCE.with_min_blocks(5), ARCH)
+    source, _, log = compiler._compile_without_spills(SOURCE.with_constants(MIN_BLOCKS=5), ARCH)
     assert tried == [5, 4, 3, 2]
-    assert source == SOURCE.with_min_blocks(2)
+    assert source == SOURCE.with_constants(MIN_BLOCKS=2)
     assert "0 bytes spill stores" in log
 
 
 def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_compile", lambda *_: (b"", "8 bytes spill stores"))
-    source, _, _ = compiler._compile_without_spills(SOURCE.with_min_blocks(2), ARCH)
+    source, _, _ = compiler._compile_without_spills(SOURCE.with_constants(MIN_BLOCKS=2), ARCH)
     assert source.min_blocks == 1
 
 
@@ -564,7 +564,7 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     problem = ConvTransposeProblem.make((1, 4, 8, 8), 8, 3)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     launch = next(launch for candidate, launch in offers if candidate.algorithm == "gather_tiled")
-    source = launch.source.with_min_blocks(2048 // launch.block)  # 32 registers for each thread
+    source = launch.source.with_constants(MIN_BLOCKS=2048 // launch.block)  # 32 registers for each thread
     _, log = compiler._compile(source, ARCH, "-v")
     assert compiler._number(log, r"(\d+) bytes spill stores") > 0
     report = compiler.resources_of(source, ARCH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -330,3 +330,36 @@ def test_a_graph_is_captured_with_the_kernel_that_is_loaded(capturing: bool, mon
     runtime._prepare(Pass.FORWARD, problem, x, None, weight)
     assert launched == [chosen.other.source if capturing else chosen.launch.source]
     assert compiled == [chosen.other.source]
+
+
+def test_the_kernel_that_can_be_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one for tensors that lie alike, unless the one for all is here, on the disk, or on its way."""
+    problem = ConvTransposeProblem.make((4, 64, 32, 32), 64, 4, 2, 1, tf32=True)
+    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
+    assert launch is not None
+    assert launch.one_way is not None
+    loaded: set[KernelSource] = set()
+    cached: set[KernelSource] = set()
+    begun: list[KernelSource] = []
+    monkeypatch.setattr(launcher, "is_loaded", lambda source, *_: source in loaded)
+    monkeypatch.setattr(launcher, "is_cached", lambda source, _: source in cached)
+    monkeypatch.setattr(launcher, "compile_meanwhile", lambda source, *_: begun.append(source))
+    monkeypatch.setattr(launcher, "_meanwhile", {})
+
+    def soonest() -> KernelSource:
+        return launcher.soonest(launch, "sm_90a", 0).source
+
+    assert soonest() == launch.one_way
+    assert begun == [launch.source]
+    launcher._meanwhile[launch.source, "sm_90a"] = Future()
+    assert soonest() == launch.source
+    loaded.add(launch.one_way)
+    assert soonest() == launch.one_way
+    launcher._meanwhile.clear()
+    loaded.clear()
+    cached.add(launch.source)
+    assert soonest() == launch.source
+    loaded |= {launch.source, launch.one_way}
+    assert soonest() == launch.source
+    assert begun == [launch.source]
+    assert launcher.soonest(replace(launch, one_way=None), "sm_90a", 0).source == launch.source

@@ -27,7 +27,7 @@ from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
 from polyphase.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.jit.source import KernelSource
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 
 make = ConvTransposeProblem.make
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120")
@@ -96,6 +96,42 @@ def test_layers_of_models_have_plans(layer: NamedLayer) -> None:
                 assert set(launch.sources) <= set(plan.kernel_sources(problem, Pass.FORWARD, H200))
 
 
+def test_single_pixels_are_a_product_of_matrices() -> None:
+    """Where tensors are dense and nothing is cut off or added."""
+    layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
+    chosen = plan.plan(layer, Pass.FORWARD, H200)
+    assert chosen.problem == layer
+    assert dict(chosen.launch.source.constants)["AXIS_W"] == Axis(1)
+    assert "computed as 1×100×1×128 → 16384, k=1, float32, tf32, channels_last" in plan.explain(layer, H200)
+    dense = Layouts.dense(layer)
+    same = replace(dense, input=(100, 1, 0, 7, 9))  # strides of single pixels say nothing
+    assert plan.plan(layer, Pass.FORWARD, H200, same).launch.source == chosen.launch.source
+    spread = replace(dense, input=(200, 2, 1, 1, 1))
+    others = [(replace(layer, **change), dense) for change in OTHERS_THAN_PIXELS]
+    for problem, layouts in [(layer, spread), *others]:
+        assert dict(plan.plan(problem, Pass.FORWARD, H200, layouts).launch.source.constants)["AXIS_W"] != Axis(1)
+
+
+OTHERS_THAN_PIXELS: list[dict[str, object]] = [
+    {"padding": (1, 1)},
+    {"output_padding": (1, 0), "stride": (2, 2)},
+    {"dilation": (1, 2)},
+    {"bias": True},
+    {"channels_last": True},
+    {"batch": 0},
+    {"input_size": (1, 2)},
+]
+
+
+def test_single_pixels_round_where_the_layer_does() -> None:
+    """PyTorch computes few channels in full float32; as a product of matrices they are many."""
+    few, many = (make((64, 100, 1, 1), channels, 4, tf32=True).of_lone_pixels() for channels in (8, 16))
+    assert few is not None
+    assert many is not None
+    assert (few.out_channels, few.uses_tf32) == (128, False)
+    assert (many.out_channels, many.uses_tf32) == (256, True)
+
+
 def test_small_sizes_have_a_kernel_of_their_own() -> None:
     """The choice changes with the size, between two kernels."""
     layer = make((8, 514, 800), 1, 512, 128)
@@ -133,17 +169,21 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
 
 
 def assert_one_source(problem: ConvTransposeProblem) -> None:
-    """The layer has one kernel for tiny images, and one for all others; its forward pass has two for these."""
+    """The layer has one kernel for tiny images, and one for all others; its forward pass has two for these.
+
+    So has the product of matrices that it is of single pixels, of which a batch is the image.
+    """
     for pass_ in Pass:
-        sources: dict[bool, dict[KernelSource, ConvTransposeProblem]] = {True: {}, False: {}}
+        sources: dict[tuple[bool, bool], dict[KernelSource, ConvTransposeProblem]] = {}
         for sized in [*other_sizes(problem), replace(problem, batch=0), problem]:
             launch = plan.plan(sized, pass_, H200).launch
             assert launch is not None
             assert_launchable(sized, pass_, H200, launch)
-            sources[is_tiny(sized)].setdefault(launch.source, sized)
-        for found in sources.values():
+            computed, _ = plan._as_computed(sized, pass_, None)
+            sources.setdefault((computed == sized, is_tiny(computed)), {}).setdefault(launch.source, sized)
+        for (_, tiny), found in sources.items():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
-            most = 2 if pass_ is Pass.FORWARD and found is sources[False] else 1
+            most = 2 if pass_ is Pass.FORWARD and not tiny else 1
             assert len(narrow) <= most, (
                 f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
             )

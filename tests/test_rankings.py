@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polyphase import plan
-from polyphase.algorithms import gradient_gemm, implicit_gemm, rankings
+from polyphase.algorithms import base, gradient_gemm, implicit_gemm, rankings
 from polyphase.algorithms.base import Layouts
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -49,6 +49,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[ConvTransposeProblem]:
 def forget() -> None:
     """As a new process."""
     plan.plan.cache_clear()
+    plan._ranked.cache_clear()
     implicit_gemm.ranked.cache_clear()
     gradient_gemm._ranked.cache_clear()
 
@@ -124,6 +125,18 @@ def test_what_is_damaged_is_ranked_anew(
         assert offers(pass_=pass_) == first
         assert len(made) == 1
         assert json.loads(path.read_text()) == entry  # and written again
+
+
+def test_what_is_made_up_leaves_all_algorithms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the order of algorithms a later process reads, it asks each that is missing, too."""
+    chosen = plan.plan(LAYER, Pass.WEIGHT_GRAD, H200)
+    names = [algorithm.name for algorithm in plan._ranked(base.compared(LAYER), Pass.WEIGHT_GRAD, H200)]
+    assert names[0] == chosen.algorithm
+    assert len(names) == len(plan.ALGORITHMS)
+    unable = [algorithm.refusal(LAYER, Pass.WEIGHT_GRAD, H200) is not None for algorithm in plan.ALGORITHMS].index(True)
+    monkeypatch.setattr(rankings, "read", lambda *_: [unable])
+    forget()
+    assert plan.plan(LAYER, Pass.WEIGHT_GRAD, H200).launch is not None
 
 
 @pytest.mark.parametrize("pass_", Pass)

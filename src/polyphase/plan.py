@@ -9,13 +9,15 @@ tried at run time; what `polyphase.tuning` has measured beforehand goes before p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from polyphase import tuning
 from polyphase.algorithms import ALGORITHMS
 from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared, is_tiny, small
+from polyphase.algorithms.rankings import kept
 from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
@@ -63,29 +65,63 @@ def plan(
     if not device.is_cuda:
         return Plan(problem, pass_, "portable")
     _check_integers(problem)
-    layouts = layouts or Layouts.dense(problem)
-    offers = [
-        (algorithm, candidates)
-        for algorithm in _able(problem, pass_, device)
-        if (candidates := algorithm.candidates(problem, pass_, device, layouts))
-    ]
-    if not offers:
-        reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
-        raise UnsupportedError(f"no algorithm computes the {pass_.value} of {problem} on {device.arch}: {reasons}")
-    measured = None if by_prediction else _measured(offers, tuning.choice(problem, pass_, device))
+    given = problem
+    problem, layouts = _as_computed(problem, pass_, layouts)
+    choice = None if by_prediction else tuning.choice(given, pass_, device)
+    measured = None if choice is None else _measured(_offers(problem, pass_, device, layouts), choice)
     if measured is not None:
         algorithm, candidate = measured
         others = []
     else:
-        algorithm, candidates = _predicted(offers, compared(problem), pass_, device)
+        found = next(_offers(problem, pass_, device, layouts), None)
+        if found is None:
+            reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
+            raise UnsupportedError(f"no algorithm computes the {pass_.value} of {problem} on {device.arch}: {reasons}")
+        algorithm, candidates = found
         candidate, *others = _by_size(algorithm, candidates, problem, pass_, device)
     chosen, *rest = (algorithm.launch(problem, pass_, device, layouts, each.variant) for each in (candidate, *others))
-    return Plan(problem, pass_, algorithm.name, candidate, chosen, measured is not None, *rest)
+    return Plan(given, pass_, algorithm.name, candidate, chosen, measured is not None, *rest)
 
 
-def _measured(
-    offers: list[tuple[Algorithm, list[Candidate]]], choice: str | None
-) -> tuple[Algorithm, Candidate] | None:
+def _as_computed(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None
+) -> tuple[ConvTransposeProblem, Layouts]:
+    """The layer whose pass this is in other words, where those are simpler: it has the same tensors in memory."""
+    layouts = layouts or Layouts.dense(problem)
+    simpler = problem.of_lone_pixels()
+    # As an input gradient it would be one long sum for few outputs, which no algorithm shares out among blocks.
+    if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(problem):
+        return problem, layouts
+    return simpler, replace(Layouts.dense(simpler), aligned=layouts.aligned)
+
+
+def _offers(
+    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+) -> Iterator[tuple[Algorithm, list[Candidate]]]:
+    """The algorithms that can compute a pass, and what they offer: what is predicted to be the fastest comes first."""
+    for algorithm in _ranked(compared(problem), pass_, device):
+        if algorithm.refusal(problem, pass_, device) is None:
+            candidates = algorithm.candidates(problem, pass_, device, layouts)
+            if candidates:
+                yield algorithm, candidates
+
+
+@lru_cache(maxsize=4096)
+def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[Algorithm]:
+    """All algorithms, in rising order of the prediction for their first candidate at the size of ``sized``."""
+    layouts = Layouts.dense(sized)
+
+    def seconds(algorithm: Algorithm) -> float:
+        if algorithm.refusal(sized, pass_, device) is not None:
+            return math.inf
+        return min((each.seconds for each in algorithm.candidates(sized, pass_, device, layouts)[:1]), default=math.inf)
+
+    about = f"algorithms for the {pass_.value} of {sized!r} on {device!r}"
+    order = kept(about, ALGORITHMS, lambda: sorted(ALGORITHMS, key=seconds))
+    return [*order, *(algorithm for algorithm in ALGORITHMS if algorithm not in order)]  # whatever the disk says
+
+
+def _measured(offers: Iterator[tuple[Algorithm, list[Candidate]]], choice: str) -> tuple[Algorithm, Candidate] | None:
     """The candidate of that description, where it is offered."""
     found = (
         (algorithm, candidate)
@@ -93,19 +129,7 @@ def _measured(
         for candidate in candidates
         if candidate.describe() == choice
     )
-    return next(found, None) if choice is not None else None
-
-
-def _predicted(
-    offers: list[tuple[Algorithm, list[Candidate]]], sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo
-) -> tuple[Algorithm, list[Candidate]]:
-    """The algorithm whose first candidate is the fastest at the size of ``sized``, and what it offers."""
-    layouts = Layouts.dense(sized)
-
-    def seconds(offer: tuple[Algorithm, list[Candidate]]) -> float:
-        return min((each.seconds for each in offer[0].candidates(sized, pass_, device, layouts)[:1]), default=math.inf)
-
-    return min(offers, key=seconds)
+    return next(found, None)
 
 
 def _by_size(
@@ -135,7 +159,7 @@ def launches(
     problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
 ) -> list[tuple[Candidate, Launch]]:
     """Every variant of every algorithm that can compute a pass, for tests and tuning."""
-    layouts = layouts or Layouts.dense(problem)
+    problem, layouts = _as_computed(problem, pass_, layouts)
     return [
         (candidate, algorithm.launch(problem, pass_, device, layouts, candidate.variant))
         for algorithm in _able(problem, pass_, device)
@@ -148,15 +172,17 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
 
     These are each algorithm's first, and the planner's own for other sizes.
     """
-    layouts = Layouts.dense(problem)
+    given = problem
+    problem, layouts = _as_computed(problem, pass_, None)
     firsts = [
         algorithm.launch(problem, pass_, device, layouts, candidates[0].variant)
         for algorithm in _able(problem, pass_, device)
         if (candidates := algorithm.candidates(problem, pass_, device, layouts))
     ]
-    chosen = plan(problem, pass_, device, layouts, by_prediction=True)
+    chosen = plan(given, pass_, device, by_prediction=True)
     both = [launch for launch in (chosen.launch, chosen.other) if launch is not None]
-    return list(dict.fromkeys(source for launch in (*firsts, *both) for source in launch.sources))
+    one_way = [launch.one_way for launch in both if launch.one_way is not None]
+    return list(dict.fromkeys([*(source for launch in (*firsts, *both) for source in launch.sources), *one_way]))
 
 
 def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
@@ -177,12 +203,15 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         )
         if chosen.other is not None:
             lines.append("  the kernel for other sizes is compiled meanwhile")
+        computed, layouts = _as_computed(problem, pass_, None)
+        if computed != problem:
+            lines.append(f"  computed as {computed}")
         for algorithm in ALGORITHMS:
-            refusal = algorithm.refusal(problem, pass_, device)
+            refusal = algorithm.refusal(computed, pass_, device)
             if refusal is not None:
                 lines.append(f"  not {algorithm.name}: {refusal}")
                 continue
-            for candidate in algorithm.candidates(problem, pass_, device, Layouts.dense(problem)):
+            for candidate in algorithm.candidates(computed, pass_, device, layouts):
                 if candidate != chosen.candidate:
                     lines.append(f"  loses: {candidate.seconds * 1e3:9.3f} ms  {candidate.describe()}")
     return "\n".join(lines)

@@ -222,6 +222,31 @@ class ConvTransposeProblem:
             bias=False,
         )
 
+    def of_lone_pixels(self) -> ConvTransposeProblem | None:
+        """The layer of one tap that this one is where every image is a single pixel, as the first of a generator's are.
+
+        Taps do not meet then: the batch is a row of pixels, and every output of an image a channel of its pixel. Dense
+        tensors lie the same for both, with the channels last for the one returned. None where images are larger, where
+        outputs are missing or bias alone, and with a bias, which is the same for several of those channels.
+        """
+        whole = not any(self.padding) and not any(self.output_padding) and self.batch > 0
+        gaps = any(d > 1 and k > 1 for d, k in zip(self.dilation, self.kernel_size))
+        if math.prod(self.input_size) != 1 or not whole or gaps or self.bias or self.channels_last:
+            return None
+        return replace(
+            self,
+            batch=1,
+            out_channels=self.out_channels * self.taps,
+            input_size=(1, self.batch),
+            kernel_size=(1, 1),
+            stride=(1, 1),
+            padding=(0, 0),
+            output_padding=(0, 0),
+            dilation=(1, 1),
+            channels_last=True,
+            tf32=self.uses_tf32,
+        )
+
     @cached_property
     def taps(self) -> int:
         """Taps of the whole kernel."""

@@ -14,7 +14,7 @@ import torch
 
 from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides
 from polyphase.device import DeviceInfo
-from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded
+from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
 from polyphase.layout import output_channels_last
 from polyphase.plan import plan
 from polyphase.precision import tf32_allowed
@@ -203,6 +203,7 @@ def _prepare(
         # A graph is captured with the kernel that is there: nothing is compiled or loaded amid the capture.
         there = [all(is_loaded(source, device.arch, index) for source in each.sources) for each in (launch, other)]
         launch = other if there == [False, True] else launch
+    launch = soonest(launch, device.arch, index)
     executable = Executable(launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
     if other is not None:
         for source in other.sources:

@@ -60,6 +60,20 @@ class Layouts:
             problem.channels_last,
         )
 
+    def are_dense(self, problem: ConvTransposeProblem) -> bool:
+        """Whether tensors have no gaps, in the problem's memory format."""
+        dense = Layouts.dense(problem)
+
+        def lies(shape: tuple[int, ...], strides: Strides, wanted: Strides) -> bool:
+            sizes = (*shape[:2], *(1,) * (5 - len(shape)), *shape[2:])
+            return all(size == 1 or stride == want for size, stride, want in zip(sizes, strides, wanted))
+
+        return (
+            self.weight_channels_last == dense.weight_channels_last
+            and lies(problem.input_shape, self.input, dense.input)
+            and lies(problem.output_shape, self.output, dense.output)
+        )
+
 
 def dense_strides(shape: tuple[int, ...], channels_last: bool) -> Strides:
     """The strides of a tensor ``(N, C, *spatial)`` without gaps."""
@@ -125,6 +139,7 @@ class Launch:
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     With ``boxes`` its first `TENSOR_MAP_BYTES` are left for a tensor map of the first tensor.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
 
     source: KernelSource
@@ -136,6 +151,7 @@ class Launch:
     prologue: Launch | None = None
     workspace_bytes: int = 0
     boxes: Boxes | None = None
+    one_way: KernelSource | None = None
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:

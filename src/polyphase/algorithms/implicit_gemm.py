@@ -109,6 +109,7 @@ class ImplicitGemm:
         assert tile is not None
         tile_items = product.row_groups // variant.row_parts
         items = math.ceil(tile.total / variant.cluster) * tile_items
+        vector = store_vector(gather, variant, tile)
         geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
         geometry += struct.pack("<2i", problem.batch, tile.images)
         geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
@@ -120,14 +121,15 @@ class ImplicitGemm:
             tile.allocated * CHUNK_BYTES,
             tile.skew,
             tile.copy_bytes,
-            store_vector(gather, variant, tile),
+            vector,
             tile.boxes,
             tile.box_pixels,
             tile.run,
         )
         geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
+        source = KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product))
         return Launch(
-            source=KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product)),
+            source=source,
             grid=(_blocks(items, tile_items, device, variant), 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
@@ -135,6 +137,7 @@ class ImplicitGemm:
             prologue=_pack_weights(gather, variant, product),
             workspace_bytes=product.row_groups * product.weight_bytes(variant),
             boxes=boxes(gather, variant, tile) if tile.boxes else None,
+            one_way=source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
         )
 
     @staticmethod
@@ -155,6 +158,8 @@ class ImplicitGemm:
             ("TURNING_GROUPS", variant.turning_groups),
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),
+            ("STORE_VECTOR", 0),
+            ("COPY_BYTES", 0),
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
             *([] if variant.taps_in_rows else [("PIECE", variant.piece(gather))]),
             ("WGMMA", variant.wgmma),
@@ -243,13 +248,16 @@ def _with_long_pieces(
 
     For these it may give up stages, as long as its prediction hardly rises.
     """
+    longer_pieces = list(variant.with_longer_pieces(_sized_gather(problem, src_channels_last)))
+    if not longer_pieces:
+        return variant
     gathers = [_sized_gather(sized, src_channels_last) for sized in (problem, *_other_sizes(problem))]
     tiles = [best_tile(gather, variant, gather.src.shape[0], device, _RESERVE) for gather in gathers]
     if tiles[0] is None:
         return variant
     most = _STAGES_COST * estimate(gathers[0], variant, tiles[0], device, 0)[0]
     fewer_stages = [] if src_channels_last else [count for count in reversed(STAGES) if count < variant.stages]
-    for longer in variant.with_longer_pieces(gathers[0]):
+    for longer in longer_pieces:
         for count in (variant.stages, *fewer_stages):
             fewer = longer._replace(stages=count)
             sized = zip(gathers, tiles)

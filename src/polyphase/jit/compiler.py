@@ -139,7 +139,7 @@ def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSour
         binary, log = _compile(source, arch, "-v")
         if source.min_blocks <= 1 or _number(log, r"(\d+) bytes spill stores") == 0:
             return source, binary, log
-        source = source.with_min_blocks(source.min_blocks - 1)
+        source = source.with_constants(MIN_BLOCKS=source.min_blocks - 1)
 
 
 def _compile(source: KernelSource, arch: str, assembler_options: str | None = None) -> tuple[bytes, str]:

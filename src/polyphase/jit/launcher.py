@@ -9,13 +9,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Launch
 from polyphase.device import capability_of
 from polyphase.errors import CompilationError, PolyphaseError
-from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel
+from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel, is_cached
 from polyphase.jit.source import KernelSource
 
 _DEFAULT_SHARED_BYTES = 48 << 10
@@ -174,6 +175,22 @@ def compile_meanwhile(source: KernelSource, arch: str, index: int) -> None:
         return
     with suppress(RuntimeError):  # the interpreter shuts down
         _meanwhile[source, arch] = _worker.submit(compile_kernel, source, arch)
+
+
+def soonest(launch: Launch, arch: str, index: int) -> Launch:
+    """The launch with the kernel that can be there first.
+
+    That is the one for tensors that lie as these do alone, where the one for all is neither here nor on the disk: that
+    is compiled meanwhile, for calls whose tensors lie otherwise.
+    """
+    source, one_way = launch.source, launch.one_way
+    if one_way is None or is_loaded(source, arch, index):
+        return launch
+    if not is_loaded(one_way, arch, index):
+        if (source, arch) in _meanwhile or is_cached(source, arch):
+            return launch
+        compile_meanwhile(source, arch, index)
+    return replace(launch, source=one_way, one_way=None)
 
 
 def _compiled(source: KernelSource, arch: str) -> bytes:

@@ -78,9 +78,9 @@ class KernelSource:
         assert isinstance(blocks, int)
         return blocks
 
-    def with_min_blocks(self, blocks: int) -> KernelSource:
-        """The same kernel with another limit."""
-        return replace(self, constants=tuple({**dict(self.constants), "MIN_BLOCKS": blocks}.items()))
+    def with_constants(self, **constants: Constant) -> KernelSource:
+        """The same kernel with some of its constants changed."""
+        return replace(self, constants=tuple({**dict(self.constants), **constants}.items()))
 
     @cached_property
     def specialisation(self) -> str:

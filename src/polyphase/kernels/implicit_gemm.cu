@@ -176,7 +176,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned turns = shared_address(shared.turn);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : TURNERS + 1);
+      barrier_init(full + 8 * i, !takes_boxes(g) ? LOADERS : BOXES ? 1 : TURNERS + 1);
       barrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
@@ -188,8 +188,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     barriers_publish();
   }
   // Positions are the same for every tile.
-  const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
-  if (g.boxes == 0)
+  const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(g) / (int)sizeof(scalar_t);
+  if (!takes_boxes(g))
     for (int i = thread; i * copied < g.halo; i += THREADS) {
       Pixel p;
       p.locate(g, i * copied);
@@ -223,7 +223,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   if (CLUSTER > 1) cluster_sync();
 
 #if BOX_COPY
-  if (g.boxes && warp_group >= CONSUMERS) {
+  if (takes_boxes(g) && warp_group >= CONSUMERS) {
     registers_release();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);

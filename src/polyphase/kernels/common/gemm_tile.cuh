@@ -52,6 +52,13 @@ struct Geometry {
   int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
 };
 
+// How tensors lie decides how they are loaded and stored, and may differ from launch to launch. A kernel that is
+// compiled for one way alone (STORE_VECTOR is not zero) has half the code; COPY_BYTES is zero there for boxes.
+constexpr bool ONE_WAY = STORE_VECTOR != 0;
+__device__ __forceinline__ int store_vector(const Geometry& g) { return ONE_WAY ? STORE_VECTOR : g.store_vector; }
+__device__ __forceinline__ int copy_bytes(const Geometry& g) { return ONE_WAY ? COPY_BYTES : g.copy_bytes; }
+__device__ __forceinline__ bool takes_boxes(const Geometry& g) { return ONE_WAY ? COPY_BYTES == 0 : g.boxes != 0; }
+
 // Position of a pixel in a run.
 struct Pixel {
   int n, d, h, w;

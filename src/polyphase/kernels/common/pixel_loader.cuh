@@ -125,7 +125,7 @@ struct Loader {
   int thread;
 
   __device__ __forceinline__ void find_pixels(const Item& item) const {
-    const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
+    const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(g) / (int)sizeof(scalar_t);
     for (int i = thread; i * copied < g.halo; i += LOADERS) {
       const unsigned position = g.run ? 0 : halo[i];
       Pixel p;
@@ -203,11 +203,11 @@ struct Loader {
   __device__ __forceinline__ void load(const scalar_t* base, int stage, unsigned char* to) const {
     const int channel = stage * STAGE_CHANNELS;
     base += channel * g.src.stride[1];
-    if (g.copy_bytes == 16)
+    if (copy_bytes(g) == 16)
       copy_stage<16>(base, channel, to);
-    else if (!SRC_CHANNELS_LAST && g.copy_bytes == 8)
+    else if (!SRC_CHANNELS_LAST && copy_bytes(g) == 8)
       copy_stage<8>(base, channel, to);
-    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && g.copy_bytes == 4)
+    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && copy_bytes(g) == 4)
       copy_stage<4>(base, channel, to);
     else
       copy_stage<sizeof(scalar_t)>(base, channel, to);

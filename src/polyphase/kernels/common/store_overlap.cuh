@@ -93,7 +93,7 @@ struct Store {
 #pragma unroll
       for (int channel = 0; channel < CHANNELS; ++channel) narrow(value[channel][i], narrowed[i * CHANNELS + channel]);
     const bool whole = DST_CHANNELS_LAST ? channels >= CHANNELS : columns == DST_W;
-    if (WIDE > 1 && whole && g.store_vector == WIDE) {
+    if (WIDE > 1 && whole && store_vector(g) == WIDE) {
 #pragma unroll
       for (int i = 0; i < DST_W * CHANNELS; i += WIDE)
         if (i / CHANNELS < columns)

@@ -354,11 +354,11 @@ struct Store {
   }
 
   __device__ __forceinline__ void operator()() const {
-    if (g.store_vector == WIDE)
+    if (store_vector(g) == WIDE)
       store_all<WIDE>();
-    else if (!DST_CHANNELS_LAST && g.store_vector == WIDE / 2)
+    else if (!DST_CHANNELS_LAST && store_vector(g) == WIDE / 2)
       store_all<WIDE / 2>();
-    else if (!DST_CHANNELS_LAST && WIDE > 4 && g.store_vector == 2)
+    else if (!DST_CHANNELS_LAST && WIDE > 4 && store_vector(g) == 2)
       store_all<2>();
     else
       store_all<1>();
