@@ -169,7 +169,7 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
 
 
 def assert_one_source(problem: ConvTransposeProblem) -> None:
-    """The layer has one kernel for tiny images, and one for all others; its forward pass has two for these.
+    """The layer has one kernel for tiny images, and one for all others; its forward pass has two of either.
 
     So has the product of matrices that it is of single pixels, of which a batch is the image.
     """
@@ -181,9 +181,9 @@ def assert_one_source(problem: ConvTransposeProblem) -> None:
             assert_launchable(sized, pass_, H200, launch)
             computed, _ = plan._as_computed(sized, pass_, None)
             sources.setdefault((computed == sized, is_tiny(computed)), {}).setdefault(launch.source, sized)
-        for (_, tiny), found in sources.items():
+        for found in sources.values():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
-            most = 2 if pass_ is Pass.FORWARD and not tiny else 1
+            most = 2 if pass_ is Pass.FORWARD else 1
             assert len(narrow) <= most, (
                 f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
             )

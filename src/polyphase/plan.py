@@ -2,7 +2,7 @@
 
 Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. What is
 offered depends on the layer alone, never on batch or image size. A layer has two kernels for its forward pass, one that
-is best at large sizes and one at small ones, and one for other passes; so a new size needs no further ones. Nothing is
+is best at most sizes and one at others, and one for other passes; so a new size needs no further ones. Nothing is
 tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from polyphase import tuning
 from polyphase.algorithms import ALGORITHMS
-from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared, is_tiny, small
+from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared, is_tiny, second_size
 from polyphase.algorithms.rankings import kept
 from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
-# The kernel for small sizes is taken where its prediction is less than that much of the other's.
+# The kernel for other sizes is taken where its prediction is less than that much of the first's.
 _CLEARLY = 0.93
 
 
@@ -140,17 +140,17 @@ def _by_size(
     device: DeviceInfo,
 ) -> list[Candidate]:
     """The candidates that a layer has kernels for, one or two, the better one for this size first."""
-    first = candidates[0]
-    if pass_ is not Pass.FORWARD or is_tiny(problem):
+    first, sized = candidates[0], second_size(problem)
+    if pass_ is not Pass.FORWARD or is_tiny(sized) is not is_tiny(problem):
         return [first]
-    variant = _for_small_sizes(algorithm, small(problem), pass_, device)
+    variant = _for_other_sizes(algorithm, sized, pass_, device)
     found = [candidate for candidate in candidates[1:] if candidate.variant == variant]
     return sorted([first, *found], key=lambda each: each.seconds * (_CLEARLY if each is first else 1.0))
 
 
 @lru_cache(maxsize=4096)
-def _for_small_sizes(algorithm: Algorithm, sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Any:
-    """The variant of the fastest prediction at a small size."""
+def _for_other_sizes(algorithm: Algorithm, sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Any:
+    """The variant of the fastest prediction at the size of ``sized``."""
     candidates = algorithm.candidates(sized, pass_, device, Layouts.dense(sized))
     return min(candidates, key=lambda each: each.seconds).variant if candidates else None
 

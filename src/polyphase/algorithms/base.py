@@ -211,9 +211,15 @@ def wide(problem: ConvTransposeProblem) -> ConvTransposeProblem:
     return standard(problem) if is_tiny(problem) else replace(typical(problem, (16384, 256, 64)), batch=64)
 
 
-def small(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at a size that hardly keeps a GPU busy: some thousands of cells."""
-    return replace(typical(problem, (1024, 32, 13)), batch=2)
+def second_size(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at the size that it may have a second kernel for.
+
+    That is one that hardly keeps a GPU busy, about a thousand cells; and of tiny images the largest, where that is
+    tiny.
+    """
+    if is_tiny(problem):
+        return replace(typical(problem, (49, 7, 4)), batch=256)
+    return replace(typical(problem, (512, 32, 10)), batch=1)
 
 
 def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,6 +17,7 @@ from polyphase.algorithms.base import (
     is_tiny,
     offered,
     packed_divisor,
+    round_up,
     standard,
     typical,
 )
@@ -57,6 +58,9 @@ _OTHER_SIZES = {
     True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
     False: ((5, (2048, 40, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
 }
+_OFFERED_WITH_HALO = 2  # of those, where images are tiny
+_LARGEST_TINY = (64, 8, 4)
+_OTHER_TINY_SIZES = ((256, (49, 7, 4)), (256, (36, 6, 3)))
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
@@ -89,16 +93,22 @@ class ImplicitGemm:
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)
         last = gather.src.channels_last
-        variants = (
-            _with_long_pieces(sized, last, variant, device)
-            for variant in ranked(sized, device, last, last and box_strides(gather) is not None)
-        )
+        by_boxes = last and box_strides(gather) is not None
+
+        def variants(sized: ConvTransposeProblem, halo: bool = False) -> Iterator[GemmVariant]:
+            for variant in ranked(sized, device, last, by_boxes, halo):
+                yield _with_long_pieces(sized, last, variant, device)
 
         def predict(variant: GemmVariant) -> tuple[float, str] | None:
             tile = best_tile(gather, variant, problem.batch, device)
             return None if tile is None else estimate(gather, variant, tile, device, problem.bytes)
 
-        return offered(self.name, variants, predict, _OFFERED)
+        found = offered(self.name, variants(sized), predict, _OFFERED)
+        larger = replace(typical(problem, _LARGEST_TINY), batch=256)
+        if not gather.mirrored and is_tiny(problem) and is_tiny(larger):
+            with_halo = offered(self.name, variants(larger, halo=True), predict, _OFFERED_WITH_HALO)
+            found[_OFFERED - _OFFERED_WITH_HALO :] = [each for each in with_halo if each not in found]
+        return found
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
@@ -208,11 +218,12 @@ def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Lau
         blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
         if channels * taps <= 1024 and blocks >= 256:
             break
-    constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps)]
+    threads = min(256, max(64, round_up(channels * taps, 32)))
+    constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps), ("SLAB_THREADS", threads)]
     return Launch(
         source=KernelSource("pack_weights", gather.dtype, False, tuple(constants)),
         grid=(blocks, 1, 1),
-        block=256,
+        block=threads,
         shared_bytes=0,
         geometry=b"",
     )
@@ -228,16 +239,21 @@ def _blocks(items: int, tile_items: int, device: DeviceInfo, variant: GemmVarian
 
 @lru_cache(maxsize=4096)
 def ranked(
-    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool
+    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool, halo: bool = False
 ) -> list[GemmVariant]:
     """The variants that compute a layer of typical size, the fastest prediction first.
 
-    Among the first, half the say has how they do at other sizes: few images, small images, large ones.
+    Among the first, half the say has how they do at other sizes: few images, small images, large ones. ``halo``: of
+    tiny images those variants alone that do not take them as a whole, which do well where images fill no tile.
     """
     members = list(families(problem, device, src_channels_last, boxes))
+    if halo:
+        members = [(variant, stages) for variant, stages in members if not variant.whole_images]
     offered = [variant._replace(stages=count) for variant, stages in members for count in stages]
     about = f"{problem!r}, input {'channels' if src_channels_last else 'pixels'} last, boxes {boxes}, on {device!r}"
-    return kept(about, offered, lambda: _rank(problem, device, src_channels_last, members))
+    about += ", with halo" if halo else ""
+    others = _sizes(problem, _OTHER_TINY_SIZES) if halo else _other_sizes(problem)
+    return kept(about, offered, lambda: _rank(problem, others, device, src_channels_last, members))
 
 
 @lru_cache(maxsize=4096)
@@ -268,11 +284,18 @@ def _with_long_pieces(
 
 
 def _other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
-    return [replace(typical(problem, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(problem)]]
+    return _sizes(problem, _OTHER_SIZES[is_tiny(problem)])
+
+
+def _sizes(
+    problem: ConvTransposeProblem, sizes: Sequence[tuple[int, tuple[int, int, int]]]
+) -> list[ConvTransposeProblem]:
+    return [replace(typical(problem, sides), batch=batch) for batch, sides in sizes]
 
 
 def _rank(
     problem: ConvTransposeProblem,
+    others: Sequence[ConvTransposeProblem],
     device: DeviceInfo,
     src_channels_last: bool,
     members: Sequence[tuple[GemmVariant, tuple[int, ...]]],
@@ -285,7 +308,6 @@ def _rank(
             if (fastest := _fastest(gather, variant, stages, tiles, device)) is not None:
                 scores[fastest[1]] = math.log(fastest[0])
     first = sorted(scores, key=scores.__getitem__)
-    others = _other_sizes(problem)
     for gather in [_sized_gather(other, src_channels_last) for other in others]:
         for variant in first[:_COMPARED]:
             tiles = best_tiles(gather, variant, (variant.stages,), gather.src.shape[0], device, _RESERVE)

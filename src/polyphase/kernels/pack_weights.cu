@@ -9,7 +9,7 @@
 // SLAB_CHANNELS rows for every tap. Both loops give an output channel and a tap to a thread: the first moves the input
 // channels of the pair one by one, the second makes them a chunk.
 
-constexpr int THREADS = 256;
+constexpr int THREADS = SLAB_THREADS;
 constexpr int ROW_SLABS = CHANNEL_GROUPS * CHANNEL_BLOCKS * (ROWS / SLAB_CHANNELS);
 constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;  // of a block of channels and a group of lines
 constexpr int PLACES = LINE_GROUPS * CHANNEL_OPERATIONS;         // the taps, and operations that do not exist
