@@ -120,7 +120,20 @@ OTHERS_THAN_PIXELS: list[dict[str, object]] = [
     {"channels_last": True},
     {"batch": 0},
     {"input_size": (1, 2)},
+    {"groups": 2},
 ]
+
+
+def test_single_pixels_of_more_channels_than_kernels_count() -> None:
+    problem = make((1, 4, 1, 1), 65536, (256, 128), dtype="bfloat16")
+    assert problem.of_lone_pixels() is None
+    assert plan.plan(problem, Pass.FORWARD, H200).launch is not None
+
+
+def test_gradients_of_weights_know_no_bias() -> None:
+    layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
+    plans = [plan.plan(replace(layer, bias=bias), Pass.WEIGHT_GRAD, H200).launch for bias in (False, True)]
+    assert plans[0] == plans[1]
 
 
 def test_single_pixels_round_where_the_layer_does() -> None:
@@ -179,7 +192,7 @@ def assert_one_source(problem: ConvTransposeProblem) -> None:
             launch = plan.plan(sized, pass_, H200).launch
             assert launch is not None
             assert_launchable(sized, pass_, H200, launch)
-            computed, _ = plan._as_computed(sized, pass_, None)
+            computed, _ = plan.as_computed(sized, pass_, None)
             sources.setdefault((computed == sized, is_tiny(computed)), {}).setdefault(launch.source, sized)
         for found in sources.values():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}

@@ -3293,6 +3293,7 @@ class Launch:
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     With ``boxes`` its first `TENSOR_MAP_BYTES` are left for a tensor map of the first tensor.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
 
     source: "KernelSource"
@@ -3304,6 +3305,7 @@ class Launch:
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
     boxes: "Boxes | None" = None
+    one_way: "KernelSource | None" = None
 
 
 def two_dimensions(blocks: int) -> "tuple[int, int]":

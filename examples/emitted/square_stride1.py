@@ -523,7 +523,7 @@ FILES["pack_weights.cu"] = r"""
 // SLAB_CHANNELS rows for every tap. Both loops give an output channel and a tap to a thread: the first moves the input
 // channels of the pair one by one, the second makes them a chunk.
 
-constexpr int THREADS = 256;
+constexpr int THREADS = SLAB_THREADS;
 constexpr int ROW_SLABS = CHANNEL_GROUPS * CHANNEL_BLOCKS * (ROWS / SLAB_CHANNELS);
 constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;  // of a block of channels and a group of lines
 constexpr int PLACES = LINE_GROUPS * CHANNEL_OPERATIONS;         // the taps, and operations that do not exist
@@ -1140,6 +1140,13 @@ struct Geometry {
   int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
 };
 
+// How tensors lie decides how they are loaded and stored, and may differ from launch to launch. A kernel that is
+// compiled for one way alone (STORE_VECTOR is not zero) has half the code; COPY_BYTES is zero there for boxes.
+constexpr bool ONE_WAY = STORE_VECTOR != 0;
+__device__ __forceinline__ int store_vector(const Geometry& g) { return ONE_WAY ? STORE_VECTOR : g.store_vector; }
+__device__ __forceinline__ int copy_bytes(const Geometry& g) { return ONE_WAY ? COPY_BYTES : g.copy_bytes; }
+__device__ __forceinline__ bool takes_boxes(const Geometry& g) { return ONE_WAY ? COPY_BYTES == 0 : g.boxes != 0; }
+
 // Position of a pixel in a run.
 struct Pixel {
   int n, d, h, w;
@@ -1336,7 +1343,7 @@ struct Loader {
   int thread;
 
   __device__ __forceinline__ void find_pixels(const Item& item) const {
-    const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
+    const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(g) / (int)sizeof(scalar_t);
     for (int i = thread; i * copied < g.halo; i += LOADERS) {
       const unsigned position = g.run ? 0 : halo[i];
       Pixel p;
@@ -1414,11 +1421,11 @@ struct Loader {
   __device__ __forceinline__ void load(const scalar_t* base, int stage, unsigned char* to) const {
     const int channel = stage * STAGE_CHANNELS;
     base += channel * g.src.stride[1];
-    if (g.copy_bytes == 16)
+    if (copy_bytes(g) == 16)
       copy_stage<16>(base, channel, to);
-    else if (!SRC_CHANNELS_LAST && g.copy_bytes == 8)
+    else if (!SRC_CHANNELS_LAST && copy_bytes(g) == 8)
       copy_stage<8>(base, channel, to);
-    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && g.copy_bytes == 4)
+    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && copy_bytes(g) == 4)
       copy_stage<4>(base, channel, to);
     else
       copy_stage<sizeof(scalar_t)>(base, channel, to);
@@ -1798,11 +1805,11 @@ struct Store {
   }
 
   __device__ __forceinline__ void operator()() const {
-    if (g.store_vector == WIDE)
+    if (store_vector(g) == WIDE)
       store_all<WIDE>();
-    else if (!DST_CHANNELS_LAST && g.store_vector == WIDE / 2)
+    else if (!DST_CHANNELS_LAST && store_vector(g) == WIDE / 2)
       store_all<WIDE / 2>();
-    else if (!DST_CHANNELS_LAST && WIDE > 4 && g.store_vector == 2)
+    else if (!DST_CHANNELS_LAST && WIDE > 4 && store_vector(g) == 2)
       store_all<2>();
     else
       store_all<1>();
@@ -1988,7 +1995,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned turns = shared_address(shared.turn);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, g.boxes == 0 ? LOADERS : BOXES ? 1 : TURNERS + 1);
+      barrier_init(full + 8 * i, !takes_boxes(g) ? LOADERS : BOXES ? 1 : TURNERS + 1);
       barrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
     }
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
@@ -2000,8 +2007,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     barriers_publish();
   }
   // Positions are the same for every tile.
-  const int copied = SRC_CHANNELS_LAST ? 1 : g.copy_bytes / (int)sizeof(scalar_t);
-  if (g.boxes == 0)
+  const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(g) / (int)sizeof(scalar_t);
+  if (!takes_boxes(g))
     for (int i = thread; i * copied < g.halo; i += THREADS) {
       Pixel p;
       p.locate(g, i * copied);
@@ -2035,7 +2042,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   if (CLUSTER > 1) cluster_sync();
 
 #if BOX_COPY
-  if (g.boxes && warp_group >= CONSUMERS) {
+  if (takes_boxes(g) && warp_group >= CONSUMERS) {
     registers_release();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
@@ -2707,6 +2714,7 @@ constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
 constexpr int SLAB_CHANNELS = 16;
 constexpr int SLAB_TAPS = 9;
+constexpr int SLAB_THREADS = 160;
 """, ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "pack_weights.cu")),
     ("implicit_gemm", r"""
 // implicit_gemm, specialised by:
@@ -2745,6 +2753,8 @@ constexpr int LOADER_GROUPS = 2;
 constexpr int LOADER_THREADS = 256;
 constexpr int TURNING_GROUPS = 2;
 constexpr int STAGES = 4;
+constexpr int STORE_VECTOR = 0;
+constexpr int COPY_BYTES = 0;
 constexpr int RAW_STAGES = 2;
 constexpr int PIECE = 64;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
@@ -2788,6 +2798,7 @@ constexpr int OPERATIONS = 9;
 constexpr int MIN_BLOCKS = 1;
 constexpr int SLAB_CHANNELS = 16;
 constexpr int SLAB_TAPS = 9;
+constexpr int SLAB_THREADS = 160;
 """, ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "pack_weights.cu")),
     ("implicit_gemm", r"""
 // implicit_gemm, specialised by:
@@ -2826,6 +2837,8 @@ constexpr int LOADER_GROUPS = 2;
 constexpr int LOADER_THREADS = 256;
 constexpr int TURNING_GROUPS = 2;
 constexpr int STAGES = 5;
+constexpr int STORE_VECTOR = 0;
+constexpr int COPY_BYTES = 0;
 constexpr int RAW_STAGES = 2;
 constexpr int PIECE = 64;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
@@ -3380,6 +3393,10 @@ class KernelSource:
         assert isinstance(blocks, int)
         return blocks
 
+    def with_constants(self, **constants: "Constant") -> "KernelSource":
+        """The same kernel with some of its constants changed."""
+        return replace(self, constants=tuple({**dict(self.constants), **constants}.items()))
+
     @cached_property
     def specialisation(self) -> str:
         """What this kernel's text has that others of the same file have not: types, constants, instructions."""
@@ -3544,6 +3561,7 @@ class Launch:
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     With ``boxes`` its first `TENSOR_MAP_BYTES` are left for a tensor map of the first tensor.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
 
     source: "KernelSource"
@@ -3555,6 +3573,7 @@ class Launch:
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
     boxes: "Boxes | None" = None
+    one_way: "KernelSource | None" = None
 
 
 def layer_constants(
@@ -4721,6 +4740,7 @@ class ImplicitGemm:
         assert tile is not None
         tile_items = product.row_groups // variant.row_parts
         items = math.ceil(tile.total / variant.cluster) * tile_items
+        vector = store_vector(gather, variant, tile)
         geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
         geometry += struct.pack("<2i", problem.batch, tile.images)
         geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
@@ -4732,14 +4752,15 @@ class ImplicitGemm:
             tile.allocated * CHUNK_BYTES,
             tile.skew,
             tile.copy_bytes,
-            store_vector(gather, variant, tile),
+            vector,
             tile.boxes,
             tile.box_pixels,
             tile.run,
         )
         geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
+        source = KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product))
         return Launch(
-            source=KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product)),
+            source=source,
             grid=(_implicit_gemm_blocks(items, tile_items, device, variant), 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
@@ -4747,6 +4768,9 @@ class ImplicitGemm:
             prologue=_pack_weights(gather, variant, product),
             workspace_bytes=product.row_groups * product.weight_bytes(variant),
             boxes=boxes(gather, variant, tile) if tile.boxes else None,
+            one_way=None
+            if variant.whole_images and variant.parts == 2  # a register spills
+            else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
         )
 
     @staticmethod
@@ -4767,6 +4791,8 @@ class ImplicitGemm:
             ("TURNING_GROUPS", variant.turning_groups),
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),
+            ("STORE_VECTOR", 0),
+            ("COPY_BYTES", 0),
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
             *([] if variant.taps_in_rows else [("PIECE", variant.piece(gather))]),
             ("WGMMA", variant.wgmma),
@@ -4815,11 +4841,12 @@ def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") 
         blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
         if channels * taps <= 1024 and blocks >= 256:
             break
-    constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps)]
+    threads = min(256, max(64, round_up(channels * taps, 32)))
+    constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps), ("SLAB_THREADS", threads)]
     return Launch(
         source=KernelSource("pack_weights", gather.dtype, False, tuple(constants)),
         grid=(blocks, 1, 1),
-        block=256,
+        block=threads,
         shared_bytes=0,
         geometry=b"",
     )

@@ -66,8 +66,8 @@ def plan(
         return Plan(problem, pass_, "portable")
     _check_integers(problem)
     given = problem
-    problem, layouts = _as_computed(problem, pass_, layouts)
-    choice = None if by_prediction else tuning.choice(given, pass_, device)
+    problem, layouts = as_computed(problem, pass_, layouts)
+    choice = None if by_prediction else tuning.choice(problem, pass_, device)
     measured = None if choice is None else _measured(_offers(problem, pass_, device, layouts), choice)
     if measured is not None:
         algorithm, candidate = measured
@@ -76,19 +76,19 @@ def plan(
         found = next(_offers(problem, pass_, device, layouts), None)
         if found is None:
             reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
-            raise UnsupportedError(f"no algorithm computes the {pass_.value} of {problem} on {device.arch}: {reasons}")
+            raise UnsupportedError(f"no algorithm computes the {pass_.value} of {given} on {device.arch}: {reasons}")
         algorithm, candidates = found
         candidate, *others = _by_size(algorithm, candidates, problem, pass_, device)
     chosen, *rest = (algorithm.launch(problem, pass_, device, layouts, each.variant) for each in (candidate, *others))
     return Plan(given, pass_, algorithm.name, candidate, chosen, measured is not None, *rest)
 
 
-def _as_computed(
+def as_computed(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None
 ) -> tuple[ConvTransposeProblem, Layouts]:
     """The layer whose pass this is in other words, where those are simpler: it has the same tensors in memory."""
     layouts = layouts or Layouts.dense(problem)
-    simpler = problem.of_lone_pixels()
+    simpler = (problem if pass_ is Pass.FORWARD else replace(problem, bias=False)).of_lone_pixels()
     # As an input gradient it would be one long sum for few outputs, which no algorithm shares out among blocks.
     if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(problem):
         return problem, layouts
@@ -159,7 +159,7 @@ def launches(
     problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
 ) -> list[tuple[Candidate, Launch]]:
     """Every variant of every algorithm that can compute a pass, for tests and tuning."""
-    problem, layouts = _as_computed(problem, pass_, layouts)
+    problem, layouts = as_computed(problem, pass_, layouts)
     return [
         (candidate, algorithm.launch(problem, pass_, device, layouts, candidate.variant))
         for algorithm in _able(problem, pass_, device)
@@ -173,7 +173,7 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     These are each algorithm's first, and the planner's own for other sizes.
     """
     given = problem
-    problem, layouts = _as_computed(problem, pass_, None)
+    problem, layouts = as_computed(problem, pass_, None)
     firsts = [
         algorithm.launch(problem, pass_, device, layouts, candidates[0].variant)
         for algorithm in _able(problem, pass_, device)
@@ -203,7 +203,7 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         )
         if chosen.other is not None:
             lines.append("  the kernel for other sizes is compiled meanwhile")
-        computed, layouts = _as_computed(problem, pass_, None)
+        computed, layouts = as_computed(problem, pass_, None)
         if computed != problem:
             lines.append(f"  computed as {computed}")
         for algorithm in ALGORITHMS:

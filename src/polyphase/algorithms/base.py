@@ -197,8 +197,8 @@ def typical(problem: ConvTransposeProblem, sides: tuple[int, int, int] = (4096, 
 
 
 def is_tiny(problem: ConvTransposeProblem) -> bool:
-    """Whether images are tiny. Layers may have one kernel for such images and one for all others."""
-    return math.prod(problem.input_size) <= TINY
+    """Whether images are tiny. Layers have other kernels for such images; not those of one tap, which have no halo."""
+    return math.prod(problem.input_size) <= TINY and problem.taps > 1
 
 
 def standard(problem: ConvTransposeProblem) -> ConvTransposeProblem:

@@ -156,6 +156,10 @@ class Taps:
         """Row blocks that hold a row for each of those."""
         return math.ceil(self.rows(channels, lines) / ROWS)
 
+    def are_alike(self, lines: int) -> bool:
+        """Whether all groups of ``lines`` neighbouring phases have the same taps."""
+        return len({self.lines[i : i + lines] for i in range(0, len(self.lines), lines)}) == 1
+
     @staticmethod
     def stay_in_cells(axes: tuple[Axis, Axis, Axis]) -> bool:
         """Whether no tap reads beside its cell."""
@@ -262,7 +266,10 @@ def families(
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
         for channel_blocks, lines, row_blocks, row_channels, whole_images in shapes:
             held = 0 if row_channels else _held_by_stores(taps.owned_w, lines, channels, channels_last)
-            sums = _accumulators(parts, wgmma, held)
+            if channels % ROWS and channel_blocks > 1 and not row_channels:
+                held = max(held, 32)
+            if problem.bias and taps.owned_w >= 4 and (parts == 2 or taps.owned_w % 2):
+                held += 16
             channel_groups = math.ceil(channels / (channel_blocks * (row_channels or ROWS)))
             row_groups = channel_groups * (len(taps.lines) // lines)
             may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
@@ -275,6 +282,9 @@ def families(
                     continue  # there the block's own warp groups share weights
                 if split == "rows" and channel_blocks > 1 and not row_channels:
                     continue  # registers spill
+                if k_steps == 4 and not row_channels and not taps.are_alike(lines):
+                    continue  # products wait for one another (C7519)
+                sums = _accumulators(parts, wgmma, held + 16 * (k_steps == 4 and channel_blocks > 1))
                 fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
                 by_engine = boxes and channels_last and wgmma and parts == 1 and fills
                 for loaders, raw_slots, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last]:
@@ -298,7 +308,7 @@ def _held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool
     """Registers that stores hold beyond what the simplest do: where pixels and lines go, which channels exist."""
     if channels_last:
         return 16 if owned_w >= 3 else 0
-    if channels % ROWS and owned_w > 1:
+    if channels % ROWS and (owned_w > 1 or lines > 1):
         return 32
     return 16 if lines > 1 else 0
 

@@ -43,6 +43,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 _WARPS = 8
 _THREADS = 32 * _WARPS
 _OFFERED = 6
+_MOST_STRIDED_TAPS = 24  # of a variant of many sums a thread, in float32
 _BUFFERS = (4, 3, 2)  # of stages; tried from the left
 _MAX_TAPS = 512
 _LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
@@ -388,7 +389,8 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) ->
     per_piece = 16 // DTYPE_BYTES[problem.dtype]
     for row_tiles, column_tiles, row_warps in _SHAPES:
         resident = 1 if row_tiles * column_tiles > 16 else 2
-        spills = device.capability < 90 or (pass_ is Pass.WEIGHT_GRAD and row_warps == 2)
+        strided = max(problem.stride) > 1 and taps > _MOST_STRIDED_TAPS
+        spills = device.capability < 90 or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
         if resident == 1 and problem.dtype == "float32" and spills:
             continue  # the compiler needs more registers there than a thread can have
         variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)

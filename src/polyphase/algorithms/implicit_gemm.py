@@ -107,7 +107,8 @@ class ImplicitGemm:
         larger = replace(typical(problem, _LARGEST_TINY), batch=256)
         if not gather.mirrored and is_tiny(problem) and is_tiny(larger):
             with_halo = offered(self.name, variants(larger, halo=True), predict, _OFFERED_WITH_HALO)
-            found[_OFFERED - _OFFERED_WITH_HALO :] = [each for each in with_halo if each not in found]
+            found = found[: _OFFERED - _OFFERED_WITH_HALO]
+            found += [candidate for candidate in with_halo if candidate not in found]
         return found
 
     def launch(
@@ -147,7 +148,9 @@ class ImplicitGemm:
             prologue=_pack_weights(gather, variant, product),
             workspace_bytes=product.row_groups * product.weight_bytes(variant),
             boxes=boxes(gather, variant, tile) if tile.boxes else None,
-            one_way=source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
+            one_way=None
+            if variant.whole_images and variant.parts == 2  # a register spills
+            else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
         )
 
     @staticmethod

@@ -62,10 +62,11 @@ def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned
             record = records[name] = run(case)
         record.predicted_ms, record.planned = seconds[name] * 1e3, name == own
     tuned = Tuned(case, records[own], tuple(records.values()))
+    computed, _ = plan.as_computed(problem, case.pass_, layouts)
     if tuned.fastest is not None:
-        tuning.remember(case.problem, case.pass_, device, tuned.fastest.variant)
+        tuning.remember(computed, case.pass_, device, tuned.fastest.variant)
     else:
-        tuning.discard(case.problem, case.pass_, device)
+        tuning.discard(computed, case.pass_, device)
     return tuned
 
 

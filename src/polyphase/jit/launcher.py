@@ -180,16 +180,13 @@ def compile_meanwhile(source: KernelSource, arch: str, index: int) -> None:
 def soonest(launch: Launch, arch: str, index: int) -> Launch:
     """The launch with the kernel that can be there first.
 
-    That is the one for tensors that lie as these do alone, where the one for all is neither here nor on the disk: that
-    is compiled meanwhile, for calls whose tensors lie otherwise.
+    That is the one for tensors that lie as these do alone, unless the one for all is here, on its way or on the disk.
     """
     source, one_way = launch.source, launch.one_way
     if one_way is None or is_loaded(source, arch, index):
         return launch
-    if not is_loaded(one_way, arch, index):
-        if (source, arch) in _meanwhile or is_cached(source, arch):
-            return launch
-        compile_meanwhile(source, arch, index)
+    if not is_loaded(one_way, arch, index) and ((source, arch) in _meanwhile or is_cached(source, arch)):
+        return launch
     return replace(launch, source=one_way, one_way=None)
 
 
