@@ -618,12 +618,13 @@ def test_long_pieces_leave_sums_in_registers(
 
 
 def test_reports() -> None:
-    problem = ConvTransposeProblem.make((1, 2, 9, 9), 2, 3, 2, bias=True)
+    problem = ConvTransposeProblem.make((1, 2, 8, 8), 2, 3, 2, bias=True)
     for pass_ in Pass:
         reports = compile_report(problem, pass_, ARCH)
         offered = [launch for _, launch in launches(problem, pass_, DeviceInfo.for_arch(ARCH))]
-        kernels = offered + [launch.prologue for launch in offered if launch.prologue is not None]
-        assert {report.kernel for report in reports} == {launch.source.kernel for launch in kernels}
+        kernels = {report.kernel for report in reports}
+        assert {launch.source.kernel for launch in offered} <= kernels
+        assert kernels <= {source.kernel for launch in offered for source in launch.sources}
         for report in reports:
             assert report.clean, report
             assert 0 < report.registers <= 255
