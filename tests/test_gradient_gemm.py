@@ -57,13 +57,12 @@ def cases() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
-    """On dense tensors, and on one kind of others; on a GPU it is all variants and kinds."""
+    """On tensors of one kind, every third of them dense; on a GPU it is all variants and kinds."""
     all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
-    for number in (0, 1 + seed % 4):
-        layouts = all_layouts[number]
-        found = offers(ALGORITHMS[pass_], problem, pass_, layouts)
-        candidate, launch = found[(seed + number) % len(found)]
-        assert_exact(problem, pass_, candidate, launch, layouts, Emulator(number))
+    layouts = all_layouts[max(0, seed % 6 - 1)]
+    found = offers(ALGORITHMS[pass_], problem, pass_, layouts)
+    candidate, launch = found[seed // 6 % len(found)]
+    assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
 
 
 @pytest.mark.parametrize("shape", gradient_gemm._SHAPES, ids=str)

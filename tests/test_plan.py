@@ -73,9 +73,10 @@ def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: Device
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_layer_has_a_plan(arch: str) -> None:
+    """In every second form, others for each layer and architecture."""
     device = DeviceInfo.for_arch(arch)
-    for layer in LAYERS:
-        for problem in in_all_forms(layer.problem):
+    for number, layer in enumerate(LAYERS, start=ARCHS.index(arch)):
+        for problem in list(in_all_forms(layer.problem))[number % 2 :: 2]:
             for pass_ in Pass:
                 chosen = plan.plan(problem, pass_, device)
                 assert chosen.algorithm in chosen.describe()

@@ -266,7 +266,11 @@ def families(
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
         for channel_blocks, lines, row_blocks, row_channels, whole_images in shapes:
             held = 0 if row_channels else _held_by_stores(taps.owned_w, lines, channels, channels_last)
-            if channels % ROWS and channel_blocks > 1 and not row_channels:
+            if (
+                channels % ROWS
+                and not row_channels
+                and (channel_blocks > 1 or (lines > 1 and problem.dtype != "float32"))
+            ):
                 held = max(held, 32)
             if problem.bias and taps.owned_w >= 4 and (parts == 2 or taps.owned_w % 2):
                 held += 16
@@ -308,7 +312,7 @@ def _held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool
     """Registers that stores hold beyond what the simplest do: where pixels and lines go, which channels exist."""
     if channels_last:
         return 16 if owned_w >= 3 else 0
-    if channels % ROWS and (owned_w > 1 or lines > 1):
+    if channels % ROWS and owned_w > 1:
         return 32
     return 16 if lines > 1 else 0
 
