@@ -265,15 +265,11 @@ def families(
         shapes += [(sets, len(taps.lines), sets, row_channels, True) for sets in (1, 2, 4)]
     for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
         for channel_blocks, lines, row_blocks, row_channels, whole_images in shapes:
-            held = 0 if row_channels else _held_by_stores(taps.owned_w, lines, channels, channels_last)
-            if (
-                channels % ROWS
-                and not row_channels
-                and (channel_blocks > 1 or (lines > 1 and problem.dtype != "float32"))
-            ):
-                held = max(held, 32)
-            if problem.bias and taps.owned_w >= 4 and (parts == 2 or taps.owned_w % 2):
-                held += 16
+            held = 0
+            if not row_channels:
+                held = _held_by_stores(taps.owned_w, lines, channels, channels_last)
+                held = max(held, _held_by_partial_blocks(problem, lines, channel_blocks))
+                held += _held_by_bias(problem, taps, parts)
             channel_groups = math.ceil(channels / (channel_blocks * (row_channels or ROWS)))
             row_groups = channel_groups * (len(taps.lines) // lines)
             may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
@@ -315,6 +311,18 @@ def _held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool
     if channels % ROWS and owned_w > 1:
         return 32
     return 16 if lines > 1 else 0
+
+
+# These two, and what deep stages of several blocks hold, were found by compiling the layers of all suites.
+def _held_by_partial_blocks(problem: ConvTransposeProblem, lines: int, channel_blocks: int) -> int:
+    """Registers that stores hold which ask whether a channel exists, for several blocks or lines."""
+    partial = problem.out_channels_per_group % ROWS != 0
+    return 32 if partial and (channel_blocks > 1 or (lines > 1 and problem.dtype != "float32")) else 0
+
+
+def _held_by_bias(problem: ConvTransposeProblem, taps: Taps, parts: int) -> int:
+    """Registers that the bias takes beside the values of long runs."""
+    return 16 if problem.bias and taps.owned_w >= 4 and (parts == 2 or taps.owned_w % 2) else 0
 
 
 def _accumulators(parts: int, wgmma: bool, held: int) -> int:
