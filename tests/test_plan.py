@@ -125,12 +125,6 @@ OTHERS_THAN_PIXELS: list[dict[str, object]] = [
 ]
 
 
-def test_single_pixels_of_more_channels_than_kernels_count() -> None:
-    problem = make((1, 4, 1, 1), 65536, (256, 128), dtype="bfloat16")
-    assert problem.of_lone_pixels() is None
-    assert plan.plan(problem, Pass.FORWARD, H200).launch is not None
-
-
 def test_gradients_of_weights_know_no_bias() -> None:
     layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
     plans = [plan.plan(replace(layer, bias=bias), Pass.WEIGHT_GRAD, H200).launch for bias in (False, True)]

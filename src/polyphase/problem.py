@@ -227,19 +227,16 @@ class ConvTransposeProblem:
 
         Taps do not meet then: the batch is a row of pixels, and every output of an image a channel of its pixel. Dense
         tensors lie the same for both, with the channels last for the one returned. None where images are larger, where
-        outputs are missing or bias alone, with a bias, which is the same for several of those channels, with groups,
-        and with more channels than kernels count.
+        outputs are missing or bias alone, with a bias, which is the same for several of those channels, and with groups.
         """
         whole = not any(self.padding) and not any(self.output_padding) and self.batch > 0
         gaps = any(d > 1 and k > 1 for d, k in zip(self.dilation, self.kernel_size))
         if math.prod(self.input_size) != 1 or not whole or gaps or self.bias or self.channels_last or self.groups > 1:
             return None
-        if (out_channels := self.out_channels * self.taps) >= 2**31:
-            return None
         return replace(
             self,
             batch=1,
-            out_channels=out_channels,
+            out_channels=self.out_channels * self.taps,
             input_size=(1, self.batch),
             kernel_size=(1, 1),
             stride=(1, 1),
