@@ -227,7 +227,7 @@ class ConvTransposeProblem:
 
         Taps do not meet then: the batch is a row of pixels, and every output of an image a channel of its pixel. Dense
         tensors lie the same for both, with the channels last for the one returned. None where images are larger, where
-        outputs are missing or bias alone, with a bias, which is the same for several of those channels, and with groups.
+        outputs are missing or bias alone, with groups, and with a bias, which is one for several of those channels.
         """
         whole = not any(self.padding) and not any(self.output_padding) and self.batch > 0
         gaps = any(d > 1 and k > 1 for d, k in zip(self.dilation, self.kernel_size))
