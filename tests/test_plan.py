@@ -91,10 +91,10 @@ def test_layers_of_models_have_plans(layer: NamedLayer) -> None:
     for dtype in ("float32", "bfloat16"):
         problem = replace(layer.problem, dtype=dtype, tf32=True)
         chosen = plan.plan(problem, Pass.FORWARD, H200)
-        for launch in (chosen.launch, chosen.other):
-            if launch is not None:
-                assert_launchable(problem, Pass.FORWARD, H200, launch)
-                assert set(launch.sources) <= set(plan.kernel_sources(problem, Pass.FORWARD, H200))
+        assert chosen.launches
+        for launch in chosen.launches:
+            assert_launchable(problem, Pass.FORWARD, H200, launch)
+            assert set(launch.sources) <= set(plan.kernel_sources(problem, Pass.FORWARD, H200))
 
 
 def test_single_pixels_are_a_product_of_matrices() -> None:

@@ -9,7 +9,7 @@ tried at run time; what `polyphase.tuning` has measured beforehand goes before p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -43,6 +43,11 @@ class Plan:
     measured: bool = False
     other: Launch | None = None
 
+    @property
+    def launches(self) -> list[Launch]:
+        """``launch`` and ``other``, as far as there are any."""
+        return [launch for launch in (self.launch, self.other) if launch is not None]
+
     def describe(self) -> str:
         """The plan in one line."""
         return self.algorithm if self.candidate is None else self.candidate.describe()
@@ -67,13 +72,14 @@ def plan(
     _check_integers(problem)
     given = problem
     problem, layouts = as_computed(problem, pass_, layouts)
+    algorithms = _ranked(compared(problem), pass_, device)
     choice = None if by_prediction else tuning.choice(problem, pass_, device)
-    measured = None if choice is None else _measured(_offers(problem, pass_, device, layouts), choice)
+    measured = None if choice is None else _measured(_offers(algorithms, problem, pass_, device, layouts), choice)
     if measured is not None:
         algorithm, candidate = measured
         others = []
     else:
-        found = next(_offers(problem, pass_, device, layouts), None)
+        found = next(_offers(algorithms, problem, pass_, device, layouts), None)
         if found is None:
             reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
             raise UnsupportedError(f"no algorithm computes the {pass_.value} of {given} on {device.arch}: {reasons}")
@@ -96,10 +102,14 @@ def as_computed(
 
 
 def _offers(
-    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    algorithms: Iterable[Algorithm],
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    device: DeviceInfo,
+    layouts: Layouts,
 ) -> Iterator[tuple[Algorithm, list[Candidate]]]:
-    """The algorithms that can compute a pass, and what they offer: what is predicted to be the fastest comes first."""
-    for algorithm in _ranked(compared(problem), pass_, device):
+    """Those of ``algorithms`` that can compute a pass, and what they offer; each is asked when its turn comes."""
+    for algorithm in algorithms:
         if algorithm.refusal(problem, pass_, device) is None:
             candidates = algorithm.candidates(problem, pass_, device, layouts)
             if candidates:
@@ -112,9 +122,8 @@ def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> lis
     layouts = Layouts.dense(sized)
 
     def seconds(algorithm: Algorithm) -> float:
-        if algorithm.refusal(sized, pass_, device) is not None:
-            return math.inf
-        return min((each.seconds for each in algorithm.candidates(sized, pass_, device, layouts)[:1]), default=math.inf)
+        offers = _offers([algorithm], sized, pass_, device, layouts)
+        return min((candidates[0].seconds for _, candidates in offers), default=math.inf)
 
     about = f"algorithms for the {pass_.value} of {sized!r} on {device!r}"
     order = kept(about, ALGORITHMS, lambda: sorted(ALGORITHMS, key=seconds))
@@ -162,8 +171,8 @@ def launches(
     problem, layouts = as_computed(problem, pass_, layouts)
     return [
         (candidate, algorithm.launch(problem, pass_, device, layouts, candidate.variant))
-        for algorithm in _able(problem, pass_, device)
-        for candidate in algorithm.candidates(problem, pass_, device, layouts)
+        for algorithm, candidates in _offers(ALGORITHMS, problem, pass_, device, layouts)
+        for candidate in candidates
     ]
 
 
@@ -176,11 +185,9 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     problem, layouts = as_computed(problem, pass_, None)
     firsts = [
         algorithm.launch(problem, pass_, device, layouts, candidates[0].variant)
-        for algorithm in _able(problem, pass_, device)
-        if (candidates := algorithm.candidates(problem, pass_, device, layouts))
+        for algorithm, candidates in _offers(ALGORITHMS, problem, pass_, device, layouts)
     ]
-    chosen = plan(given, pass_, device, by_prediction=True)
-    both = [launch for launch in (chosen.launch, chosen.other) if launch is not None]
+    both = plan(given, pass_, device, by_prediction=True).launches
     one_way = [launch.one_way for launch in both if launch.one_way is not None]
     return list(dict.fromkeys([*(source for launch in (*firsts, *both) for source in launch.sources), *one_way]))
 
@@ -229,7 +236,3 @@ def _check_integers(problem: ConvTransposeProblem) -> None:
     for what, count in counted.items():
         if count >= 2**31:
             raise UnsupportedError(f"{what} of {problem} come to {count}; the kernels count to {2**31 - 1}")
-
-
-def _able(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[Algorithm]:
-    return [algorithm for algorithm in ALGORITHMS if algorithm.refusal(problem, pass_, device) is None]

@@ -198,16 +198,15 @@ def _prepare(
     chosen = plan(problem, pass_, device, layouts)
     assert chosen.launch is not None
     index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
-    launches = [soonest(each, device.arch, index) for each in (chosen.launch, chosen.other) if each is not None]
+    launches = [soonest(each, device.arch, index) for each in chosen.launches]
     launch = launches[0]
     if len(launches) > 1 and torch.cuda.is_current_stream_capturing():
         # A graph is captured with a kernel that is there: nothing is compiled or loaded amid the capture.
         there = (each for each in launches if all(is_loaded(source, device.arch, index) for source in each.sources))
         launch = next(there, launch)
     executable = Executable(launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
-    for each in (chosen.launch, chosen.other):
-        for source in () if each is None else each.sources:
-            compile_meanwhile(source, device.arch, index)
+    for source in (source for each in chosen.launches for source in each.sources):
+        compile_meanwhile(source, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:
         shape, strides5 = problem.weight_shape, None
     elif pass_ is Pass.FORWARD:
