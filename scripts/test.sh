@@ -10,7 +10,7 @@ cd "$root"
 prepare test torch numpy rich typer cuda.core pytest matplotlib
 # Without a GPU the processor is shared out: as many processes of one thread each as it has cores.
 if ! nvidia-smi > /dev/null 2>&1 && "$python" -c "import xdist" 2> /dev/null; then
-  set -- --numprocesses "$(getconf _NPROCESSORS_ONLN)" --dist loadgroup "$@"
+  set -- --numprocesses "$(getconf _NPROCESSORS_ONLN)" "$@"
   export OMP_NUM_THREADS=1
 fi
 exec "$python" -m pytest "$@"

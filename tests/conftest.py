@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,24 @@ forbid_tf32()  # for what runs before the first test
 torch.backends.cuda.matmul.allow_tf32 = False
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+
+#: Files whose tests one process takes, as they share what takes long to make.
+TOGETHER = ("tests/test_emit.py", "tests/test_emitted.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Shares tests out among processes one by one, and those of `TOGETHER` first, to a single one.
+
+    pytest-xdist's own groups (3.8) are lost on pytest 9.2: its items do not take the names that carry them.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "together" if nodeid.startswith(TOGETHER) else nodeid
+
+    return Scheduler(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

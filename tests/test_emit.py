@@ -23,7 +23,6 @@ from polyphase.__main__ import app
 from polyphase.emit import rules
 from polyphase.emit.model import EmitError
 
-pytestmark = pytest.mark.xdist_group("emit")
 EMITTED = sorted((ROOT / "examples" / "emitted").glob("*.py"))
 
 

@@ -23,7 +23,6 @@ from polyphase.emit.support import layouts_of, of_pass, packed_boxes
 from polyphase.plan import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
-pytestmark = pytest.mark.xdist_group("emit")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 
 
