@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,14 @@ class Generator(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_examples_agree_on_the_cpu(path: Path) -> None:
+def test_the_examples_agree_on_the_cpu(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the largest batches, gigabytes of which one image is left to compare, the images are alike."""
+    rand = torch.rand
+
+    def fewer(*shape: int) -> torch.Tensor:
+        return rand(1, *shape[1:]).expand(shape) if math.prod(shape) > 1 << 26 else rand(*shape)
+
+    monkeypatch.setattr(torch, "rand", fewer)
     result = run(ModelFile.load(path))
     assert result.ok, result.problems
     assert result.cut.factor >= 4  # and printed
