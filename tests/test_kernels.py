@@ -462,6 +462,15 @@ def test_products_do_not_race(wgmma: bool, split: str, channels_last: bool) -> N
             assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))
 
 
+def test_tiles_of_one_stage_do_not_race() -> None:
+    """The next tile's pixels are found as soon as all warps have copied this one's, not before."""
+    layer = make((1, 4, 4, 5), 8, 3, 1, 1, channels_last=True, tf32=True)
+    case = of_several_tiles(layer, lambda problem: gemm_case(problem, wgmma=True, split="turns", k_steps=1))
+    for candidate, launch in case.offers(H200):
+        for seed in range(2):
+            assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))
+
+
 def of_several_tiles(layer: ConvTransposeProblem, variant_of: Callable[[ConvTransposeProblem], GemmCase]) -> GemmCase:
     """The variant on as few images as come in more tiles than twice the two that a block computes at a time."""
     cases = (variant_of(replace(layer, batch=batch)) for batch in (3, 6, 12, 24, 48, 96))
