@@ -34,7 +34,7 @@ _SCHEMAS = {
 
 @functools.cache
 def _runtime() -> ModuleType:
-    """The CUDA path, imported by the first tensor that needs it: importing polyphase touches no CUDA."""
+    """The CUDA path; PyTorch without CUDA never needs it."""
     from polyphase import runtime
 
     return runtime
@@ -162,3 +162,6 @@ _CUDA = {
     conv_transpose_input_grad: _on_cuda("input_grad"),
     conv_transpose_weight_grad: _on_cuda("weight_grad"),
 }
+
+if torch.version.cuda is not None:  # so that no first call waits for what is imported
+    _runtime()

@@ -14,6 +14,7 @@ import torch
 
 from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides
 from polyphase.device import DeviceInfo
+from polyphase.jit.compiler import preload
 from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
 from polyphase.layout import output_channels_last
 from polyphase.plan import plan
@@ -32,6 +33,9 @@ _weight_grad_calls: dict[tuple[object, ...], _Call] = {}
 # PyTorch's public ways to ask for these take microseconds; builds without CUDA have neither.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+
+
+preload()
 
 
 class _Call:

@@ -109,13 +109,15 @@ def _microseconds(call: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class FirstCall:
-    """Seconds in a fresh process: starting the device, then the first calls of two layers, one after the other.
+    """Seconds in a fresh process: importing the package, which torch was imported before, starting the device, then the
+    first calls of two layers, one after the other.
 
     ``first`` holds what happens once in a process as well (loading the compiler, say); ``second`` is a layer's own.
     ``torch`` is PyTorch's first call of the first layer, in the same process, after polyphase's.
     """
 
     cache: str
+    package: float
     device: float
     first: float
     second: float

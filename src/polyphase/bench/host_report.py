@@ -27,10 +27,11 @@ def show_host_times(console: Console, device: torch.device) -> None:
         first = first_calls(device)
     table = Table(title="First calls in a fresh process, ms", title_justify="left")
     table.add_column("kernel cache")
-    for name in ("starting the device", "first layer", "second layer", "PyTorch's first layer"):
+    for name in ("importing polyphase", "starting the device", "first layer", "second layer", "PyTorch's first layer"):
         table.add_column(name, justify="right")
     for found in first:
         table.add_row(
-            found.cache, *(f"{1e3 * value:.1f}" for value in (found.device, found.first, found.second, found.torch))
+            found.cache,
+            *(f"{1e3 * value:.1f}" for value in (found.package, found.device, found.first, found.second, found.torch)),
         )
     console.print(table)
