@@ -147,21 +147,25 @@ class Extension:
         self.launches.append(name)
         texts = [self.files[file] for file in self.shared], [self.files[file] for file in files]
         kernel = EmulatedKernel("\n".join([*texts[0], specialisation, *texts[1]]), name)
-        if boxes:
-            assert tensors[0] is not None
-            assert tensors[0].data_ptr() % 16 == 0
-            self.boxes.append(unpacked_boxes(boxes))
-            geometry = tensor_map(self.boxes[-1]) + geometry[TENSOR_MAP_BYTES:]
+        for i, packed in enumerate(struct.iter_unpack(BOXES, boxes)):
+            self.boxes.append(unpacked_boxes(packed))
+            tensor = tensors[self.boxes[-1].tensor]
+            assert tensor is not None
+            assert tensor.data_ptr() % 16 == 0
+            at = i * TENSOR_MAP_BYTES
+            geometry = geometry[:at] + tensor_map(self.boxes[-1]) + geometry[at + TENSOR_MAP_BYTES :]
         sizes = (ctypes.c_ubyte * len(geometry)).from_buffer_copy(geometry)
         parameters = [*tensors, sizes] if geometry else tensors
         kernel.launch((grid_x, grid_y, grid_z), block, shared_bytes, parameters)
 
 
-def unpacked_boxes(packed: bytes) -> Boxes:
+BOXES = "<9Q8I"
+
+
+def unpacked_boxes(numbers: tuple[int, ...]) -> Boxes:
     """What binding.cpp is told of boxes."""
-    numbers = struct.unpack("<9Q7I4x", packed)
     dtype = {6: "float16", 7: "float32", 9: "bfloat16", 11: "float32"}[numbers[14]]
-    return Boxes(dtype, numbers[:5], numbers[5:9], numbers[9:14], 16 << numbers[15], numbers[14] == 11)
+    return Boxes(dtype, numbers[:5], numbers[5:9], numbers[9:14], 16 << numbers[15], numbers[14] == 11, numbers[16])
 
 
 def on_the_emulator(module: Any, arch: str) -> Extension:

@@ -63,8 +63,8 @@ class Emulator:
             return
         kernel = EmulatedKernel(launch.source.text, launch.source.kernel)
         sizes = launch.geometry
-        if launch.boxes is not None:
-            sizes = tensor_map(launch.boxes) + sizes[TENSOR_MAP_BYTES:]
+        maps = b"".join(map(tensor_map, launch.boxes))
+        sizes = maps + sizes[len(maps) :]
         geometry = (ctypes.c_ubyte * len(sizes)).from_buffer_copy(sizes)
         parameters = [*tensors, geometry] if launch.geometry else tensors
         arguments = (launch.grid, launch.block, launch.shared_bytes, parameters)

@@ -48,6 +48,8 @@ from test_gather_gemm import LAYERS as GATHER_LAYERS
 from test_gather_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
 from test_gradient_gemm import ALGORITHMS, MIRRORED
 from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
+from test_gradient_wgmma import ALGORITHMS as WGMMA_ALGORITHMS
+from test_gradient_wgmma import LAYERS as WGMMA_LAYERS
 from test_kernels import PROBLEMS, WIDE_LAYERS, GemmCase, gemm_cases, wide
 from test_phase_gemm import LAYERS as PHASE_LAYERS
 from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_nan
@@ -139,6 +141,7 @@ def strange_cases() -> Iterator[ParameterSet]:
     """The layers of tests of single algorithms, their tensors dense and not."""
     layers = [
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
+        *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_ALGORITHMS.items()),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
         *(
             (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, algorithm))
@@ -608,7 +611,7 @@ def test_boxes_carry_inf_and_nan(channels_last: bool, bits: int) -> None:
     """The copy engine rounds to TF32: neither does an Inf become a NaN, nor a NaN anything else."""
     problem = make((2, 32, 12, 16), 32, 3, 1, 1, channels_last=channels_last, tf32=True)
     chosen = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).launch
-    if chosen is None or chosen.boxes is None:
+    if chosen is None or not chosen.boxes:
         pytest.skip("the planner takes no boxes here")
     operands = make_operands(problem, torch.float32, DEVICE)
     if channels_last:

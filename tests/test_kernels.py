@@ -586,11 +586,11 @@ def boxed(
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
     case, candidate, launch = boxed(*BOXED[name])
-    assert launch.boxes is not None
+    (boxes,) = launch.boxes
     last = case.problem.channels_last
     assert case.variant.boxes is last
-    assert launch.boxes.swizzle == (32 * case.variant.k_steps if last else 16)
-    assert launch.boxes.tf32 is (case.variant.parts == 1)
+    assert boxes.swizzle == (32 * case.variant.k_steps if last else 16)
+    assert boxes.tf32 is (case.variant.parts == 1)
     for order in ("reversed", 5):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
@@ -624,7 +624,7 @@ def offers_boxes(problem: ConvTransposeProblem, **layout: bool) -> set[int]:
     for case in gemm_variants(problem):
         if (case.layouts.input, case.layouts.aligned) == (layouts.input, layouts.aligned):
             launch = ImplicitGemm().launch(problem, Pass.FORWARD, H200, case.layouts, case.variant)
-            assert (launch.boxes is not None) is (case.numbers(H200)[20] > 0)
+            assert bool(launch.boxes) is (case.numbers(H200)[20] > 0)
             found |= {case.variant.k_steps} if launch.boxes else set()
     return found
 
@@ -685,7 +685,7 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
     problem = make((1, 20, 4, width), 16, 4, 2, 1, tf32=parts == 1, channels_last=channels_last)
     case = gemm_case(problem, parts=parts)
     ((_, launch),) = case.offers(H200)
-    assert (launch.boxes is not None) is (parts == 1 if channels_last else width == 8)
+    assert bool(launch.boxes) is (parts == 1 if channels_last else width == 8)
     torch.manual_seed(3)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
     out = run(problem, Pass.FORWARD, launch, case.layouts, (x, w)).double()

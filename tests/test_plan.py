@@ -172,16 +172,21 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
 def assert_one_source(problem: ConvTransposeProblem) -> None:
     """The layer has one kernel for tiny images, and one for all others; its forward pass has two of either.
 
+    The weight gradient has another where the copy engine does not take the input; it is compiled beforehand.
     So has the product of matrices that it is of single pixels, of which a batch is the image.
     """
     for pass_ in Pass:
-        sources: dict[tuple[bool, bool], dict[KernelSource, ConvTransposeProblem]] = {}
+        sources: dict[tuple[bool, bool, bool], dict[KernelSource, ConvTransposeProblem]] = {}
         for sized in [*other_sizes(problem), replace(problem, batch=0), problem]:
-            launch = plan.plan(sized, pass_, H200).launch
+            chosen = plan.plan(sized, pass_, H200)
+            launch = chosen.launch
             assert launch is not None
             assert_launchable(sized, pass_, H200, launch)
             computed, _ = plan.as_computed(sized, pass_, None)
-            sources.setdefault((computed == sized, is_tiny(computed)), {}).setdefault(launch.source, sized)
+            by_engine = chosen.algorithm == "weight_grad_wgmma"
+            assert not by_engine or chosen.other is not None
+            kind = computed == sized, is_tiny(computed), by_engine
+            sources.setdefault(kind, {}).setdefault(launch.source, sized)
         for found in sources.values():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
             most = 2 if pass_ is Pass.FORWARD else 1
@@ -348,17 +353,17 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
         for formatted in formats(layer.problem):
             problem = replace(formatted, dtype=dtype, tf32=True)
             for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
-                if launch.boxes is None:
+                if not launch.boxes:
                     continue
                 assert candidate.algorithm == "implicit_gemm"
-                assert_driver_takes(launch.boxes)
+                assert_driver_takes(launch.boxes[0])
                 count, pixels = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 42 * 4)
                 assert count >= 1
-                stage = math.prod(launch.boxes.box) * DTYPE_BYTES[dtype]
+                stage = math.prod(launch.boxes[0].box) * DTYPE_BYTES[dtype]
                 assert stage == pixels * 32 * candidate.variant.k_steps
                 slots = candidate.variant.stages if problem.channels_last else candidate.variant.raw_slots
                 assert slots * count * stage <= launch.shared_bytes
-                met.add((problem.channels_last, launch.boxes.swizzle))
+                met.add((problem.channels_last, launch.boxes[0].swizzle))
     assert {last for last, _ in met} == {False, True}
 
 

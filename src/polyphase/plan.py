@@ -2,8 +2,9 @@
 
 Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. What is
 offered depends on the layer alone, never on batch or image size. A layer has two kernels for its forward pass, one that
-is best at most sizes and one at others, and one for other passes; so a new size needs no further ones. Nothing is
-tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
+is best at most sizes and one at others, and one for other passes, but for weight gradients that the fastest kernel
+cannot compute at every size; so a new size needs no further ones. Nothing is tried at run time; what
+`polyphase.tuning` has measured beforehand goes before predictions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from polyphase import tuning
-from polyphase.algorithms import ALGORITHMS
+from polyphase.algorithms import ALGORITHMS, FOR_ANY_SIZE
 from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared, is_tiny, second_size
 from polyphase.algorithms.rankings import kept
 from polyphase.device import DeviceInfo
@@ -86,6 +87,10 @@ def plan(
         algorithm, candidates = found
         candidate, *others = _by_size(algorithm, candidates, problem, pass_, device)
     chosen, *rest = (algorithm.launch(problem, pass_, device, layouts, each.variant) for each in (candidate, *others))
+    if algorithm not in FOR_ANY_SIZE:
+        for_others = (each for each in algorithms if each in FOR_ANY_SIZE)
+        other, offered = next(_offers(for_others, problem, pass_, device, layouts))
+        rest = [other.launch(problem, pass_, device, layouts, offered[0].variant)]
     return Plan(given, pass_, algorithm.name, candidate, chosen, measured is not None, *rest)
 
 

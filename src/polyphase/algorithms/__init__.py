@@ -5,6 +5,7 @@ from polyphase.algorithms.gather_gemm import GatherGemm
 from polyphase.algorithms.gather_general import GatherGeneral
 from polyphase.algorithms.gather_tiled import GatherTiled
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
+from polyphase.algorithms.gradient_wgmma import InputGradWgmma, WeightGradWgmma
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
@@ -16,10 +17,15 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     ScatterGemm(),
     PhaseGemm(),
     InputGradGemm(),
+    InputGradWgmma(),
     WeightGradGemm(),
+    WeightGradWgmma(),
     GatherTiled(),
     GatherGeneral(),
     WeightGrad(),
 )
 
-__all__ = ["ALGORITHMS", "Algorithm"]
+#: Those that compute a layer's pass at every size, for who chooses once.
+FOR_ANY_SIZE = tuple(algorithm for algorithm in ALGORITHMS if not isinstance(algorithm, WeightGradWgmma))
+
+__all__ = ["ALGORITHMS", "FOR_ANY_SIZE", "Algorithm"]

@@ -113,10 +113,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Boxes of a kernel's first tensor, as Hopper's copy engine takes them: what a tensor map says but the address.
+    """Boxes of a kernel's tensor, as Hopper's copy engine takes them: what a tensor map says but the address.
 
     Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. Chunks of 16 bytes
-    change places within ``swizzle`` bytes. ``tf32``: float32 elements are rounded to TF32 on their way.
+    change places within ``swizzle`` bytes. ``tf32``: float32 elements are rounded to TF32 on their way. ``tensor``
+    counts the kernel's tensors.
     """
 
     dtype: str
@@ -125,6 +126,7 @@ class Boxes:
     box: tuple[int, ...]
     swizzle: int
     tf32: bool
+    tensor: int = 0
 
     @property
     def element(self) -> str:
@@ -137,7 +139,7 @@ class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
-    With ``boxes`` its first `TENSOR_MAP_BYTES` are left for a tensor map of the first tensor.
+    It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
@@ -150,7 +152,7 @@ class Launch:
     planes: int = 1
     prologue: Launch | None = None
     workspace_bytes: int = 0
-    boxes: Boxes | None = None
+    boxes: tuple[Boxes, ...] = ()
     one_way: KernelSource | None = None
 
     @property

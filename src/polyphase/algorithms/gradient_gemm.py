@@ -222,7 +222,7 @@ def _tiling(
 ) -> _Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
     best, least = None, math.inf
-    for images, depth, height, width in _lanes(problem, variant.positions):
+    for images, depth, height, width in lanes_of(problem, variant.positions):
         if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
             break
         tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
@@ -244,7 +244,7 @@ def _fits(variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> bool
     return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
 
 
-def _lanes(problem: ConvTransposeProblem, positions: int) -> Iterator[tuple[int, int, int, int]]:
+def lanes_of(problem: ConvTransposeProblem, positions: int) -> Iterator[tuple[int, int, int, int]]:
     """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
 
     Long rows come first.
@@ -257,8 +257,9 @@ def _lanes(problem: ConvTransposeProblem, positions: int) -> Iterator[tuple[int,
 
 
 def _extents(size: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: powers of two, and the whole."""
-    return sorted({1 << i for i in range(most.bit_length()) if 1 << i < size} | ({size} if size <= most else set()))
+    """Extents worth trying along one dimension: powers of two, and equal parts of at most so many."""
+    found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
+    return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
 
 
 def _tiles(
@@ -269,24 +270,8 @@ def _tiles(
     lanes: tuple[int, int, int, int],
 ) -> _Tiling:
     size = DTYPE_BYTES[problem.dtype]
-    x, grad = Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output)
-    axes = problem.axes3
-    slabs, rows, columns = (
-        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
-    )
-    skew = 0
-    whole_rows = lanes[3] >= problem.input_size[-1]
-    if grad.channels_last:
-        piece = channel_piece(grad, problem.out_channels_per_group, variant.out_chunk, size, layouts.aligned)
-        extent = (lanes[0], slabs, rows, columns)
-        pitch = size * (math.prod(extent) | 1)
-        window = Part(extent, piece, pitch, math.prod(extent))
-    else:
-        piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
-        skew = -axes[2].padding % piece
-        extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
-        pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
-        window = Part(extent, piece, pitch, math.prod(extent) // piece)
+    x = Side(five(problem.input_shape), layouts.input)
+    window, skew = window_of(problem, layouts, variant.out_chunk, lanes)
     depth = _depth(problem, pass_, variant)
     a_pitch = depth * size + 16
     if pass_ is Pass.WEIGHT_GRAD:
@@ -308,6 +293,31 @@ def _tiles(
     return _Tiling(
         lanes, (batch, depths, heights, widths), skew, window, operand, round_up(tables, 128), round_up(stage, 128)
     )
+
+
+def window_of(
+    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: tuple[int, int, int, int]
+) -> tuple[Part, int]:
+    """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
+
+    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned.
+    """
+    size = DTYPE_BYTES[problem.dtype]
+    grad = Side(five(problem.output_shape), layouts.output)
+    axes = problem.axes3
+    slabs, rows, columns = (
+        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
+    )
+    if grad.channels_last:
+        piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
+        extent = (lanes[0], slabs, rows, columns)
+        return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
+    whole_rows = lanes[3] >= problem.input_size[-1]
+    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
+    skew = -axes[2].padding % piece
+    extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
+    pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
+    return Part(extent, piece, pitch, math.prod(extent) // piece), skew
 
 
 # Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction

@@ -147,7 +147,7 @@ class ImplicitGemm:
             geometry=geometry,
             prologue=_pack_weights(gather, variant, product),
             workspace_bytes=product.row_groups * product.weight_bytes(variant),
-            boxes=boxes(gather, variant, tile) if tile.boxes else None,
+            boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
             else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),

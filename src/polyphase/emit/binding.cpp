@@ -1,4 +1,4 @@
-// From Python to a launch: checks, the tensors' device, its current stream, the tensor map of boxes.
+// From Python to a launch: checks, the tensors' device, its current stream, the tensor maps of boxes.
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -16,11 +16,11 @@ std::size_t geometry_bytes_of(std::size_t number);
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream);
 
-// Boxes that the copy engine takes of a kernel's first tensor, as the driver is told of them: dimensions innermost
+// Boxes that the copy engine takes of one of a kernel's tensors, as the driver is told of them: dimensions innermost
 // first, strides in bytes, without the first dimension's.
 struct Boxes {
   std::uint64_t sizes[5], strides[4];
-  std::uint32_t box[5], data_type, swizzle;
+  std::uint32_t box[5], data_type, swizzle, tensor;
 };
 
 // The driver's cuTensorMapEncodeTiled. It is found at run time, since nothing here links the driver, and CUDA 11 has
@@ -40,28 +40,32 @@ EncodeTiled find_encode_tiled() {
   return (EncodeTiled)found;
 }
 
-// Puts the tensor map of boxes of the tensor at `address` where the geometry begins.
-void place_tensor_map(std::string& geometry, const std::string& packed, void* address) {
+// Puts the tensor maps of boxes where the geometry begins.
+void place_tensor_maps(std::string& geometry, const std::string& packed, const std::vector<void*>& addresses) {
   static const EncodeTiled encode_tiled = find_encode_tiled();
   const std::uint32_t steps[] = {1, 1, 1, 1, 1};
   alignas(64) char map[128];
   Boxes boxes;
-  TORCH_CHECK(packed.size() == sizeof boxes && geometry.size() >= sizeof map, "boxes are described by ", sizeof boxes,
-              " bytes, and their map takes ", sizeof map, " of the kernel's, given ", packed.size(), " bytes and ",
-              geometry.size());
-  std::memcpy(&boxes, packed.data(), sizeof boxes);
-  const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
-                                  0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
-                                  0 /* zeros beside the tensor */);
-  TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
-              ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
-              c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
-              ", swizzle ", boxes.swizzle, ", address ", address);
-  std::memcpy(geometry.data(), map, sizeof map);
+  const std::size_t count = packed.size() / sizeof boxes;
+  TORCH_CHECK(packed.size() == count * sizeof boxes && geometry.size() >= count * sizeof map, "boxes are described by ",
+              sizeof boxes, " bytes each, and their maps take ", sizeof map, " of the kernel's, given ", packed.size(),
+              " bytes and ", geometry.size());
+  for (std::size_t i = 0; i < count; ++i) {
+    std::memcpy(&boxes, packed.data() + i * sizeof boxes, sizeof boxes);
+    void* const address = addresses.at(boxes.tensor);
+    const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
+                                    0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
+                                    0 /* zeros beside the tensor */);
+    TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
+                ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
+                c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
+                ", swizzle ", boxes.swizzle, ", address ", address);
+    std::memcpy(&geometry[i * sizeof map], map, sizeof map);
+  }
 }
 
 // Kernel `number` on `tensors`, of which a missing one is a null pointer, and the bytes of its last parameter.
-// These begin with the tensor map of `boxes` of the first tensor, unless `boxes` is empty.
+// These begin with the tensor maps of `boxes`.
 void launch(int64_t number, std::string geometry, const std::string& boxes, int64_t grid_x, int64_t grid_y,
             int64_t grid_z, int64_t block, int64_t shared_bytes,
             const std::vector<std::optional<at::Tensor>>& tensors) {
@@ -80,7 +84,7 @@ void launch(int64_t number, std::string geometry, const std::string& boxes, int6
   const c10::cuda::CUDAGuard guard(device);
   if (!boxes.empty()) {
     C10_CUDA_CHECK(cudaSetDevice(device.index()));  // a thread may not have the context yet that the driver asks for
-    place_tensor_map(geometry, boxes, addresses.front());
+    place_tensor_maps(geometry, boxes, addresses);
   }
   arguments.push_back(geometry.data());
   C10_CUDA_CHECK(launch_kernel(number, dim3(grid_x, grid_y, grid_z), dim3(block), shared_bytes, arguments.data(),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import polyphase
-from polyphase.algorithms import ALGORITHMS
+from polyphase.algorithms import ALGORITHMS, FOR_ANY_SIZE
 from polyphase.algorithms.base import Candidate, Launch, typical
 from polyphase.device import DeviceInfo
 from polyphase.emit import support
@@ -33,6 +33,7 @@ from polyphase.emit.support import layouts_of, of_pass
 from polyphase.errors import UnsupportedError
 from polyphase.jit.compiler import settled
 from polyphase.jit.source import SHARED_FILES, KernelSource, read
+from polyphase.plan import launches as all_launches
 from polyphase.plan import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -111,12 +112,19 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
 
 
 def _plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Candidate, list[KernelSource]]:
-    """What the planner chooses at a typical size, which serves any other, and its kernels at that and the layer's."""
+    """What the planner chooses at a typical size, and its kernels at that and the layer's.
+
+    Where that does not serve any other size, it is the next best that does.
+    """
     sizes = typical(problem), problem
-    chosen = plan(of_pass(sizes[0], pass_), pass_, device, layouts_of(sizes[0], pass_), by_prediction=True)
-    candidate = chosen.candidate
+    layouts = layouts_of(sizes[0], pass_)
+    candidate = plan(of_pass(sizes[0], pass_), pass_, device, layouts, by_prediction=True).candidate
     assert candidate is not None
-    algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == chosen.algorithm)
+    names = [algorithm.name for algorithm in FOR_ANY_SIZE]
+    if candidate.algorithm not in names:
+        offers = all_launches(of_pass(sizes[0], pass_), pass_, device, layouts)
+        candidate = min((each for each, _ in offers if each.algorithm in names), key=lambda each: each.seconds)
+    algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == candidate.algorithm)
     launches = [
         algorithm.launch(of_pass(size, pass_), pass_, device, layouts_of(size, pass_), candidate.variant)
         for size in sizes

@@ -177,7 +177,7 @@ def prepare(
         )
 
     launch = launch_on(aligned=True)
-    copies = not aligned and launch.boxes is not None  # whose tensor must be aligned
+    copies = not aligned and bool(launch.boxes)  # whose tensors must be aligned
     if not aligned and not copies:
         launch = launch_on(aligned=False)
     shapes = {
@@ -199,7 +199,7 @@ def prepare(
 
 def arguments(arch: str, launch: Launch) -> tuple[Any, ...]:
     """What the extension's ``launch`` takes before the tensors."""
-    number, boxes = kernel_number(arch, launch.source), packed_boxes(launch.boxes)
+    number, boxes = kernel_number(arch, launch.source), b"".join(map(packed_boxes, launch.boxes))
     return (number, launch.geometry, boxes, *launch.grid, launch.block, launch.shared_bytes)
 
 
@@ -208,12 +208,10 @@ _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 
 
-def packed_boxes(boxes: Boxes | None) -> bytes:
-    """``Boxes`` of binding.cpp; empty where there are none."""
-    if boxes is None:
-        return b""
+def packed_boxes(boxes: Boxes) -> bytes:
+    """``Boxes`` of binding.cpp."""
     kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
-    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, *kind)
+    return struct.pack("<9Q8I", *boxes.sizes, *boxes.strides, *boxes.box, *kind, boxes.tensor)
 
 
 def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:
@@ -245,7 +243,8 @@ def run(
             _calls.clear()
         call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
     launch = call.extension.launch
-    first = first.clone() if call.copies else first
+    if call.copies:
+        first, second = first.clone(), second.clone()
     empty = 0 in call.launch[3:6]
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32

@@ -20,7 +20,7 @@ from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel, is
 from polyphase.jit.source import KernelSource
 
 _DEFAULT_SHARED_BYTES = 48 << 10
-_MOST_MAPS = 256  # that a launch keeps, one for each address of its first tensor
+_MOST_MAPS = 256  # that a launch keeps of a tensor, one for each address
 
 
 class Executable:
@@ -44,7 +44,7 @@ class Executable:
         self._empty = 0 in launch.grid
         self._geometry = launch.geometry
         self._boxes = launch.boxes
-        self._maps: dict[int, bytes] = {}
+        self._maps: list[dict[int, bytes]] = [{} for _ in launch.boxes]
         self._pointers = pointers
         self._pack = struct.Struct(f"{pointers}Q").pack_into
         self._local = threading.local()
@@ -61,8 +61,9 @@ class Executable:
         except AttributeError:
             block, address, config = self._parameters()
         self._pack(block, 0, *pointers)
-        if self._boxes is not None and self._local.mapped != pointers[0]:
-            self._map(pointers[0])
+        for i, boxes in enumerate(self._boxes):
+            if self._local.mapped[i] != pointers[boxes.tensor]:
+                self._map(i, pointers[boxes.tensor])
         if config is None:
             (status,) = self._driver.cuLaunchKernel(self._function, *self._dimensions, stream, address, 0)
         else:
@@ -86,23 +87,23 @@ class Executable:
         start = ctypes.addressof(block)
         table = (ctypes.c_uint64 * (count + 1))(*(start + 8 * i for i in range(count)), ctypes.addressof(geometry))
         self._local.keep = (geometry, table)
-        self._local.mapped = None
+        self._local.mapped = [None] * len(self._boxes)
         self._local.block = (block, ctypes.addressof(table), self._overlapping() if self._overlaps else None)
         return self._local.block  # type: ignore[no-any-return]
 
-    def _map(self, address: int) -> None:
-        """Has this thread's launches take boxes of the tensor at ``address``."""
+    def _map(self, index: int, address: int) -> None:
+        """Has this thread's launches take the boxes of that index of the tensor at ``address``."""
         from polyphase.jit.tensor_map import encode
 
-        assert self._boxes is not None
-        encoded = self._maps.get(address)
+        maps = self._maps[index]
+        encoded = maps.get(address)
         if encoded is None:
-            if len(self._maps) >= _MOST_MAPS:
-                self._maps.clear()
-            encoded = self._maps[address] = encode(self._boxes, address)
+            if len(maps) >= _MOST_MAPS:
+                maps.clear()
+            encoded = maps[address] = encode(self._boxes[index], address)
         geometry, _ = self._local.keep
-        ctypes.memmove(geometry, encoded, TENSOR_MAP_BYTES)
-        self._local.mapped = address
+        ctypes.memmove(ctypes.byref(geometry, index * TENSOR_MAP_BYTES), encoded, TENSOR_MAP_BYTES)
+        self._local.mapped[index] = address
 
     def _overlapping(self) -> Any:
         """The configuration of a launch that may begin before the one ahead of it in its stream, the prologue, ends."""

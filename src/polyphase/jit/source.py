@@ -47,8 +47,10 @@ _BUILDING_BLOCKS = {
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
-    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
-    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
+    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
+    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
+    "input_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
+    "weight_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }

@@ -32,6 +32,8 @@ struct Shared {
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
+constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 : 48;  // of each thread
+
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
 constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
 __device__ __forceinline__ void release(unsigned barrier) {
@@ -224,7 +226,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 
 #if BOX_COPY
   if (takes_boxes(g) && warp_group >= CONSUMERS) {
-    registers_release();
+    registers_release<LOADER_REGISTERS>();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
     if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
@@ -238,7 +240,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 #endif
   if (warp_group >= CONSUMERS) {
-    registers_release();
+    registers_release<LOADER_REGISTERS>();
     // The loading groups take stages in turn.
     const int loader_thread = thread - CONSUMERS * 128;
     const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
@@ -310,7 +312,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     copies_wait<0>();
   } else {
-    registers_claim();
+    registers_claim<LOADER_REGISTERS == 56 ? 224 : 208>();
     Slot<STAGES> slot;
     Sums sums, totals;  // the latter for PARTS = 2
     const int turn = TAKE_TURNS ? warp_group : 0;

@@ -37,6 +37,10 @@ __device__ __forceinline__ void barriers_publish() {
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
+// Arrives when the thread's copies to shared memory (copy_async.cuh) have come that it has begun so far.
+__device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -84,6 +88,11 @@ __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
 }
 __device__ __forceinline__ void barriers_publish() {}
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
+__device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
+  copies_commit();
+  copies_wait<0>();
+  barrier_arrive(barrier);
+}
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
   emulator::barrier_wait(barrier_at(barrier), parity);
 }
@@ -167,13 +176,17 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands.
 #if WGMMA_INSTRUCTION && !defined(EMULATOR)
+template <int KEPT>
 __device__ __forceinline__ void registers_release() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 56 : 48));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(KEPT));
 }
+template <int CLAIMED>
 __device__ __forceinline__ void registers_claim() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 224 : 208));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CLAIMED));
 }
 #else
+template <int>
 __device__ __forceinline__ void registers_release() {}
+template <int>
 __device__ __forceinline__ void registers_claim() {}
 #endif

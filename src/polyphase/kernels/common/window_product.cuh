@@ -25,35 +25,6 @@ constexpr int A_BYTES = ROWS * A_PITCH;
 
 static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
 
-// Bytes from the window's first element to what the first tap of a position meets, or those of a tap beyond the first.
-__device__ __forceinline__ int window_bytes(const Part& window, int n, int d, int h, int w) {
-  return (((n * window.extent[1] + d) * window.extent[2] + h) * window.extent[3] + w) * ELEMENT;
-}
-__device__ __forceinline__ int offset_of_tap(const Part& window, int channel, int tap) {
-  return channel * window.pitch + window_bytes(window, 0, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
-                                               tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation,
-                                               tap % AXIS_W.kernel * AXIS_W.dilation);
-}
-
-// The offsets of `count` positions of a tile of lanes[4]; beyond the tile they are the first.
-__device__ __forceinline__ void list_positions(int* offsets, int count, const Part& window, const int (&lanes)[4],
-                                               int skew) {
-  for (int i = threadIdx.x; i < count; i += THREADS) {
-    int at[4];
-    decode(lanes, i, at);
-    if (at[0] >= lanes[0]) at[0] = at[1] = at[2] = at[3] = 0;
-    offsets[i] =
-        window_bytes(window, at[0], at[1] * AXIS_D.stride, at[2] * AXIS_H.stride, at[3] * AXIS_W.stride + skew);
-  }
-}
-
-// The first element of the window of the tile whose first position is `origin`.
-__device__ __forceinline__ void to_window(int (&origin)[4], int skew) {
-  origin[1] = origin[1] * AXIS_D.stride - AXIS_D.padding;
-  origin[2] = origin[2] * AXIS_H.stride - AXIS_H.padding;
-  origin[3] = origin[3] * AXIS_W.stride - AXIS_W.padding - skew;
-}
-
 // The sums of a warp.
 struct Sums {
   float of[ROW_TILES][COLUMN_TILES][4];

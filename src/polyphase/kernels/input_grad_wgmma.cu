@@ -1,0 +1,104 @@
+// The input gradient by Hopper's instruction (common/window_wgmma.cuh):
+//
+//   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
+//
+// Index mapping. A block owns COLUMNS input channels of one group and a tile of at most ROWS input positions; a stage
+// is OUT_CHUNK output channels with all their taps.
+
+struct Geometry {
+  TensorMap box, window_box;  // of the weight, and of the output gradient
+  Tensor5 g, x;
+  Part window;
+  Runs runs;
+  WindowBoxes boxes;
+  int batch;
+  int lanes[4];  // positions of a tile along n, d, h, w; their product is at most ROWS
+  int tiles[4];  // tiles along n, d, h, w
+  int skew;      // elements from the window's first to what the first tap of the first position meets
+  int table_bytes, stage_bytes, window_bytes;  // of shared memory
+};
+
+constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS), STAGES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr int DEPTH = OUT_CHUNK * TAPS;
+
+static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    input_grad_wgmma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+                     scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  __shared__ __align__(8) Ring ring;
+  __shared__ int positions[ROWS];
+  __shared__ long long targets[ROWS];  // where each position lies in the input, -1 where it does not exist
+  int block = blockIdx.x;
+  const int column_block = block % COLUMN_BLOCKS;
+  block /= COLUMN_BLOCKS;
+  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
+  const int group = block / tiles;
+  int first[4];  // position of the tile
+  tile_origin(g.tiles, g.lanes, block % tiles, first);
+  const int first_in = column_block * COLUMNS;
+
+  char* const buffers = (char*)shared_memory;  // the operand, then the window
+  int* const offsets = (int*)(shared_memory + BUFFERS * g.stage_bytes);
+  long long* const places = (long long*)((char*)offsets + g.table_bytes);
+
+  const bool tells = g.boxes.bytes != 0;
+  ring.init(tells);
+  list_positions(positions, ROWS, g.window, g.lanes, g.skew);
+  for (int i = threadIdx.x; i < DEPTH; i += THREADS) offsets[i] = offset_of_tap(g.window, i / TAPS, i % TAPS);
+  for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+    int at[4];
+    decode(g.lanes, i, at);
+    const bool in_tile = at[0] < g.lanes[0];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) at[j] += first[j];
+    targets[i] = in_tile && exists(g.x, g.batch, at[0], at[1], at[2], at[3]) ? offset_of(g.x, at) : -1;
+  }
+  PartLoader<Channels::first, OUT_CHUNK, Still> g_loader(g.g, g.window);
+  int window[4] = {first[0], first[1], first[2], first[3]};
+  to_window(window, g.skew);
+  if (!tells && threadIdx.x >= 128 * GROUPS) g_loader.init(places, elements(g.window), g.batch, window);
+  __syncthreads();
+
+  if (threadIdx.x >= 128 * GROUPS) {
+    const scalar_t* const first_channel = grad + (long long)group * OUT_CHANNELS * g.g.stride[1];
+    load_stages(
+        STAGES, tells, ring, buffers, g.stage_bytes,
+        [&](int stage, char* to, unsigned barrier) {
+          const int place[5] = {stage * DEPTH, group * IN_CHANNELS + first_in, 0, 0, 0};
+          load_runs(g.box, weight, g.runs, place, to, barrier);
+          if (!tells) return;
+          const int from[5] = {window[3], window[2], window[1], window[0], group * OUT_CHANNELS + stage * OUT_CHUNK};
+          load_window(g.window_box, grad, g.boxes, g.window.pitch, from, to + g.window_bytes, barrier);
+        },
+        [&](int stage, char* to) {
+          const int channel = stage * OUT_CHUNK;
+          g_loader.load(first_channel + channel * g.g.stride[1], OUT_CHANNELS - channel, to + g.window_bytes);
+        });
+    return;
+  }
+
+  int offsets_of_rows[ROW_TILES][2];
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];
+  Sums sums;
+  bool begin = true;
+  add_stages(STAGES, ring, buffers, g.stage_bytes, [&](const char* from) {
+    sums.add(from + g.window_bytes, from, g.runs, offsets, offsets_of_rows, DEPTH / OPERATION, begin, tells);
+    begin = false;
+  });
+
+  dst += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_TILES; ++i) {
+    const long long target = targets[Sums::row(i)];
+    if (target < 0) continue;
+#pragma unroll
+    for (int j = 0; j < 2 * COLUMN_TILES; ++j) {
+      const int column = Sums::first_column() + j / 2 * 8 + j % 2;
+      if (first_in + column < IN_CHANNELS)
+        narrow(sums.of[i / 2][j / 2 * 4 + i % 2 * 2 + j % 2], dst[target + column * g.x.stride[1]]);
+    }
+  }
+}

@@ -1,0 +1,144 @@
+// The weight gradient by Hopper's instruction (common/window_wgmma.cuh):
+//
+//   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
+//
+// Index mapping. A block owns COLUMNS input channels and OUT_CHUNK output channels with all their taps, of one group,
+// and one contiguous part of the tiles of input positions; a stage is a tile. Blocks on different parts write to
+// different planes of `partial`, which the caller sums in order: the result does not depend on timing.
+//
+// The cores' sums lose a bit at every step. So some stages are summed there, and those sums in `partial`.
+
+struct Geometry {
+  TensorMap box, window_box;  // of the input, and of the output gradient
+  Tensor5 g;
+  Part window;
+  Runs runs;
+  WindowBoxes boxes;
+  int batch, groups;
+  int lanes[4];      // positions of a tile along n, d, h, w: whole operations
+  int tiles[4];      // tiles along n, d, h, w
+  int joined;        // elements of a row, where a slab's rows follow each other as one; 0 where they do not
+  int steps, flush;  // operations of a stage; stages that the cores sum
+  int skew;          // elements from the window's first to what the first tap of the first position meets
+  int table_bytes, stage_bytes, window_bytes;  // of shared memory
+  long long part_length;                       // tiles of a part
+  long long all_tiles;
+  long long plane;  // elements of one plane of `partial`: all weights
+};
+
+constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS), ROW_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+
+static_assert(OUT_CHUNK * TAPS <= ROWS, "a block computes all taps of its channels");
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    weight_grad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+                      const __grid_constant__ Geometry g) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  __shared__ __align__(8) Ring ring;
+  int block = blockIdx.x;
+  const int column_block = block % COLUMN_BLOCKS;
+  block /= COLUMN_BLOCKS;
+  const int row_block = block % ROW_BLOCKS;
+  block /= ROW_BLOCKS;
+  const int group = block % g.groups;
+  const int part = block / g.groups;
+  const long long first_tile = part * g.part_length;
+  const int stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
+
+  const int first_in = column_block * COLUMNS, first_out = row_block * OUT_CHUNK;
+  const int channels = OUT_CHANNELS - first_out;  // that exist, from there on
+
+  char* const buffers = (char*)shared_memory;  // the operand, then the window
+  int* const offsets = (int*)(shared_memory + BUFFERS * g.stage_bytes);
+  Place* const places = (Place*)((char*)offsets + g.table_bytes);
+
+  const bool tells = g.boxes.bytes != 0;
+  ring.init(tells);
+  list_positions(offsets, g.steps * OPERATION, g.window, g.lanes, g.skew);
+  PartLoader<Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
+  if (!tells && threadIdx.x >= 128 * GROUPS) g_loader.init(places, elements(g.window));
+  __syncthreads();
+
+  if (threadIdx.x >= 128 * GROUPS) {
+    const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
+    int tile[4], origin[4];  // the next to be loaded, and its first position
+    decode(g.tiles, first_tile, tile);
+    auto next = [&]() {
+#pragma unroll
+      for (int i = 3; i > 0; --i) {
+        if (++tile[i] < g.tiles[i]) return;
+        tile[i] = 0;
+      }
+      ++tile[0];
+    };
+    auto locate = [&]() {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) origin[i] = tile[i] * g.lanes[i];
+    };
+    load_stages(
+        stages, tells, ring, buffers, g.stage_bytes,
+        [&](int, char* to, unsigned barrier) {
+          locate();
+          const int place[5] = {origin[3] + origin[2] * g.joined, group * IN_CHANNELS + first_in,
+                                g.joined ? 0 : origin[2], origin[1], origin[0]};
+          load_runs(g.box, x, g.runs, place, to, barrier);
+          if (!tells) return;
+          to_window(origin, g.skew);
+          const int from[5] = {origin[3], origin[2], origin[1], origin[0], group * OUT_CHANNELS + first_out};
+          load_window(g.window_box, grad, g.boxes, g.window.pitch, from, to + g.window_bytes, barrier);
+          next();
+        },
+        [&](int, char* to) {
+          locate();
+          to_window(origin, g.skew);
+          g_loader.load(first_channel, channels, to + g.window_bytes, g.batch, origin);
+          next();
+        });
+    return;
+  }
+
+  int offsets_of_rows[ROW_TILES][2];
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_TILES; ++i) {
+    const int row = Sums::row(i);
+    offsets_of_rows[i / 2][i % 2] = row < OUT_CHUNK * TAPS ? offset_of_tap(g.window, row / TAPS, row % TAPS) : 0;
+  }
+  partial += part * g.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+  const int filled = min(OUT_CHUNK, channels) * TAPS;
+
+  Sums sums;
+  bool flushed = false;
+  auto flush = [&]() {
+    float* to = partial + (long long)Sums::first_column() * (OUT_CHANNELS * TAPS) + Sums::row(0);
+    int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from there on
+#pragma unroll
+    for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+      float before[2][2 * ROW_TILES] = {};  // on their way together
+#pragma unroll
+      for (int column = 0; column < 2; ++column)
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i)
+          if (flushed && column < columns && Sums::row(i) < filled)
+            before[column][i] = to[column * (OUT_CHANNELS * TAPS) + Sums::row(i) - Sums::row(0)];
+#pragma unroll
+      for (int column = 0; column < 2; ++column)
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i)
+          if (column < columns && Sums::row(i) < filled)
+            to[column * (OUT_CHANNELS * TAPS) + Sums::row(i) - Sums::row(0)] =
+                before[column][i] + (stages > 0 ? sums.of[i / 2][tile * 4 + i % 2 * 2 + column] : 0.f);
+      to += 8 * (OUT_CHANNELS * TAPS), columns -= 8;
+      __syncwarp();  // so that the compiler does not mingle column tiles, for which there are no registers
+    }
+    flushed = true;
+  };
+  int until_flush = g.flush;
+  add_stages(stages, ring, buffers, g.stage_bytes, [&](const char* from) {
+    sums.add(from + g.window_bytes, from, g.runs, offsets, offsets_of_rows, g.steps, until_flush == g.flush, tells);
+    if (--until_flush == 0) {
+      flush();
+      until_flush = g.flush;
+    }
+  });
+  if (until_flush < g.flush || stages <= 0) flush();
+}

@@ -1,0 +1,190 @@
+"""Gradients by Hopper's instruction, executed by the emulator; test_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+
+import emulator
+from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
+from polyphase.algorithms import base, gradient_wgmma
+from polyphase.algorithms.base import Layouts
+from polyphase.algorithms.gradient_wgmma import InputGradWgmma, WeightGradWgmma, WgmmaVariant
+from polyphase.device import DeviceInfo
+from polyphase.problem import ConvTransposeProblem, Pass
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+make = ConvTransposeProblem.make
+ALGORITHMS = {Pass.INPUT_GRAD: InputGradWgmma(), Pass.WEIGHT_GRAD: WeightGradWgmma()}
+GRADIENTS = list(ALGORITHMS)
+
+# Rows of the input and slabs of it that are multiples of 16 bytes; of the output gradient, where nothing else is said.
+LAYERS = {
+    "stride 2": make((3, 40, 8, 8), 24, 4, 2, 1, tf32=True),
+    "stride 2, half": make((2, 24, 8, 16), 20, 4, 2, 1, dtype="bfloat16"),
+    "kernel = stride": make((3, 40, 8, 8), 72, 2, 2, tf32=True),
+    "kernel = stride, half": make((3, 40, 16, 8), 40, 2, 2, dtype="float16"),
+    "stride 1": make((2, 20, 9, 12), 24, 3, 1, 1, tf32=True),
+    "rows of the gradient that are copied": make((2, 24, 8, 16), 24, 3, dtype="bfloat16"),
+    "pairs that are copied": make((2, 24, 8, 16), 20, 2, 2, 0, (0, 1), dtype="bfloat16"),
+    "odd rows": make((2, 24, 8, 14), 16, 3, 2, 1, tf32=True),
+    "grouped": make((2, 48, 8, 8), 40, 4, 2, 1, groups=2, dtype="float16"),
+    "grouped, alike": make((2, 32, 8, 8), 32, 4, 2, 1, groups=2, dtype="bfloat16"),
+    "kernel < stride": make((2, 16, 4, 8), 20, 2, (3, 4), 0, 2, tf32=True),
+    "cropped": make((1, 16, 8, 8), 20, 5, 2, 6, 1, tf32=True),
+    "dilated": make((2, 24, 8, 16), 24, (3, 4), (1, 2), (1, 1), dilation=(2, 1), dtype="bfloat16"),
+    "output padding": make((2, 16, 8, 12), 24, 5, 2, 2, 1, dilation=2, tf32=True),
+    "long rows": make((2, 16, 3, 72), 16, 3, 2, 1, 1, dtype="bfloat16"),
+    "tiny images": make((35, 40, 4, 4), 24, 4, 2, 1, dtype="bfloat16"),
+    "many input channels": make((2, 264, 4, 16), 8, 4, 2, 1, dtype="bfloat16"),
+    "one-dimensional": make((3, 24, 64), 20, 5, 3, 2, 1, tf32=True),
+    "one-dimensional, in pieces": make((2, 16, 512), 16, 16, 8, 4, tf32=True),
+    "three-dimensional": make((2, 16, 4, 6, 8), 24, (2, 3, 4), (1, 2, 2), (0, 1, 1), (0, 1, 0), tf32=True),
+    "empty batch": make((0, 16, 4, 8), 16, 4, 2, 1, dtype="bfloat16"),
+}
+
+
+def cases() -> Iterator[ParameterSet]:
+    for name, problem in LAYERS.items():
+        for pass_ in GRADIENTS:
+            yield pytest.param(problem, pass_, id=f"{name}-{pass_.value}")
+
+
+@pytest.mark.parametrize(("problem", "pass_"), list(cases()))
+def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
+    """One variant; on a GPU it is all of them."""
+    found = offers(ALGORITHMS[pass_], problem, pass_)
+    seed = zlib.crc32(f"{problem} {pass_}".encode())
+    candidate, launch = found[seed % len(found)]
+    assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
+
+
+def test_layers_take_every_way() -> None:
+    """Windows come in boxes, in pieces of rows and by copies; the input's runs are rows or join them, long or short."""
+    ways = set()
+    for problem in LAYERS.values():
+        for pass_ in GRADIENTS:
+            for variant in gradient_wgmma._ranked(base.standard(problem), pass_, H200):
+                tiling = gradient_wgmma._tiling(problem, pass_, Layouts.dense(problem), variant, H200)
+                if tiling is not None:
+                    ways.add((pass_, "window", tiling.window_boxes.pieces))
+                    ways.add((pass_, "runs", tiling.runs.span))
+                    ways.add((pass_, "joined", tiling.joined > 0))
+                    ways.add((pass_, "pairs", gradient_wgmma._in_pairs(problem), tiling.window_boxes.pieces > 0))
+    for pass_ in GRADIENTS:
+        pieces = {way[2] for way in ways if way[:2] == (pass_, "window")}
+        assert {0, 1} < pieces
+        assert {way[2:] for way in ways if way[:2] == (pass_, "pairs")} >= {(True, True), (True, False), (False, True)}
+    assert {way[2] for way in ways if way[:2] == (Pass.WEIGHT_GRAD, "runs")} == {32, 64, 128}
+    assert {way[2] for way in ways if way[:2] == (Pass.WEIGHT_GRAD, "joined")} == {False, True}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(row_tiles, columns) for row_tiles in (1, 2, 4) for columns in (8, 64, 128, 256) if row_tiles * columns <= 256],
+)
+@pytest.mark.parametrize("pass_", GRADIENTS)
+def test_every_shape(pass_: Pass, shape: tuple[int, int]) -> None:
+    """Blocks of every shape, with rows and columns that do not exist, and with 3 to 6 buffers."""
+    row_tiles, columns = shape
+    problem = make((2, columns // 2 + 4, 4, 16), 26, 4, 2, 1, dtype="bfloat16")
+    chunk = 4 if pass_ is Pass.INPUT_GRAD else 128 * row_tiles // 16
+    seed = zlib.crc32(f"{pass_} {shape}".encode())
+    for buffers in range(3 + seed % 4, 2, -1):
+        positions = 64 if pass_ is Pass.WEIGHT_GRAD else 128 * row_tiles
+        variant = WgmmaVariant(row_tiles, columns, min(chunk, 26), positions, buffers)
+        layouts = Layouts.dense(problem)
+        if gradient_wgmma._tiling(problem, pass_, layouts, variant, H200) is not None:
+            break
+    launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
+    candidate, _ = offers(ALGORITHMS[pass_], problem, pass_)[0]
+    assert_exact(problem, pass_, replace(candidate, variant=variant), launch, executor=Emulator(buffers))
+
+
+@pytest.mark.parametrize("pass_", GRADIENTS)
+@pytest.mark.parametrize("name", ["stride 2", "rows of the gradient that are copied"])
+def test_no_races(name: str, pass_: Pass) -> None:
+    candidate, launch = offers(ALGORITHMS[pass_], LAYERS[name], pass_)[0]
+    assert_exact(LAYERS[name], pass_, candidate, launch, executor=Emulator(order=None))
+
+
+def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts longer than what the cores sum in one go."""
+    problem = make((3, 16, 16, 32), 16, 2, 2, dtype="bfloat16")
+    monkeypatch.setattr(base, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
+    monkeypatch.setattr(gradient_wgmma, "_FLUSH", 160)
+    candidate, _ = offers(ALGORITHMS[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
+    variant = candidate.variant._replace(positions=64)
+    launch = ALGORITHMS[Pass.WEIGHT_GRAD].launch(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), variant)
+    assert launch.planes == 2
+    assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
+
+
+@pytest.mark.parametrize("padding", [1, 0], ids=["boxes", "copies"])
+@pytest.mark.parametrize("pass_", GRADIENTS)
+def test_float32_is_rounded_to_nearest(pass_: Pass, padding: int) -> None:
+    """The cores truncate: operands that were not rounded would be off by up to twice as much, all in one direction."""
+    problem = make((2, 32, 8, 12), 24, 3, 1, padding, tf32=True)
+    generator = torch.Generator().manual_seed(5)
+    shapes = {
+        Pass.INPUT_GRAD: (problem.output_shape, problem.weight_shape),
+        Pass.WEIGHT_GRAD: (problem.input_shape, problem.output_shape),
+    }[pass_]
+    first, second = (1 + torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    operands = first.float().double(), second.float().double()
+    candidate, launch = offers(ALGORITHMS[pass_], problem, pass_)[0]
+    assert len(launch.boxes) == 1 + padding
+    found = run(problem, pass_, launch, Layouts.dense(problem), operands).double()
+    exact = reference(problem, pass_, operands)
+    error = (found - exact) / exact
+    assert error.abs().max() < 2**-11
+    assert error.mean().abs() < 2**-15, candidate
+
+
+def test_where_it_refuses() -> None:
+    layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
+    wanted = {
+        replace(layer, dtype="float32"): "stays exact",
+        replace(layer, dtype="float64"): "do not take float64",
+        replace(layer, channels_last=True): "pixels are innermost",
+    }
+    narrow = replace(layer, out_channels=9, kernel_size=(3, 3))
+    assert "162 bytes" in (InputGradWgmma().refusal(narrow, Pass.INPUT_GRAD, H200) or "")
+    for pass_, algorithm in ALGORITHMS.items():
+        for problem, reason in wanted.items():
+            assert reason in (algorithm.refusal(problem, pass_, H200) or "")
+        assert "only" in (algorithm.refusal(layer, Pass.FORWARD, H200) or "")
+        assert algorithm.refusal(layer, pass_, H200) is None
+        for arch in ("sm_80", "sm_100a", "sm_120"):
+            assert "lacks Hopper's" in (algorithm.refusal(layer, pass_, DeviceInfo.for_arch(arch)) or "")
+    many = replace(layer, kernel_size=(25, 25), padding=(0, 0))
+    assert "no stage of 625 taps" in (WeightGradWgmma().refusal(many, Pass.WEIGHT_GRAD, H200) or "")
+
+
+def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
+    """No box begins or ends amid 16 bytes: there is no candidate where tensors lie otherwise."""
+    layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
+    for pass_, algorithm in ALGORITHMS.items():
+        dense, *others = strange_layouts(layer)
+        assert algorithm.candidates(layer, pass_, H200, dense)
+        weight_last, unaligned, _, apart = others
+        assert bool(algorithm.candidates(layer, pass_, H200, weight_last)) is (pass_ is Pass.WEIGHT_GRAD)
+        assert not algorithm.candidates(layer, pass_, H200, unaligned)
+        assert not algorithm.candidates(layer, pass_, H200, apart)
+    odd = replace(layer, input_size=(7, 7))
+    assert not WeightGradWgmma().candidates(odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd))
+
+
+def test_every_size_has_the_layer_s_kernel() -> None:
+    layer = make((2, 64, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
+    for pass_, algorithm in ALGORITHMS.items():
+        found = set()
+        for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
+            problem = replace(layer, batch=batch, input_size=size)
+            found.add(algorithm.candidates(problem, pass_, H200, Layouts.dense(problem))[0].variant)
+        assert len(found) == 1
