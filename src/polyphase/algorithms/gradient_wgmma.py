@@ -343,7 +343,7 @@ def _in_boxes(
     extent = (images, slabs, rows, pieces * length)
     channels = 1 if pieces == 1 else chunk
     box = (length, rows, slabs, images, chunk // channels)
-    sides = (width, height, depth, batch, problem.out_channels)
+    sides = (width, height, depth, max(1, batch), problem.out_channels)
     boxes = Boxes(problem.dtype, sides, tuple(steps), box, 16, True, tensor=1 if pass_ is Pass.WEIGHT_GRAD else 0)
     elements = math.prod(extent)
     found = _WindowBoxes(channels, pieces, length, math.prod(box) * size, boxes)
@@ -407,7 +407,7 @@ def _input_runs(
     steps = [step * size for step in layouts.input]
     joined = width if columns == width and (height == 1 or layouts.input[3] == width) else 0
     length = columns * rows if joined else columns
-    sides, strides = [width, channels, height, depth, batch], [steps[1], steps[3], steps[2], steps[0]]
+    sides, strides = [width, channels, height, depth, max(1, batch)], [steps[1], steps[3], steps[2], steps[0]]
     if joined:
         sides[0], sides[2], strides[1] = width * height, 1, 16
     strides = [16 if side == 1 else step for side, step in zip(sides[1:], strides)]

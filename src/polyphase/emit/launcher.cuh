@@ -29,7 +29,7 @@ std::size_t geometry_bytes_of(std::size_t number) { return entries[number].geome
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream) {
   const void* const kernel = entries[number].kernel;
-  if (shared_bytes > 48 << 10) {  // every kernel may use 48 KiB; more is to be asked for
+  if (shared_bytes > 32 << 10) {  // beside its own, which a kernel may use; more is to be asked for
     const cudaError_t status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
     if (status != cudaSuccess) return status;

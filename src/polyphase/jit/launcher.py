@@ -19,7 +19,7 @@ from polyphase.errors import CompilationError, PolyphaseError
 from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel, is_cached
 from polyphase.jit.source import KernelSource
 
-_DEFAULT_SHARED_BYTES = 48 << 10
+_DEFAULT_SHARED_BYTES = 32 << 10  # of a launch, beside what is a kernel's own: 48 KiB in all
 _MOST_MAPS = 256  # that a launch keeps of a tensor, one for each address
 
 
@@ -225,7 +225,7 @@ def _load(source: KernelSource, arch: str, index: int, shared_bytes: int, binary
         loaded = _loaded.get(key)
         if loaded is None:
             loaded = _loaded[key] = _Loaded(_load_binary(source, arch, index, code))
-        if shared_bytes > loaded.shared_bytes:  # every kernel may use 48 KiB; more is to be asked for
+        if shared_bytes > loaded.shared_bytes:  # every kernel may use some; more is to be asked for
             _allow_shared(loaded.kernel, source, index, shared_bytes)
             loaded.shared_bytes = shared_bytes
         return loaded.kernel

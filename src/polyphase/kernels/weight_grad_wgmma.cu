@@ -97,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     return;
   }
 
+  registers_claim<MULTIPLIER_REGISTERS>();
   int offsets_of_rows[ROW_TILES][2];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
@@ -113,20 +114,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from there on
 #pragma unroll
     for (int tile = 0; tile < COLUMN_TILES; ++tile) {
-      float before[2][2 * ROW_TILES] = {};  // on their way together
 #pragma unroll
-      for (int column = 0; column < 2; ++column)
+      for (int column = 0; column < 2; ++column) {
+        float* const rows = to + column * (OUT_CHANNELS * TAPS);
+        float before[2 * ROW_TILES] = {};  // on their way together
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i)
-          if (flushed && column < columns && Sums::row(i) < filled)
-            before[column][i] = to[column * (OUT_CHANNELS * TAPS) + Sums::row(i) - Sums::row(0)];
-#pragma unroll
-      for (int column = 0; column < 2; ++column)
+          if (flushed && column < columns && Sums::row(i) < filled) before[i] = rows[Sums::row(i) - Sums::row(0)];
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i)
           if (column < columns && Sums::row(i) < filled)
-            to[column * (OUT_CHANNELS * TAPS) + Sums::row(i) - Sums::row(0)] =
-                before[column][i] + (stages > 0 ? sums.of[i / 2][tile * 4 + i % 2 * 2 + column] : 0.f);
+            rows[Sums::row(i) - Sums::row(0)] =
+                before[i] + (stages > 0 ? sums.of[i / 2][tile * 4 + i % 2 * 2 + column] : 0.f);
+      }
       to += 8 * (OUT_CHANNELS * TAPS), columns -= 8;
       __syncwarp();  // so that the compiler does not mingle column tiles, for which there are no registers
     }

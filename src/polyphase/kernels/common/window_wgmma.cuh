@@ -23,6 +23,9 @@ constexpr bool PAIRS =
     AXIS_W.kernel % 2 == 0 && AXIS_W.dilation == 1 && AXIS_W.stride % 2 == 0 && AXIS_W.padding % 2 == 0;
 constexpr bool PAIRED_ROWS = PAIRS && !INPUT_GRAD, PAIRED_K = PAIRS && INPUT_GRAD;
 
+// Registers of each thread: those who multiply need theirs before they find their rows.
+constexpr int LOADER_REGISTERS = 72, MULTIPLIER_REGISTERS = 216;
+
 static_assert(LOAD_WARPS == 4 && FIRST_LOAD_WARP == 4 * GROUPS, "the last group loads");
 
 // What the engine brings of the operand for a stage: boxes of `bytes` along k, by COLUMNS columns, one behind the
@@ -97,7 +100,7 @@ __device__ __forceinline__ void load_window(const TensorMap& map, const scalar_t
 template <class Tell, class Copy>
 __device__ __forceinline__ void load_stages(int stages, bool tells, Ring& ring, char* buffers, int bytes,
                                             const Tell& tell, const Copy& copy) {
-  registers_release<88>();
+  registers_release<LOADER_REGISTERS>();
   const bool first = threadIdx.x == 128 * GROUPS;
   if (tells && !first) return;
   Turn turn;
@@ -250,7 +253,6 @@ struct Sums {
 // The multiplying groups' part: add(buffer) is one stage.
 template <class Add>
 __device__ __forceinline__ void add_stages(int stages, Ring& ring, const char* buffers, int bytes, const Add& add) {
-  registers_claim<208>();
   Turn turn;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
