@@ -40,6 +40,7 @@ _OPERATION_BYTES = 32  # of k
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 256  # columns by row tiles of a group
 _MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one dimension
+_LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 _FLUSH = 8192  # k that the cores sum
 _STILL = 12 << 10  # bytes of shared memory for what does not depend on stages, at most
 
@@ -78,20 +79,6 @@ class _Runs:
 
 
 @dataclass(frozen=True)
-class _WindowBoxes:
-    """The boxes that a stage's window comes in, as the kernels' ``WindowBoxes``; none where threads copy it."""
-
-    channels: int = 0
-    pieces: int = 0
-    length: int = 0
-    size: int = 0
-    boxes: Boxes | None = None
-
-    def packed(self) -> bytes:
-        return struct.pack("<4i", self.channels, self.pieces, self.length, self.size)
-
-
-@dataclass(frozen=True)
 class _Tiling:
     """How a variant cuts the input positions into tiles, and what that takes of shared memory, in bytes."""
 
@@ -100,7 +87,7 @@ class _Tiling:
     window: Part
     skew: int
     runs: _Runs
-    window_boxes: _WindowBoxes
+    window_box: Boxes | None  # none where threads copy it
     joined: int
     steps: int
     window_at: int
@@ -111,6 +98,11 @@ class _Tiling:
     @property
     def total(self) -> int:
         return math.prod(self.tiles)
+
+    @property
+    def box_bytes(self) -> int:
+        """Of the window, if the engine brings it."""
+        return 0 if self.window_box is None else math.prod(self.window_box.box) * DTYPE_BYTES[self.window_box.dtype]
 
 
 class _GradientWgmma:
@@ -165,17 +157,17 @@ class _GradientWgmma:
             length = max(1, math.ceil(tiling.total / parts))
             planes = max(1, math.ceil(tiling.total / length))
             flush = max(1, _FLUSH * DTYPE_BYTES[problem.dtype] // (_OPERATION_BYTES * tiling.steps))
-            geometry += tiling.window.packed() + tiling.runs.packed() + tiling.window_boxes.packed()
+            geometry += tiling.window.packed() + tiling.runs.packed()
             geometry += struct.pack("<2i8i", problem.batch, problem.groups, *tiling.lanes, *tiling.tiles)
-            geometry += struct.pack("<4i", tiling.joined, tiling.steps, flush, tiling.skew)
+            geometry += struct.pack("<5i", tiling.joined, tiling.steps, flush, tiling.skew, tiling.box_bytes)
             geometry += struct.pack("<3i", *shared)
             geometry += bytes(-len(geometry) % 8)
             geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
             grid = blocks * planes
         else:
-            geometry += x.packed() + tiling.window.packed() + tiling.runs.packed() + tiling.window_boxes.packed()
+            geometry += x.packed() + tiling.window.packed() + tiling.runs.packed()
             geometry += struct.pack("<9i", problem.batch, *tiling.lanes, *tiling.tiles)
-            geometry += struct.pack("<4i", tiling.skew, *shared)
+            geometry += struct.pack("<5i", tiling.skew, tiling.box_bytes, *shared)
             grid = blocks * tiling.total
         geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
         constants: tuple[tuple[str, Constant], ...] = (
@@ -198,7 +190,7 @@ class _GradientWgmma:
             shared_bytes=_shared_bytes(variant, tiling),
             geometry=geometry,
             planes=planes,
-            boxes=tuple(each for each in (tiling.runs.boxes, tiling.window_boxes.boxes) if each is not None),
+            boxes=tuple(each for each in (tiling.runs.boxes, tiling.window_box) if each is not None),
         )
 
 
@@ -259,8 +251,10 @@ def _tilings(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, varia
         for halved in range(images.bit_length())
     }
     tilings = (_tiles(problem, pass_, layouts, variant, each) for each in sorted(lanes))
-    found = [tiling for tiling in tilings if tiling is not None and max(tiling.window.extent) <= MAX_SIDE]
-    return sorted(found, key=lambda tiling: tiling.total * _stage_cycles(problem, pass_, variant, tiling))
+    found = [each for each in tilings if each is not None and max(each.window.extent) <= MAX_SIDE]
+    least = min(_LEAST_COPIED_ROW, problem.input_size[-1])
+    long = [each for each in found if each.window_box is not None or each.lanes[3] >= least]
+    return sorted(long or found, key=lambda tiling: tiling.total * _stage_cycles(problem, pass_, variant, tiling))
 
 
 def _tiles(
@@ -281,9 +275,9 @@ def _tiles(
     if runs is None:
         return None
     window, skew = window_of(problem, layouts, variant.out_chunk, lanes)
-    window_boxes = _WindowBoxes()
-    if (brought := _in_boxes(problem, pass_, layouts, variant, lanes)) is not None:
-        window, window_boxes, skew = brought
+    window_box = None
+    if (brought := _as_box(problem, pass_, layouts, variant, lanes)) is not None:
+        window, window_box, skew = brought
     elif _in_pairs(problem) and window.extent[3] % 2:  # pairs begin at multiples of two in every row
         extent = (*window.extent[:3], window.extent[3] + 1)
         pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
@@ -294,30 +288,30 @@ def _tiles(
     batch, depth, height, width = (math.ceil(n / m) for n, m in zip((problem.batch, *sizes), lanes))
     table = round_up(4 * steps * _OPERATION_BYTES // size, 16)
     places = window.places * (MOVING_BYTES if pass_ is Pass.WEIGHT_GRAD else STILL_BYTES)
-    if window_boxes.boxes is not None:
+    if window_box is not None:
         places = 0
     return _Tiling(
-        lanes, (batch, depth, height, width), window, skew, runs, window_boxes, joined, steps, window_at, stage, table,
+        lanes, (batch, depth, height, width), window, skew, runs, window_box, joined, steps, window_at, stage, table,
         places,
     )  # fmt: skip
 
 
-def _in_boxes(
+def _as_box(
     problem: ConvTransposeProblem,
     pass_: Pass,
     layouts: Layouts,
     variant: WgmmaVariant,
     lanes: tuple[int, int, int, int],
-) -> tuple[Part, _WindowBoxes, int] | None:
-    """The window as the copy engine brings it, where it can, in boxes of all channels or of pieces of long rows.
+) -> tuple[Part, Boxes, int] | None:
+    """The window as the copy engine brings it, where it can.
 
-    Beside it the elements that its rows begin before the first that is met: boxes begin at multiples of 16 bytes.
+    Beside it the elements that its rows begin before the first that is met: a box begins at a multiple of 16 bytes.
     """
     size, chunk = DTYPE_BYTES[problem.dtype], variant.out_chunk
     vector = 16 // size
     # Channels behind a group's last meet no weight; what lies there must be none of the next group's.
     whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
-    if not layouts.aligned or not whole or chunk > _MAX_BOX_SIDE:
+    if not layouts.aligned or not whole:
         return None
     batch, _, depth, height, width = five(problem.output_shape)
     across, *steps = (layouts.output[i] * size for i in (1, 3, 2, 0))
@@ -326,28 +320,24 @@ def _in_boxes(
         return None
     plain, _ = window_of(problem, replace(layouts, aligned=False), chunk, lanes)
     images, slabs, rows, columns = plain.extent
-    skew = -problem.axes3[2].padding % vector
-    columns += skew
-    if lanes[3] < problem.input_size[-1] and lanes[3] * problem.axes3[2].stride % vector:
+    axis = problem.axes3[2]
+    skew = -axis.padding % vector
+    columns = round_up(skew + columns, vector)
+    if max(images, slabs, rows, columns, chunk) > _MAX_BOX_SIDE:
         return None
-    pieces = math.ceil(columns / _MAX_BOX_SIDE)
-    if max(images, slabs, rows) > (_MAX_BOX_SIDE if pieces == 1 else 1):
+    if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
         return None
-    if pieces == 1:
-        length = min(
-            range(round_up(columns, vector), min(round_up(columns, vector) + 128 // size, _MAX_BOX_SIDE) + 1, vector),
-            key=lambda length: (_conflicts(problem, pass_, lanes, (images, slabs, rows, length)), length),
-        )
-    else:
-        length = round_up(math.ceil(columns / pieces), 128 // size)
-    extent = (images, slabs, rows, pieces * length)
-    channels = 1 if pieces == 1 else chunk
-    box = (length, rows, slabs, images, chunk // channels)
+
+    def extent(columns: int) -> tuple[int, int, int, int]:
+        return images, slabs, rows, columns
+
+    widths = range(columns, min(columns + 128 // size, _MAX_BOX_SIDE) + 1, vector)
+    columns = min(widths, key=lambda columns: (_conflicts(problem, pass_, lanes, extent(columns)), columns))
     sides = (width, height, depth, max(1, batch), problem.out_channels)
-    boxes = Boxes(problem.dtype, sides, tuple(steps), box, 16, True, tensor=1 if pass_ is Pass.WEIGHT_GRAD else 0)
-    elements = math.prod(extent)
-    found = _WindowBoxes(channels, pieces, length, math.prod(box) * size, boxes)
-    return Part(extent, vector, elements * size, elements // vector), found, skew
+    tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
+    boxes = Boxes(problem.dtype, sides, tuple(steps), (columns, rows, slabs, images, chunk), 16, True, tensor)
+    elements = math.prod(extent(columns))
+    return Part(extent(columns), vector, elements * size, elements // vector), boxes, skew
 
 
 def _in_pairs(problem: ConvTransposeProblem) -> bool:
@@ -450,7 +440,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVari
     reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.extent)
     rows = math.prod(tiling.runs.count) * variant.columns
     copies = 0.0
-    if tiling.window_boxes.boxes is None:
+    if tiling.window_box is None:
         copies = copy_cycles(window, variant.out_chunk, _LOADERS // 32, size)
     else:
         rows += variant.out_chunk * math.prod(window.extent[:3]) * math.ceil(window.extent[3] * size / 128)

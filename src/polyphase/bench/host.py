@@ -124,6 +124,18 @@ class FirstCall:
     torch: float
 
 
+# The process that `first_calls` starts; `python -m` would import the package before it is timed.
+_FIRST_CALLS = """
+import json, sys, time
+import torch
+start = time.perf_counter()
+import polyphase
+package = time.perf_counter() - start
+from polyphase.bench.first_call import main
+print(json.dumps({"package": package, **main(sys.argv[1])}))
+"""
+
+
 def first_calls(device: torch.device) -> list[FirstCall]:
     """First calls with an empty kernel cache, then with the one that these have filled.
 
@@ -131,11 +143,11 @@ def first_calls(device: torch.device) -> list[FirstCall]:
     """
     with tempfile.TemporaryDirectory(prefix="polyphase-cache-") as folder:
         environment = {**os.environ, "POLYPHASE_CACHE_DIR": folder}
-        command = [sys.executable, "-m", "polyphase.bench.first_call", str(device)]
+        command = [sys.executable, "-c", _FIRST_CALLS, str(device)]
         found = []
         for cache in ("cold", "warm"):
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+                raise RuntimeError(f"first calls with a {cache} cache failed:\n{done.stderr}")
             found.append(FirstCall(cache, **json.loads(done.stdout.splitlines()[-1])))
     return found

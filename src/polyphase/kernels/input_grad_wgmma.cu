@@ -10,11 +10,11 @@ struct Geometry {
   Tensor5 g, x;
   Part window;
   Runs runs;
-  WindowBoxes boxes;
   int batch;
-  int lanes[4];  // positions of a tile along n, d, h, w; their product is at most ROWS
-  int tiles[4];  // tiles along n, d, h, w
-  int skew;      // elements from the window's first to what the first tap of the first position meets
+  int lanes[4];   // positions of a tile along n, d, h, w; their product is at most ROWS
+  int tiles[4];   // tiles along n, d, h, w
+  int skew;       // elements from the window's first to what the first tap of the first position meets
+  int box_bytes;  // of the window, if the engine brings it
   int table_bytes, stage_bytes, window_bytes;  // of shared memory
 };
 
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int* const offsets = (int*)(shared_memory + BUFFERS * g.stage_bytes);
   long long* const places = (long long*)((char*)offsets + g.table_bytes);
 
-  const bool tells = g.boxes.bytes != 0;
+  const bool tells = g.box_bytes != 0;
   ring.init(tells);
   list_positions(positions, ROWS, g.window, g.lanes, g.skew);
   for (int i = threadIdx.x; i < DEPTH; i += THREADS) offsets[i] = offset_of_tap(g.window, i / TAPS, i % TAPS);
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           load_runs(g.box, weight, g.runs, place, to, barrier);
           if (!tells) return;
           const int from[5] = {window[3], window[2], window[1], window[0], group * OUT_CHANNELS + stage * OUT_CHUNK};
-          load_window(g.window_box, grad, g.boxes, g.window.pitch, from, to + g.window_bytes, barrier);
+          box_copy(shared_address(to + g.window_bytes), g.window_box, grad, from, g.box_bytes, barrier);
         },
         [&](int stage, char* to) {
           const int channel = stage * OUT_CHUNK;

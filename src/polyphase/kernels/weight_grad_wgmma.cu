@@ -13,13 +13,13 @@ struct Geometry {
   Tensor5 g;
   Part window;
   Runs runs;
-  WindowBoxes boxes;
   int batch, groups;
   int lanes[4];      // positions of a tile along n, d, h, w: whole operations
   int tiles[4];      // tiles along n, d, h, w
   int joined;        // elements of a row, where a slab's rows follow each other as one; 0 where they do not
   int steps, flush;  // operations of a stage; stages that the cores sum
   int skew;          // elements from the window's first to what the first tap of the first position meets
+  int box_bytes;     // of the window, if the engine brings it
   int table_bytes, stage_bytes, window_bytes;  // of shared memory
   long long part_length;                       // tiles of a part
   long long all_tiles;
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int* const offsets = (int*)(shared_memory + BUFFERS * g.stage_bytes);
   Place* const places = (Place*)((char*)offsets + g.table_bytes);
 
-  const bool tells = g.boxes.bytes != 0;
+  const bool tells = g.box_bytes != 0;
   ring.init(tells);
   list_positions(offsets, g.steps * OPERATION, g.window, g.lanes, g.skew);
   PartLoader<Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           if (!tells) return;
           to_window(origin, g.skew);
           const int from[5] = {origin[3], origin[2], origin[1], origin[0], group * OUT_CHANNELS + first_out};
-          load_window(g.window_box, grad, g.boxes, g.window.pitch, from, to + g.window_bytes, barrier);
+          box_copy(shared_address(to + g.window_bytes), g.window_box, grad, from, g.box_bytes, barrier);
           next();
         },
         [&](int, char* to) {

@@ -36,13 +36,6 @@ struct Runs {
   int bytes;     // of a run: 32, 64 or 128, within which chunks change places
 };
 
-// What it brings of the window: boxes of `bytes` for channels and pieces of rows in turn; none where threads copy.
-struct WindowBoxes {
-  int channels, pieces;  // boxes
-  int length;            // elements of a piece
-  int bytes;
-};
-
 // The barriers of the stages.
 struct Ring {
   unsigned long long full[BUFFERS], empty[BUFFERS];
@@ -80,18 +73,6 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
     const int from[5] = {place[0] + at[3] * runs.length, place[1], place[2] + at[2], place[3] + at[1],
                          place[4] + at[0]};
     box_copy(shared_address(to + i * COLUMNS * runs.bytes), map, tensor, from, COLUMNS * runs.bytes, barrier);
-  }
-}
-
-// The same for the window. `place` is its first element: w, h, d, n and channel.
-__device__ __forceinline__ void load_window(const TensorMap& map, const scalar_t* grad, const WindowBoxes& boxes,
-                                            int pitch, const int (&place)[5], char* to, unsigned barrier) {
-#pragma unroll 1
-  for (int i = 0; i < boxes.channels * boxes.pieces; ++i) {
-    const int channel = i / boxes.pieces, piece = i % boxes.pieces;
-    const int from[5] = {place[0] + piece * boxes.length, place[1], place[2], place[3], place[4] + channel};
-    box_copy(shared_address(to + channel * pitch + piece * boxes.length * ELEMENT), map, grad, from, boxes.bytes,
-             barrier);
   }
 }
 
