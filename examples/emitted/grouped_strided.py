@@ -1318,6 +1318,10 @@ __device__ __forceinline__ void barriers_publish() {
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
+// Arrives when the thread's copies to shared memory (copy_async.cuh) have come that it has begun so far.
+__device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -1365,6 +1369,11 @@ __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
 }
 __device__ __forceinline__ void barriers_publish() {}
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
+__device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
+  copies_commit();
+  copies_wait<0>();
+  barrier_arrive(barrier);
+}
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
   emulator::barrier_wait(barrier_at(barrier), parity);
 }
@@ -1448,14 +1457,18 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands.
 #if WGMMA_INSTRUCTION && !defined(EMULATOR)
+template <int KEPT>
 __device__ __forceinline__ void registers_release() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 56 : 48));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(KEPT));
 }
+template <int CLAIMED>
 __device__ __forceinline__ void registers_claim() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 224 : 208));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CLAIMED));
 }
 #else
+template <int>
 __device__ __forceinline__ void registers_release() {}
+template <int>
 __device__ __forceinline__ void registers_claim() {}
 #endif
 """
@@ -2674,7 +2687,7 @@ std::size_t geometry_bytes_of(std::size_t number) { return entries[number].geome
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream) {
   const void* const kernel = entries[number].kernel;
-  if (shared_bytes > 48 << 10) {  // every kernel may use 48 KiB; more is to be asked for
+  if (shared_bytes > 32 << 10) {  // beside its own, which a kernel may use; more is to be asked for
     const cudaError_t status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
     if (status != cudaSuccess) return status;
@@ -2684,7 +2697,7 @@ cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t
 """
 
 BINDING = r"""
-// From Python to a launch: checks, the tensors' device, its current stream, the tensor map of boxes.
+// From Python to a launch: checks, the tensors' device, its current stream, the tensor maps of boxes.
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -2702,11 +2715,11 @@ std::size_t geometry_bytes_of(std::size_t number);
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream);
 
-// Boxes that the copy engine takes of a kernel's first tensor, as the driver is told of them: dimensions innermost
+// Boxes that the copy engine takes of one of a kernel's tensors, as the driver is told of them: dimensions innermost
 // first, strides in bytes, without the first dimension's.
 struct Boxes {
   std::uint64_t sizes[5], strides[4];
-  std::uint32_t box[5], data_type, swizzle;
+  std::uint32_t box[5], data_type, swizzle, tensor;
 };
 
 // The driver's cuTensorMapEncodeTiled. It is found at run time, since nothing here links the driver, and CUDA 11 has
@@ -2726,28 +2739,32 @@ EncodeTiled find_encode_tiled() {
   return (EncodeTiled)found;
 }
 
-// Puts the tensor map of boxes of the tensor at `address` where the geometry begins.
-void place_tensor_map(std::string& geometry, const std::string& packed, void* address) {
+// Puts the tensor maps of boxes where the geometry begins.
+void place_tensor_maps(std::string& geometry, const std::string& packed, const std::vector<void*>& addresses) {
   static const EncodeTiled encode_tiled = find_encode_tiled();
   const std::uint32_t steps[] = {1, 1, 1, 1, 1};
   alignas(64) char map[128];
   Boxes boxes;
-  TORCH_CHECK(packed.size() == sizeof boxes && geometry.size() >= sizeof map, "boxes are described by ", sizeof boxes,
-              " bytes, and their map takes ", sizeof map, " of the kernel's, given ", packed.size(), " bytes and ",
-              geometry.size());
-  std::memcpy(&boxes, packed.data(), sizeof boxes);
-  const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
-                                  0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
-                                  0 /* zeros beside the tensor */);
-  TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
-              ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
-              c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
-              ", swizzle ", boxes.swizzle, ", address ", address);
-  std::memcpy(geometry.data(), map, sizeof map);
+  const std::size_t count = packed.size() / sizeof boxes;
+  TORCH_CHECK(packed.size() == count * sizeof boxes && geometry.size() >= count * sizeof map, "boxes are described by ",
+              sizeof boxes, " bytes each, and their maps take ", sizeof map, " of the kernel's, given ", packed.size(),
+              " bytes and ", geometry.size());
+  for (std::size_t i = 0; i < count; ++i) {
+    std::memcpy(&boxes, packed.data() + i * sizeof boxes, sizeof boxes);
+    void* const address = addresses.at(boxes.tensor);
+    const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
+                                    0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
+                                    0 /* zeros beside the tensor */);
+    TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
+                ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
+                c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
+                ", swizzle ", boxes.swizzle, ", address ", address);
+    std::memcpy(&geometry[i * sizeof map], map, sizeof map);
+  }
 }
 
 // Kernel `number` on `tensors`, of which a missing one is a null pointer, and the bytes of its last parameter.
-// These begin with the tensor map of `boxes` of the first tensor, unless `boxes` is empty.
+// These begin with the tensor maps of `boxes`.
 void launch(int64_t number, std::string geometry, const std::string& boxes, int64_t grid_x, int64_t grid_y,
             int64_t grid_z, int64_t block, int64_t shared_bytes,
             const std::vector<std::optional<at::Tensor>>& tensors) {
@@ -2766,7 +2783,7 @@ void launch(int64_t number, std::string geometry, const std::string& boxes, int6
   const c10::cuda::CUDAGuard guard(device);
   if (!boxes.empty()) {
     C10_CUDA_CHECK(cudaSetDevice(device.index()));  // a thread may not have the context yet that the driver asks for
-    place_tensor_map(geometry, boxes, addresses.front());
+    place_tensor_maps(geometry, boxes, addresses);
   }
   arguments.push_back(geometry.data());
   C10_CUDA_CHECK(launch_kernel(number, dim3(grid_x, grid_y, grid_z), dim3(block), shared_bytes, arguments.data(),
@@ -3123,8 +3140,10 @@ _BUILDING_BLOCKS = {
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
-    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
-    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
+    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
+    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
+    "input_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
+    "weight_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }
@@ -3291,7 +3310,7 @@ class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
-    With ``boxes`` its first `TENSOR_MAP_BYTES` are left for a tensor map of the first tensor.
+    It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
@@ -3304,7 +3323,7 @@ class Launch:
     planes: int = 1
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
-    boxes: "Boxes | None" = None
+    boxes: "tuple[Boxes, ...]" = ()
     one_way: "KernelSource | None" = None
 
 
@@ -4475,7 +4494,7 @@ def prepare(
         )
 
     launch = launch_on(aligned=True)
-    copies = not aligned and launch.boxes is not None  # whose tensor must be aligned
+    copies = not aligned and bool(launch.boxes)  # whose tensors must be aligned
     if not aligned and not copies:
         launch = launch_on(aligned=False)
     shapes = {
@@ -4497,7 +4516,7 @@ def prepare(
 
 def arguments(arch: str, launch: "Launch") -> "tuple[Any, ...]":
     """What the extension's ``launch`` takes before the tensors."""
-    number, boxes = kernel_number(arch, launch.source), packed_boxes(launch.boxes)
+    number, boxes = kernel_number(arch, launch.source), b"".join(map(packed_boxes, launch.boxes))
     return (number, launch.geometry, boxes, *launch.grid, launch.block, launch.shared_bytes)
 
 
@@ -4508,12 +4527,10 @@ _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 
 
-def packed_boxes(boxes: "Boxes | None") -> bytes:
-    """``Boxes`` of binding.cpp; empty where there are none."""
-    if boxes is None:
-        return b""
+def packed_boxes(boxes: "Boxes") -> bytes:
+    """``Boxes`` of binding.cpp."""
     kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
-    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, *kind)
+    return struct.pack("<9Q8I", *boxes.sizes, *boxes.strides, *boxes.box, *kind, boxes.tensor)
 
 
 def memory_format(problem: "ConvTransposeProblem") -> torch.memory_format:
@@ -4545,7 +4562,8 @@ def run(
             _calls.clear()
         call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
     launch = call.extension.launch
-    first = first.clone() if call.copies else first
+    if call.copies:
+        first, second = first.clone(), second.clone()
     empty = 0 in call.launch[3:6]
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32

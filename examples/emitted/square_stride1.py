@@ -711,6 +711,11 @@ __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, 
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
          (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
 }
+// The same of rows of `pitch` bytes, 32, 64 or 128, whose chunks are all neighbours.
+__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, int pitch) {
+  const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
+  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
+}
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
@@ -787,6 +792,10 @@ __device__ __forceinline__ void barriers_publish() {
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
+// Arrives when the thread's copies to shared memory (copy_async.cuh) have come that it has begun so far.
+__device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -834,6 +843,11 @@ __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
 }
 __device__ __forceinline__ void barriers_publish() {}
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
+__device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
+  copies_commit();
+  copies_wait<0>();
+  barrier_arrive(barrier);
+}
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
   emulator::barrier_wait(barrier_at(barrier), parity);
 }
@@ -917,14 +931,18 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands.
 #if WGMMA_INSTRUCTION && !defined(EMULATOR)
+template <int KEPT>
 __device__ __forceinline__ void registers_release() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 56 : 48));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(KEPT));
 }
+template <int CLAIMED>
 __device__ __forceinline__ void registers_claim() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADER_THREADS == 128 ? 224 : 208));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CLAIMED));
 }
 #else
+template <int>
 __device__ __forceinline__ void registers_release() {}
+template <int>
 __device__ __forceinline__ void registers_claim() {}
 #endif
 """
@@ -1851,6 +1869,8 @@ struct Shared {
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
+constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 : 48;  // of each thread
+
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
 constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
 __device__ __forceinline__ void release(unsigned barrier) {
@@ -2043,7 +2063,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 
 #if BOX_COPY
   if (takes_boxes(g) && warp_group >= CONSUMERS) {
-    registers_release();
+    registers_release<LOADER_REGISTERS>();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
     if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
@@ -2057,7 +2077,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 #endif
   if (warp_group >= CONSUMERS) {
-    registers_release();
+    registers_release<LOADER_REGISTERS>();
     // The loading groups take stages in turn.
     const int loader_thread = thread - CONSUMERS * 128;
     const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
@@ -2129,7 +2149,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     copies_wait<0>();
   } else {
-    registers_claim();
+    registers_claim<LOADER_REGISTERS == 56 ? 224 : 208>();
     Slot<STAGES> slot;
     Sums sums, totals;  // the latter for PARTS = 2
     const int turn = TAKE_TURNS ? warp_group : 0;
@@ -2446,33 +2466,10 @@ __device__ __forceinline__ void run_stages(int stages, char* buffers, int bytes,
   }
 }
 """
-FILES["common/window_product.cuh"] = r"""
-// Both gradients as products of matrices on tensor cores, one stage after the other:
-//
-//     sum[row, column]  +=  Σ_k  A[row, k] · window[offset of k  +  offset of column]
-//
-// Rows are input channels. In the weight gradient columns are pairs of output channel and tap, k are positions, and A
-// is the input; in the input gradient columns are positions, k are pairs of output channel and tap, and A is the
-// weight.
-//
-// A window is what a tile of input positions meets of the output gradient, its halo included. It lies in shared memory
-// as it does in the tensor, and serves every tap: the element that a position meets at a tap is the sum of two offsets,
-// one of the position, one of the output channel and the tap. So neither operand is ever unfolded.
-//
-// Index mapping. The warps are ROW_WARPS × the rest; a warp computes 16·ROW_TILES rows and 8·COLUMN_TILES columns, with
-// the fragments of common/mma.cuh: A's by ldmatrix, the window's element by element; float32 is rounded to TF32 there.
-//
-// Shared memory of a stage: A as [row][k], A_PITCH bytes a row, which no eight rows of ldmatrix find in one bank; the
-// window as [output channel][n][d][h][w].
-
-constexpr int COLUMN_WARPS = WARPS / ROW_WARPS;
-constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, COLUMNS = 8 * COLUMN_TILES * COLUMN_WARPS;
-constexpr int CHUNK_TAPS = OUT_CHUNK * TAPS;
-constexpr int DEPTH = INPUT_GRAD ? round_up(CHUNK_TAPS, OPERATION) : POSITIONS;  // k of a stage
-constexpr int A_PITCH = DEPTH * ELEMENT + 16;
-constexpr int A_BYTES = ROWS * A_PITCH;
-
-static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
+FILES["common/window.cuh"] = r"""
+// The window of the output gradient: what a tile of input positions meets of it, its halo included. It lies in shared
+// memory as it does in the tensor, [output channel][n][d][h][w], and serves every tap: the element that a position
+// meets at a tap is the sum of two offsets, one of the position, one of the output channel and the tap.
 
 // Bytes from the window's first element to what the first tap of a position meets, or those of a tap beyond the first.
 __device__ __forceinline__ int window_bytes(const Part& window, int n, int d, int h, int w) {
@@ -2502,6 +2499,34 @@ __device__ __forceinline__ void to_window(int (&origin)[4], int skew) {
   origin[2] = origin[2] * AXIS_H.stride - AXIS_H.padding;
   origin[3] = origin[3] * AXIS_W.stride - AXIS_W.padding - skew;
 }
+"""
+FILES["common/window_product.cuh"] = r"""
+// Both gradients as products of matrices on tensor cores, one stage after the other:
+//
+//     sum[row, column]  +=  Σ_k  A[row, k] · window[offset of k  +  offset of column]
+//
+// Rows are input channels. In the weight gradient columns are pairs of output channel and tap, k are positions, and A
+// is the input; in the input gradient columns are positions, k are pairs of output channel and tap, and A is the
+// weight.
+//
+// A window is what a tile of input positions meets of the output gradient, its halo included. It lies in shared memory
+// as it does in the tensor, and serves every tap: the element that a position meets at a tap is the sum of two offsets,
+// one of the position, one of the output channel and the tap. So neither operand is ever unfolded.
+//
+// Index mapping. The warps are ROW_WARPS × the rest; a warp computes 16·ROW_TILES rows and 8·COLUMN_TILES columns, with
+// the fragments of common/mma.cuh: A's by ldmatrix, the window's element by element; float32 is rounded to TF32 there.
+//
+// Shared memory of a stage: A as [row][k], A_PITCH bytes a row, which no eight rows of ldmatrix find in one bank; the
+// window as [output channel][n][d][h][w].
+
+constexpr int COLUMN_WARPS = WARPS / ROW_WARPS;
+constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, COLUMNS = 8 * COLUMN_TILES * COLUMN_WARPS;
+constexpr int CHUNK_TAPS = OUT_CHUNK * TAPS;
+constexpr int DEPTH = INPUT_GRAD ? round_up(CHUNK_TAPS, OPERATION) : POSITIONS;  // k of a stage
+constexpr int A_PITCH = DEPTH * ELEMENT + 16;
+constexpr int A_BYTES = ROWS * A_PITCH;
+
+static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
 
 // The sums of a warp.
 struct Sums {
@@ -2885,7 +2910,7 @@ constexpr int BUFFERS = 4;
 constexpr int PARTS = 1;
 constexpr int MIN_BLOCKS = 2;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/copy_async.cuh", "common/mma.cuh", "common/stages.cuh", "common/window_product.cuh", "weight_grad_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/copy_async.cuh", "common/mma.cuh", "common/stages.cuh", "common/window.cuh", "common/window_product.cuh", "weight_grad_gemm.cu")),
 ]
 
 # =====================================================================================================================
@@ -2924,7 +2949,7 @@ std::size_t geometry_bytes_of(std::size_t number) { return entries[number].geome
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream) {
   const void* const kernel = entries[number].kernel;
-  if (shared_bytes > 48 << 10) {  // every kernel may use 48 KiB; more is to be asked for
+  if (shared_bytes > 32 << 10) {  // beside its own, which a kernel may use; more is to be asked for
     const cudaError_t status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
     if (status != cudaSuccess) return status;
@@ -2934,7 +2959,7 @@ cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t
 """
 
 BINDING = r"""
-// From Python to a launch: checks, the tensors' device, its current stream, the tensor map of boxes.
+// From Python to a launch: checks, the tensors' device, its current stream, the tensor maps of boxes.
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -2952,11 +2977,11 @@ std::size_t geometry_bytes_of(std::size_t number);
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream);
 
-// Boxes that the copy engine takes of a kernel's first tensor, as the driver is told of them: dimensions innermost
+// Boxes that the copy engine takes of one of a kernel's tensors, as the driver is told of them: dimensions innermost
 // first, strides in bytes, without the first dimension's.
 struct Boxes {
   std::uint64_t sizes[5], strides[4];
-  std::uint32_t box[5], data_type, swizzle;
+  std::uint32_t box[5], data_type, swizzle, tensor;
 };
 
 // The driver's cuTensorMapEncodeTiled. It is found at run time, since nothing here links the driver, and CUDA 11 has
@@ -2976,28 +3001,32 @@ EncodeTiled find_encode_tiled() {
   return (EncodeTiled)found;
 }
 
-// Puts the tensor map of boxes of the tensor at `address` where the geometry begins.
-void place_tensor_map(std::string& geometry, const std::string& packed, void* address) {
+// Puts the tensor maps of boxes where the geometry begins.
+void place_tensor_maps(std::string& geometry, const std::string& packed, const std::vector<void*>& addresses) {
   static const EncodeTiled encode_tiled = find_encode_tiled();
   const std::uint32_t steps[] = {1, 1, 1, 1, 1};
   alignas(64) char map[128];
   Boxes boxes;
-  TORCH_CHECK(packed.size() == sizeof boxes && geometry.size() >= sizeof map, "boxes are described by ", sizeof boxes,
-              " bytes, and their map takes ", sizeof map, " of the kernel's, given ", packed.size(), " bytes and ",
-              geometry.size());
-  std::memcpy(&boxes, packed.data(), sizeof boxes);
-  const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
-                                  0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
-                                  0 /* zeros beside the tensor */);
-  TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
-              ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
-              c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
-              ", swizzle ", boxes.swizzle, ", address ", address);
-  std::memcpy(geometry.data(), map, sizeof map);
+  const std::size_t count = packed.size() / sizeof boxes;
+  TORCH_CHECK(packed.size() == count * sizeof boxes && geometry.size() >= count * sizeof map, "boxes are described by ",
+              sizeof boxes, " bytes each, and their maps take ", sizeof map, " of the kernel's, given ", packed.size(),
+              " bytes and ", geometry.size());
+  for (std::size_t i = 0; i < count; ++i) {
+    std::memcpy(&boxes, packed.data() + i * sizeof boxes, sizeof boxes);
+    void* const address = addresses.at(boxes.tensor);
+    const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
+                                    0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
+                                    0 /* zeros beside the tensor */);
+    TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
+                ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
+                c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
+                ", swizzle ", boxes.swizzle, ", address ", address);
+    std::memcpy(&geometry[i * sizeof map], map, sizeof map);
+  }
 }
 
 // Kernel `number` on `tensors`, of which a missing one is a null pointer, and the bytes of its last parameter.
-// These begin with the tensor map of `boxes` of the first tensor, unless `boxes` is empty.
+// These begin with the tensor maps of `boxes`.
 void launch(int64_t number, std::string geometry, const std::string& boxes, int64_t grid_x, int64_t grid_y,
             int64_t grid_z, int64_t block, int64_t shared_bytes,
             const std::vector<std::optional<at::Tensor>>& tensors) {
@@ -3016,7 +3045,7 @@ void launch(int64_t number, std::string geometry, const std::string& boxes, int6
   const c10::cuda::CUDAGuard guard(device);
   if (!boxes.empty()) {
     C10_CUDA_CHECK(cudaSetDevice(device.index()));  // a thread may not have the context yet that the driver asks for
-    place_tensor_map(geometry, boxes, addresses.front());
+    place_tensor_maps(geometry, boxes, addresses);
   }
   arguments.push_back(geometry.data());
   C10_CUDA_CHECK(launch_kernel(number, dim3(grid_x, grid_y, grid_z), dim3(block), shared_bytes, arguments.data(),
@@ -3362,8 +3391,10 @@ _BUILDING_BLOCKS = {
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
-    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
-    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window_product"),
+    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
+    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
+    "input_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
+    "weight_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }
@@ -3535,10 +3566,11 @@ def channels_innermost(channels: int, strides: "Strides") -> bool:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Boxes of a kernel's first tensor, as Hopper's copy engine takes them: what a tensor map says but the address.
+    """Boxes of a kernel's tensor, as Hopper's copy engine takes them: what a tensor map says but the address.
 
     Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. Chunks of 16 bytes
-    change places within ``swizzle`` bytes. ``tf32``: float32 elements are rounded to TF32 on their way.
+    change places within ``swizzle`` bytes. ``tf32``: float32 elements are rounded to TF32 on their way. ``tensor``
+    counts the kernel's tensors.
     """
 
     dtype: str
@@ -3547,6 +3579,7 @@ class Boxes:
     box: "tuple[int, ...]"
     swizzle: int
     tf32: bool
+    tensor: int = 0
 
     @property
     def element(self) -> str:
@@ -3559,7 +3592,7 @@ class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
-    With ``boxes`` its first `TENSOR_MAP_BYTES` are left for a tensor map of the first tensor.
+    It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
@@ -3572,7 +3605,7 @@ class Launch:
     planes: int = 1
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
-    boxes: "Boxes | None" = None
+    boxes: "tuple[Boxes, ...]" = ()
     one_way: "KernelSource | None" = None
 
 
@@ -4608,7 +4641,7 @@ def _tiling(
 ) -> "_Tiling | None":
     """The tiles of least work whose stages fit shared memory."""
     best, least = None, math.inf
-    for images, depth, height, width in _lanes(problem, variant.positions):
+    for images, depth, height, width in lanes_of(problem, variant.positions):
         if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
             break
         tiling = _gradient_gemm_tiles(problem, pass_, layouts, variant, (images, depth, height, width))
@@ -4630,7 +4663,7 @@ def _fits(variant: "GradientVariant", tiling: "_Tiling", device: "DeviceInfo") -
     return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
 
 
-def _lanes(problem: "ConvTransposeProblem", positions: int) -> "Iterator[tuple[int, int, int, int]]":
+def lanes_of(problem: "ConvTransposeProblem", positions: int) -> "Iterator[tuple[int, int, int, int]]":
     """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
 
     Long rows come first.
@@ -4643,8 +4676,9 @@ def _lanes(problem: "ConvTransposeProblem", positions: int) -> "Iterator[tuple[i
 
 
 def _extents(size: int, most: int) -> "list[int]":
-    """Extents worth trying along one dimension: powers of two, and the whole."""
-    return sorted({1 << i for i in range(most.bit_length()) if 1 << i < size} | ({size} if size <= most else set()))
+    """Extents worth trying along one dimension: powers of two, and equal parts of at most so many."""
+    found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
+    return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
 
 
 def _gradient_gemm_tiles(
@@ -4655,24 +4689,8 @@ def _gradient_gemm_tiles(
     lanes: "tuple[int, int, int, int]",
 ) -> "_Tiling":
     size = DTYPE_BYTES[problem.dtype]
-    x, grad = Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output)
-    axes = problem.axes3
-    slabs, rows, columns = (
-        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
-    )
-    skew = 0
-    whole_rows = lanes[3] >= problem.input_size[-1]
-    if grad.channels_last:
-        piece = channel_piece(grad, problem.out_channels_per_group, variant.out_chunk, size, layouts.aligned)
-        extent = (lanes[0], slabs, rows, columns)
-        pitch = size * (math.prod(extent) | 1)
-        window = Part(extent, piece, pitch, math.prod(extent))
-    else:
-        piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
-        skew = -axes[2].padding % piece
-        extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
-        pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
-        window = Part(extent, piece, pitch, math.prod(extent) // piece)
+    x = Side(five(problem.input_shape), layouts.input)
+    window, skew = window_of(problem, layouts, variant.out_chunk, lanes)
     depth = _depth(problem, pass_, variant)
     a_pitch = depth * size + 16
     if pass_ is Pass.WEIGHT_GRAD:
@@ -4694,6 +4712,31 @@ def _gradient_gemm_tiles(
     return _Tiling(
         lanes, (batch, depths, heights, widths), skew, window, operand, round_up(tables, 128), round_up(stage, 128)
     )
+
+
+def window_of(
+    problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, lanes: "tuple[int, int, int, int]"
+) -> "tuple[Part, int]":
+    """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
+
+    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned.
+    """
+    size = DTYPE_BYTES[problem.dtype]
+    grad = Side(five(problem.output_shape), layouts.output)
+    axes = problem.axes3
+    slabs, rows, columns = (
+        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
+    )
+    if grad.channels_last:
+        piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
+        extent = (lanes[0], slabs, rows, columns)
+        return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
+    whole_rows = lanes[3] >= problem.input_size[-1]
+    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
+    skew = -axes[2].padding % piece
+    extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
+    pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
+    return Part(extent, piece, pitch, math.prod(extent) // piece), skew
 
 
 # Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
@@ -4767,7 +4810,7 @@ class ImplicitGemm:
             geometry=geometry,
             prologue=_pack_weights(gather, variant, product),
             workspace_bytes=product.row_groups * product.weight_bytes(variant),
-            boxes=boxes(gather, variant, tile) if tile.boxes else None,
+            boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
             else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
@@ -5001,7 +5044,7 @@ def prepare(
         )
 
     launch = launch_on(aligned=True)
-    copies = not aligned and launch.boxes is not None  # whose tensor must be aligned
+    copies = not aligned and bool(launch.boxes)  # whose tensors must be aligned
     if not aligned and not copies:
         launch = launch_on(aligned=False)
     shapes = {
@@ -5023,7 +5066,7 @@ def prepare(
 
 def arguments(arch: str, launch: "Launch") -> "tuple[Any, ...]":
     """What the extension's ``launch`` takes before the tensors."""
-    number, boxes = kernel_number(arch, launch.source), packed_boxes(launch.boxes)
+    number, boxes = kernel_number(arch, launch.source), b"".join(map(packed_boxes, launch.boxes))
     return (number, launch.geometry, boxes, *launch.grid, launch.block, launch.shared_bytes)
 
 
@@ -5034,12 +5077,10 @@ _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 
 
-def packed_boxes(boxes: "Boxes | None") -> bytes:
-    """``Boxes`` of binding.cpp; empty where there are none."""
-    if boxes is None:
-        return b""
+def packed_boxes(boxes: "Boxes") -> bytes:
+    """``Boxes`` of binding.cpp."""
     kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
-    return struct.pack("<9Q7I4x", *boxes.sizes, *boxes.strides, *boxes.box, *kind)
+    return struct.pack("<9Q8I", *boxes.sizes, *boxes.strides, *boxes.box, *kind, boxes.tensor)
 
 
 def memory_format(problem: "ConvTransposeProblem") -> torch.memory_format:
@@ -5071,7 +5112,8 @@ def run(
             _calls.clear()
         call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
     launch = call.extension.launch
-    first = first.clone() if call.copies else first
+    if call.copies:
+        first, second = first.clone(), second.clone()
     empty = 0 in call.launch[3:6]
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
