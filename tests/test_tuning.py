@@ -171,6 +171,7 @@ def test_kernels_known_ahead_are_those_that_run(
     monkeypatch.setattr(runtime, "soonest", lambda launch, *_: launch)  # as of kernels that are compiled
     monkeypatch.setattr(runtime, "output_channels_last", last)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(DeviceInfo, "of", staticmethod(lambda device: H200))
     case = Case("a layer", replace(LAYER, dtype=dtype, channels_last=channels_last), pass_)
     operands = make_operands(case.problem, torch.device("cpu"))
