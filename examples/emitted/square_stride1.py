@@ -31,7 +31,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -3587,6 +3587,15 @@ class Boxes:
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
 
+def engine_strides(dimensions: "Iterable[tuple[int, int]]") -> "tuple[int, ...] | None":
+    """The ``strides`` of `Boxes` for dimensions of so many elements, so many bytes apart.
+
+    None where the copy engine does not take them.
+    """
+    found = tuple(16 if count == 1 else step for count, step in dimensions)
+    return found if all(0 < step < 2**40 and step % 16 == 0 for step in found) else None
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
@@ -4274,8 +4283,7 @@ def box_strides(gather: "Gather", one_row: bool = False) -> "tuple[int, ...] | N
     last_joins = not gather.src.channels_last or channels[0] * size % CHUNK_BYTES == 0  # whatever the image's size
     if not gather.aligned or not last_joins or (inner[0] > 1 and inner[1] != 1):
         return None
-    found = tuple(CHUNK_BYTES if n == 1 else step * size for n, step in dimensions)
-    return found if all(0 < step < 2**40 and step % CHUNK_BYTES == 0 for step in found) else None
+    return engine_strides((count, step * size) for count, step in dimensions)
 
 
 def may_take_boxes(gather: "Gather", variant: "GemmVariant") -> bool:
@@ -4715,11 +4723,16 @@ def _gradient_gemm_tiles(
 
 
 def window_of(
-    problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, lanes: "tuple[int, int, int, int]"
+    problem: "ConvTransposeProblem",
+    layouts: "Layouts",
+    out_chunk: int,
+    lanes: "tuple[int, int, int, int]",
+    multiple: int = 1,
 ) -> "tuple[Part, int]":
     """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
 
-    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned.
+    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned. Channels first,
+    rows are as long as a ``multiple``, a power of two, says.
     """
     size = DTYPE_BYTES[problem.dtype]
     grad = Side(five(problem.output_shape), layouts.output)
@@ -4734,7 +4747,7 @@ def window_of(
     whole_rows = lanes[3] >= problem.input_size[-1]
     piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
     skew = -axes[2].padding % piece
-    extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
+    extent = (lanes[0], slabs, rows, round_up(skew + columns, max(piece, multiple)))
     pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
     return Part(extent, piece, pitch, math.prod(extent) // piece), skew
 

@@ -134,6 +134,15 @@ class Boxes:
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
 
+def engine_strides(dimensions: Iterable[tuple[int, int]]) -> tuple[int, ...] | None:
+    """The ``strides`` of `Boxes` for dimensions of so many elements, so many bytes apart.
+
+    None where the copy engine does not take them.
+    """
+    found = tuple(16 if count == 1 else step for count, step in dimensions)
+    return found if all(0 < step < 2**40 and step % 16 == 0 for step in found) else None
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.

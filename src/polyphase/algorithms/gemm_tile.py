@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Boxes, extent
+from polyphase.algorithms.base import Boxes, engine_strides, extent
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, ROWS, GemmVariant, Product, Taps, fills_stages
 from polyphase.device import DeviceInfo
@@ -302,8 +302,7 @@ def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None
     last_joins = not gather.src.channels_last or channels[0] * size % CHUNK_BYTES == 0  # whatever the image's size
     if not gather.aligned or not last_joins or (inner[0] > 1 and inner[1] != 1):
         return None
-    found = tuple(CHUNK_BYTES if n == 1 else step * size for n, step in dimensions)
-    return found if all(0 < step < 2**40 and step % CHUNK_BYTES == 0 for step in found) else None
+    return engine_strides((count, step * size) for count, step in dimensions)
 
 
 def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:

@@ -296,11 +296,16 @@ def _tiles(
 
 
 def window_of(
-    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: tuple[int, int, int, int]
+    problem: ConvTransposeProblem,
+    layouts: Layouts,
+    out_chunk: int,
+    lanes: tuple[int, int, int, int],
+    multiple: int = 1,
 ) -> tuple[Part, int]:
     """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
 
-    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned.
+    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned. Channels first,
+    rows are as long as a ``multiple``, a power of two, says.
     """
     size = DTYPE_BYTES[problem.dtype]
     grad = Side(five(problem.output_shape), layouts.output)
@@ -315,7 +320,7 @@ def window_of(
     whole_rows = lanes[3] >= problem.input_size[-1]
     piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
     skew = -axes[2].padding % piece
-    extent = (lanes[0], slabs, rows, round_up(skew + columns, piece))
+    extent = (lanes[0], slabs, rows, round_up(skew + columns, max(piece, multiple)))
     pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
     return Part(extent, piece, pitch, math.prod(extent) // piece), skew
 

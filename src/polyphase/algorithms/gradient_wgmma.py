@@ -17,6 +17,7 @@ from polyphase.algorithms.base import (
     Launch,
     Layouts,
     affordable_planes,
+    engine_strides,
     layer_constants,
     offered,
     round_up,
@@ -274,14 +275,11 @@ def _tiles(
     runs, joined = found
     if runs is None:
         return None
-    window, skew = window_of(problem, layouts, variant.out_chunk, lanes)
     window_box = None
     if (brought := _as_box(problem, pass_, layouts, variant, lanes)) is not None:
         window, window_box, skew = brought
-    elif _in_pairs(problem) and window.extent[3] % 2:  # pairs begin at multiples of two in every row
-        extent = (*window.extent[:3], window.extent[3] + 1)
-        pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
-        window = Part(extent, window.piece, pitch, math.prod(extent) // window.piece)
+    else:  # pairs begin at multiples of two in every row
+        window, skew = window_of(problem, layouts, variant.out_chunk, lanes, 2 if _in_pairs(problem) else 1)
     window_at = runs.column_bytes * variant.columns
     stage = round_up(window_at + variant.out_chunk * window.pitch, 1024)
     sizes = five(problem.input_shape)[2:]
@@ -313,10 +311,10 @@ def _as_box(
     whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
     if not layouts.aligned or not whole:
         return None
-    batch, _, depth, height, width = five(problem.output_shape)
-    across, *steps = (layouts.output[i] * size for i in (1, 3, 2, 0))
-    steps = [16 if side == 1 else step for side, step in zip((height, depth, batch), steps)] + [across]
-    if not all(0 < step < 2**40 and step % 16 == 0 for step in steps):
+    batch, channels, depth, height, width = five(problem.output_shape)
+    image, channel, slab, row, _ = (step * size for step in layouts.output)
+    strides = engine_strides([(height, row), (depth, slab), (batch, image), (channels, channel)])
+    if strides is None or channel % 16:
         return None
     plain, _ = window_of(problem, replace(layouts, aligned=False), chunk, lanes)
     images, slabs, rows, columns = plain.extent
@@ -333,9 +331,9 @@ def _as_box(
 
     widths = range(columns, min(columns + 128 // size, _MAX_BOX_SIDE) + 1, vector)
     columns = min(widths, key=lambda columns: (_conflicts(problem, pass_, lanes, extent(columns)), columns))
-    sides = (width, height, depth, max(1, batch), problem.out_channels)
+    sides = (width, height, depth, max(1, batch), channels)
     tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
-    boxes = Boxes(problem.dtype, sides, tuple(steps), (columns, rows, slabs, images, chunk), 16, True, tensor)
+    boxes = Boxes(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
     elements = math.prod(extent(columns))
     return Part(extent(columns), vector, elements * size, elements // vector), boxes, skew
 
@@ -394,20 +392,21 @@ def _input_runs(
     size = DTYPE_BYTES[problem.dtype]
     images, slabs, rows, columns = lanes
     batch, channels, depth, height, width = five(problem.input_shape)
-    steps = [step * size for step in layouts.input]
+    image, channel, slab, row, _ = (step * size for step in layouts.input)
     joined = width if columns == width and (height == 1 or layouts.input[3] == width) else 0
     length = columns * rows if joined else columns
-    sides, strides = [width, channels, height, depth, max(1, batch)], [steps[1], steps[3], steps[2], steps[0]]
-    if joined:
-        sides[0], sides[2], strides[1] = width * height, 1, 16
-    strides = [16 if side == 1 else step for side, step in zip(sides[1:], strides)]
-    aligned = layouts.aligned and all(0 < step < 2**40 and step % 16 == 0 for step in strides)
+    sides = (
+        (width * height, channels, 1, depth, max(1, batch))
+        if joined
+        else (width, channels, height, depth, max(1, batch))
+    )
+    strides = engine_strides(zip(sides[1:], (channel, row, slab, image)))
     span = next((span for span in (128, 64, 32) if length * size % span == 0), None)
-    if not aligned or layouts.input[4] != 1 or span is None:
+    if not layouts.aligned or strides is None or layouts.input[4] != 1 or span is None:
         return None, 0
     count = (images, slabs, 1 if joined else rows, length * size // span)
     box = (span // size, variant.columns, 1, 1, 1)
-    boxes = Boxes(problem.dtype, tuple(sides), tuple(strides), box, span, tf32=True)
+    boxes = Boxes(problem.dtype, sides, strides, box, span, tf32=True)
     return _Runs(count, span // size, span, boxes), joined
 
 
