@@ -24,7 +24,7 @@ prepare() {
     local installed=$venv/polyphase-$extra.toml
     if ! cmp --silent "$root/pyproject.toml" "$installed"; then
       make_venv "$base"
-      "$python" -m pip install --editable "$root[$extra]"
+      "$python" -m pip install --editable "${root}[$extra]"
       cp "$root/pyproject.toml" "$installed"
     fi
   fi

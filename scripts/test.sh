@@ -8,9 +8,15 @@ source "$(dirname "$0")/environment.sh"
 cd "$root"
 
 prepare test torch numpy rich typer cuda.core pytest matplotlib
-# Without a GPU the processor is shared out: as many processes of one thread each as it has cores.
-if ! nvidia-smi > /dev/null 2>&1 && "$python" -c "import xdist" 2> /dev/null; then
-  set -- --numprocesses "$(getconf _NPROCESSORS_ONLN)" "$@"
+# With pytest-xdist the processor is shared out, as many processes of one thread each as it has cores; and the memory of
+# a GPU, 8 GiB for each of them.
+if "$python" -c "import xdist" 2> /dev/null; then
+  processes=$(getconf _NPROCESSORS_ONLN)
+  if memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | head -n 1); then
+    fitting=$((memory / 8192 > 0 ? memory / 8192 : 1))
+    processes=$((processes < fitting ? processes : fitting))
+  fi
+  set -- --numprocesses "$processes" "$@"
   export OMP_NUM_THREADS=1
 fi
 exec "$python" -m pytest "$@"

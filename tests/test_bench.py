@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import polyphase
+import processes
 from polyphase.bench import accuracy, apart, environment, oracle, plot, runner
 from polyphase.bench.contestants import TorchVariant, polyphase_call, torch_call, torch_flags, torch_variant_call
 from polyphase.bench.layers import LayerSyntaxError, NamedLayer, Suite, cut, every_layer, parse_layer, suite
@@ -454,8 +456,14 @@ def test_a_csv_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_csv_without_the_newer_columns_is_read() -> None:
-    records = read_csv(Path(__file__).parent.parent / "benchmarks" / "results" / "h200.csv")
+    records = read_csv(processes.ROOT / "benchmarks" / "results" / "h200.csv")
     assert all(record.ms and record.predicted_ms is None and record.planned is None for record in records)
+
+
+def test_tables_of_the_docs_are_those_of_the_records() -> None:
+    command = [sys.executable, str(processes.ROOT / "benchmarks" / "tables.py"), "--check"]
+    done = subprocess.run(command, env=processes.environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_another_csv_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def bench(
     csv: Annotated[Path | None, typer.Option(help="Write the results here.", show_default=False)] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the results here.", show_default=False)] = None,
     plot_from: Annotated[
-        Path | None, typer.Option(help="Measure nothing: draw this CSV into --png.", show_default=False)
+        list[Path] | None,
+        typer.Option(help="Measure nothing: draw this CSV into --png, or several.", show_default=False),
     ] = None,
     host: Annotated[bool, typer.Option("--host", help="Measure the host's time per call, and first calls.")] = False,
 ) -> None:
@@ -49,11 +50,11 @@ def bench(
     from polyphase.bench.report import make_console
 
     console = make_console()
-    if plot_from is not None:
+    if plot_from:
         if png is None:
             raise typer.BadParameter("say with --png where the picture goes", param_hint="--plot-from")
         try:
-            records = read_csv(plot_from)
+            records = [record for path in plot_from for record in read_csv(path)]
         except (OSError, ValueError) as failure:
             raise typer.BadParameter(str(failure), param_hint="--plot-from") from None
         _draw(console, records, png)

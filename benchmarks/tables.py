@@ -1,0 +1,244 @@
+"""Writes the tables of figures in README.md and docs/performance.md again, from the records in benchmarks/results.
+
+    PYTHONPATH=src python benchmarks/tables.py            # after a new record
+    PYTHONPATH=src python benchmarks/tables.py --check    # exit status 1 where a table is not that of the record
+
+A table is found by its head, the line of column names, which has to stand in its file once. Its rows are replaced, and
+no word around it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from polyphase.bench.records import Record, read_csv, summaries
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PASSES = {"forward": "forward", "input_grad": "input gradient", "weight_grad": "weight gradient"}
+
+#: What bounds a layer: the class, its layers as the table names them, and as the records do.
+CLASSES = [
+    (
+        "stride 1, 48 channels or more",
+        "KernelBench 57, 69, 65, 61",
+        ["KernelBench 57", "KernelBench 69", "KernelBench 65", "KernelBench 61"],
+    ),
+    ("stride 1, 32 channels", "KernelBench 78", ["KernelBench 78"]),
+    (
+        "kernel = stride",
+        "U-Net (both), SAM, Mask R-CNN, nnU-Net",
+        [
+            "U-Net, deepest up", "U-Net, last up", "SAM mask decoder, 1st", "Mask R-CNN mask predictor",
+            "nnU-Net 3-D up",
+        ],
+    ),
+    (
+        "overlapping taps, stride above 1",
+        "DCGAN 4th, pose head, pix2pix (both), HiFi-GAN, 75 ungrouped",
+        [
+            "DCGAN generator, 4th", "SimpleBaseline pose head, 3rd", "CycleGAN/pix2pix up 1", "CycleGAN/pix2pix up 2",
+            "HiFi-GAN up 1", "75 ungrouped, every parameter",
+        ],
+    ),
+    ("tiny images", "DCGAN 2nd", ["DCGAN generator, 2nd"]),
+]  # fmt: skip
+
+
+class TableOf(NamedTuple):
+    """A table: where it stands, the names of its columns, and what makes its rows."""
+
+    file: str
+    columns: tuple[str, ...]
+    rows: Callable[[], Iterable[list[str]]]
+
+    @property
+    def head(self) -> str:
+        """The first line."""
+        return line(self.columns)
+
+
+def line(cells: Iterable[str]) -> str:
+    """A row."""
+    return f"| {' | '.join(cells)} |"
+
+
+def rewritten(text: str, table: TableOf) -> str:
+    """``text`` with the rows of one table replaced."""
+    lines = text.splitlines()
+    if lines.count(table.head) != 1:
+        raise ValueError(f"{table.file} has {lines.count(table.head)} tables with the head {table.head}, not one")
+    start = lines.index(table.head) + 2
+    stop = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
+    lines[start:stop] = map(line, table.rows())
+    return "\n".join(lines) + "\n"
+
+
+def records(*names: str) -> list[Record]:
+    """What was measured well, in the order of the files."""
+    return [record for name in names for record in read_csv(RESULTS / name) if record.ms is not None]
+
+
+def by_layer(found: Iterable[Record]) -> dict[str, dict[tuple[str, str], Record]]:
+    """The records of each layer, by pass and dtype."""
+    layers: dict[str, dict[tuple[str, str], Record]] = {}
+    for record in found:
+        layers.setdefault(record.layer, {})[record.pass_name, record.dtype] = record
+    return layers
+
+
+def ms(value: float | None, fine: bool = False) -> str:
+    """Milliseconds; ``fine`` gives short times another digit."""
+    assert value is not None
+    return f"{value:.4f}" if fine and value < 0.1 else f"{value:.3f}"
+
+
+def times(value: float | None, notable: float = float("inf")) -> str:
+    """A speed-up, in bold from ``notable`` on."""
+    assert value is not None
+    return f"**{value:.2f}×**" if value >= notable else f"{value:.2f}×"
+
+
+def mean(values: Iterable[float | None]) -> float:
+    """The geometric mean."""
+    return statistics.geometric_mean(value for value in values if value is not None)
+
+
+def headline() -> Iterable[list[str]]:
+    """The forward passes, the most accelerated first."""
+    layers = by_layer(records("h200.csv"))
+    ranked = sorted(layers, key=lambda name: -(layers[name]["forward", "float32"].speedup or 0.0))
+    for name in ranked:
+        single, half = layers[name]["forward", "float32"], layers[name]["forward", "bfloat16"]
+        yield [
+            name, ms(single.floor_ms), ms(single.ms), ms(single.torch_default_ms), times(single.speedup, 1.5),
+            ms(half.ms), ms(half.torch_default_ms), times(half.speedup, 1.5),
+        ]  # fmt: skip
+
+
+def means() -> Iterable[list[str]]:
+    """Geometric means of each pass and dtype."""
+    found = records("h200.csv", "h200-gradients.csv")
+    for of in sorted(summaries(found), key=lambda of: (list(PASSES).index(of.pass_name), of.dtype == "bfloat16")):
+        measured = [each for each in found if (each.pass_name, each.dtype) == (of.pass_name, of.dtype)]
+        faster = sum((record.speedup or 0.0) >= 1 for record in measured)
+        searched = f"{of.benchmark_speedup:.2f}, on {of.benchmarked - of.slower}" if of.benchmarked else "–"
+        yield [
+            of.pass_name, of.dtype, f"{of.times_floor:.1f}", f"{of.torch_times_floor:.1f}", f"{of.speedup:.2f}",
+            f"{faster} of {len(measured)}", searched,
+        ]  # fmt: skip
+
+
+def every_pass() -> Iterable[list[str]]:
+    """All layers, all passes."""
+    for name, found in by_layer(records("h200.csv", "h200-gradients.csv")).items():
+        for pass_name, title in PASSES.items():
+            single, half = found[pass_name, "float32"], found[pass_name, "bfloat16"]
+            yield [
+                name, title, ms(single.floor_ms), ms(single.ms), ms(single.torch_default_ms), times(single.speedup),
+                ms(half.ms), ms(half.torch_default_ms), times(half.speedup),
+            ]  # fmt: skip
+
+
+def strict() -> Iterable[list[str]]:
+    """float32 without TF32."""
+    for record in records("h200-strict.csv"):
+        yield [
+            record.layer, ms(record.ms), ms(record.torch_default_ms), times(record.speedup), f"{record.error:.1e}",
+            record.algorithm,
+        ]  # fmt: skip
+
+
+def models() -> Iterable[list[str]]:
+    """Layers of further models, against the faster of PyTorch's two ways."""
+    for name, found in by_layer(records("h200-models.csv")).items():
+        single, half = found["forward", "float32"], found["forward", "bfloat16"]
+        yield [name, ms(single.floor_ms, fine=True), *against_the_faster(single), *against_the_faster(half)]
+
+
+def against_the_faster(record: Record) -> list[str]:
+    """Times of polyphase and of PyTorch's two ways, and the speed-up over the faster one."""
+    found = (record.ms, record.torch_default_ms, record.torch_benchmark_ms)
+    speedups = (record.speedup, record.benchmark_speedup)
+    return [*(ms(time, fine=True) for time in found), times(min(filter(None, speedups)))]
+
+
+def classes() -> Iterable[list[str]]:
+    """Geometric means of the forward pass by what bounds a layer."""
+    layers = by_layer(records("h200.csv"))
+    for title, shown, names in CLASSES:
+        cells = []
+        for dtype in ("float32", "bfloat16"):
+            found = [layers[name]["forward", dtype] for name in names]
+            cells += [f"{mean(record.times_floor for record in found):.1f}"]
+            cells += [times(mean(record.speedup for record in found))]
+        yield [title, shown, *cells]
+
+
+def portable() -> Iterable[list[str]]:
+    """The portable path on a CPU: its time over PyTorch's."""
+    layers = by_layer(records("cpu.csv"))
+
+    def ratios(name: str) -> list[float]:
+        return [1 / (layers[name][pass_name, "float32"].speedup or float("nan")) for pass_name in PASSES]
+
+    for name in layers:
+        yield [name, *(f"{ratio:.2f}" if ratio < 0.995 else f"{ratio:.1f}" for ratio in ratios(name))]
+    yield ["**geometric mean**", *(f"**{mean(column):.1f}**" for column in zip(*map(ratios, layers)))]
+
+
+_BOTH = ("polyphase", "PyTorch", "speed-up")
+_THREE = ("polyphase", "PyTorch", "benchmark mode", "speed-up")
+_NOTEBOOK = "docs/performance.md"
+
+
+def paired(first: tuple[str, ...], columns: tuple[str, ...], floor: bool = True) -> tuple[str, ...]:
+    """Names of columns for float32, and again for bfloat16."""
+    single = ("floor", *columns) if floor else columns
+    return (*first, f"float32: {single[0]}", *single[1:], f"bfloat16: {columns[0]}", *columns[1:])
+
+
+TABLES = [
+    TableOf("README.md", paired(("layer, forward",), _BOTH), headline),
+    TableOf(
+        _NOTEBOOK,
+        (
+            "pass", "dtype", "× floor", "PyTorch's × floor", "speed-up", "layers where polyphase is faster",
+            "than benchmark mode",
+        ),
+        means,
+    ),
+    TableOf(_NOTEBOOK, paired(("layer", "pass"), _BOTH), every_pass),
+    TableOf(_NOTEBOOK, ("layer", *_BOTH, "error", "kernel"), strict),
+    TableOf(_NOTEBOOK, paired(("layer",), _THREE), models),
+    TableOf(_NOTEBOOK, paired(("class", "layers"), ("× floor", "speed-up"), floor=False), classes),
+    TableOf(_NOTEBOOK, ("layer", "forward", "input gradient", "weight gradient"), portable),
+]  # fmt: skip
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing: exit status 1 where a table differs.")] = False,
+) -> None:
+    """Write the tables again."""
+    differ = []
+    for name in dict.fromkeys(table.file for table in TABLES):
+        path = ROOT / name
+        before = after = path.read_text(encoding="utf-8")
+        for table in TABLES:
+            if table.file == name:
+                after = rewritten(after, table)
+        if after != before:
+            differ.append(name)
+            if not check:
+                path.write_text(after, encoding="utf-8")
+    print(", ".join(differ) or "nothing", "differs from the records" if check else "written")
+    raise typer.Exit(check and bool(differ))
+
+
+if __name__ == "__main__":
+    typer.run(main)

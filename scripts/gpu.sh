@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# All that needs a GPU: the last word on correctness, and the records in benchmarks/results.
+#
+#   scripts/gpu.sh                        everything, in the order below
+#   scripts/gpu.sh tests fuzz             some of it
+#   scripts/gpu.sh forward gradients picture tables
+#
+# Every stage is run, whatever became of those before it, under a limit of $LIMIT seconds (600). What a stage prints also
+# goes to build/gpu/STAGE.log. The last lines say what each came to; the exit status is 1 if one failed.
+set -uo pipefail
+source "$(dirname "$0")/environment.sh"
+cd "$root"
+
+STAGES=(tests fuzz sanitizer examples host forward gradients channels_last models strict emitted picture tables)
+# "NVIDIA H200" is h200, "NVIDIA GeForce RTX 4090" geforce-rtx-4090.
+card=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | sed 's/^NVIDIA //' | tr 'A-Z ' 'a-z-')
+RESULTS=benchmarks/results/$card
+
+bench() { "$python" -m polyphase bench "$@"; }
+record() { bench --csv "$RESULTS$1.csv" --dtypes float32,bfloat16 --against default,benchmark "${@:2}"; }
+
+tests() { scripts/test.sh tests --ignore tests/test_fuzz.py --ignore tests/test_sanitizer.py -q; }
+fuzz() { scripts/test.sh tests/test_fuzz.py --cases 2000 -k cuda -q; }
+sanitizer() { scripts/test.sh tests/test_sanitizer.py -q; }
+examples() { scripts/check.sh examples/*.py; }
+host() { bench --host; }
+forward() { record '' --suite all; }
+gradients() { record -gradients --quick --suite all --passes input_grad,weight_grad; }
+channels_last() { record -channels-last --quick --suite all --layouts channels_last; }
+models() { record -models --quick --suite models; }
+strict() { bench --suite kernelbench --strict-fp32 --quick --csv "$RESULTS-strict.csv"; }
+emitted() { "$python" benchmarks/emitted.py; }
+picture() {
+  bench --plot-from "$RESULTS.csv" --plot-from "$RESULTS-gradients.csv" --png "$RESULTS.png"
+}
+tables() { "$python" benchmarks/tables.py; }
+
+prepare test torch numpy rich typer cuda.core pytest matplotlib
+export -f bench record "${STAGES[@]}"
+export python RESULTS
+
+(($#)) || set -- "${STAGES[@]}"
+for stage in "$@"; do
+  [[ " ${STAGES[*]} " == *" $stage "* ]] || { echo "there is no stage $stage, but ${STAGES[*]}" >&2; exit 2; }
+done
+mkdir -p build/gpu
+told=()
+failed=0
+for stage in "$@"; do
+  SECONDS=0
+  printf '\n== %s ==\n' "$stage"
+  timeout "${LIMIT:-600}" bash -c "$stage" 2>&1 | tee "build/gpu/$stage.log"
+  status=${PIPESTATUS[0]}
+  ((status == 0)) || failed=1
+  told+=("$(printf '%-14s exit status %3d  %5d s' "$stage" "$status" "$SECONDS")")
+done
+printf '\n'
+printf '%s\n' "${told[@]}"
+exit "$failed"
