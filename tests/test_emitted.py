@@ -16,10 +16,10 @@ from torch import nn
 import emulator
 from emitted import BOXES, BY_BOXES, LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
 from polyphase.algorithms import FOR_ANY_SIZE
-from polyphase.algorithms.base import Boxes, Launch, typical
+from polyphase.algorithms.base import Boxes, Launch, Layouts, typical
 from polyphase.device import DeviceInfo
 from polyphase.emit import support
-from polyphase.emit.support import layouts_of, of_pass, packed_boxes
+from polyphase.emit.support import packed_boxes
 from polyphase.plan import launches, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -82,16 +82,16 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
 
 
 def expected_launch(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Launch:
-    device, standard = DeviceInfo.for_arch(arch), of_pass(typical(problem), pass_)
-    chosen = plan(standard, pass_, device, layouts_of(standard, pass_))
+    device, problem = DeviceInfo.for_arch(arch), problem.of_pass(pass_)
+    chosen = plan(typical(problem), pass_, device)
     assert chosen.candidate is not None
     serving = {algorithm.name: algorithm for algorithm in FOR_ANY_SIZE}
     candidate = chosen.candidate
     if candidate.algorithm not in serving:  # the next best
-        offers = (each for each, _ in launches(standard, pass_, device, layouts_of(standard, pass_)))
+        offers = (each for each, _ in launches(typical(problem), pass_, device))
         candidate = min((each for each in offers if each.algorithm in serving), key=lambda each: each.seconds)
-    layouts = layouts_of(problem, pass_, aligned)
-    return serving[candidate.algorithm].launch(of_pass(problem, pass_), pass_, device, layouts, candidate.variant)
+    layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
+    return serving[candidate.algorithm].launch(problem, pass_, device, layouts, candidate.variant)
 
 
 def model_problem(module: Any) -> ConvTransposeProblem:

@@ -201,6 +201,15 @@ def test_signature_is_pytorchs() -> None:
     torch.testing.assert_close(polyphase.conv_transpose2d(*values), torch.nn.functional.conv_transpose2d(*values))
 
 
+@pytest.mark.parametrize("illegal", [(2, 1.0), (2.0, 1)])
+def test_a_legal_call_makes_no_other_legal_that_equals_it(illegal: tuple[float, float]) -> None:
+    x, w = torch.randn(1, 2, 4, 4), torch.randn(2, 2, 3, 3)
+    polyphase.conv_transpose2d(x, w, stride=(2, 1))
+    for call in (torch.nn.functional.conv_transpose2d, polyphase.conv_transpose2d):
+        with pytest.raises(TypeError):
+            call(x, w, stride=illegal)
+
+
 def test_checked_calls_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "_checked", {})
     monkeypatch.setattr(functional, "_MOST_CHECKED", 10)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from helpers import random_problem
 from kernel_harness import formats
-from polyphase import UnsupportedError, plan
+from polyphase import UnsupportedError, plan, runtime
 from polyphase.algorithms import ALGORITHMS, gemm_variant
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny, packed_divisor
 from polyphase.algorithms.gather import Gather
@@ -24,6 +24,7 @@ from polyphase.algorithms.gemm_tile import best_tile, best_tiles, box_strides
 from polyphase.algorithms.gemm_variant import Product
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
+from polyphase.bench.operands import Operands, make_operands
 from polyphase.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
@@ -76,6 +77,43 @@ def test_every_layer_has_a_plan(arch: str) -> None:
                 assert chosen.launch is not None
                 assert chosen.launch.source in plan.kernel_sources(problem, pass_, device)
                 assert_launchable(problem, pass_, device, chosen.launch)
+
+
+@pytest.mark.parametrize("pass_", Pass)
+def test_calls_are_planned_as_explained(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `explain` and `compile` show is what runs, in either memory format, with a bias or without."""
+
+    class PlannedError(Exception):
+        """Before anything is compiled."""
+
+    def planned(*arguments: Any) -> None:
+        raise PlannedError(plan.plan(*arguments))
+
+    monkeypatch.setattr(runtime, "plan", planned)
+    monkeypatch.setattr(DeviceInfo, "of", lambda device: H200)
+    for number, layer in enumerate(LAYERS):
+        small = replace(layer.problem, batch=2, input_size=(9,) * layer.problem.dims, bias=number % 2 == 0)
+        for problem in formats(replace(small, dtype=("float32", "bfloat16")[number // 2 % 2])):
+            operands = make_operands(problem, torch.device("cpu"))
+            with pytest.raises(PlannedError) as made:
+                run_pass(problem, pass_, operands)
+            (found,) = made.value.args
+            expected = plan.plan(problem, pass_, H200)
+            assert found.describe() == expected.describe(), f"{problem}, {pass_}"
+            sources = [source for launch in found.launches for source in launch.sources]
+            assert sources == [source for launch in expected.launches for source in launch.sources]
+            assert set(sources) <= set(plan.kernel_sources(problem, pass_, H200))
+
+
+def run_pass(problem: ConvTransposeProblem, pass_: Pass, operands: Operands) -> None:
+    fixed = (problem.stride, problem.padding, problem.output_padding, problem.dilation, problem.groups)
+    x, w, g = operands.input, operands.weight, operands.grad_output
+    if pass_ is Pass.FORWARD:
+        runtime.forward(x, w, operands.bias, *fixed)
+    elif pass_ is Pass.INPUT_GRAD:
+        runtime.input_grad(g, w, *fixed)
+    else:
+        runtime.weight_grad(x, g, problem.kernel_size, *fixed)
 
 
 @pytest.mark.parametrize("layer", MODELS, ids=lambda layer: layer.name)

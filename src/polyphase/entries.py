@@ -21,7 +21,7 @@ def read(folder: str, about: str) -> Any:
     """What was written about that, or None."""
     try:
         entry = json.loads(path_of(folder, about).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError):  # the last where there is no home folder, or too deep a nest
+    except (OSError, ValueError, RecursionError):  # the last for too deep a nest
         return None
     return entry.get("value") if isinstance(entry, dict) and entry.get("about") == about else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from polyphase.derivatives import run as run_differentiable
 from polyphase.derivatives import run_operator
 from polyphase.validate import Layer, check
 
-# Calls that have been checked: what `check` looks at, to the layer that it returned. A warm call is one look-up here.
-_checked: dict[Any, Layer] = {}
+# Calls that have been checked: what `check` looks at, to the layer that it returned and the constants that it saw. A
+# warm call is one look-up here.
+_checked: dict[Any, tuple[Layer, tuple[Any, ...]]] = {}
 _MOST_CHECKED = 4096
 
 
@@ -106,38 +108,40 @@ def _conv_transpose(
 
     Every line here is host time of every call (5 µs in all for a warm one, of which the operator takes 3.5).
     """
+    constants = (stride, padding, output_padding, groups, dilation)
     tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
     if not tracing and has_torch_function_variadic(input, weight, bias):
         tensors = (input, weight, bias)
-        constants = (stride, padding, output_padding, groups, dilation)
         overridden: Tensor = handle_torch_function(function, tensors, *tensors, *constants)
         return overridden
     if torch._C._is_any_autocast_enabled():
         input, weight, bias = _autocast(input), _autocast(weight), None if bias is None else _autocast(bias)
 
-    arguments = (function.__name__, dims, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    arguments = (function.__name__, dims, input, weight, bias, *constants)
     if tracing:
         layer = _check_traced(arguments)
     else:
+        key: tuple[Any, ...] | None
         try:
             key = (
                 dims,
                 *(input.shape, input.dtype, input.device, input.layout),
                 *(weight.shape, weight.dtype, weight.device, weight.layout),
                 None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
-                *(stride, padding, output_padding, groups, dilation),
-                # 2, 2.0 and True are one key without
-                *(type(stride), type(padding), type(output_padding), type(groups), type(dilation)),
+                *constants,
             )
-            layer = _checked[key]
-        except KeyError:
+            known = _checked.get(key)
+        except (TypeError, AttributeError):  # lists, symbolic sizes; or something that is no tensor
+            key, known = None, None
+        # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
+        if known is not None and (all(map(is_, constants, known[1])) or _are_integers(constants)):
+            layer = known[0]
+        else:
             layer = check(*arguments)
-            if _hashes_by_value(stride, padding, output_padding, groups, dilation):
+            if key is not None and _are_integers(constants):
                 if len(_checked) >= _MOST_CHECKED:
                     _checked.clear()
-                _checked[key] = layer
-        except (TypeError, AttributeError):  # lists, symbolic sizes; or something that is no tensor
-            layer = check(*arguments)
+                _checked[key] = layer, constants
 
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     if tracing:  # Dynamo takes no Function with a jvp; the operators have derivatives and vmap rules of their own
@@ -156,8 +160,8 @@ def _conv_transpose(
     return output if batch is input else output.squeeze(0)
 
 
-def _hashes_by_value(*constants: Any) -> bool:
-    """Whether these constants can be part of a key: a tensor stands for an integer too, and may change."""
+def _are_integers(constants: tuple[Any, ...]) -> bool:
+    """Whether these can be part of a key: a tensor stands for an integer, too, and may change."""
     return all(
         type(constant) is int or (type(constant) is tuple and all(type(value) is int for value in constant))
         for constant in constants

@@ -27,6 +27,9 @@ from polyphase.problem import ConvTransposeProblem, Pass
 # The kernel for other sizes is taken where its prediction is less than that much of the first's.
 _CLEARLY = 0.93
 
+# Why an algorithm that computes a layer offers nothing for a call of it.
+_NO_TILE = "no tile fits tensors of this size that lie as these do"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -62,7 +65,7 @@ def plan(
     layouts: Layouts | None = None,
     by_prediction: bool = False,
 ) -> Plan:
-    """The plan of a pass: ``layouts`` are the tensors' strides, dense in the problem's memory format by default.
+    """The plan of a pass: ``layouts`` are the tensors' strides, by default those of `Layouts.of_call`.
 
     ``by_prediction``: choices that were measured on this machine count for nothing.
 
@@ -82,7 +85,7 @@ def plan(
     else:
         found = next(_offers(algorithms, problem, pass_, device, layouts), None)
         if found is None:
-            reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device)}" for a in ALGORITHMS)
+            reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device) or _NO_TILE}" for a in ALGORITHMS)
             raise UnsupportedError(f"no algorithm computes the {pass_.value} of {given} on {device.arch}: {reasons}")
         algorithm, candidates = found
         candidate, *others = _by_size(algorithm, candidates, problem, pass_, device)
@@ -97,9 +100,10 @@ def plan(
 def as_computed(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None
 ) -> tuple[ConvTransposeProblem, Layouts]:
-    """The layer whose pass this is in other words, where those are simpler: it has the same tensors in memory."""
-    layouts = layouts or Layouts.dense(problem)
-    simpler = (problem if pass_ is Pass.FORWARD else replace(problem, bias=False)).of_lone_pixels()
+    """The layer as the pass sees it, in other words where those are simpler: it has the same tensors in memory."""
+    layouts = layouts or Layouts.of_call(problem, pass_)
+    problem = problem.of_pass(pass_)
+    simpler = problem.of_lone_pixels()
     # As an input gradient it would be one long sum for few outputs, which no algorithm shares out among blocks.
     if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(problem):
         return problem, layouts
@@ -124,7 +128,7 @@ def _offers(
 @lru_cache(maxsize=4096)
 def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[Algorithm]:
     """All algorithms, in rising order of the prediction for their first candidate at the size of ``sized``."""
-    layouts = Layouts.dense(sized)
+    layouts = Layouts.of_call(sized, pass_)
 
     def seconds(algorithm: Algorithm) -> float:
         offers = _offers([algorithm], sized, pass_, device, layouts)
@@ -165,7 +169,7 @@ def _by_size(
 @lru_cache(maxsize=4096)
 def _for_other_sizes(algorithm: Algorithm, sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Any:
     """The variant of the fastest prediction at the size of ``sized``."""
-    candidates = algorithm.candidates(sized, pass_, device, Layouts.dense(sized))
+    candidates = algorithm.candidates(sized, pass_, device, Layouts.of_call(sized, pass_))
     return min(candidates, key=lambda each: each.seconds).variant if candidates else None
 
 
@@ -216,14 +220,14 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         if chosen.other is not None:
             lines.append("  the kernel for other sizes is compiled meanwhile")
         computed, layouts = as_computed(problem, pass_, None)
-        if computed != problem:
+        if computed != problem.of_pass(pass_):
             lines.append(f"  computed as {computed}")
         for algorithm in ALGORITHMS:
             refusal = algorithm.refusal(computed, pass_, device)
-            if refusal is not None:
-                lines.append(f"  not {algorithm.name}: {refusal}")
-                continue
-            for candidate in algorithm.candidates(computed, pass_, device, layouts):
+            candidates = [] if refusal else algorithm.candidates(computed, pass_, device, layouts)
+            if not candidates:
+                lines.append(f"  not {algorithm.name}: {refusal or _NO_TILE}")
+            for candidate in candidates:
                 if candidate != chosen.candidate:
                     lines.append(f"  loses: {candidate.seconds * 1e3:9.3f} ms  {candidate.describe()}")
     return "\n".join(lines)

@@ -84,8 +84,8 @@ class ConvTransposeProblem:
     Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
     output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
     that float32 operands may be rounded to TF32, and is False in any other dtype; ``tf32_as_pytorch`` that the forward
-    pass rounds them wherever PyTorch does, also where exact kernels are as fast. The values are taken to be valid:
-    `polyphase.validate` is the room for errors.
+    pass rounds them wherever PyTorch does, also where exact kernels are as fast. ``channels_last`` is the memory format
+    of the tensors that a call reads. The values are taken to be valid: `polyphase.validate` is the room for errors.
     """
 
     batch: int
@@ -202,6 +202,14 @@ class ConvTransposeProblem:
     def output_shape(self) -> tuple[int, ...]:
         """``(N, C_out, *spatial)``."""
         return (self.batch, self.out_channels, *self.output_size)
+
+    def of_pass(self, pass_: Pass) -> ConvTransposeProblem:
+        """What the planner is asked about: gradients know no bias, and double precision no memory format.
+
+        (PyTorch's results in double precision are contiguous on a GPU, whatever the operands are.)
+        """
+        bias, last = self.bias and pass_ is Pass.FORWARD, self.channels_last and self.dtype != "float64"
+        return self if (bias, last) == (self.bias, self.channels_last) else replace(self, bias=bias, channels_last=last)
 
     def mirrored(self) -> ConvTransposeProblem | None:
         """The layer whose forward pass is the gradient of this one's input, where there is one: the stride is 1.

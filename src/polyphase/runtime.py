@@ -130,6 +130,7 @@ def weight_grad(
             input.shape[0], input.shape[1], grad_output.shape[1], tuple(input.shape[2:]), tuple(kernel_size),
             *parameters, dtype=_name(input.dtype), tf32=tf32,
         )  # fmt: skip
+        problem = _with_format(problem, output_channels_last(input, grad_output))
         call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
         _remember(_weight_grad_calls, key, call)
     accumulator = torch.float64 if input.dtype == torch.float64 else torch.float32

@@ -11,7 +11,6 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,16 +28,6 @@ _trial: str | None = None
 def directory() -> Path:
     """The folder of the choices."""
     return cache_directory() / _FOLDER
-
-
-def as_planned(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
-    """The problem that a call of a pass of a layer is planned as, on a GPU.
-
-    As at run time, gradients know no bias, the weight's gradient no memory format, and PyTorch's results in double
-    precision are never channels_last.
-    """
-    last = problem.channels_last and pass_ is not Pass.WEIGHT_GRAD and problem.dtype != "float64"
-    return replace(problem, bias=problem.bias and pass_ is Pass.FORWARD, channels_last=last)
 
 
 def choice(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -88,9 +77,8 @@ def trial(candidate: str) -> Iterator[None]:
 
 def _layer(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str:
     """What a choice belongs to, as text, the kernels' text included."""
-    problem = as_planned(standard(problem), pass_)
     where = f"{device.arch} with {device.multiprocessors} multiprocessors"
-    return f"{pass_.value} of {problem!r} on {where}, kernels {_kernels()}"
+    return f"{pass_.value} of {standard(problem).of_pass(pass_)!r} on {where}, kernels {_kernels()}"
 
 
 @lru_cache(maxsize=1)

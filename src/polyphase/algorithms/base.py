@@ -53,12 +53,25 @@ class Layouts:
 
     @classmethod
     def dense(cls, problem: ConvTransposeProblem) -> Layouts:
-        """Tensors without gaps, in the problem's memory format."""
+        """Tensors without gaps, in the problem's memory format. A weight that has two formats at once is contiguous."""
         return cls(
             dense_strides(problem.input_shape, problem.channels_last),
             dense_strides(problem.output_shape, problem.channels_last),
-            problem.channels_last,
+            problem.channels_last and problem.out_channels_per_group > 1 and problem.taps > 1,
         )
+
+    @classmethod
+    def of_call(cls, problem: ConvTransposeProblem, pass_: Pass) -> Layouts:
+        """Tensors of a call that reads dense ones in the problem's memory format, and writes what PyTorch would.
+
+        A weight's gradient is computed contiguous, whatever format it is given in the end.
+        """
+        read, written = cls.dense(problem), cls.dense(problem.of_pass(pass_))
+        if pass_ is Pass.FORWARD:
+            return replace(read, output=written.output)
+        if pass_ is Pass.INPUT_GRAD:
+            return replace(read, input=written.input)
+        return replace(read, weight_channels_last=False)
 
     def are_dense(self, problem: ConvTransposeProblem) -> bool:
         """Whether tensors have no gaps, in the problem's memory format."""

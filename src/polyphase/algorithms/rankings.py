@@ -36,7 +36,7 @@ def kept(about: str, offered: Sequence[_Variant], rank: Callable[[], list[_Varia
         return [offered[place] for place in found]
     ranking = rank()
     places = {variant: place for place, variant in enumerate(offered)}
-    with contextlib.suppress(OSError, RuntimeError):  # the latter where there is no home folder
+    with contextlib.suppress(OSError):
         write(_FOLDER, about, [places[variant] for variant in ranking])
     return ranking
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from polyphase.algorithms.base import Layouts
 from polyphase.bench import ceilings, environment, oracle
 from polyphase.bench.accuracy import compare
 from polyphase.bench.apart import BenchmarkProcess
@@ -28,7 +27,6 @@ from polyphase.bench.operands import MEMORY_FORMATS, Operands, make_operands
 from polyphase.bench.records import FAILED, SKIPPED, WRONG, Record
 from polyphase.bench.timing import Timer
 from polyphase.problem import ConvTransposeProblem, Pass
-from polyphase.tuning import as_planned
 
 CPU_FLOPS = 1e9
 """What one pass may cost on a CPU; larger layers are cut, which their name then says."""
@@ -41,22 +39,6 @@ class Case:
     name: str
     problem: ConvTransposeProblem
     pass_: Pass
-
-    @property
-    def as_planned(self) -> tuple[ConvTransposeProblem, Layouts]:
-        """The problem and the layouts that its call is planned by on a GPU: it reads tensors in the case's layout.
-
-        Where channels or taps are single, so that memory formats are hard to tell apart, the call may see another one.
-        """
-        problem = as_planned(self.problem, self.pass_)
-        read, written = Layouts.dense(self.problem), Layouts.dense(problem)
-        match self.pass_:
-            case Pass.FORWARD:
-                return problem, replace(read, output=written.output)
-            case Pass.INPUT_GRAD:
-                return problem, replace(read, input=written.input)
-            case Pass.WEIGHT_GRAD:
-                return problem, replace(read, weight_channels_last=False)
 
 
 def make_cases(
@@ -177,8 +159,7 @@ class Runner:
         from polyphase.device import PORTABLE, DeviceInfo
 
         on_gpu = self.device.type == "cuda"
-        problem, layouts = case.as_planned
-        chosen = plan.plan(problem, case.pass_, DeviceInfo.of(self.device) if on_gpu else PORTABLE, layouts)
+        chosen = plan.plan(case.problem, case.pass_, DeviceInfo.of(self.device) if on_gpu else PORTABLE)
         if on_gpu and chosen.algorithm == "portable":
             raise RuntimeError("the plan is the portable path, which is no kernel of the GPU's: nothing to be timed")
         return chosen.algorithm, chosen.describe(), "its kernel was chosen by `tune`" if chosen.measured else ""

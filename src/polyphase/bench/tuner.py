@@ -42,8 +42,7 @@ class Tuned:
 def sources(cases: Iterable[Case], device: DeviceInfo) -> Iterator[KernelSource]:
     """Every kernel that `tune` runs, some of them more than once."""
     for case in cases:
-        problem, layouts = case.as_planned
-        for _, launch in plan.launches(problem, case.pass_, device, layouts):
+        for _, launch in plan.launches(case.problem, case.pass_, device):
             yield from launch.sources
 
 
@@ -52,9 +51,8 @@ def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned
 
     Where none is right, an earlier choice is removed. Raises OSError where the disk does not let us.
     """
-    problem, layouts = case.as_planned
-    own = plan.plan(problem, case.pass_, device, layouts, by_prediction=True).describe()
-    offers = plan.launches(problem, case.pass_, device, layouts)
+    own = plan.plan(case.problem, case.pass_, device, by_prediction=True).describe()
+    offers = plan.launches(case.problem, case.pass_, device)
     seconds = {candidate.describe(): candidate.seconds for candidate, _ in offers}
     records = {}
     for name in dict.fromkeys([own, *seconds]):
@@ -62,7 +60,7 @@ def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned
             record = records[name] = run(case)
         record.predicted_ms, record.planned = seconds[name] * 1e3, name == own
     tuned = Tuned(case, records[own], tuple(records.values()))
-    computed, _ = plan.as_computed(problem, case.pass_, layouts)
+    computed, _ = plan.as_computed(case.problem, case.pass_, None)
     if tuned.fastest is not None:
         tuning.remember(computed, case.pass_, device, tuned.fastest.variant)
     else:
@@ -73,9 +71,11 @@ def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned
 @contextmanager
 def _only(candidate: str) -> Iterator[None]:
     _forget_plans()
-    with tuning.trial(candidate):
-        yield
-    _forget_plans()
+    try:
+        with tuning.trial(candidate):
+            yield
+    finally:
+        _forget_plans()
 
 
 def _forget_plans() -> None:

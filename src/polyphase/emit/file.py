@@ -15,7 +15,7 @@ from typing import Any
 
 import polyphase
 from polyphase.algorithms import ALGORITHMS, FOR_ANY_SIZE
-from polyphase.algorithms.base import Candidate, Launch, typical
+from polyphase.algorithms.base import Candidate, Launch, Layouts, typical
 from polyphase.device import DeviceInfo
 from polyphase.emit import support
 from polyphase.emit.collect import (
@@ -29,7 +29,6 @@ from polyphase.emit.collect import (
     types_of,
 )
 from polyphase.emit.model import EmitError, Model
-from polyphase.emit.support import layouts_of, of_pass
 from polyphase.errors import UnsupportedError
 from polyphase.jit.compiler import settled
 from polyphase.jit.source import SHARED_FILES, KernelSource, read
@@ -116,18 +115,17 @@ def _plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tup
 
     Where that does not serve any other size, it is the next best that does.
     """
+    problem = problem.of_pass(pass_)
     sizes = typical(problem), problem
-    layouts = layouts_of(sizes[0], pass_)
-    candidate = plan(of_pass(sizes[0], pass_), pass_, device, layouts, by_prediction=True).candidate
+    candidate = plan(sizes[0], pass_, device, by_prediction=True).candidate
     assert candidate is not None
     names = [algorithm.name for algorithm in FOR_ANY_SIZE]
     if candidate.algorithm not in names:
-        offers = all_launches(of_pass(sizes[0], pass_), pass_, device, layouts)
+        offers = all_launches(sizes[0], pass_, device)
         candidate = min((each for each, _ in offers if each.algorithm in names), key=lambda each: each.seconds)
     algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == candidate.algorithm)
     launches = [
-        algorithm.launch(of_pass(size, pass_), pass_, device, layouts_of(size, pass_), candidate.variant)
-        for size in sizes
+        algorithm.launch(size, pass_, device, Layouts.of_call(size, pass_), candidate.variant) for size in sizes
     ]
     return candidate, list(dict.fromkeys(source for launch in launches for source in _sources(launch)))
 

@@ -41,21 +41,6 @@ class Layer:
     choices: dict[str, dict[Pass, Choice]]
 
 
-def of_pass(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
-    """The layer as a pass sees it: gradients add no bias, and that of the weight comes contiguous."""
-    if pass_ is Pass.FORWARD:
-        return problem
-    last = problem.channels_last and pass_ is Pass.INPUT_GRAD
-    return replace(problem, bias=False, channels_last=last)
-
-
-def layouts_of(problem: ConvTransposeProblem, pass_: Pass, aligned: bool = True) -> Layouts:
-    """Dense tensors in the memory format that the layer was emitted for."""
-    dense = Layouts.dense(problem)
-    last = dense.weight_channels_last and pass_ is not Pass.WEIGHT_GRAD
-    return Layouts(dense.input, dense.output, last, aligned)
-
-
 # Filled in when a file is emitted.
 FILES: dict[str, str] = {}  # CUDA, by name
 KERNELS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}  # by architecture: name, constants, files
@@ -167,14 +152,13 @@ def prepare(
     """What a call of these sizes launches, as the package itself decides it."""
     problem = replace(
         layer.problem, batch=input_shape[0], input_size=tuple(input_shape[2:]), output_padding=output_padding
-    )
+    ).of_pass(pass_)
     arch = arch_of(device)
     choice = layer.choices[arch][pass_]
 
     def launch_on(aligned: bool) -> Launch:
-        return choice.algorithm.launch(
-            of_pass(problem, pass_), pass_, DeviceInfo.of(device), layouts_of(problem, pass_, aligned), choice.variant
-        )
+        layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
+        return choice.algorithm.launch(problem, pass_, DeviceInfo.of(device), layouts, choice.variant)
 
     launch = launch_on(aligned=True)
     copies = not aligned and bool(launch.boxes)  # whose tensors must be aligned
@@ -193,7 +177,7 @@ def prepare(
         workspace_bytes=launch.workspace_bytes,
         planes=launch.planes,
         shape=shapes[pass_],
-        memory_format=memory_format(layer.problem),
+        memory_format=memory_format(problem),
     )
 
 
@@ -216,7 +200,7 @@ def packed_boxes(boxes: Boxes) -> bytes:
 
 def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:
     """The format of the tensors that the layer's kernels take and give."""
-    if not problem.channels_last:
+    if not problem.of_pass(Pass.FORWARD).channels_last:
         return torch.contiguous_format
     return torch.channels_last if problem.dims == 2 else torch.channels_last_3d
 
@@ -245,14 +229,13 @@ def run(
     launch = call.extension.launch
     if call.copies:
         first, second = first.clone(), second.clone()
-    empty = 0 in call.launch[3:6]
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
         partial = torch.empty((call.planes, *call.shape), dtype=accumulator, device=first.device)
         launch(*call.launch, [first, second, partial])
         return (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
     output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
-    if empty:
+    if 0 in call.launch[3:6]:
         return output
     if call.prologue is not None:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)

@@ -20,15 +20,22 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def cache_directory() -> Path:
-    """``$POLYPHASE_CACHE_DIR``, else ``polyphase`` in the user's cache folder."""
+    """``$POLYPHASE_CACHE_DIR``, else ``polyphase`` in the user's cache folder.
+
+    Of a user who has no home, a folder among temporary files.
+    """
     if chosen := os.environ.get("POLYPHASE_CACHE_DIR"):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
-    return Path(base) / "polyphase"
+    if base := os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA"):
+        return Path(base, "polyphase")
+    try:
+        return Path.home() / ".cache" / "polyphase"
+    except RuntimeError:
+        return Path(os.environ.get("TMPDIR") or "/tmp", f"polyphase-{os.getuid()}")
 
 
 class KernelCache:
-    """Bytes by key, in ``directory``; every failure of the disk is a miss. ``problem`` says why it is off, if it is."""
+    """Bytes by key, in ``directory``; every failure of the disk is a miss. ``problem`` says what is wrong, if any."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

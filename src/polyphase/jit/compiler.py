@@ -26,7 +26,7 @@ _locks_guard = threading.Lock()
 _import_guard = threading.Lock()
 _caches: dict[Path, KernelCache] = {}
 
-#: Compilations this process has made, cache hits left out: tests and `env` read it.
+#: Compilations this process has made, cache hits left out: tests read it.
 compilations = 0
 
 
