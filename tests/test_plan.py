@@ -94,6 +94,8 @@ def test_calls_are_planned_as_explained(pass_: Pass, monkeypatch: pytest.MonkeyP
     for number, layer in enumerate(LAYERS):
         small = replace(layer.problem, batch=2, input_size=(9,) * layer.problem.dims, bias=number % 2 == 0)
         for problem in formats(replace(small, dtype=("float32", "bfloat16")[number // 2 % 2])):
+            if problem.channels_last and 1 in (problem.in_channels, problem.out_channels):
+                continue  # both memory formats at once
             operands = make_operands(problem, torch.device("cpu"))
             with pytest.raises(PlannedError) as made:
                 run_pass(problem, pass_, operands)

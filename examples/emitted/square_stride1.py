@@ -3135,8 +3135,8 @@ class ConvTransposeProblem:
     # Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
     # output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
     # that float32 operands may be rounded to TF32, and is False in any other dtype; ``tf32_as_pytorch`` that the forward
-    # pass rounds them wherever PyTorch does, also where exact kernels are as fast. The values are taken to be valid:
-    # `polyphase.validate` is the room for errors.
+    # pass rounds them wherever PyTorch does, also where exact kernels are as fast. ``channels_last`` is the memory format
+    # of the tensors that a call reads. The values are taken to be valid: `polyphase.validate` is the room for errors.
 
     batch: int
     in_channels: int
@@ -3213,6 +3213,14 @@ class ConvTransposeProblem:
     def output_shape(self) -> "tuple[int, ...]":
         """``(N, C_out, *spatial)``."""
         return (self.batch, self.out_channels, *self.output_size)
+
+    def of_pass(self, pass_: "Pass") -> "ConvTransposeProblem":
+        """What the planner is asked about: gradients know no bias, and double precision no memory format.
+
+        (PyTorch's results in double precision are contiguous on a GPU, whatever the operands are.)
+        """
+        bias, last = self.bias and pass_ is Pass.FORWARD, self.channels_last and self.dtype != "float64"
+        return self if (bias, last) == (self.bias, self.channels_last) else replace(self, bias=bias, channels_last=last)
 
     def mirrored(self) -> "ConvTransposeProblem | None":
         # The layer whose forward pass is the gradient of this one's input, where there is one: the stride is 1.
@@ -3535,12 +3543,25 @@ class Layouts:
 
     @classmethod
     def dense(cls, problem: "ConvTransposeProblem") -> "Layouts":
-        """Tensors without gaps, in the problem's memory format."""
+        """Tensors without gaps, in the problem's memory format. A weight that has two formats at once is contiguous."""
         return cls(
             dense_strides(problem.input_shape, problem.channels_last),
             dense_strides(problem.output_shape, problem.channels_last),
-            problem.channels_last,
+            problem.channels_last and problem.out_channels_per_group > 1 and problem.taps > 1,
         )
+
+    @classmethod
+    def of_call(cls, problem: "ConvTransposeProblem", pass_: "Pass") -> "Layouts":
+        """Tensors of a call that reads dense ones in the problem's memory format, and writes what PyTorch would.
+
+        A weight's gradient is computed contiguous, whatever format it is given in the end.
+        """
+        read, written = cls.dense(problem), cls.dense(problem.of_pass(pass_))
+        if pass_ is Pass.FORWARD:
+            return replace(read, output=written.output)
+        if pass_ is Pass.INPUT_GRAD:
+            return replace(read, input=written.input)
+        return replace(read, weight_channels_last=False)
 
 
 def dense_strides(shape: "tuple[int, ...]", channels_last: bool) -> "Strides":
@@ -4935,21 +4956,6 @@ class Layer:
     choices: "dict[str, dict[Pass, Choice]]"
 
 
-def of_pass(problem: "ConvTransposeProblem", pass_: "Pass") -> "ConvTransposeProblem":
-    # The layer as a pass sees it: gradients add no bias, and that of the weight comes contiguous.
-    if pass_ is Pass.FORWARD:
-        return problem
-    last = problem.channels_last and pass_ is Pass.INPUT_GRAD
-    return replace(problem, bias=False, channels_last=last)
-
-
-def layouts_of(problem: "ConvTransposeProblem", pass_: "Pass", aligned: bool = True) -> "Layouts":
-    """Dense tensors in the memory format that the layer was emitted for."""
-    dense = Layouts.dense(problem)
-    last = dense.weight_channels_last and pass_ is not Pass.WEIGHT_GRAD
-    return Layouts(dense.input, dense.output, last, aligned)
-
-
 def cuda_source(arch: str) -> str:
     """The kernels for one architecture as one CUDA file, each in a namespace of its own."""
     parts = ["namespace polyphase {", *(FILES[name] for name in SHARED_FILES)]
@@ -5047,14 +5053,13 @@ def prepare(
     """What a call of these sizes launches, as the package itself decides it."""
     problem = replace(
         layer.problem, batch=input_shape[0], input_size=tuple(input_shape[2:]), output_padding=output_padding
-    )
+    ).of_pass(pass_)
     arch = arch_of(device)
     choice = layer.choices[arch][pass_]
 
     def launch_on(aligned: bool) -> "Launch":
-        return choice.algorithm.launch(
-            of_pass(problem, pass_), pass_, DeviceInfo.of(device), layouts_of(problem, pass_, aligned), choice.variant
-        )
+        layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
+        return choice.algorithm.launch(problem, pass_, DeviceInfo.of(device), layouts, choice.variant)
 
     launch = launch_on(aligned=True)
     copies = not aligned and bool(launch.boxes)  # whose tensors must be aligned
@@ -5073,7 +5078,7 @@ def prepare(
         workspace_bytes=launch.workspace_bytes,
         planes=launch.planes,
         shape=shapes[pass_],
-        memory_format=memory_format(layer.problem),
+        memory_format=memory_format(problem),
     )
 
 
@@ -5098,7 +5103,7 @@ def packed_boxes(boxes: "Boxes") -> bytes:
 
 def memory_format(problem: "ConvTransposeProblem") -> torch.memory_format:
     """The format of the tensors that the layer's kernels take and give."""
-    if not problem.channels_last:
+    if not problem.of_pass(Pass.FORWARD).channels_last:
         return torch.contiguous_format
     return torch.channels_last if problem.dims == 2 else torch.channels_last_3d
 
@@ -5127,14 +5132,13 @@ def run(
     launch = call.extension.launch
     if call.copies:
         first, second = first.clone(), second.clone()
-    empty = 0 in call.launch[3:6]
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
         partial = torch.empty((call.planes, *call.shape), dtype=accumulator, device=first.device)
         launch(*call.launch, [first, second, partial])
         return (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
     output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
-    if empty:
+    if 0 in call.launch[3:6]:
         return output
     if call.prologue is not None:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
