@@ -15,12 +15,11 @@ from torch import nn
 
 import emulator
 from emitted import BOXES, BY_BOXES, LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
-from polyphase.algorithms import FOR_ANY_SIZE
 from polyphase.algorithms.base import Boxes, Launch, Layouts, typical
 from polyphase.device import DeviceInfo
 from polyphase.emit import support
 from polyphase.emit.support import packed_boxes
-from polyphase.plan import launches, plan
+from polyphase.plan import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -83,15 +82,9 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
 
 def expected_launch(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Launch:
     device, problem = DeviceInfo.for_arch(arch), problem.of_pass(pass_)
-    chosen = plan(typical(problem), pass_, device)
-    assert chosen.candidate is not None
-    serving = {algorithm.name: algorithm for algorithm in FOR_ANY_SIZE}
-    candidate = chosen.candidate
-    if candidate.algorithm not in serving:  # the next best
-        offers = (each for each, _ in launches(typical(problem), pass_, device))
-        candidate = min((each for each in offers if each.algorithm in serving), key=lambda each: each.seconds)
+    serving = next(each for each in plan(typical(problem), pass_, device).selected if each.algorithm.any_size)
     layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
-    return serving[candidate.algorithm].launch(problem, pass_, device, layouts, candidate.variant)
+    return serving.algorithm.launch(problem, pass_, device, layouts, serving.candidate.variant)
 
 
 def model_problem(module: Any) -> ConvTransposeProblem:

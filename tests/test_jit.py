@@ -26,9 +26,9 @@ from polyphase.algorithms.gather_general import GatherGeneral, GeneralVariant
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.device import DeviceInfo
 from polyphase.jit import cache as cache_module
-from polyphase.jit import compile_report, compiler
+from polyphase.jit import compiler
 from polyphase.jit.source import KernelSource
-from polyphase.plan import launches, plan
+from polyphase.plan import kernel_sources, launches, plan
 from polyphase.problem import Pass
 from processes import environment, run_python
 
@@ -566,7 +566,7 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     launch = next(launch for candidate, launch in offers if candidate.algorithm == "gather_tiled")
     source = launch.source.with_constants(MIN_BLOCKS=2048 // launch.block)  # 32 registers for each thread
-    _, log = compiler._compile(source, ARCH, "-v")
+    _, log = compiler._compile(source, ARCH)
     assert compiler._number(log, r"(\d+) bytes spill stores") > 0
     report = compiler.resources_of(source, ARCH)
     assert report.clean
@@ -621,8 +621,9 @@ def test_long_pieces_leave_sums_in_registers(
 def test_reports() -> None:
     problem = ConvTransposeProblem.make((1, 2, 8, 8), 2, 3, 2, bias=True)
     for pass_ in Pass:
-        reports = compile_report(problem, pass_, ARCH)
-        offered = [launch for _, launch in launches(problem, pass_, DeviceInfo.for_arch(ARCH))]
+        device = DeviceInfo.for_arch(ARCH)
+        reports = [compiler.resources_of(source, ARCH) for source in kernel_sources(problem, pass_, device)]
+        offered = [launch for _, launch in launches(problem, pass_, device)]
         kernels = {report.kernel for report in reports}
         assert {launch.source.kernel for launch in offered} <= kernels
         assert kernels <= {source.kernel for launch in offered for source in launch.sources}

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Of a multiprocessor, on every architecture.
+REGISTERS = 65536
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """One kind of device. ``arch`` is the compiler's name for it, or ``"portable"`` for devices without own kernels."""
@@ -31,6 +35,16 @@ class DeviceInfo:
     def capability(self) -> int:
         """The compute capability of a CUDA device, 90 for 9.0."""
         return capability_of(self.arch)
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether it has Hopper's matrix instruction, which newer architectures do not have."""
+        return self.arch == "sm_90a"
+
+    @property
+    def has_copy_engine(self) -> bool:
+        """Whether it has the copy engine that came with Hopper."""
+        return self.capability >= 90
 
     @property
     def is_cuda(self) -> bool:
@@ -56,6 +70,10 @@ class DeviceInfo:
         if device.type != "cuda" or torch.version.cuda is None:
             return PORTABLE
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+    def registers_of(self, threads: int) -> int:
+        """Registers that a thread can have where so many are to be resident on a multiprocessor together."""
+        return min(255, REGISTERS // threads // 8 * 8)
 
     def shared_bytes_of(self, resident: int) -> int:
         """Shared memory of a block, in bytes, where so many are to be resident on a multiprocessor together."""
@@ -91,10 +109,8 @@ def _of_cuda(index: int) -> DeviceInfo:
             f"{properties.name} has compute capability {major}.{minor}; polyphase's CUDA kernels need 7.5 or newer"
         )
     arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
-    typical = {info.arch: info for info in _TYPICAL}.get(arch) or max(
-        (info for info in _TYPICAL if info.arch.rstrip("a")[3:].zfill(3) <= arch.rstrip("a")[3:].zfill(3)),
-        key=lambda info: info.arch.rstrip("a")[3:].zfill(3),
-    )
+    not_newer = (info for info in _TYPICAL if info.capability <= capability_of(arch))
+    typical = max(not_newer, key=lambda info: info.capability)
     return DeviceInfo(
         arch=arch,
         multiprocessors=properties.multi_processor_count,

@@ -16,10 +16,10 @@ from functools import lru_cache
 from typing import Any
 
 from polyphase import tuning
-from polyphase.algorithms import ALGORITHMS, FOR_ANY_SIZE
+from polyphase.algorithms import ALGORITHMS
 from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared, is_tiny, second_size
 from polyphase.algorithms.rankings import kept
-from polyphase.device import DeviceInfo
+from polyphase.device import PORTABLE, DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -32,25 +32,51 @@ _NO_TILE = "no tile fits tensors of this size that lie as these do"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How one pass of one problem is computed on one device. ``launch`` is None on the portable path.
+class Selection:
+    """One kernel of a layer's, launched at the size at hand."""
 
-    ``measured``: the choice was measured (`polyphase.tuning`), not predicted. ``other``: the kernel that the layer has
-    for other sizes, where there is one, launched at this size.
+    algorithm: Algorithm
+    candidate: Candidate
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one pass of one problem is computed on one device.
+
+    ``selected``: first what computes this size, then the kernel that the layer has for other sizes, where there is one;
+    none on the portable path. ``measured``: the choice was measured (`polyphase.tuning`), not predicted.
     """
 
     problem: ConvTransposeProblem
     pass_: Pass
-    algorithm: str
-    candidate: Candidate | None = None
-    launch: Launch | None = None
+    selected: tuple[Selection, ...] = ()
     measured: bool = False
-    other: Launch | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the algorithm."""
+        return self.selected[0].algorithm.name if self.selected else PORTABLE.arch
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """The variant, None on the portable path."""
+        return self.selected[0].candidate if self.selected else None
+
+    @property
+    def launch(self) -> Launch | None:
+        """The launch, None on the portable path."""
+        return self.selected[0].launch if self.selected else None
+
+    @property
+    def other(self) -> Launch | None:
+        """The launch of the kernel for other sizes, None where there is none."""
+        return self.selected[1].launch if len(self.selected) > 1 else None
 
     @property
     def launches(self) -> list[Launch]:
         """``launch`` and ``other``, as far as there are any."""
-        return [launch for launch in (self.launch, self.other) if launch is not None]
+        return [selection.launch for selection in self.selected]
 
     def describe(self) -> str:
         """The plan in one line."""
@@ -72,7 +98,7 @@ def plan(
     Raises `UnsupportedError` where no algorithm can compute the pass.
     """
     if not device.is_cuda:
-        return Plan(problem, pass_, "portable")
+        return Plan(problem, pass_)
     _check_integers(problem)
     given = problem
     problem, layouts = as_computed(problem, pass_, layouts)
@@ -80,21 +106,24 @@ def plan(
     choice = None if by_prediction else tuning.choice(problem, pass_, device)
     measured = None if choice is None else _measured(_offers(algorithms, problem, pass_, device, layouts), choice)
     if measured is not None:
-        algorithm, candidate = measured
-        others = []
+        algorithm, *chosen = measured
     else:
         found = next(_offers(algorithms, problem, pass_, device, layouts), None)
         if found is None:
             reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device) or _NO_TILE}" for a in ALGORITHMS)
             raise UnsupportedError(f"no algorithm computes the {pass_.value} of {given} on {device.arch}: {reasons}")
         algorithm, candidates = found
-        candidate, *others = _by_size(algorithm, candidates, problem, pass_, device)
-    chosen, *rest = (algorithm.launch(problem, pass_, device, layouts, each.variant) for each in (candidate, *others))
-    if algorithm not in FOR_ANY_SIZE:
-        for_others = (each for each in algorithms if each in FOR_ANY_SIZE)
+        chosen = _by_size(algorithm, candidates, problem, pass_, device)
+    kernels = [(algorithm, candidate) for candidate in chosen]
+    if not algorithm.any_size:
+        for_others = (each for each in algorithms if each.any_size)
         other, offered = next(_offers(for_others, problem, pass_, device, layouts))
-        rest = [other.launch(problem, pass_, device, layouts, offered[0].variant)]
-    return Plan(given, pass_, algorithm.name, candidate, chosen, measured is not None, *rest)
+        kernels.append((other, offered[0]))
+    selected = tuple(
+        Selection(each, candidate, each.launch(problem, pass_, device, layouts, candidate.variant))
+        for each, candidate in kernels
+    )
+    return Plan(given, pass_, selected, measured is not None)
 
 
 def as_computed(

@@ -28,6 +28,11 @@ from functools import cached_property
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
+def accumulator_bytes(dtype: str) -> int:
+    """Bytes of a sum: half types are summed in float32."""
+    return max(4, DTYPE_BYTES[dtype])
+
+
 class Pass(Enum):
     """The three linear maps of the layer. Each one's derivatives are the other two."""
 

@@ -25,7 +25,4 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     WeightGrad(),
 )
 
-#: Those that compute a layer's pass at every size, for who chooses once.
-FOR_ANY_SIZE = tuple(algorithm for algorithm in ALGORITHMS if not isinstance(algorithm, WeightGradWgmma))
-
-__all__ = ["ALGORITHMS", "FOR_ANY_SIZE", "Algorithm"]
+__all__ = ["ALGORITHMS", "Algorithm"]

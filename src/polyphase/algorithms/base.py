@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from polyphase.problem import Pass
+from polyphase.problem import Pass, accumulator_bytes
 
 if TYPE_CHECKING:
     from polyphase.device import DeviceInfo
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 #: Strides in elements in the order batch, channel, depth, height, width; 0 for a dimension the layer does not have.
 Strides = tuple[int, int, int, int, int]
 
+
+#: Extents along n, d, h and w.
+Four = tuple[int, int, int, int]
 
 #: Bytes that the widest vector access needs a tensor to be aligned to: four doubles.
 ALIGNMENT = 32
@@ -184,9 +187,10 @@ class Launch:
 
 
 class Algorithm(Protocol):
-    """One way to compute a pass."""
+    """One way to compute a pass. ``any_size``: a layer that it does not refuse it computes at every size."""
 
     name: str
+    any_size: bool
 
     def __hash__(self) -> int: ...
 
@@ -279,9 +283,24 @@ def rounds_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, fl
 
 def cost_seconds(problem: ConvTransposeProblem, device: DeviceInfo, multiprocessor_cycles: float) -> tuple[float, str]:
     """Predicted time from the cycles summed over all multiprocessors, and whether bytes or instructions bound it."""
-    bytes_time = problem.bytes / device.copy_bytes_per_second
-    work_time = multiprocessor_cycles / (device.multiprocessors * device.clock_hz)
-    return max(bytes_time, work_time), "bytes" if bytes_time > work_time else "instructions"
+    work = multiprocessor_cycles / (device.multiprocessors * device.clock_hz)
+    return slower_of(work, problem.bytes / device.copy_bytes_per_second)
+
+
+def slower_of(work: float, moving: float) -> tuple[float, str]:
+    """Predicted time from the seconds that instructions and bytes take, and which of them bound it."""
+    return max(work, moving), "bytes" if moving > work else "instructions"
+
+
+def padded(geometry: bytes, multiple: int = 8) -> bytes:
+    """A kernel's parameter filled up to what its next member, or itself, is aligned to."""
+    return geometry + bytes(-len(geometry) % multiple)
+
+
+def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
+    """Tiles of ``extent`` along n, d, h and w that images of three ``sizes`` come to."""
+    n, d, h, w = (math.ceil(size / side) for size, side in zip((batch, *sizes), extent))
+    return n, d, h, w
 
 
 def layer_constants(
@@ -321,8 +340,7 @@ def packed_divisor(value: int) -> bytes:
 
 def affordable_planes(problem: ConvTransposeProblem) -> int:
     """Planes of partial sums of the weight that memory may be spent on."""
-    accumulator = 8 if problem.dtype == "float64" else 4
-    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator))
+    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator_bytes(problem.dtype)))
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -332,4 +350,4 @@ def round_up(value: int, multiple: int) -> int:
 
 def next_power_of_two(value: int) -> int:
     """The smallest power of two that is not below ``value``."""
-    return 1 << max(0, math.ceil(math.log2(max(1, value))))
+    return 1 << (max(1, value) - 1).bit_length()

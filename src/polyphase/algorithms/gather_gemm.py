@@ -18,8 +18,11 @@ from polyphase.algorithms.base import (
     layer_constants,
     offered,
     out_blocks,
+    padded,
     round_up,
+    slower_of,
     standard,
+    tiles_of,
     wide,
 )
 from polyphase.algorithms.gather import forward_gather
@@ -114,6 +117,7 @@ class GatherGemm:
     """All phases of a tile as one product of few rows, written as whole rows."""
 
     name = "gather_gemm"
+    any_size = True
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
@@ -182,7 +186,7 @@ class GatherGemm:
             tiling.table_bytes,
             variant.stage_steps * tiling.step_bytes,
         )
-        geometry += bytes(-len(geometry) % 8)
+        geometry = padded(geometry)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
@@ -196,7 +200,7 @@ class GatherGemm:
             ("STAGE_STEPS", variant.stage_steps),
             ("BUFFERS", variant.buffers),
             ("PARTS", parts_of(problem)),
-            ("BULK_STORES", device.capability >= 90),
+            ("BULK_STORES", device.has_copy_engine),
             ("MIN_BLOCKS", variant.min_blocks),
         )
         return Launch(
@@ -210,12 +214,11 @@ class GatherGemm:
 
 @lru_cache(maxsize=1024)
 def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
-    taps: list[list[set[int]]] = []  # of each dimension: what each phase that has taps reads
-    for axis in problem.axes3:
-        phases: dict[int, set[int]] = {}
-        for tap in range(axis.kernel):
-            phases.setdefault(axis.phase(tap), set()).add(-axis.shift(tap))
-        taps.append([phases[phase] for phase in sorted(phases)])
+    # Of each dimension: what each phase that has taps reads.
+    taps = [
+        [{-axis.shift(tap) for tap in of_phase} for of_phase in axis.taps_by_phase if of_phase]
+        for axis in problem.axes3
+    ]
     reads = [set(itertools.product(*pixels)) for pixels in itertools.product(*taps)]
     row_blocks = math.ceil(len(reads) * out_chunk / 16)
     entries = 0
@@ -291,7 +294,7 @@ def _tiles(
     size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
     if gather.src.channels_last or gather.dst.channels_last:
         return None
-    tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
+    tiles = tiles_of(problem.batch, gather.cells, lanes)
     depth, height, width = gather.cell_axes
     piece = row_piece(gather.src, size, layouts.aligned, 0 if tiles[3] <= 1 else lanes[3])
     skew = width.first_offset % piece
@@ -419,7 +422,7 @@ def _estimate(
     halo = tiling.total * blocks * channels * row_bytes(tiling.window, size)
     moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
     floor = moved / (device.copy_bytes_per_second * _BANDWIDTH)
-    return max(work, floor), "bytes" if floor > work else "instructions"
+    return slower_of(work, floor)
 
 
 def _seconds(problem: ConvTransposeProblem, variant: GatherGemmVariant, device: DeviceInfo) -> float:
@@ -452,7 +455,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Gat
             continue
         if product.entries * tiles > _MAX_PRODUCTS or product.weight_bytes > _MAX_WEIGHT_BYTES:
             continue
-        registers = min(255, 65536 // (32 * (warps + load + store) * min_blocks) // 8 * 8)
+        registers = device.registers_of(32 * (warps + load + store) * min_blocks)
         # Sums, with those of an operation on their way; an operation's operands; and what outputs need to be stored.
         sums = 4 * tiles * (product.row_blocks + (1 if product.parts == 2 else 0))
         if sums + 4 * tiles + 4 * product.parts + 12 * product.row_blocks + 32 > registers:

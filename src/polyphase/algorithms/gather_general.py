@@ -23,6 +23,7 @@ class GatherGeneral:
     """One destination element a thread: any layer."""
 
     name = "gather_general"
+    any_size = True
     _THREADS = 256
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

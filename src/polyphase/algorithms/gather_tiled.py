@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, round_up, two_dimensions
+from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, round_up, tiles_of, two_dimensions
 from polyphase.algorithms.gather import MAX_PHASES, Gather
 from polyphase.algorithms.tile_cost import Counts, TiledVariant, cycles_per_result, registers, thread_cycles
-from polyphase.device import DeviceInfo
+from polyphase.device import REGISTERS, DeviceInfo
 from polyphase.jit.source import KernelSource
-from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, accumulator_bytes
 
 # Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
 _MAX_UNROLLED = 1600
 _MAX_ACCUMULATORS = 96
 _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
-_REGISTERS = 65536
 _OFFERED = 8
 
 # Measured over predicted time, in a forward pass by whether channels come last (docs/performance.md): the model ranks
@@ -57,6 +56,7 @@ class GatherTiled:
     """All phases of a tile in one block, the kernel's taps unrolled."""
 
     name = "gather_tiled"
+    any_size = True
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:
@@ -180,7 +180,7 @@ class _TileSize(NamedTuple):
 
 def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], typical: bool = False) -> int:
     """Of tiles of these lanes; ``typical``: whatever the size of images, with offsets of 32 bits."""
-    accumulator = 8 if gather.dtype == "float64" else 4
+    accumulator = accumulator_bytes(gather.dtype)
     weights = variant.stage_channels * variant.dst_slices * round_up(gather.taps * variant.dst_per_thread, 4)
     plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
     buffers = variant.buffers * (weights + variant.stage_channels * plane)
@@ -222,7 +222,7 @@ def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple
                 lanes = (images, depth, height, width)
                 if not _fits(gather, variant, lanes, device):
                     continue
-                tiles = math.prod(math.ceil(n / m) for n, m in zip((batch, depths, heights, widths), lanes))
+                tiles = math.prod(tiles_of(batch, (depths, heights, widths), lanes))
                 shared = _shared_bytes(gather, variant, lanes) + 1024
                 crowding = max(1.0, min(variant.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
                 # Short rows leave memory transactions half empty, on their way in and out.
@@ -292,11 +292,11 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
             needed = round_up(registers(counts, variant), 8)
             shared = _shared_bytes(gather, variant, (1, 1, 1, lanes), typical=True) + 1024
             blocks = min(
-                _REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
+                REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
             )
             # Where the estimate is low the compiler settles for fewer resident blocks; a lone block has no way out. For
             # double precision it is high.
-            if blocks and (needed + 16 <= min(255, _REGISTERS // threads) or (counts.words == 2 and blocks > 1)):
+            if blocks and (needed + 16 <= min(255, REGISTERS // threads) or (counts.words == 2 and blocks > 1)):
                 yield variant._replace(min_blocks=blocks), counts
 
 

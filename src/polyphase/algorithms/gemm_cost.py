@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from polyphase.algorithms.base import slower_of
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gemm_tile import Tile
 from polyphase.algorithms.gemm_variant import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
@@ -71,7 +72,7 @@ def estimate(
     resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
     busy = (waves * item + resident + _COSTS.launch) / device.clock_hz
     floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
-    return max(floor, busy), "bytes" if floor > busy else "instructions"
+    return slower_of(busy, floor)
 
 
 def _norm(exponent: float, *parts: float) -> float:

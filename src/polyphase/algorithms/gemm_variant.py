@@ -263,7 +263,7 @@ def families(
     if is_tiny(problem) and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
         row_channels = min(ROWS // taps_of_channel, channels)
         shapes += [(sets, len(taps.lines), sets, row_channels, True) for sets in (1, 2, 4)]
-    for wgmma in (True, False) if device.arch == "sm_90a" else (False,):
+    for wgmma in (True, False) if device.has_wgmma else (False,):
         for channel_blocks, lines, row_blocks, row_channels, whole_images in shapes:
             held = 0
             if not row_channels:

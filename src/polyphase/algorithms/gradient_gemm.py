@@ -17,9 +17,12 @@ from polyphase.algorithms.base import (
     affordable_planes,
     layer_constants,
     offered,
+    padded,
     round_up,
     rounds_of,
+    slower_of,
     standard,
+    tiles_of,
 )
 from polyphase.algorithms.gather import Side, five
 from polyphase.algorithms.gemm_variant import lacks_cores
@@ -95,6 +98,7 @@ class _GradientGemm:
 
     pass_: Pass
     name: str
+    any_size: bool
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not self.pass_:
@@ -134,7 +138,7 @@ class _GradientGemm:
             geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
             geometry += struct.pack("<2i", problem.batch, problem.groups)
             geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
-            geometry += bytes(-len(geometry) % 8)
+            geometry = padded(geometry)
             geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
             planes = max(1, math.ceil(tiling.total / length))
             grid = blocks * planes
@@ -145,7 +149,7 @@ class _GradientGemm:
             geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
             planes = 1
             grid = blocks * tiling.total
-        geometry += bytes(-len(geometry) % 8)
+        geometry = padded(geometry)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
@@ -177,6 +181,7 @@ class InputGradGemm(_GradientGemm):
 
     pass_ = Pass.INPUT_GRAD
     name = "input_grad_gemm"
+    any_size = True
 
 
 class WeightGradGemm(_GradientGemm):
@@ -184,6 +189,7 @@ class WeightGradGemm(_GradientGemm):
 
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_gemm"
+    any_size = True
 
 
 def _sizes(tiling: _Tiling) -> tuple[int, int, int]:
@@ -288,11 +294,8 @@ def _tiles(
     moving = pass_ is Pass.WEIGHT_GRAD
     tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
     stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
-    counts = tuple(math.ceil(n / m) for n, m in zip((problem.batch, *x.shape[2:]), lanes))
-    batch, depths, heights, widths = counts
-    return _Tiling(
-        lanes, (batch, depths, heights, widths), skew, window, operand, round_up(tables, 128), round_up(stage, 128)
-    )
+    counts = tiles_of(problem.batch, x.shape[2:], lanes)
+    return _Tiling(lanes, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
 
 
 def window_of(
@@ -369,7 +372,8 @@ def _estimate(
     cycles = rounds * resident * (stages * stage + block)
     work = cycles / device.clock_hz + end
     floor = problem.bytes / device.copy_bytes_per_second
-    return _PREFERENCE * max(work, floor), "bytes" if floor > work else "instructions"
+    seconds, bound = slower_of(work, floor)
+    return _PREFERENCE * seconds, bound
 
 
 @lru_cache(maxsize=1024)
@@ -405,7 +409,7 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) ->
     for row_tiles, column_tiles, row_warps in _SHAPES:
         resident = 1 if row_tiles * column_tiles > 16 else 2
         strided = max(problem.stride) > 1 and taps > _MOST_STRIDED_TAPS
-        spills = device.capability < 90 or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
+        spills = not device.has_copy_engine or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
         if resident == 1 and problem.dtype == "float32" and spills:
             continue  # the compiler needs more registers there than a thread can have
         variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)

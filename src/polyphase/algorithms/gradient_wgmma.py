@@ -20,9 +20,12 @@ from polyphase.algorithms.base import (
     engine_strides,
     layer_constants,
     offered,
+    padded,
     round_up,
     rounds_of,
+    slower_of,
     standard,
+    tiles_of,
 )
 from polyphase.algorithms.gather import Side, five
 from polyphase.algorithms.gemm_variant import lacks_cores
@@ -111,13 +114,14 @@ class _GradientWgmma:
 
     pass_: Pass
     name: str
+    any_size: bool
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not self.pass_:
             return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
         if (reason := lacks_cores(problem, device)) is not None:
             return reason
-        if device.arch != "sm_90a":
+        if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if problem.dtype == "float32" and not problem.uses_tf32:
             return "float32 stays exact where TF32 is not allowed, or channels are few"
@@ -162,7 +166,7 @@ class _GradientWgmma:
             geometry += struct.pack("<2i8i", problem.batch, problem.groups, *tiling.lanes, *tiling.tiles)
             geometry += struct.pack("<5i", tiling.joined, tiling.steps, flush, tiling.skew, tiling.box_bytes)
             geometry += struct.pack("<3i", *shared)
-            geometry += bytes(-len(geometry) % 8)
+            geometry = padded(geometry)
             geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
             grid = blocks * planes
         else:
@@ -170,7 +174,7 @@ class _GradientWgmma:
             geometry += struct.pack("<9i", problem.batch, *tiling.lanes, *tiling.tiles)
             geometry += struct.pack("<5i", tiling.skew, tiling.box_bytes, *shared)
             grid = blocks * tiling.total
-        geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
+        geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_),
             ("WARPS", 4 * _GROUPS + _LOADERS // 32),
@@ -200,6 +204,7 @@ class InputGradWgmma(_GradientWgmma):
 
     pass_ = Pass.INPUT_GRAD
     name = "input_grad_wgmma"
+    any_size = True
 
 
 class WeightGradWgmma(_GradientWgmma):
@@ -207,6 +212,7 @@ class WeightGradWgmma(_GradientWgmma):
 
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_wgmma"
+    any_size = False
 
 
 def _blocks(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant) -> int:
@@ -282,16 +288,12 @@ def _tiles(
         window, skew = window_of(problem, layouts, variant.out_chunk, lanes, 2 if _in_pairs(problem) else 1)
     window_at = runs.column_bytes * variant.columns
     stage = round_up(window_at + variant.out_chunk * window.pitch, 1024)
-    sizes = five(problem.input_shape)[2:]
-    batch, depth, height, width = (math.ceil(n / m) for n, m in zip((problem.batch, *sizes), lanes))
+    tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
     table = round_up(4 * steps * _OPERATION_BYTES // size, 16)
     places = window.places * (MOVING_BYTES if pass_ is Pass.WEIGHT_GRAD else STILL_BYTES)
     if window_box is not None:
         places = 0
-    return _Tiling(
-        lanes, (batch, depth, height, width), window, skew, runs, window_box, joined, steps, window_at, stage, table,
-        places,
-    )  # fmt: skip
+    return _Tiling(lanes, tiles, window, skew, runs, window_box, joined, steps, window_at, stage, table, places)
 
 
 def _as_box(
@@ -475,7 +477,7 @@ def _estimate(
     _, rounds = rounds_of(blocks, 1, device)
     work = rounds * (stages * stage + block) / device.clock_hz + end
     floor = problem.bytes / device.copy_bytes_per_second
-    return max(work, floor), "bytes" if floor > work else "instructions"
+    return slower_of(work, floor)
 
 
 @lru_cache(maxsize=1024)
@@ -498,8 +500,10 @@ def _rank(
             tiling = _tiling(problem, pass_, layouts, deeper, device)
             if tiling is not None:
                 scored.append((_estimate(problem, pass_, deeper, tiling, device)[0], -buffers, deeper))
-    best = {variant._replace(buffers=0): variant for *_, variant in sorted(scored, reverse=True)}
-    return [variant for *_, variant in sorted(scored) if variant in best.values()]
+    best: dict[WgmmaVariant, WgmmaVariant] = {}  # by all but its buffers
+    for *_, variant in sorted(scored):
+        best.setdefault(variant._replace(buffers=0), variant)
+    return list(best.values())
 
 
 def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaVariant]:

@@ -17,6 +17,7 @@ from polyphase.algorithms.base import (
     is_tiny,
     offered,
     packed_divisor,
+    padded,
     round_up,
     standard,
     typical,
@@ -69,6 +70,7 @@ class ImplicitGemm:
     """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
 
     name = "implicit_gemm"
+    any_size = True
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:
@@ -137,7 +139,7 @@ class ImplicitGemm:
             tile.box_pixels,
             tile.run,
         )
-        geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
+        geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
         source = KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product))
         return Launch(
             source=source,

@@ -14,7 +14,9 @@ from polyphase.algorithms.base import (
     layer_constants,
     offered,
     packed_divisor,
+    padded,
     rounds_of,
+    slower_of,
     standard,
 )
 from polyphase.algorithms.gather import forward_gather
@@ -67,6 +69,7 @@ class PhaseGemm:
     """All elements of a cell as columns of one product."""
 
     name = "phase_gemm"
+    any_size = True
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
@@ -106,7 +109,7 @@ class PhaseGemm:
         geometry += struct.pack("<q", rows)
         geometry += b"".join(packed_divisor(count) for count in (row_tiles, *map(len, cells)))
         geometry += struct.pack("<4i", *(each.start for each in cells), _vector(problem, layouts))
-        geometry += bytes(-len(geometry) % 8)
+        geometry = padded(geometry)
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
@@ -188,7 +191,7 @@ def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: 
     seconds = (rounds * max(resident * work, stages * _WAIT + work) + _LAUNCH) / device.clock_hz
     seconds *= _LINES if phases > run else 1.0
     floor = problem.bytes / device.copy_bytes_per_second
-    return max(seconds, floor), "bytes" if floor > seconds else "instructions"
+    return slower_of(seconds, floor)
 
 
 @lru_cache(maxsize=1024)
@@ -199,7 +202,7 @@ def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[PhaseGemm
     for variant in _VARIANTS:
         if variant.stage_steps > steps_of(problem):
             continue
-        registers = min(255, 65536 // (32 * variant.warps * variant.min_blocks) // 8 * 8)
+        registers = device.registers_of(32 * variant.warps * variant.min_blocks)
         elements = 8 * variant.stage_steps * (variant.rows + variant.columns) // (32 * variant.warps)
         elements *= 1 if DTYPE_BYTES[problem.dtype] == 4 else 2
         # Sums, with those of an operation on their way; operands; elements of the next stage; and addresses.

@@ -18,9 +18,12 @@ from polyphase.algorithms.base import (
     layer_constants,
     offered,
     out_blocks,
+    padded,
     round_up,
     rounds_of,
+    slower_of,
     standard,
+    tiles_of,
     typical,
 )
 from polyphase.algorithms.gather import MAX_PHASES, Gather, Side, forward_gather
@@ -97,6 +100,7 @@ class ScatterGemm:
     """One product of all pixels with all taps, whose columns are then added up where outputs overlap."""
 
     name = "scatter_gemm"
+    any_size = True
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
@@ -144,7 +148,7 @@ class ScatterGemm:
             tiling.whole,
             run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
         )
-        geometry += bytes(-len(geometry) % 8)
+        geometry = padded(geometry)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
@@ -221,7 +225,7 @@ def _lanes(problem: ConvTransposeProblem, room: int, unit: int) -> list[tuple[in
                 images = max(1, min(problem.batch, room // max(1, line * rows)))
                 bands = math.ceil(images * line * rows / room)
                 lanes = images, d, h, w
-                tiles = math.prod(math.ceil(n / m) for n, m in zip((problem.batch, *cells), lanes))
+                tiles = math.prod(tiles_of(problem.batch, cells, lanes))
                 found[lanes] = tiles * (bands * room + 64)
     return sorted(found, key=found.__getitem__)
 
@@ -239,7 +243,7 @@ def _tiles(
     size = DTYPE_BYTES[problem.dtype]
     gather = forward_gather(problem, layouts)
     (depth, slabs), (height, rows), (width, columns) = (_window(gather, i, lanes[1 + i]) for i in range(3))
-    tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
+    tiles = tiles_of(problem.batch, gather.cells, lanes)
     *_, width_stride = gather.src.strides
     if gather.src.shape[4] * width_stride >= 2**31:
         return None  # the kernel counts elements of a row in 32 bits
@@ -315,7 +319,7 @@ def _estimate(
     images, slabs, rows, width = tiling.window
     halo = images * slabs * rows * round_up(width * size, 32) * tiling.total * channels
     floor = (problem.bytes + max(0, halo - size * math.prod(problem.input_shape))) / device.copy_bytes_per_second
-    return max(work, floor), "bytes" if floor > work else "instructions"
+    return slower_of(work, floor)
 
 
 @lru_cache(maxsize=1024)
@@ -346,7 +350,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Sca
     out, taps = problem.out_channels_per_group, problem.taps
     steps, parts = steps_of(problem), parts_of(problem)
     chunks = {math.ceil(out / parts) for parts in range(1, out + 1) if math.ceil(out / parts) * taps <= _MAX_COLUMNS}
-    instructions = (True, False) if device.arch == "sm_90a" else (False,)
+    instructions = (True, False) if device.has_wgmma else (False,)
     shapes = itertools.product(
         sorted(chunks, reverse=True)[:2], instructions, (16, 12, 8, 4), (1, 2, 4), (4, 3, 2), (1, 2, 3, 4)
     )
@@ -354,7 +358,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Sca
         if row_tiles > (2 if parts == 2 else 8 // ahead) or ahead > steps > 1 or warps * min_blocks < 8:
             continue
         columns = _column_tiles(problem, chunk)
-        registers = min(255, 65536 // (32 * warps * min_blocks) // 8 * 8)
+        registers = device.registers_of(32 * warps * min_blocks)
         # Sums, with those of an operation on their way; pixels on theirs, and of an operation; and what is besides.
         sums = row_tiles * columns * (8 if parts == 2 else 5)
         words = 4 * row_tiles * ((1 if wgmma or parts == 1 else 2) * ahead + 2)

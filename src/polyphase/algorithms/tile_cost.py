@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 from polyphase.algorithms.gather import Gather
+from polyphase.problem import accumulator_bytes
 
 
 class TiledVariant(NamedTuple):
@@ -74,7 +75,7 @@ class Counts(NamedTuple):
         reads = columns  # of a row
         if gather.split == 1 and variant.cells_w * width.src % 2 == 0:  # in pairs
             reads = math.ceil((width.first_offset % 2 + width.window(variant.cells_w)) / 2)
-        words = 2 if gather.dtype == "float64" else 1
+        words = accumulator_bytes(gather.dtype) // 4
         stages = math.ceil(gather.src_channels / variant.stage_channels)
         channels = variant.stage_channels / variant.src_slices
         chain = stages

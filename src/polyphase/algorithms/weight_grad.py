@@ -17,9 +17,9 @@ from polyphase.algorithms.base import (
     next_power_of_two,
 )
 from polyphase.algorithms.gather import Side, five
-from polyphase.device import DeviceInfo
+from polyphase.device import REGISTERS, DeviceInfo
 from polyphase.jit.source import KernelSource
-from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem import ConvTransposeProblem, Pass, accumulator_bytes
 
 _THREADS = 256
 # Measured over predicted time (docs/performance.md): the model ranks variants, and is held against another algorithm's.
@@ -42,6 +42,7 @@ class WeightGrad:
     """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
 
     name = "weight_grad"
+    any_size = True
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         return None if pass_ is Pass.WEIGHT_GRAD else "computes the weight gradient only"
@@ -76,7 +77,7 @@ class WeightGrad:
         )
         positions = problem.batch * math.prod(problem.input_size)
         weights = math.prod(problem.weight_shape)
-        accumulator = 8 if problem.dtype == "float64" else 4
+        accumulator = accumulator_bytes(problem.dtype)
         # Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue.
         waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / tiles)
         parts = max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))
@@ -120,7 +121,7 @@ def _shared_floats(variant: WeightGradVariant) -> int:
 def _variants(rows: int, columns: int, dtype: str, shared_bytes: int) -> tuple[tuple[WeightGradVariant, float], ...]:
     """The best variants with their multiprocessor cycles per position and tile, in rising order of a layer's cost."""
     scored = []
-    words = 2 if dtype == "float64" else 1
+    words = accumulator_bytes(dtype) // 4
     for thread_rows in (1, 2, 4, 8):
         for thread_columns in (1, 2, 4, 8):
             for block_rows in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -140,7 +141,7 @@ def _variants(rows: int, columns: int, dtype: str, shared_bytes: int) -> tuple[t
                             thread_rows * thread_columns + 2 * (thread_rows + thread_columns) + x_items + g_items
                         )
                         registers += 56 + 2 * g_items
-                        blocks = min(6, int(65536 / (registers * 1.25 * _THREADS)))
+                        blocks = min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
                         if blocks < 1:
                             continue
                         steps = depth // k_slices

@@ -61,7 +61,6 @@ class Race:
 class CheckResult:
     """All that a check found out. ``problems`` names what is wrong; a model without any is as it should be."""
 
-    device: str
     cut: Cut
     swapped: polyphase.Report
     plans: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -103,7 +102,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
         swapped = polyphase.accelerate(fast)
 
     first = file.inputs(options.device, options.dtype)
-    result = CheckResult(str(options.device), _cut(model, first, options), swapped)
+    result = CheckResult(_cut(model, first, options), swapped)
     if not swapped.swapped:
         result.problems.append("the model has no transposed convolution that can be accelerated: nothing to check")
         return result

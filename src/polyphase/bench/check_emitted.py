@@ -144,7 +144,7 @@ def _forward(model: torch.nn.Module, inputs: list[object]) -> Callable[[], objec
 def _against_float64(
     result: EmittedResult, inputs: list[object], model: torch.nn.Module, fast: torch.nn.Module, options: Options
 ) -> None:
-    found = CheckResult(str(options.device), Cut(), polyphase.Report("emitted", ()))
+    found = CheckResult(Cut(), polyphase.Report("emitted", ()))
     Trial(model, fast, options, found, lambda stage: None).run(1, inputs)
     result.findings += found.findings
     result.problems += found.problems

@@ -19,7 +19,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 
 make = ConvTransposeProblem.make
 
-_LAYERS: dict[str, ConvTransposeProblem] = {
+# The 22 layers of the record.
+_RECORD: dict[str, ConvTransposeProblem] = {
     "KernelBench 57": make((8, 64, 1024, 1024), 64, 3),
     "KernelBench 75": make((16, 32, 128, 256), 64, (3, 5), stride=(2, 3), padding=(1, 2), dilation=(2, 1), groups=4),
     "KernelBench 69": make((64, 64, 128, 256), 128, (3, 5)),
@@ -44,7 +45,10 @@ _LAYERS: dict[str, ConvTransposeProblem] = {
     "HiFi-GAN up 1": make((16, 512, 256), 256, 16, stride=8, padding=4, bias=True),
     "nnU-Net 3-D up": make((2, 320, 16, 16, 16), 256, 2, stride=2, bias=True),
     "KernelBench 61": make((8, 48, 64, 64, 64), 48, 3),
-    # Further ones, outside the record of 22.
+}
+
+# Further layers of the reference models and of KernelBench.
+_FURTHER: dict[str, ConvTransposeProblem] = {
     "75 at another size": make((5, 32, 97, 301), 64, (3, 5), stride=(2, 3), padding=(1, 2), dilation=(2, 1), groups=4),
     "KernelBench 64": make((64, 128, 65536), 128, 3),
     "KernelBench 71": make((8, 32, 512, 1024), 32, 3),
@@ -52,7 +56,7 @@ _LAYERS: dict[str, ConvTransposeProblem] = {
     "KernelBench 79": make((16, 32, 131072), 64, 3, stride=2, padding=1, dilation=2),
 }
 
-# Layers of further models, outside the record of 22.
+# Layers of further models.
 _MODELS: dict[str, ConvTransposeProblem] = {
     # Generators of images.
     "DCGAN generator, 1st": make((128, 100, 1, 1), 1024, 4),
@@ -126,6 +130,16 @@ _MODELS: dict[str, ConvTransposeProblem] = {
 }
 
 
+# Those of the five reference models.
+_REFERENCE = [
+    "KernelBench 57",
+    "KernelBench 75",
+    "KernelBench 69",
+    "75 ungrouped, every parameter",
+    "75 at another size",
+]
+
+
 class Suite(str, Enum):
     """A named choice of layers."""
 
@@ -150,21 +164,22 @@ def suite(which: Suite) -> list[NamedLayer]:
     KernelBench's level-1 problems with a transposed convolution. ``all``: the 22 layers of the record, from generators,
     U-Nets, pose, detection, super-resolution and audio. ``models``: layers of further models.
     """
-    if which is Suite.MODELS:
-        return [NamedLayer(name, problem) for name, problem in _MODELS.items()]
+    layers = {layer.name: layer for layer in every_layer()}
     match which:
         case Suite.REFERENCE:
-            names = [*list(_LAYERS)[:4], "75 at another size"]
+            names = _REFERENCE
         case Suite.KERNELBENCH:
-            names = [name for name in _LAYERS if name.startswith("KernelBench")]
+            names = [name for name in layers if name.startswith("KernelBench")]
         case Suite.ALL:
-            names = list(_LAYERS)[:22]
-    return [NamedLayer(name, _LAYERS[name]) for name in names]
+            names = [*_RECORD]
+        case Suite.MODELS:
+            names = [*_MODELS]
+    return [layers[name] for name in names]
 
 
 def every_layer() -> list[NamedLayer]:
     """Every layer of every suite, once."""
-    return [NamedLayer(name, problem) for name, problem in (_LAYERS | _MODELS).items()]
+    return [NamedLayer(name, problem) for name, problem in (_RECORD | _FURTHER | _MODELS).items()]
 
 
 class LayerSyntaxError(ValueError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import LayerTexts
+from polyphase.commands.options import SUITES, LayerTexts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 def bench(
     suite: Annotated[
         str | None,
-        typer.Option(
-            help="Suites: reference (five models), kernelbench, all (the 22 layers of the record). Default: reference.",
-            show_default=False,
-        ),
+        typer.Option(help=f"Suites: {SUITES}. Without, reference.", show_default=False),
     ] = None,
     layer: LayerTexts = None,
     passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",

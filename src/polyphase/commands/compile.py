@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import LayerTexts
+from polyphase.commands.options import SUITES, LayerTexts
 
 if TYPE_CHECKING:
     from polyphase.bench.kernels import Report
@@ -20,7 +20,7 @@ def compile_kernels(
     ] = "sm_80,sm_90a,sm_100a,sm_120",
     suite: Annotated[
         str | None,
-        typer.Option(help="Suites: reference, kernelbench, all. Without, every layer of each.", show_default=False),
+        typer.Option(help=f"Suites: {SUITES}. Without, every layer of each.", show_default=False),
     ] = None,
     layer: LayerTexts = None,
     dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",

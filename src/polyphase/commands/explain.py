@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import LayerTexts
+from polyphase.commands.options import SUITES, LayerTexts
 
 if TYPE_CHECKING:
     from polyphase.device import DeviceInfo
@@ -18,7 +18,7 @@ def explain(
         list[Path] | None, typer.Argument(help="Model files in KernelBench's form.", metavar="FILE", show_default=False)
     ] = None,
     layer: LayerTexts = None,
-    suite: Annotated[str | None, typer.Option(help="reference, kernelbench or all.", show_default=False)] = None,
+    suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
     device: Annotated[
         str | None, typer.Option(help="An architecture such as sm_90a; without one, this machine's GPU or sm_90a.")
     ] = None,

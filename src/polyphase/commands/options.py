@@ -21,6 +21,9 @@ LayerTexts = Annotated[
 ]
 """The option ``--layer``."""
 
+SUITES = "reference (five models), kernelbench, all (the 22 layers of the record), models (64 layers of further ones)"
+"""The values of ``--suite``, several of which may stand behind one another, with commas."""
+
 
 class Dtype(str, Enum):
     """A real floating-point dtype."""

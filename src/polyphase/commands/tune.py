@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyphase.commands.options import LayerTexts
+from polyphase.commands.options import SUITES, LayerTexts
 
 
 def tune(
@@ -15,7 +15,7 @@ def tune(
         list[Path] | None, typer.Argument(help="Model files in KernelBench's form.", metavar="FILE", show_default=False)
     ] = None,
     layer: LayerTexts = None,
-    suite: Annotated[str | None, typer.Option(help="reference, kernelbench or all.", show_default=False)] = None,
+    suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
     passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",
     dtypes: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",

@@ -193,11 +193,7 @@ def distinct_names(found: Found, taken: Collection[str]) -> dict[Key, str]:
 def text_of(module_name: str, found: Found, names: dict[Key, str]) -> str:
     """What was collected of a module, definitions two lines apart where they are more than one line."""
     module = _module(module_name)
-    renamed = {
-        local: names[key]
-        for local, key in [*((name, (module_name, name)) for name in module.definitions), *module.ours.items()]
-        if key in names
-    }
+    renamed = _renamed(module, names)
     statements = {name: module.definitions[name] for owner, name in found.keys if owner == module_name}
     pieces = []
     for statement in sorted(dict.fromkeys(statements.values()), key=lambda statement: statement.lineno):
@@ -212,10 +208,17 @@ def text_of(module_name: str, found: Found, names: dict[Key, str]) -> str:
 def types_of(found: Found, names: dict[Key, str]) -> str:
     """The aliases that annotations name."""
     lines = []
-    for module_name, name in sorted(found.types):
-        statement = _statement((module_name, name))
-        lines += _module(module_name).lines[statement.lineno - 1 : statement.end_lineno]
+    for key in sorted(found.types):
+        statement, module = _statement(key), _module(key[0])
+        text = "\n".join(module.lines[statement.lineno - 1 : statement.end_lineno])
+        lines.append(rewrite(text, _renamed(module, names)).strip("\n"))
     return "\n".join(lines)
+
+
+def _renamed(module: _Module, names: dict[Key, str]) -> dict[str, str]:
+    """New names by those that a module uses."""
+    keys = [*((name, (module.name, name)) for name in module.definitions), *module.ours.items()]
+    return {local: names[key] for local, key in keys if key in names}
 
 
 def docstring_of(module_name: str) -> str:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import polyphase
-from polyphase.algorithms import ALGORITHMS, FOR_ANY_SIZE
-from polyphase.algorithms.base import Candidate, Launch, Layouts, typical
+from polyphase.algorithms.base import Launch, Layouts, typical
 from polyphase.device import DeviceInfo
 from polyphase.emit import support
 from polyphase.emit.collect import (
@@ -32,8 +31,7 @@ from polyphase.emit.model import EmitError, Model
 from polyphase.errors import UnsupportedError
 from polyphase.jit.compiler import settled
 from polyphase.jit.source import SHARED_FILES, KernelSource, read
-from polyphase.plan import launches as all_launches
-from polyphase.plan import plan
+from polyphase.plan import Selection, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
 _HERE = Path(__file__).parent
@@ -75,11 +73,10 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         for device in devices:
             choices[device.arch] = {}
             for pass_ in Pass:
-                candidate, sources = _plan(problem, pass_, device)
-                algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == candidate.algorithm)
-                choices[device.arch][pass_] = support.Choice(algorithm, candidate.variant)
+                chosen, sources = _choose(problem, pass_, device)
+                choices[device.arch][pass_] = support.Choice(chosen.algorithm, chosen.candidate.variant)
                 kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
-                plans.append((name, device.arch, pass_.value, candidate.describe()))
+                plans.append((name, device.arch, pass_.value, chosen.candidate.describe()))
         layers.append(support.Layer(problem, choices))
     settled_kernels = {arch: _settled(sources, arch, remarks) for arch, sources in kernels.items()}
 
@@ -110,24 +107,18 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     return Emitted("\n\n".join(parts) + "\n", plans, remarks)
 
 
-def _plan(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Candidate, list[KernelSource]]:
-    """What the planner chooses at a typical size, and its kernels at that and the layer's.
+def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Selection, list[KernelSource]]:
+    """What the planner selects at a typical size, and its kernels at that and the layer's.
 
-    Where that does not serve any other size, it is the next best that does.
+    Of a layer's two kernels it is the one that serves any size.
     """
     problem = problem.of_pass(pass_)
-    sizes = typical(problem), problem
-    candidate = plan(sizes[0], pass_, device, by_prediction=True).candidate
-    assert candidate is not None
-    names = [algorithm.name for algorithm in FOR_ANY_SIZE]
-    if candidate.algorithm not in names:
-        offers = all_launches(sizes[0], pass_, device)
-        candidate = min((each for each, _ in offers if each.algorithm in names), key=lambda each: each.seconds)
-    algorithm = next(algorithm for algorithm in ALGORITHMS if algorithm.name == candidate.algorithm)
-    launches = [
-        algorithm.launch(size, pass_, device, Layouts.of_call(size, pass_), candidate.variant) for size in sizes
-    ]
-    return candidate, list(dict.fromkeys(source for launch in launches for source in _sources(launch)))
+    selected = plan(typical(problem), pass_, device, by_prediction=True).selected
+    chosen = next(each for each in selected if each.algorithm.any_size)
+    layouts = Layouts.of_call(problem, pass_)
+    at_size = chosen.algorithm.launch(problem, pass_, device, layouts, chosen.candidate.variant)
+    sources = (source for launch in (chosen.launch, at_size) for source in _sources(launch))
+    return chosen, list(dict.fromkeys(sources))
 
 
 def _sources(launch: Launch) -> list[KernelSource]:

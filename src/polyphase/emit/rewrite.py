@@ -34,7 +34,7 @@ def rewrite(text: str, names: Mapping[str, str] | None = None) -> str:
     """``text``, a piece of Python that parses by itself, with the global ``names`` changed."""
     names = names or {}
     tree = ast.parse(text)
-    edits = [*_annotations(tree, text, names), *_docstrings(tree, text), *_renamed(tree, text, names)]
+    edits = [*_annotations(tree, names), *_docstrings(tree), *_renamed(tree, text, names)]
     lines = [line.encode() for line in text.splitlines(keepends=True)]
     for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
         (first, column), (last, end) = edit.start, edit.end
@@ -63,7 +63,7 @@ def _body(function: ast.AST) -> Iterator[ast.AST]:
         yield from ast.walk(statement)
 
 
-def _annotations(tree: ast.AST, text: str, names: Mapping[str, str]) -> Iterator[_Edit]:
+def _annotations(tree: ast.AST, names: Mapping[str, str]) -> Iterator[_Edit]:
     for annotation in evaluated_annotations(tree):
         written = ast.unparse(annotation).replace('"', "'")
         if isinstance(annotation, ast.Constant) or _PLAIN.fullmatch(written):
@@ -73,7 +73,7 @@ def _annotations(tree: ast.AST, text: str, names: Mapping[str, str]) -> Iterator
         yield _replace(annotation, f'"{written}"')
 
 
-def _docstrings(tree: ast.AST, text: str) -> Iterator[_Edit]:
+def _docstrings(tree: ast.AST) -> Iterator[_Edit]:
     for node in ast.walk(tree):
         if not isinstance(node, (*_Scope, ast.Module)) or ast.get_docstring(node) is None:
             continue

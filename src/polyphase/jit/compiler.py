@@ -19,7 +19,7 @@ from polyphase.jit.cache import KernelCache, cache_directory
 from polyphase.jit.source import KernelSource
 
 if TYPE_CHECKING:
-    from polyphase.problem import ConvTransposeProblem, Pass
+    pass
 
 _locks: dict[tuple[KernelSource, str], threading.Lock] = {}
 _locks_guard = threading.Lock()
@@ -90,14 +90,6 @@ def _key(source: KernelSource, arch: str) -> bytes:
     return hashlib.sha256("\0".join((source.text, arch, _compiler_version())).encode()).digest()
 
 
-def compile_report(problem: ConvTransposeProblem, pass_: Pass, arch: str) -> list[Resources]:
-    """Compiles every kernel variant that the planner can choose for a layer, without a GPU, and reports each."""
-    from polyphase.device import DeviceInfo
-    from polyphase.plan import kernel_sources
-
-    return [resources_of(source, arch) for source in kernel_sources(problem, pass_, DeviceInfo.for_arch(arch))]
-
-
 def resources_of(source: KernelSource, arch: str) -> Resources:
     """Compiles one kernel, past the cache, and reads the assembler's report."""
     started = time.perf_counter()
@@ -137,18 +129,18 @@ def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSour
     Returns the source as it was compiled, its binary and the assembler's report.
     """
     while True:
-        binary, log = _compile(source, arch, "-v")
+        binary, log = _compile(source, arch)
         if source.min_blocks <= 1 or _number(log, r"(\d+) bytes spill stores") == 0:
             return source, binary, log
         source = source.with_constants(MIN_BLOCKS=source.min_blocks - 1)
 
 
-def _compile(source: KernelSource, arch: str, assembler_options: str | None = None) -> tuple[bytes, str]:
+def _compile(source: KernelSource, arch: str) -> tuple[bytes, str]:
     global compilations
     core = cuda_core()
     log = io.StringIO()
     try:
-        options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options=assembler_options)
+        options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options="-v")
         binary = core.Program(source.text, "c++", options).compile("cubin", logs=log)
     except Exception as error:
         path = _keep(source)

@@ -30,30 +30,20 @@ _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async", "operand"),
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
-        *(
-            "tensor_float",
-            "row_blocks",
-            "dependent",
-            "copy_async",
-            "wgmma",
-            "async",
-            "mma",
-            "matrix",
-            "divisor",
-            "gemm_tile",
-        ),
-        "pixel_loader",
+        "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
+        "gemm_tile", "pixel_loader",
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
+    "weight_grad": (),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "input_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
     "weight_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
-}
+}  # fmt: skip
 
 # Depth in elements and operand type of the tensor cores' instructions.
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
@@ -95,7 +85,7 @@ class KernelSource:
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
             *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
         ]
-        if "mma" in _BUILDING_BLOCKS.get(self.kernel, ()):
+        if "mma" in _BUILDING_BLOCKS[self.kernel]:
             depth, operand = _OPERANDS[self.dtype]
             lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
@@ -106,7 +96,7 @@ class KernelSource:
     @property
     def files(self) -> tuple[str, ...]:
         """The files under `KERNELS` that follow the specialisation; `SHARED_FILES` stand before it."""
-        blocks = ["geometry", *_BUILDING_BLOCKS.get(self.kernel, ())]
+        blocks = ["geometry", *_BUILDING_BLOCKS[self.kernel]]
         if self.kernel == "implicit_gemm":
             blocks.append("store_overlap" if dict(self.constants)["TAPS_IN_ROWS"] else "store_phases")
         return (*(f"common/{name}.cuh" for name in blocks), f"{self.kernel}.cu")
