@@ -25,7 +25,7 @@ from kernel_harness import (
 )
 from polyphase.algorithms.base import Layouts
 from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _tiling
-from polyphase.algorithms.gemm_variant import steps_of
+from polyphase.algorithms.tensor_cores import steps_of
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 

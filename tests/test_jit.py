@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from polyphase import CompilationError, ConvTransposeProblem, UnsupportedError
-from polyphase.algorithms import gemm_variant
+from polyphase.algorithms import implicit_gemm_variant
 from polyphase.algorithms.base import Layouts
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gather_general import GatherGeneral, GeneralVariant
@@ -590,7 +590,7 @@ def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
 def test_stores_leave_sums_in_registers(
     shape: tuple[int, ...], channels: int, kernel: tuple[int, ...], directory: Path
 ) -> None:
-    """The more a store holds the fewer sums a thread may have (`gemm_variant._held_by_stores`)."""
+    """The more a store holds the fewer sums a thread may have (`implicit_gemm_variant._held_by_stores`)."""
     problem = ConvTransposeProblem.make(shape, channels, *kernel, bias=True, dtype="bfloat16")
     launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH)).launch
     assert launch is not None
@@ -610,9 +610,9 @@ def test_long_pieces_leave_sums_in_registers(
     """Of all variants that store longer pieces the one that holds most (`GemmVariant.with_longer_pieces`)."""
     problem = ConvTransposeProblem.make(shape, channels, *kernel, dilation=dilation, bias=True, dtype="bfloat16")
     gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
-    found = gemm_variant.variants(problem, DeviceInfo.for_arch(ARCH), channels_last=False, boxes=False)
+    found = implicit_gemm_variant.variants(problem, DeviceInfo.for_arch(ARCH), channels_last=False, boxes=False)
     longer = [each for variant in found if variant.wgmma for each in variant.with_longer_pieces(gather)]
-    most = max(longer, key=lambda each: each.group_cells * gemm_variant.Product.of(gather, each).row_blocks)
+    most = max(longer, key=lambda each: each.group_cells * implicit_gemm_variant.Product.of(gather, each).row_blocks)
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
     report = compiler.resources_of(launch.source, ARCH)
     assert report.clean, (most, report)

@@ -19,13 +19,13 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, reference, run
-from polyphase.algorithms import base, gemm_tile, gemm_variant, implicit_gemm
+from polyphase.algorithms import base, implicit_gemm, implicit_gemm_tile, implicit_gemm_variant
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gather_tiled import GatherTiled, legal_variants
-from polyphase.algorithms.gemm_tile import best_tile, box_strides
-from polyphase.algorithms.gemm_variant import GemmVariant
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.algorithms.implicit_gemm_tile import best_tile, box_strides
+from polyphase.algorithms.implicit_gemm_variant import GemmVariant
 from polyphase.device import DeviceInfo
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -390,7 +390,9 @@ def gemm_variants(
     offered = (
         (layouts, gather, each)
         for layouts, gather in gathers
-        for variant in gemm_variant.variants(problem, device, gather.src.channels_last, box_strides(gather) is not None)
+        for variant in implicit_gemm_variant.variants(
+            problem, device, gather.src.channels_last, box_strides(gather) is not None
+        )
         for each in (variant, *variant.with_longer_pieces(gather))
         if not settings or settings.items() <= each._asdict().items()
     )
@@ -419,7 +421,7 @@ def gemm_case(problem: ConvTransposeProblem, **settings: object) -> GemmCase:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_products_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, channels_last: bool, row_channels: int) -> None:
     """Tables of 64-bit offsets, as images beyond 2³¹ elements have them, in as much shared memory as they are given."""
-    for module in (gemm_tile, implicit_gemm):
+    for module in (implicit_gemm_tile, implicit_gemm):
         monkeypatch.setattr(module, "wide", lambda gather: True)
     # A layer of its own: what is cached of its tiles is of wide offsets.
     problem = make((3, 20, 7, 13), 16, 3, 2, 1, 1, bias=True, channels_last=channels_last, tf32=True)

@@ -22,8 +22,8 @@ from kernel_harness import (
     run,
 )
 from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.gemm_variant import steps_of
 from polyphase.algorithms.phase_gemm import _RUN, PhaseGemm, _column_tiles, _reach, _vector
+from polyphase.algorithms.tensor_cores import steps_of
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 

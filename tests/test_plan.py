@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from helpers import random_problem
 from kernel_harness import formats
 from polyphase import UnsupportedError, plan, runtime
-from polyphase.algorithms import ALGORITHMS, gemm_variant
+from polyphase.algorithms import ALGORITHMS, implicit_gemm_variant
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny, packed_divisor
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_tile import best_tile, best_tiles, box_strides
-from polyphase.algorithms.gemm_variant import Product
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.algorithms.implicit_gemm_tile import best_tile, best_tiles, box_strides
+from polyphase.algorithms.implicit_gemm_variant import Product
 from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
 from polyphase.bench.operands import Operands, make_operands
 from polyphase.device import PORTABLE, DeviceInfo, _of_cuda
@@ -483,7 +483,9 @@ def test_families_have_the_tiles_of_their_variants(last: bool, reserve: int) -> 
     ):
         gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
         found = set()
-        for variant, stages in gemm_variant.families(problem, H200, last, last and box_strides(gather) is not None):
+        for variant, stages in implicit_gemm_variant.families(
+            problem, H200, last, last and box_strides(gather) is not None
+        ):
             tiles = best_tiles(gather, variant, stages, problem.batch, H200, reserve)
             alone = [best_tile(gather, variant._replace(stages=n), problem.batch, H200, reserve) for n in stages]
             assert tiles == alone

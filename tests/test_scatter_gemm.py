@@ -23,8 +23,8 @@ from kernel_harness import (
     run,
 )
 from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.gemm_variant import steps_of
 from polyphase.algorithms.scatter_gemm import ScatterGemm, _tiling
+from polyphase.algorithms.tensor_cores import steps_of
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 

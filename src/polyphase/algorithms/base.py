@@ -234,7 +234,7 @@ def standard(problem: ConvTransposeProblem) -> ConvTransposeProblem:
     return typical(problem, (16, 4, 2)) if is_tiny(problem) else typical(problem)
 
 
-def wide(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+def with_large_images(problem: ConvTransposeProblem) -> ConvTransposeProblem:
     """The layer at the size of large images, as layers with few channels have, unless its own are tiny."""
     return standard(problem) if is_tiny(problem) else replace(typical(problem, (16384, 256, 64)), batch=64)
 
@@ -251,9 +251,9 @@ def second_size(problem: ConvTransposeProblem) -> ConvTransposeProblem:
 
 
 def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at the size at which algorithms are compared: its `standard`, or `wide` where channels are few."""
+    """The layer at the size at which algorithms are compared: `standard`, or `with_large_images` where channels are few."""
     channels = problem.in_channels_per_group, problem.out_channels_per_group
-    return wide(problem) if all(count in FEW_CHANNELS for count in channels) else standard(problem)
+    return with_large_images(problem) if all(count in FEW_CHANNELS for count in channels) else standard(problem)
 
 
 def two_dimensions(blocks: int) -> tuple[int, int]:
@@ -262,7 +262,7 @@ def two_dimensions(blocks: int) -> tuple[int, int]:
     return math.ceil(blocks / rows), rows if blocks else 0
 
 
-def offered(
+def first_candidates(
     name: str, variants: Iterable[Any], predict: Callable[[Any], tuple[float, str] | None], count: int
 ) -> list[Candidate]:
     """The first ``count`` of ``variants`` that ``predict`` has a time and a bound for: None where no tile fits."""

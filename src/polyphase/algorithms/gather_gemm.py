@@ -15,20 +15,20 @@ from polyphase.algorithms.base import (
     Candidate,
     Launch,
     Layouts,
+    first_candidates,
     layer_constants,
-    offered,
     out_blocks,
     padded,
     round_up,
     slower_of,
     standard,
     tiles_of,
-    wide,
+    with_large_images,
 )
 from polyphase.algorithms.gather import forward_gather
-from polyphase.algorithms.gemm_variant import lacks_cores, parts_of, steps_of
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, Part, row_bytes, row_piece
+from polyphase.algorithms.tensor_cores import lacks_cores, parts_of, steps_of
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -150,7 +150,7 @@ class GatherGemm:
             tiling = _tiling(problem, layouts, variant, device)
             return None if tiling is None else _estimate(problem, variant, tiling, device)
 
-        return offered(self.name, _ranked(standard(problem), device), predict, _OFFERED)
+        return first_candidates(self.name, _ranked(standard(problem), device), predict, _OFFERED)
 
     def launch(
         self,
@@ -436,7 +436,7 @@ def _seconds(problem: ConvTransposeProblem, variant: GatherGemmVariant, device: 
 def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[GatherGemmVariant]:
     """Variants of a layer of typical size, the fastest prediction first. Wide images, with long rows, have a say."""
     offered = list(_variants(problem, device))
-    sizes = {problem, wide(problem)}
+    sizes = {problem, with_large_images(problem)}
 
     def rank() -> list[GatherGemmVariant]:
         return sorted(offered, key=lambda variant: math.prod(_seconds(size, variant, device) for size in sizes))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, round_up, tiles_of, two_dimensions
 from polyphase.algorithms.gather import MAX_PHASES, Gather
-from polyphase.algorithms.tile_cost import Counts, TiledVariant, cycles_per_result, registers, thread_cycles
+from polyphase.algorithms.gather_tiled_cost import Counts, TiledVariant, cycles_per_result, registers, thread_cycles
 from polyphase.device import REGISTERS, DeviceInfo
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, accumulator_bytes

@@ -15,8 +15,8 @@ from polyphase.algorithms.base import (
     Launch,
     Layouts,
     affordable_planes,
+    first_candidates,
     layer_constants,
-    offered,
     padded,
     round_up,
     rounds_of,
@@ -25,7 +25,7 @@ from polyphase.algorithms.base import (
     tiles_of,
 )
 from polyphase.algorithms.gather import Side, five
-from polyphase.algorithms.gemm_variant import lacks_cores
+from polyphase.algorithms.gradient import Gradient, blocks_of, lanes_of, window_of
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import (
     MAX_SIDE,
@@ -93,23 +93,13 @@ class _Tiling:
         return math.prod(self.tiles)
 
 
-class _GradientGemm:
+class _GradientGemm(Gradient):
     """What the two kernels share."""
 
-    pass_: Pass
-    name: str
-    any_size: bool
-
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not self.pass_:
-            return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
-        if problem.dtype == "float32" and not problem.uses_tf32:
-            return "float32 stays exact where TF32 is not allowed, or channels are few"
+    def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
-        if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
+        if not self.candidates(problem, self.pass_, device, Layouts.dense(problem)):
             return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
@@ -122,7 +112,7 @@ class _GradientGemm:
             tiling = _tiling(problem, pass_, layouts, variant, device)
             return None if tiling is None else _estimate(problem, pass_, variant, tiling, device)
 
-        return offered(self.name, _ranked(standard(problem), pass_, device), predict, _OFFERED)
+        return first_candidates(self.name, _ranked(standard(problem), pass_, device), predict, _OFFERED)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GradientVariant
@@ -131,7 +121,7 @@ class _GradientGemm:
         assert tiling is not None
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
-        blocks = _blocks(problem, pass_, variant)
+        blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
         if pass_ is Pass.WEIGHT_GRAD:
             parts = _parts(problem, variant, tiling, device)
             length = max(1, math.ceil(tiling.total / parts))
@@ -196,17 +186,9 @@ def _sizes(tiling: _Tiling) -> tuple[int, int, int]:
     return tiling.skew, tiling.table_bytes, tiling.stage_bytes
 
 
-def _blocks(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant) -> int:
-    """Blocks of a tile of positions, or of a part of them."""
-    blocks = math.ceil(problem.in_channels_per_group / variant.rows) * problem.groups
-    if pass_ is Pass.WEIGHT_GRAD:
-        blocks *= math.ceil(problem.out_channels_per_group / variant.out_chunk)
-    return blocks
-
-
 def _parts(problem: ConvTransposeProblem, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> int:
     """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
-    blocks = _blocks(problem, Pass.WEIGHT_GRAD, variant)
+    blocks = blocks_of(problem, Pass.WEIGHT_GRAD, variant.rows, variant.out_chunk)
     full = max(1, device.multiprocessors * variant.min_blocks // blocks)
     return max(1, min(full, affordable_planes(problem), tiling.total // 8))
 
@@ -250,24 +232,6 @@ def _fits(variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> bool
     return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
 
 
-def lanes_of(problem: ConvTransposeProblem, positions: int) -> Iterator[tuple[int, int, int, int]]:
-    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
-
-    Long rows come first.
-    """
-    depth, height, width = five(problem.input_shape)[2:]
-    for w in reversed(_extents(width, positions)):
-        for h in _extents(height, positions // w):
-            for d in _extents(depth, positions // (w * h)):
-                yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w
-
-
-def _extents(size: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: powers of two, and equal parts of at most so many."""
-    found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
-    return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
-
-
 def _tiles(
     problem: ConvTransposeProblem,
     pass_: Pass,
@@ -296,36 +260,6 @@ def _tiles(
     stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
     counts = tiles_of(problem.batch, x.shape[2:], lanes)
     return _Tiling(lanes, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
-
-
-def window_of(
-    problem: ConvTransposeProblem,
-    layouts: Layouts,
-    out_chunk: int,
-    lanes: tuple[int, int, int, int],
-    multiple: int = 1,
-) -> tuple[Part, int]:
-    """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
-
-    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned. Channels first,
-    rows are as long as a ``multiple``, a power of two, says.
-    """
-    size = DTYPE_BYTES[problem.dtype]
-    grad = Side(five(problem.output_shape), layouts.output)
-    axes = problem.axes3
-    slabs, rows, columns = (
-        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
-    )
-    if grad.channels_last:
-        piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
-        extent = (lanes[0], slabs, rows, columns)
-        return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
-    whole_rows = lanes[3] >= problem.input_size[-1]
-    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
-    skew = -axes[2].padding % piece
-    extent = (lanes[0], slabs, rows, round_up(skew + columns, max(piece, multiple)))
-    pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
-    return Part(extent, piece, pitch, math.prod(extent) // piece), skew
 
 
 # Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
@@ -357,7 +291,7 @@ def _estimate(
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     stage = _stage_cycles(problem, pass_, variant, tiling)
-    blocks, block = _blocks(problem, pass_, variant), _BLOCK
+    blocks, block = blocks_of(problem, pass_, variant.rows, variant.out_chunk), _BLOCK
     if pass_ is Pass.WEIGHT_GRAD:
         parts = _parts(problem, variant, tiling, device)
         stages = math.ceil(tiling.total / parts)

@@ -18,8 +18,8 @@ from polyphase.algorithms.base import (
     Layouts,
     affordable_planes,
     engine_strides,
+    first_candidates,
     layer_constants,
-    offered,
     padded,
     round_up,
     rounds_of,
@@ -28,10 +28,10 @@ from polyphase.algorithms.base import (
     tiles_of,
 )
 from polyphase.algorithms.gather import Side, five
-from polyphase.algorithms.gemm_variant import lacks_cores
-from polyphase.algorithms.gradient_gemm import lanes_of, window_of
+from polyphase.algorithms.gradient import Gradient, blocks_of, lanes_of, window_of
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, STILL_BYTES, Part, copy_cycles
+from polyphase.algorithms.tensor_cores import OPERATION_BYTES
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -40,7 +40,6 @@ _GROUPS = 2  # of 128 threads that multiply; one more loads
 _LOADERS = 128
 _OFFERED = 6
 _BUFFERS = (6, 5, 4, 3)  # of stages; tried from the left
-_OPERATION_BYTES = 32  # of k
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 256  # columns by row tiles of a group
 _MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one dimension
@@ -109,28 +108,18 @@ class _Tiling:
         return 0 if self.window_box is None else math.prod(self.window_box.box) * DTYPE_BYTES[self.window_box.dtype]
 
 
-class _GradientWgmma:
+class _GradientWgmma(Gradient):
     """What the two kernels share."""
 
-    pass_: Pass
-    name: str
-    any_size: bool
-
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not self.pass_:
-            return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
-        if problem.dtype == "float32" and not problem.uses_tf32:
-            return "float32 stays exact where TF32 is not allowed, or channels are few"
         if problem.channels_last:
             return "reads tensors whose pixels are innermost"
         row = problem.out_channels_per_group * problem.taps * DTYPE_BYTES[problem.dtype]
-        if pass_ is Pass.INPUT_GRAD and row % 16:
+        if self.pass_ is Pass.INPUT_GRAD and row % 16:
             return f"an input channel's weights, {row} bytes, are no multiple of 16 bytes"
-        if not _ranked(standard(problem), pass_, device):
+        if not _ranked(standard(problem), self.pass_, device):
             return f"no stage of {problem.taps} taps fits shared memory, or none whose rows the copy engine takes"
         return None
 
@@ -144,7 +133,7 @@ class _GradientWgmma:
             return None if tiling is None else _estimate(problem, pass_, variant, tiling, device)
 
         ranked = _ranked(standard(problem), pass_, device)
-        return offered(self.name, ranked, predict, _OFFERED) if predict(ranked[0]) is not None else []
+        return first_candidates(self.name, ranked, predict, _OFFERED) if predict(ranked[0]) is not None else []
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WgmmaVariant
@@ -153,7 +142,7 @@ class _GradientWgmma:
         assert tiling is not None
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
-        blocks = _blocks(problem, pass_, variant)
+        blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
         shared = (tiling.table, tiling.stage, tiling.window_at)
         geometry = bytes(2 * TENSOR_MAP_BYTES) + grad.packed()
         planes = 1
@@ -161,7 +150,7 @@ class _GradientWgmma:
             parts = _parts(problem, variant, tiling, device)
             length = max(1, math.ceil(tiling.total / parts))
             planes = max(1, math.ceil(tiling.total / length))
-            flush = max(1, _FLUSH * DTYPE_BYTES[problem.dtype] // (_OPERATION_BYTES * tiling.steps))
+            flush = max(1, _FLUSH * DTYPE_BYTES[problem.dtype] // (OPERATION_BYTES * tiling.steps))
             geometry += tiling.window.packed() + tiling.runs.packed()
             geometry += struct.pack("<2i8i", problem.batch, problem.groups, *tiling.lanes, *tiling.tiles)
             geometry += struct.pack("<5i", tiling.joined, tiling.steps, flush, tiling.skew, tiling.box_bytes)
@@ -215,17 +204,9 @@ class WeightGradWgmma(_GradientWgmma):
     any_size = False
 
 
-def _blocks(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant) -> int:
-    """Blocks of a tile of positions, or of a part of them."""
-    blocks = math.ceil(problem.in_channels_per_group / variant.columns) * problem.groups
-    if pass_ is Pass.WEIGHT_GRAD:
-        blocks *= math.ceil(problem.out_channels_per_group / variant.out_chunk)
-    return blocks
-
-
 def _parts(problem: ConvTransposeProblem, variant: WgmmaVariant, tiling: _Tiling, device: DeviceInfo) -> int:
     """Parts of the positions: the most that leave no multiprocessor idle for long."""
-    blocks = _blocks(problem, Pass.WEIGHT_GRAD, variant)
+    blocks = blocks_of(problem, Pass.WEIGHT_GRAD, variant.columns, variant.out_chunk)
     most = max(1, min(affordable_planes(problem), tiling.total // 8, 4 * device.multiprocessors // blocks))
 
     def rounds(parts: int) -> float:
@@ -274,10 +255,10 @@ def _tiles(
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD:
         found = _input_runs(problem, layouts, variant, lanes)
-        steps = math.prod(lanes) * size // _OPERATION_BYTES
+        steps = math.prod(lanes) * size // OPERATION_BYTES
     else:
         found = _weight_runs(problem, layouts, variant), 0
-        steps = variant.out_chunk * problem.taps * size // _OPERATION_BYTES
+        steps = variant.out_chunk * problem.taps * size // OPERATION_BYTES
     runs, joined = found
     if runs is None:
         return None
@@ -289,7 +270,7 @@ def _tiles(
     window_at = runs.column_bytes * variant.columns
     stage = round_up(window_at + variant.out_chunk * window.pitch, 1024)
     tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
-    table = round_up(4 * steps * _OPERATION_BYTES // size, 16)
+    table = round_up(4 * steps * OPERATION_BYTES // size, 16)
     places = window.places * (MOVING_BYTES if pass_ is Pass.WEIGHT_GRAD else STILL_BYTES)
     if window_box is not None:
         places = 0
@@ -464,7 +445,8 @@ def _estimate(
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     stage = _stage_cycles(problem, pass_, variant, tiling)
-    blocks, block = _blocks(problem, pass_, variant), _BLOCK + _RESULT * variant.rows * variant.columns
+    blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
+    block = _BLOCK + _RESULT * variant.rows * variant.columns
     if pass_ is Pass.WEIGHT_GRAD:
         parts = _parts(problem, variant, tiling, device)
         stages = math.ceil(tiling.total / parts)
@@ -509,7 +491,7 @@ def _rank(
 def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaVariant]:
     """Variants worth a thought, their buffers left open."""
     out, taps, size = problem.out_channels_per_group, problem.taps, DTYPE_BYTES[problem.dtype]
-    operation = _OPERATION_BYTES // size
+    operation = OPERATION_BYTES // size
     widths = {
         round_up(math.ceil(problem.in_channels_per_group / math.ceil(problem.in_channels_per_group / most)), 8)
         for most in (_MOST_COLUMNS, 128, 64)

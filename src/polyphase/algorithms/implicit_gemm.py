@@ -14,8 +14,8 @@ from polyphase.algorithms.base import (
     Launch,
     Layouts,
     dense_strides,
+    first_candidates,
     is_tiny,
-    offered,
     packed_divisor,
     padded,
     round_up,
@@ -23,19 +23,19 @@ from polyphase.algorithms.base import (
     typical,
 )
 from polyphase.algorithms.gather import MAX_PHASES, Gather
-from polyphase.algorithms.gemm_cost import estimate
-from polyphase.algorithms.gemm_tile import (
+from polyphase.algorithms.implicit_gemm_cost import estimate
+from polyphase.algorithms.implicit_gemm_tile import (
     Tile,
     best_tile,
     best_tiles,
     box_strides,
     boxes,
+    needs_wide_offsets,
     raw_pitch,
     shared_bytes,
     store_vector,
-    wide,
 )
-from polyphase.algorithms.gemm_variant import (
+from polyphase.algorithms.implicit_gemm_variant import (
     CHUNK_BYTES,
     CONSUMERS,
     ROWS,
@@ -43,9 +43,9 @@ from polyphase.algorithms.gemm_variant import (
     GemmVariant,
     Product,
     families,
-    lacks_cores,
 )
 from polyphase.algorithms.rankings import kept
+from polyphase.algorithms.tensor_cores import lacks_cores
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -105,10 +105,10 @@ class ImplicitGemm:
             tile = best_tile(gather, variant, problem.batch, device)
             return None if tile is None else estimate(gather, variant, tile, device, problem.bytes)
 
-        found = offered(self.name, variants(sized), predict, _OFFERED)
+        found = first_candidates(self.name, variants(sized), predict, _OFFERED)
         larger = replace(typical(problem, _LARGEST_TINY), batch=256)
         if not gather.mirrored and is_tiny(problem) and is_tiny(larger):
-            with_halo = offered(self.name, variants(larger, halo=True), predict, _OFFERED_WITH_HALO)
+            with_halo = first_candidates(self.name, variants(larger, halo=True), predict, _OFFERED_WITH_HALO)
             found = found[: _OFFERED - _OFFERED_WITH_HALO]
             found += [candidate for candidate in with_halo if candidate not in found]
         return found
@@ -140,7 +140,9 @@ class ImplicitGemm:
             tile.run,
         )
         geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
-        source = KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product))
+        source = KernelSource(
+            self.name, problem.dtype, needs_wide_offsets(gather), self._constants(gather, variant, product)
+        )
         return Launch(
             source=source,
             grid=(_blocks(items, tile_items, device, variant), 1, 1),

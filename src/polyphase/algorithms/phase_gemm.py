@@ -11,8 +11,8 @@ from polyphase.algorithms.base import (
     Candidate,
     Launch,
     Layouts,
+    first_candidates,
     layer_constants,
-    offered,
     packed_divisor,
     padded,
     rounds_of,
@@ -20,7 +20,7 @@ from polyphase.algorithms.base import (
     standard,
 )
 from polyphase.algorithms.gather import forward_gather
-from polyphase.algorithms.gemm_variant import lacks_cores, parts_of, steps_of
+from polyphase.algorithms.tensor_cores import lacks_cores, parts_of, steps_of
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
@@ -86,7 +86,7 @@ class PhaseGemm:
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> list[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
-        return offered(
+        return first_candidates(
             self.name,
             _ranked(standard(problem), device),
             lambda variant: _estimate(problem, variant, device),

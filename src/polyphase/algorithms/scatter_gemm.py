@@ -14,9 +14,9 @@ from polyphase.algorithms.base import (
     Candidate,
     Launch,
     Layouts,
+    first_candidates,
     is_tiny,
     layer_constants,
-    offered,
     out_blocks,
     padded,
     round_up,
@@ -27,9 +27,9 @@ from polyphase.algorithms.base import (
     typical,
 )
 from polyphase.algorithms.gather import MAX_PHASES, Gather, Side, forward_gather
-from polyphase.algorithms.gemm_variant import lacks_cores, parts_of, steps_of
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import row_piece, widest_piece
+from polyphase.algorithms.tensor_cores import lacks_cores, parts_of, steps_of
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -126,7 +126,7 @@ class ScatterGemm:
             tiling = _tiling(problem, layouts, variant, device)
             return None if tiling is None else _estimate(problem, variant, tiling, device)
 
-        return offered(self.name, _ranked(standard(problem), device), predict, _OFFERED)
+        return first_candidates(self.name, _ranked(standard(problem), device), predict, _OFFERED)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ScatterVariant

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from polyphase.algorithms.base import TINY, is_tiny
 from polyphase.algorithms.gather import Gather
+from polyphase.algorithms.tensor_cores import parts_of
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
 
@@ -211,31 +212,12 @@ class Product:
         return self.steps * self.step_bytes(variant)
 
 
-def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
-    """Why the tensor cores cannot compute a layer on a device, or None where they can."""
-    if problem.dtype not in ("float32", "float16", "bfloat16"):
-        return f"tensor cores here do not take {problem.dtype}"
-    if device.capability < 80:
-        return f"{device.arch} lacks the tensor cores' instructions"
-    return None
-
-
-def parts_of(problem: ConvTransposeProblem) -> int:
-    """Parts in which the tensor cores take an element: two keep the accuracy of float32."""
-    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
-
-
-def steps_of(problem: ConvTransposeProblem) -> int:
-    """Operations of ``mma.sync``, or of Hopper's instruction, that a group's input channels take."""
-    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / 32)
-
-
 def variants(
     problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
 ) -> Iterator[GemmVariant]:
     """Every variant that the registers allow; ``channels_last`` is the source's memory format.
 
-    ``boxes``: whether the copy engine can take it apart (`gemm_tile.box_strides`).
+    ``boxes``: whether the copy engine can take it apart (`implicit_gemm_tile.box_strides`).
     """
     for variant, stages in families(problem, device, channels_last, boxes):
         yield from (variant._replace(stages=count) for count in reversed(stages))

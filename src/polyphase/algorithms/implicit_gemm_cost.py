@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from polyphase.algorithms.base import slower_of
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_tile import Tile
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
+from polyphase.algorithms.implicit_gemm_tile import Tile
+from polyphase.algorithms.implicit_gemm_variant import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES
 

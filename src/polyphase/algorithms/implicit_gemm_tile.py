@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 from polyphase.algorithms.base import Boxes, engine_strides, extent
 from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gemm_variant import CHUNK_BYTES, CONSUMERS, ROWS, GemmVariant, Product, Taps, fills_stages
+from polyphase.algorithms.implicit_gemm_variant import (
+    CHUNK_BYTES,
+    CONSUMERS,
+    ROWS,
+    GemmVariant,
+    Product,
+    Taps,
+    fills_stages,
+)
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES
 
@@ -69,7 +77,7 @@ class _SharedBytes:
         self.allocated = variant.parts * chunks * CHUNK_BYTES
         self.in_boxes = variant.boxes
         self.raw = 0 if self.src_channels_last else variant.raw_slots * chunks * CHUNK_BYTES
-        self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
+        self.table = 4 + (8 if needs_wide_offsets(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
         self.worst_halo = variant.cells if variant.taps_in_rows else 0
@@ -98,7 +106,7 @@ def _static_shared_bytes(variant: GemmVariant, product: Product, stages: int) ->
 
 
 @lru_cache(maxsize=4096)
-def wide(gather: Gather) -> bool:
+def needs_wide_offsets(gather: Gather) -> bool:
     """Whether offsets within an image need more than 32 bits."""
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
 
@@ -110,7 +118,7 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
         pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
-    places = CONSUMERS * variant.group_cells * (16 if wide(gather) else 8)
+    places = CONSUMERS * variant.group_cells * (16 if needs_wide_offsets(gather) else 8)
     cells, stride = variant.piece(gather), gather.axes[2].stride
     if gather.dst.channels_last:
         return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)

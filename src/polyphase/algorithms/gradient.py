@@ -1,0 +1,90 @@
+"""What the gradients' algorithms on tensor cores have in common: tiles of positions, windows of the output gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from polyphase.algorithms.base import Four, Layouts, round_up
+from polyphase.algorithms.gather import Side, five
+from polyphase.algorithms.stages import Part, channel_piece, row_piece
+from polyphase.algorithms.tensor_cores import lacks_cores
+from polyphase.device import DeviceInfo
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+
+
+class Gradient:
+    """An algorithm for one of the gradients."""
+
+    name: str
+    any_size: bool
+    pass_: Pass
+
+    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not self.pass_:
+            return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
+        if (reason := lacks_cores(problem, device)) is not None:
+            return reason
+        if problem.dtype == "float32" and not problem.uses_tf32:
+            return "float32 stays exact where TF32 is not allowed, or channels are few"
+        return self._refusal(problem, device)
+
+    def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+        """Its own reasons."""
+        raise NotImplementedError
+
+
+def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chunk: int) -> int:
+    """Blocks of a tile of positions, or of a part of them, of so many channels each."""
+    blocks = math.ceil(problem.in_channels_per_group / in_chunk) * problem.groups
+    if pass_ is Pass.WEIGHT_GRAD:
+        blocks *= math.ceil(problem.out_channels_per_group / out_chunk)
+    return blocks
+
+
+def lanes_of(problem: ConvTransposeProblem, positions: int) -> Iterator[Four]:
+    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
+
+    Long rows come first.
+    """
+    depth, height, width = five(problem.input_shape)[2:]
+    for w in reversed(_extents(width, positions)):
+        for h in _extents(height, positions // w):
+            for d in _extents(depth, positions // (w * h)):
+                yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w
+
+
+def _extents(size: int, most: int) -> list[int]:
+    """Extents worth trying along one dimension: powers of two, and equal parts of at most so many."""
+    found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
+    return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
+
+
+def window_of(
+    problem: ConvTransposeProblem,
+    layouts: Layouts,
+    out_chunk: int,
+    lanes: Four,
+    multiple: int = 1,
+) -> tuple[Part, int]:
+    """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
+
+    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned. Channels first,
+    rows are as long as a ``multiple``, a power of two, says.
+    """
+    size = DTYPE_BYTES[problem.dtype]
+    grad = Side(five(problem.output_shape), layouts.output)
+    axes = problem.axes3
+    slabs, rows, columns = (
+        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
+    )
+    if grad.channels_last:
+        piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
+        extent = (lanes[0], slabs, rows, columns)
+        return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
+    whole_rows = lanes[3] >= problem.input_size[-1]
+    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
+    skew = -axes[2].padding % piece
+    extent = (lanes[0], slabs, rows, round_up(skew + columns, max(piece, multiple)))
+    pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
+    return Part(extent, piece, pitch, math.prod(extent) // piece), skew
