@@ -105,7 +105,7 @@ def test_blocks_take_tile_after_tile(name: str, room: int, outputs: int) -> None
     device = replace(H200, multiprocessors=1, shared_bytes_per_block=room, shared_bytes_per_multiprocessor=room + 1024)
     problem = replace(LAYERS[name], batch=40 if name == "tiny images" else 5)
     dense = Layouts.dense(problem)
-    candidate = GatherGemm().candidates(problem, Pass.FORWARD, device, dense)[0]
+    candidate = next(GatherGemm().candidates(problem, Pass.FORWARD, device, dense))
     launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
     tiling = _tiling(problem, dense, candidate.variant, device)
     assert tiling is not None
@@ -166,7 +166,7 @@ def test_without_the_copy_engine() -> None:
         for dtype in ("float32", "float16"):
             problem = replace(LAYERS[name], dtype=dtype)
             dense = Layouts.dense(problem)
-            candidate = GatherGemm().candidates(problem, Pass.FORWARD, device, dense)[0]
+            candidate = next(GatherGemm().candidates(problem, Pass.FORWARD, device, dense))
             launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
             assert_exact(problem, Pass.FORWARD, candidate, launch)
 

@@ -494,15 +494,16 @@ def test_channels_last() -> None:
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_an_empty_batch(dims: int) -> None:
-    problem = make((0, 4, *(5, 6, 7)[:dims]), 6, 3, 2, 1, 1, 2, True)
-    for formatted in formats(problem):
-        operands = make_operands(formatted, torch.float32, DEVICE)
-        found = results(OURS[dims], formatted, operands)
+    layer = make((0, 4, *(5, 6, 7)[:dims]), 6, 3, 2, 1, 1, 2, True)
+    cores = make((0, 32, *(8, 8, 8)[:dims]), 32, 4, 2, 1, dtype="bfloat16", bias=True)  # and tensor maps
+    for problem in (*formats(layer), *formats(cores)):
+        operands = make_operands(problem, getattr(torch, problem.dtype), DEVICE)
+        found = results(OURS[dims], problem, operands)
         assert found.output.shape == problem.output_shape
         assert found.input_grad.shape == problem.input_shape
-        assert torch.equal(found.weight_grad.cpu(), torch.zeros(problem.weight_shape))
+        assert torch.equal(found.weight_grad.float().cpu(), torch.zeros(problem.weight_shape))
         assert found.bias_grad is not None
-        assert torch.equal(found.bias_grad.cpu(), torch.zeros(problem.out_channels))
+        assert torch.equal(found.bias_grad.float().cpu(), torch.zeros(problem.out_channels))
     torch.cuda.synchronize()
 
 

@@ -170,13 +170,26 @@ def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
     for pass_, algorithm in ALGORITHMS.items():
         dense, *others = strange_layouts(layer)
-        assert algorithm.candidates(layer, pass_, H200, dense)
+        assert list(algorithm.candidates(layer, pass_, H200, dense))
         weight_last, unaligned, _, apart = others
-        assert bool(algorithm.candidates(layer, pass_, H200, weight_last)) is (pass_ is Pass.WEIGHT_GRAD)
-        assert not algorithm.candidates(layer, pass_, H200, unaligned)
-        assert not algorithm.candidates(layer, pass_, H200, apart)
+        assert bool(list(algorithm.candidates(layer, pass_, H200, weight_last))) is (pass_ is Pass.WEIGHT_GRAD)
+        assert not list(algorithm.candidates(layer, pass_, H200, unaligned))
+        assert not list(algorithm.candidates(layer, pass_, H200, apart))
     odd = replace(layer, input_size=(7, 7))
-    assert not WeightGradWgmma().candidates(odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd))
+    assert not list(WeightGradWgmma().candidates(odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd)))
+
+
+def test_a_new_size_predicts_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One variant, of three that could be had: planning is a part of the first call of every size."""
+    layer = make((2, 64, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
+    asked = []
+    estimate = gradient_wgmma._estimate
+    monkeypatch.setattr(gradient_wgmma, "_estimate", lambda *given: asked.append(given) or estimate(*given))
+    for pass_, algorithm in ALGORITHMS.items():
+        assert len(list(algorithm.candidates(layer, pass_, H200, Layouts.dense(layer)))) >= 3
+        asked.clear()
+        next(algorithm.candidates(replace(layer, input_size=(33, 40)), pass_, H200, Layouts.dense(layer)))
+        assert len(asked) == 1
 
 
 def test_every_size_has_the_layer_s_kernel() -> None:
@@ -185,5 +198,5 @@ def test_every_size_has_the_layer_s_kernel() -> None:
         found = set()
         for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
             problem = replace(layer, batch=batch, input_size=size)
-            found.add(algorithm.candidates(problem, pass_, H200, Layouts.dense(problem))[0].variant)
+            found.add(next(algorithm.candidates(problem, pass_, H200, Layouts.dense(problem))).variant)
         assert len(found) == 1

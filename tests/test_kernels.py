@@ -657,7 +657,7 @@ def test_boxes_of_strange_tensors(name: str) -> None:
     """The first variant with boxes, where there is one."""
     problem, strides = STRANGE[name]
     layouts = replace(Layouts.dense(problem), input=strides)
-    found = ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)
+    found = list(ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts))
     offers = [GemmCase(problem, layouts, candidate.variant).offers(H200)[0] for candidate in found]
     candidate, launch = next((offer for offer in offers if offer[1].boxes), offers[0])
     assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(1))

@@ -259,6 +259,10 @@ def test_maps_say_what_boxes_are(monkeypatch: pytest.MonkeyPatch, boxes: Boxes, 
     assert swizzled.name == f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"
     assert interleave.name.endswith("INTERLEAVE_NONE")
     assert fill.name.endswith("OOB_FILL_NONE")  # zeros
+    given.clear()
+    tensor_map.encode(boxes, 0)  # of an empty tensor
+    assert given[2] > 0
+    assert given[2] % 16 == 0
 
 
 def test_a_map_that_the_driver_refuses_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:

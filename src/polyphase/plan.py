@@ -9,6 +9,7 @@ cannot compute at every size; so a new size needs no further ones. Nothing is tr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -112,13 +113,13 @@ def plan(
         if found is None:
             reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device) or _NO_TILE}" for a in ALGORITHMS)
             raise UnsupportedError(f"no algorithm computes the {pass_.value} of {given} on {device.arch}: {reasons}")
-        algorithm, candidates = found
-        chosen = _by_size(algorithm, candidates, problem, pass_, device)
+        chosen = _by_size(*found, problem, pass_, device)
+        algorithm, _ = found
     kernels = [(algorithm, candidate) for candidate in chosen]
     if not algorithm.any_size:
         for_others = (each for each in algorithms if each.any_size)
-        other, offered = next(_offers(for_others, problem, pass_, device, layouts))
-        kernels.append((other, offered[0]))
+        other, candidates = next(_offers(for_others, problem, pass_, device, layouts))
+        kernels.append((other, next(candidates)))
     selected = tuple(
         Selection(each, candidate, each.launch(problem, pass_, device, layouts, candidate.variant))
         for each, candidate in kernels
@@ -145,13 +146,14 @@ def _offers(
     pass_: Pass,
     device: DeviceInfo,
     layouts: Layouts,
-) -> Iterator[tuple[Algorithm, list[Candidate]]]:
+) -> Iterator[tuple[Algorithm, Iterator[Candidate]]]:
     """Those of ``algorithms`` that can compute a pass, and what they offer; each is asked when its turn comes."""
     for algorithm in algorithms:
         if algorithm.refusal(problem, pass_, device) is None:
             candidates = algorithm.candidates(problem, pass_, device, layouts)
-            if candidates:
-                yield algorithm, candidates
+            first = next(candidates, None)
+            if first is not None:
+                yield algorithm, itertools.chain([first], candidates)
 
 
 @lru_cache(maxsize=4096)
@@ -161,14 +163,16 @@ def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> lis
 
     def seconds(algorithm: Algorithm) -> float:
         offers = _offers([algorithm], sized, pass_, device, layouts)
-        return min((candidates[0].seconds for _, candidates in offers), default=math.inf)
+        return min((next(candidates).seconds for _, candidates in offers), default=math.inf)
 
     about = f"algorithms for the {pass_.value} of {sized!r} on {device!r}"
     order = kept(about, ALGORITHMS, lambda: sorted(ALGORITHMS, key=seconds))
     return [*order, *(algorithm for algorithm in ALGORITHMS if algorithm not in order)]  # whatever the disk says
 
 
-def _measured(offers: Iterator[tuple[Algorithm, list[Candidate]]], choice: str) -> tuple[Algorithm, Candidate] | None:
+def _measured(
+    offers: Iterator[tuple[Algorithm, Iterator[Candidate]]], choice: str
+) -> tuple[Algorithm, Candidate] | None:
     """The candidate of that description, where it is offered."""
     found = (
         (algorithm, candidate)
@@ -181,17 +185,19 @@ def _measured(offers: Iterator[tuple[Algorithm, list[Candidate]]], choice: str) 
 
 def _by_size(
     algorithm: Algorithm,
-    candidates: list[Candidate],
+    candidates: Iterator[Candidate],
     problem: ConvTransposeProblem,
     pass_: Pass,
     device: DeviceInfo,
 ) -> list[Candidate]:
     """The candidates that a layer has kernels for, one or two, the better one for this size first."""
-    first, sized = candidates[0], second_size(problem)
+    first, sized = next(candidates), second_size(problem)
     if pass_ is not Pass.FORWARD or is_tiny(sized) is not is_tiny(problem):
         return [first]
     variant = _for_other_sizes(algorithm, sized, pass_, device)
-    found = [candidate for candidate in candidates[1:] if candidate.variant == variant]
+    if variant == first.variant:
+        return [first]
+    found = [candidate for candidate in candidates if candidate.variant == variant]
     return sorted([first, *found], key=lambda each: each.seconds * (_CLEARLY if each is first else 1.0))
 
 
@@ -199,7 +205,8 @@ def _by_size(
 def _for_other_sizes(algorithm: Algorithm, sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Any:
     """The variant of the fastest prediction at the size of ``sized``."""
     candidates = algorithm.candidates(sized, pass_, device, Layouts.of_call(sized, pass_))
-    return min(candidates, key=lambda each: each.seconds).variant if candidates else None
+    fastest = min(candidates, key=lambda each: each.seconds, default=None)
+    return None if fastest is None else fastest.variant
 
 
 def launches(
@@ -222,7 +229,7 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     given = problem
     problem, layouts = as_computed(problem, pass_, None)
     firsts = [
-        algorithm.launch(problem, pass_, device, layouts, candidates[0].variant)
+        algorithm.launch(problem, pass_, device, layouts, next(candidates).variant)
         for algorithm, candidates in _offers(ALGORITHMS, problem, pass_, device, layouts)
     ]
     both = plan(given, pass_, device, by_prediction=True).launches
@@ -253,7 +260,7 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
             lines.append(f"  computed as {computed}")
         for algorithm in ALGORITHMS:
             refusal = algorithm.refusal(computed, pass_, device)
-            candidates = [] if refusal else algorithm.candidates(computed, pass_, device, layouts)
+            candidates = [] if refusal else list(algorithm.candidates(computed, pass_, device, layouts))
             if not candidates:
                 lines.append(f"  not {algorithm.name}: {refusal or _NO_TILE}")
             for candidate in candidates:

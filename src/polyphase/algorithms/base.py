@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -199,8 +199,8 @@ class Algorithm(Protocol):
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
-        """Variants in rising order of predicted time.
+    ) -> Iterator[Candidate]:
+        """Variants in rising order of predicted time, each predicted when it is asked for.
 
         The first does not depend on batch and image size but for whether images are tiny, so that a new size does not
         compile again.
@@ -251,7 +251,7 @@ def second_size(problem: ConvTransposeProblem) -> ConvTransposeProblem:
 
 
 def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at the size at which algorithms are compared: `standard`, or `with_large_images` where channels are few."""
+    """The layer at the size at which algorithms are compared: `standard`, but wide images where channels are few."""
     channels = problem.in_channels_per_group, problem.out_channels_per_group
     return with_large_images(problem) if all(count in FEW_CHANNELS for count in channels) else standard(problem)
 
@@ -264,11 +264,11 @@ def two_dimensions(blocks: int) -> tuple[int, int]:
 
 def first_candidates(
     name: str, variants: Iterable[Any], predict: Callable[[Any], tuple[float, str] | None], count: int
-) -> list[Candidate]:
+) -> Iterator[Candidate]:
     """The first ``count`` of ``variants`` that ``predict`` has a time and a bound for: None where no tile fits."""
     predicted = ((variant, predict(variant)) for variant in variants)
     candidates = (Candidate(name, variant, *found) for variant, found in predicted if found is not None)
-    return list(itertools.islice(candidates, count))
+    return itertools.islice(candidates, count)
 
 
 def rounds_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:

@@ -137,13 +137,13 @@ class GatherGemm:
             return f"{phases} elements of a cell are too many for straight-line code (at most {_MAX_PHASES})"
         if problem.taps > _MAX_PRODUCTS:
             return f"{problem.taps} taps are too many for straight-line code (at most {_MAX_PRODUCTS})"
-        if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
+        if next(self.candidates(problem, pass_, device, Layouts.dense(problem)), None) is None:
             return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
 
         def predict(variant: GatherGemmVariant) -> tuple[float, str] | None:

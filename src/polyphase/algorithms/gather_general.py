@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds
@@ -33,7 +34,7 @@ class GatherGeneral:
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
         gather = Gather.of(problem, pass_, layouts)
         result = []
         for dst in (1, 4):
@@ -47,7 +48,7 @@ class GatherGeneral:
             cycles = threads / 32 * max(instructions / 4, wavefronts)
             seconds, bound = cost_seconds(problem, device, cycles)
             result.append(Candidate(self.name, GeneralVariant(dst), seconds, bound))
-        return sorted(result, key=lambda candidate: (candidate.seconds, -candidate.variant.dst_per_thread))
+        yield from sorted(result, key=lambda candidate: (candidate.seconds, -candidate.variant.dst_per_thread))
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GeneralVariant

@@ -79,10 +79,9 @@ class GatherTiled:
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
         gather = Gather.of(problem, pass_, layouts)
         work = problem.batch * problem.groups * math.prod(gather.cells) * gather.dst_channels
-        result = []
         for variant, cycles in _variants(_Layer(gather), device):
             if _fits(gather, variant, (1, 1, 1, variant.lanes), device):
                 if gather.forward:
@@ -92,8 +91,7 @@ class GatherTiled:
                 else:
                     cycles *= _MEASURED_INPUT_GRAD
                 seconds, bound = cost_seconds(problem, device, work * cycles / _busy(problem, gather, variant, device))
-                result.append(Candidate(self.name, variant, seconds, bound))
-        return result
+                yield Candidate(self.name, variant, seconds, bound)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: TiledVariant

@@ -99,13 +99,13 @@ class _GradientGemm(Gradient):
     def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
-        if not self.candidates(problem, self.pass_, device, Layouts.dense(problem)):
+        if next(self.candidates(problem, self.pass_, device, Layouts.dense(problem)), None) is None:
             return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
 
         def predict(variant: GradientVariant) -> tuple[float, str] | None:

@@ -14,6 +14,7 @@ from polyphase.algorithms.base import (
     TENSOR_MAP_BYTES,
     Boxes,
     Candidate,
+    Four,
     Launch,
     Layouts,
     affordable_planes,
@@ -34,7 +35,7 @@ from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, STILL_BYTES, Par
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 
 _GROUPS = 2  # of 128 threads that multiply; one more loads
 _LOADERS = 128
@@ -67,7 +68,7 @@ class WgmmaVariant(NamedTuple):
 class _Runs:
     """What the copy engine brings for a stage, as the kernels' ``Runs``, and the boxes that it is made of."""
 
-    count: tuple[int, int, int, int]
+    count: Four
     length: int
     span: int
     boxes: Boxes
@@ -85,8 +86,8 @@ class _Runs:
 class _Tiling:
     """How a variant cuts the input positions into tiles, and what that takes of shared memory, in bytes."""
 
-    lanes: tuple[int, int, int, int]
-    tiles: tuple[int, int, int, int]
+    lanes: Four
+    tiles: Four
     window: Part
     skew: int
     runs: _Runs
@@ -125,7 +126,7 @@ class _GradientWgmma(Gradient):
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel, and none where the first cannot be launched."""
 
         def predict(variant: WgmmaVariant) -> tuple[float, str] | None:
@@ -133,7 +134,11 @@ class _GradientWgmma(Gradient):
             return None if tiling is None else _estimate(problem, pass_, variant, tiling, device)
 
         ranked = _ranked(standard(problem), pass_, device)
-        return first_candidates(self.name, ranked, predict, _OFFERED) if predict(ranked[0]) is not None else []
+        found = first_candidates(self.name, ranked, predict, _OFFERED)
+        first = next(found, None)
+        if first is not None and first.variant == ranked[0]:
+            yield first
+            yield from found
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WgmmaVariant
@@ -228,7 +233,7 @@ def _tiling(
     return next((tiling for tiling in tilings if _shared_bytes(variant, tiling) <= available), None)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)  # a list has hundreds of kilobytes; variants of one call follow each other
 def _tilings(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant) -> list[_Tiling]:
     """All tiles, those of least work first."""
     if (layouts.weight_channels_last and pass_ is Pass.INPUT_GRAD) or layouts.output[4] != 1:
@@ -250,7 +255,7 @@ def _tiles(
     pass_: Pass,
     layouts: Layouts,
     variant: WgmmaVariant,
-    lanes: tuple[int, int, int, int],
+    lanes: Four,
 ) -> _Tiling | None:
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD:
@@ -282,7 +287,7 @@ def _as_box(
     pass_: Pass,
     layouts: Layouts,
     variant: WgmmaVariant,
-    lanes: tuple[int, int, int, int],
+    lanes: Four,
 ) -> tuple[Part, Boxes, int] | None:
     """The window as the copy engine brings it, where it can.
 
@@ -309,7 +314,7 @@ def _as_box(
     if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
         return None
 
-    def extent(columns: int) -> tuple[int, int, int, int]:
+    def extent(columns: int) -> Four:
         return images, slabs, rows, columns
 
     widths = range(columns, min(columns + 128 // size, _MAX_BOX_SIDE) + 1, vector)
@@ -327,25 +332,30 @@ def _in_pairs(problem: ConvTransposeProblem) -> bool:
     return axis.kernel % 2 == 0 and axis.dilation == 1 and axis.stride % 2 == 0 and axis.padding % 2 == 0
 
 
-@lru_cache(maxsize=16384)
-def _conflicts(
-    problem: ConvTransposeProblem, pass_: Pass, lanes: tuple[int, int, int, int], extent: tuple[int, int, int, int]
-) -> float:
+def _conflicts(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, extent: Four) -> float:
     """Passes of a warp through shared memory for one read of its rows, where the window is of that extent."""
-    size, paired = DTYPE_BYTES[problem.dtype], _in_pairs(problem) and pass_ is Pass.WEIGHT_GRAD
+    rows_are_taps = pass_ is Pass.WEIGHT_GRAD
+    paired = rows_are_taps and _in_pairs(problem)
+    return _passes(problem.axes3, DTYPE_BYTES[problem.dtype], rows_are_taps, paired, lanes, extent)
+
+
+@lru_cache(maxsize=16384)
+def _passes(
+    axes: tuple[Axis, Axis, Axis], size: int, rows_are_taps: bool, paired: bool, lanes: Four, extent: Four
+) -> float:
     _, slabs, rows, columns = extent
     pitch = math.prod(extent)
 
     def offset(n: int, d: int, h: int, w: int) -> int:
         return ((n * slabs + d) * rows + h) * columns + w
 
-    steps = [[axis.stride for axis in problem.axes3], [axis.dilation for axis in problem.axes3]]
+    steps = [[axis.stride for axis in axes], [axis.dilation for axis in axes]]
     positions = [offset(n, d * steps[0][0], h * steps[0][1], w * steps[0][2]) for n, d, h, w in _indices(lanes)]
     taps = [
         channel * pitch + offset(0, d * steps[1][0], h * steps[1][1], w * steps[1][2])
-        for channel, d, h, w in _indices((_SAMPLE, *(axis.kernel for axis in problem.axes3)))
+        for channel, d, h, w in _indices((_SAMPLE, *(axis.kernel for axis in axes)))
     ]
-    of_rows, of_k = (taps, positions) if pass_ is Pass.WEIGHT_GRAD else (positions, taps)
+    of_rows, of_k = (taps, positions) if rows_are_taps else (positions, taps)
     of_rows = of_rows[:: 2 if paired else 1]
     of_k = of_k[:: 4 // size]
     beside = (0, 1) if paired and size == 4 else (0,)  # words that are read together
@@ -369,7 +379,7 @@ def _indices(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _input_runs(
-    problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant, lanes: tuple[int, int, int, int]
+    problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant, lanes: Four
 ) -> tuple[_Runs | None, int]:
     """The input's, of a tile of positions; beside them the elements of a row, where rows are one with those behind."""
     size = DTYPE_BYTES[problem.dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -84,13 +85,13 @@ class ImplicitGemm:
             return f"{gather.taps} taps are too many to list (at most {_MAX_TAPS})"
         if gather.phases > MAX_PHASES:
             return f"{gather.phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
-        if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
+        if next(self.candidates(problem, pass_, device, Layouts.dense(problem)), None) is None:
             return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
         problem, gather = _as_forward(problem, pass_, layouts)
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)
@@ -107,11 +108,13 @@ class ImplicitGemm:
 
         found = first_candidates(self.name, variants(sized), predict, _OFFERED)
         larger = replace(typical(problem, _LARGEST_TINY), batch=256)
-        if not gather.mirrored and is_tiny(problem) and is_tiny(larger):
-            with_halo = first_candidates(self.name, variants(larger, halo=True), predict, _OFFERED_WITH_HALO)
-            found = found[: _OFFERED - _OFFERED_WITH_HALO]
-            found += [candidate for candidate in with_halo if candidate not in found]
-        return found
+        if gather.mirrored or not is_tiny(problem) or not is_tiny(larger):
+            yield from found
+            return
+        without = list(itertools.islice(found, _OFFERED - _OFFERED_WITH_HALO))
+        yield from without
+        with_halo = first_candidates(self.name, variants(larger, halo=True), predict, _OFFERED_WITH_HALO)
+        yield from (candidate for candidate in with_halo if candidate not in without)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ class PhaseGemm:
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
         return first_candidates(
             self.name,

@@ -113,13 +113,13 @@ class ScatterGemm:
             return f"{problem.out_channels_per_group} output channels are many (here at most {_MAX_OUT_CHANNELS})"
         if (phases := math.prod(problem.stride)) > MAX_PHASES:
             return f"{phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
-        if not self.candidates(problem, pass_, device, Layouts.dense(problem)):
+        if next(self.candidates(problem, pass_, device, Layouts.dense(problem)), None) is None:
             return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
 
         def predict(variant: ScatterVariant) -> tuple[float, str] | None:

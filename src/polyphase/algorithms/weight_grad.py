@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -49,17 +50,15 @@ class WeightGrad:
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
         positions = problem.batch * math.prod(problem.input_size)
         columns = problem.out_channels_per_group * problem.taps
-        result = []
         for variant, cycles in _variants(
             problem.in_channels_per_group, columns, problem.dtype, device.shared_bytes_per_block
         ):
             tiles = math.ceil(problem.in_channels_per_group / variant.rows) * math.ceil(columns / variant.columns)
             seconds, bound = cost_seconds(problem, device, _MEASURED * problem.groups * tiles * positions * cycles)
-            result.append(Candidate(self.name, variant, seconds, bound))
-        return result
+            yield Candidate(self.name, variant, seconds, bound)
 
     def launch(
         self,

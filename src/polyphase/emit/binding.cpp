@@ -52,7 +52,8 @@ void place_tensor_maps(std::string& geometry, const std::string& packed, const s
               " bytes and ", geometry.size());
   for (std::size_t i = 0; i < count; ++i) {
     std::memcpy(&boxes, packed.data() + i * sizeof boxes, sizeof boxes);
-    void* const address = addresses.at(boxes.tensor);
+    void* address = addresses.at(boxes.tensor);
+    if (address == nullptr) address = reinterpret_cast<void*>(sizeof map);  // of an empty tensor no box is brought
     const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
                                     0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
                                     0 /* zeros beside the tensor */);

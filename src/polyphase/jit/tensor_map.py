@@ -24,11 +24,14 @@ _DTYPES = {
 
 
 def encode(boxes: Boxes, address: int) -> bytes:
-    """The tensor map of boxes of the tensor at ``address``. Raises `PolyphaseError` where the driver refuses."""
+    """The tensor map of boxes of the tensor at ``address``. Raises `PolyphaseError` where the driver refuses.
+
+    No box is ever brought of an empty tensor, whose address is 0; the map has another, as the driver may want one.
+    """
     status, found = driver.cuTensorMapEncodeTiled(
         _DTYPES[boxes.element],
         len(boxes.sizes),
-        address,
+        address or TENSOR_MAP_BYTES,
         [driver.cuuint64_t(size) for size in boxes.sizes],
         [driver.cuuint64_t(stride) for stride in boxes.strides],
         [driver.cuuint32_t(side) for side in boxes.box],
