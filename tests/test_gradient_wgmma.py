@@ -188,7 +188,8 @@ def test_a_new_size_predicts_no_more_than_it_needs(monkeypatch: pytest.MonkeyPat
     for pass_, algorithm in ALGORITHMS.items():
         assert len(list(algorithm.candidates(layer, pass_, H200, Layouts.dense(layer)))) >= 3
         asked.clear()
-        next(algorithm.candidates(replace(layer, input_size=(33, 40)), pass_, H200, Layouts.dense(layer)))
+        other = replace(layer, input_size=(33, 40))
+        next(algorithm.candidates(other, pass_, H200, Layouts.dense(other)))
         assert len(asked) == 1
 
 
