@@ -181,7 +181,7 @@ def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
 
 def test_a_new_size_predicts_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One variant, of three that could be had: planning is a part of the first call of every size."""
-    layer = make((2, 64, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
+    layer = make((2, 64, 16, 16), 32, 4, 2, 1, dtype="bfloat16")
     asked = []
     estimate = gradient_wgmma._estimate
     monkeypatch.setattr(gradient_wgmma, "_estimate", lambda *given: asked.append(given) or estimate(*given))

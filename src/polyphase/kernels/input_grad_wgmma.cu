@@ -20,6 +20,7 @@ struct Geometry {
 
 constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS), STAGES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
 constexpr int DEPTH = OUT_CHUNK * TAPS;
+constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
 
 static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
 
@@ -90,16 +91,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     begin = false;
   });
 
-  dst += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
+  const int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from the thread's first on
+  const long long channel = g.x.stride[1];
+  dst += (group * IN_CHANNELS + first_in + Sums::first_column()) * channel;
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
     const long long target = targets[Sums::row(i)];
     if (target < 0) continue;
+    scalar_t* to = dst + target;
 #pragma unroll
-    for (int j = 0; j < 2 * COLUMN_TILES; ++j) {
-      const int column = Sums::first_column() + j / 2 * 8 + j % 2;
-      if (first_in + column < IN_CHANNELS)
-        narrow(sums.of[i / 2][j / 2 * 4 + i % 2 * 2 + j % 2], dst[target + column * g.x.stride[1]]);
+    for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+      const float* const pair = sums.of[i / 2] + tile * 4 + i % 2 * 2;
+      if (WHOLE_BLOCKS || 8 * tile < columns) narrow(pair[0], to[0]);
+      if (WHOLE_BLOCKS || 8 * tile + 1 < columns) narrow(pair[1], to[channel]);
+      to += 8 * channel;
     }
   }
 }

@@ -124,21 +124,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i)
           if (column < columns && Sums::row(i) < filled)
-            rows[Sums::row(i) - Sums::row(0)] =
-                before[i] + (stages > 0 ? sums.of[i / 2][tile * 4 + i % 2 * 2 + column] : 0.f);
+            rows[Sums::row(i) - Sums::row(0)] = before[i] + sums.of[i / 2][tile * 4 + i % 2 * 2 + column];
       }
       to += 8 * (OUT_CHANNELS * TAPS), columns -= 8;
       __syncwarp();  // so that the compiler does not mingle column tiles, for which there are no registers
     }
     flushed = true;
   };
-  int until_flush = g.flush;
+  int left = stages, until_flush = g.flush;
   add_stages(stages, ring, buffers, g.stage_bytes, [&](const char* from) {
     sums.add(from + g.window_bytes, from, g.runs, offsets, offsets_of_rows, g.steps, until_flush == g.flush, tells);
-    if (--until_flush == 0) {
-      flush();
-      until_flush = g.flush;
-    }
+    --left, --until_flush;
+    if (left > 0 && until_flush > 0) return;
+    flush();
+    until_flush = g.flush;
   });
-  if (until_flush < g.flush || stages <= 0) flush();
+  if (stages > 0) return;
+  for (int column = 0; column < min(COLUMNS, IN_CHANNELS - first_in); ++column)  // of an empty batch
+    for (int row = threadIdx.x; row < filled; row += 128 * GROUPS) partial[column * (OUT_CHANNELS * TAPS) + row] = 0;
 }

@@ -1,5 +1,5 @@
 // Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
-// or more. For kernels on mma.sync; the specialisation defines WARPS, and which of a block's load.
+// or more. The specialisation defines WARPS, and which of a block's load.
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int LOADERS = 32 * LOAD_WARPS;

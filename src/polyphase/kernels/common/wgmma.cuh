@@ -16,8 +16,9 @@ __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, 
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
          (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
 }
-// The same of rows of `pitch` bytes, 32, 64 or 128, whose chunks are all neighbours.
-__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, int pitch) {
+// The same of rows of `pitch` bytes, 32, 64 or 128, whose chunks are all neighbours. One that begins so many bytes
+// later is described by a sixteenth of them more.
+__device__ __forceinline__ unsigned long long describe_rows(unsigned address, int pitch) {
   const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
 }

@@ -12,10 +12,12 @@ __device__ __forceinline__ int offset_of_tap(const Part& window, int channel, in
                                                tap % AXIS_W.kernel * AXIS_W.dilation);
 }
 
-// The offsets of `count` positions of a tile of lanes[4]; beyond the tile they are the first.
+// The offsets of `count` positions of a tile of lanes[4], by the block's first threads; beyond the tile they are the
+// first.
+template <int LISTING = THREADS>
 __device__ __forceinline__ void list_positions(int* offsets, int count, const Part& window, const int (&lanes)[4],
                                                int skew) {
-  for (int i = threadIdx.x; i < count; i += THREADS) {
+  for (int i = threadIdx.x; i < count; i += LISTING) {
     int at[4];
     decode(lanes, i, at);
     if (at[0] >= lanes[0]) at[0] = at[1] = at[2] = at[3] = 0;

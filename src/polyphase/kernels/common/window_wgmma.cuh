@@ -65,14 +65,19 @@ struct Turn {
 // By one thread: the runs of a stage. `place` is the first run's first element: w, channel, h, d and n.
 __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* tensor, const Runs& runs,
                                           const int (&place)[5], char* to, unsigned barrier) {
-  const int count = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3];
+  const int count = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3], bytes = COLUMNS * runs.bytes;
+  int at[4] = {};
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
-    int at[4];
-    decode(runs.count, i, at);
     const int from[5] = {place[0] + at[3] * runs.length, place[1], place[2] + at[2], place[3] + at[1],
                          place[4] + at[0]};
-    box_copy(shared_address(to + i * COLUMNS * runs.bytes), map, tensor, from, COLUMNS * runs.bytes, barrier);
+    box_copy(shared_address(to), map, tensor, from, bytes, barrier);
+    to += bytes;
+#pragma unroll
+    for (int j = 3; j >= 0; --j) {  // the next run: divisions took longer than a copy
+      if (++at[j] < runs.count[j]) break;
+      at[j] = 0;
+    }
   }
 }
 
@@ -102,19 +107,6 @@ __device__ __forceinline__ void load_stages(int stages, bool tells, Ring& ring, 
   copies_wait<0>();
 }
 
-// A float's bits as TF32, without a branch.
-__device__ __forceinline__ unsigned round_unless(bool rounded, float value) {
-#ifndef EMULATOR
-  unsigned bits = __float_as_uint(value);
-  asm("{ .reg .pred rounds; setp.eq.b32 rounds, %1, 0; @rounds cvt.rna.tf32.f32 %0, %2; }"
-      : "+r"(bits)
-      : "r"((int)rounded), "f"(value));
-  return bits;
-#else
-  return __float_as_uint(rounded ? value : round_tf32(value));
-#endif
-}
-
 // The sums of a group of threads.
 struct Sums {
   float of[ROW_TILES][4 * COLUMN_TILES];
@@ -131,32 +123,58 @@ struct Sums {
   // thread's rows; with `rounded` it holds TF32.
   __device__ __forceinline__ void add(const char* window, const char* operand, const Runs& runs, const int* offsets,
                                       const int (&row_offsets)[ROW_TILES][2], int steps, bool begin, bool rounded) {
-    Batch first, second;
-    first.read(window, offsets, row_offsets, rounded, 0, steps);
-#pragma unroll 1
-    for (int step = 0; step < steps; step += 2 * BATCH) {
-      multiply(first, operand, runs, step, steps, begin && step == 0);
-      if (step + BATCH < steps) second.read(window, offsets, row_offsets, rounded, step + BATCH, steps);
-      products_wait<0>();
-      pin(first.of);
-      if (step + BATCH >= steps) break;
-      multiply(second, operand, runs, step + BATCH, steps, false);
-      if (step + 2 * BATCH < steps) first.read(window, offsets, row_offsets, rounded, step + 2 * BATCH, steps);
-      products_wait<0>();
-      pin(second.of);
-    }
+    if (ELEMENT == 4 && !rounded)
+      add_stage<true>(window, operand, runs, offsets, row_offsets, steps, begin);
+    else
+      add_stage<false>(window, operand, runs, offsets, row_offsets, steps, begin);
   }
 
  private:
-  // The rows of some operations, as the cores take them (common/mma.cuh).
-  struct Batch {
-    unsigned of[BATCH][ROW_TILES][4];
+  template <bool ROUND>
+  __device__ __forceinline__ void add_stage(const char* window, const char* operand, const Runs& runs,
+                                            const int* offsets, const int (&row_offsets)[ROW_TILES][2], int steps,
+                                            bool begin) {
+    int step = 0;
+    if (steps >= BATCH) {  // whole batches, without a question for each operation: those would wait for one another
+      Rows<BATCH> first, second;
+      first.template read<ROUND>(window, offsets, row_offsets, 0);
+#pragma unroll 1
+      for (bool more = true; more;) {
+        multiply(first, operand, runs, step, begin && step == 0);
+        more = step + 2 * BATCH <= steps;
+        if (more) second.template read<ROUND>(window, offsets, row_offsets, step + BATCH);
+        finish(first);
+        step += BATCH;
+        if (!more) break;
+        multiply(second, operand, runs, step, false);
+        more = step + 2 * BATCH <= steps;
+        if (more) first.template read<ROUND>(window, offsets, row_offsets, step + BATCH);
+        finish(second);
+        step += BATCH;
+      }
+    }
+    if (BATCH > 1) {
+#pragma unroll 1
+      for (; step < steps; ++step) {
+        Rows<1> last;
+        last.template read<ROUND>(window, offsets, row_offsets, step);
+        multiply(last, operand, runs, step, begin && step == 0);
+        finish(last);
+      }
+    }
+    pin(of);
+  }
 
+  // The rows of some operations, as the cores take them (common/mma.cuh).
+  template <int COUNT>
+  struct Rows {
+    unsigned of[COUNT][ROW_TILES][4];
+
+    template <bool ROUND>
     __device__ __forceinline__ void read(const char* window, const int* offsets, const int (&rows)[ROW_TILES][2],
-                                         bool rounded, int step, int steps) {
+                                         int step) {
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        if (step + i >= steps) break;
+      for (int i = 0; i < COUNT; ++i) {
         const int* const mine = offsets + (step + i) * OPERATION + threadIdx.x % 4 * WORD;
 #pragma unroll
         for (int chunk = 0; chunk < 2; ++chunk) {
@@ -165,10 +183,10 @@ struct Sums {
           for (int tile = 0; tile < ROW_TILES; ++tile) {
             unsigned* const words = of[i][tile] + 2 * chunk;
             if constexpr (PAIRED_ROWS) {
-              read_pair(window + rows[tile][0], k, rounded, words);
+              read_pair<ROUND>(window + rows[tile][0], k, words);
             } else {
 #pragma unroll
-              for (int half = 0; half < 2; ++half) words[half] = read_word(window + rows[tile][half], k, rounded);
+              for (int half = 0; half < 2; ++half) words[half] = read_word<ROUND>(window + rows[tile][half], k);
             }
           }
         }
@@ -176,17 +194,22 @@ struct Sums {
     }
 
    private:
-    static __device__ __forceinline__ unsigned read_word(const char* from, const Vector<int, WORD>& k, bool rounded) {
-      if constexpr (ELEMENT == 4) return round_unless(rounded, *(const float*)(from + k.value[0]));
+    template <bool ROUND>
+    static __device__ __forceinline__ unsigned word(float value) {
+      return __float_as_uint(ROUND ? round_tf32(value) : value);
+    }
+    template <bool ROUND>
+    static __device__ __forceinline__ unsigned read_word(const char* from, const Vector<int, WORD>& k) {
+      if constexpr (ELEMENT == 4) return word<ROUND>(*(const float*)(from + k.value[0]));
       if constexpr (PAIRED_K) return *(const unsigned*)(from + k.value[0]);
       return *(const unsigned short*)(from + k.value[0]) | *(const unsigned short*)(from + k.value[WORD - 1]) << 16;
     }
     // The same of two rows that are neighbours in the window.
-    static __device__ __forceinline__ void read_pair(const char* from, const Vector<int, WORD>& k, bool rounded,
-                                                     unsigned* words) {
+    template <bool ROUND>
+    static __device__ __forceinline__ void read_pair(const char* from, const Vector<int, WORD>& k, unsigned* words) {
       if constexpr (ELEMENT == 4) {
         const Vector<float, 2> pair = *(const Vector<float, 2>*)(from + k.value[0]);
-        words[0] = round_unless(rounded, pair.value[0]), words[1] = round_unless(rounded, pair.value[1]);
+        words[0] = word<ROUND>(pair.value[0]), words[1] = word<ROUND>(pair.value[1]);
       } else {
         const unsigned first = *(const unsigned*)(from + k.value[0]);
         const unsigned second = *(const unsigned*)(from + k.value[WORD - 1]);
@@ -195,39 +218,61 @@ struct Sums {
     }
   };
 
-  __device__ __forceinline__ void multiply(Batch& batch, const char* operand, const Runs& runs, int step, int steps,
+  template <int COUNT>
+  __device__ __forceinline__ void multiply(Rows<COUNT>& rows, const char* operand, const Runs& runs, int step,
                                            bool begin) {
-    pin(batch.of);
+    const int pitch = INPUT_GRAD ? 128 : runs.bytes;  // of the weight always
+    const Operand columns(operand, pitch);
+    pin(rows.of);
     products_begin();
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      if (step + i >= steps) break;
-      const int at = (step + i) * 32, within = at & (runs.bytes - 1);
-      const char* const columns = operand + (at - within) * COLUMNS + within;
+    for (int i = 0; i < COUNT; ++i) {
+      const int at = (step + i) * 32, within = at & (pitch - 1);
 #pragma unroll
       for (int tile = 0; tile < ROW_TILES; ++tile)
-        multiply(of[tile], batch.of[i][tile], columns, runs.bytes, i > 0 || !begin);
+        columns.multiply((at - within) * COLUMNS + within, rows.of[i][tile], of[tile], i > 0 || !begin);
     }
     products_commit();
   }
 
+  // Waits for products: their rows may be read anew.
+  template <int COUNT>
+  static __device__ __forceinline__ void finish(Rows<COUNT>& rows) {
+    products_wait<0>();
+    pin(rows.of);
+  }
+
+  // The columns of a stage, in runs of `pitch` bytes each.
 #ifndef EMULATOR
-  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
-                                                  const char* columns, int pitch, bool add) {
-    wgmma(sums, rows, describe_matrix(shared_address(columns), pitch), add);
-  }
-#else
-  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
-                                                  const char* columns, int pitch, bool add) {
-    const unsigned from = shared_address(columns) + threadIdx.x % 32 / 4 * pitch + threadIdx.x % 4 * 4;
-    for (int j = 0; j < COLUMN_TILES; ++j) {
-      unsigned words[2];
-      for (int chunk = 0; chunk < 2; ++chunk)
-        words[chunk] = *(const unsigned*)__cvta_shared_to_generic(swizzled(from + 8 * j * pitch + chunk * 16, pitch));
-      for (int i = 0; i < 4; ++i) sums[4 * j + i] = add ? sums[4 * j + i] : 0;
-      mma(sums + 4 * j, rows, words[0], words[1]);
+  struct Operand {
+    unsigned long long described;
+
+    __device__ __forceinline__ Operand(const char* from, int pitch)
+        : described(describe_rows(shared_address(from), pitch)) {}
+    // Of the operation that begins so many bytes behind the first.
+    __device__ __forceinline__ void multiply(int bytes, const unsigned (&rows)[4], float (&sums)[4 * COLUMN_TILES],
+                                             bool add) const {
+      wgmma(sums, rows, described + (bytes >> 4), add);
     }
-  }
+  };
+#else
+  struct Operand {
+    unsigned from;
+    int pitch;
+
+    Operand(const char* operand, int pitch) : from(shared_address(operand)), pitch(pitch) {}
+    void multiply(int bytes, const unsigned (&rows)[4], float (&sums)[4 * COLUMN_TILES], bool add) const {
+      const unsigned first = from + bytes + threadIdx.x % 32 / 4 * pitch + threadIdx.x % 4 * 4;
+      for (int j = 0; j < COLUMN_TILES; ++j) {
+        unsigned words[2];
+        for (int chunk = 0; chunk < 2; ++chunk)
+          words[chunk] =
+              *(const unsigned*)__cvta_shared_to_generic(swizzled(first + 8 * j * pitch + chunk * 16, pitch));
+        for (int i = 0; i < 4; ++i) sums[4 * j + i] = add ? sums[4 * j + i] : 0;
+        mma(sums + 4 * j, rows, words[0], words[1]);
+      }
+    }
+  };
 #endif
 };
 
