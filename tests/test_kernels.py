@@ -422,7 +422,7 @@ def gemm_case(problem: ConvTransposeProblem, **settings: object) -> GemmCase:
 def test_products_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, channels_last: bool, row_channels: int) -> None:
     """Tables of 64-bit offsets, as images beyond 2³¹ elements have them, in as much shared memory as they are given."""
     for module in (implicit_gemm_tile, implicit_gemm):
-        monkeypatch.setattr(module, "wide", lambda gather: True)
+        monkeypatch.setattr(module, "needs_wide_offsets", lambda gather: True)
     # A layer of its own: what is cached of its tiles is of wide offsets.
     problem = make((3, 20, 7, 13), 16, 3, 2, 1, 1, bias=True, channels_last=channels_last, tf32=True)
     case = gemm_case(problem, wgmma=True, row_channels=row_channels)

@@ -46,23 +46,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const bool tells = g.box_bytes != 0;
   ring.init(tells);
-  list_positions(positions, ROWS, g.window, g.lanes, g.skew);
-  for (int i = threadIdx.x; i < DEPTH; i += THREADS) offsets[i] = offset_of_tap(g.window, i / TAPS, i % TAPS);
-  for (int i = threadIdx.x; i < ROWS; i += THREADS) {
-    int at[4];
-    decode(g.lanes, i, at);
-    const bool in_tile = at[0] < g.lanes[0];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) at[j] += first[j];
-    targets[i] = in_tile && exists(g.x, g.batch, at[0], at[1], at[2], at[3]) ? offset_of(g.x, at) : -1;
-  }
-  PartLoader<Channels::first, OUT_CHUNK, Still> g_loader(g.g, g.window);
-  int window[4] = {first[0], first[1], first[2], first[3]};
-  to_window(window, g.skew);
-  if (!tells && threadIdx.x >= 128 * GROUPS) g_loader.init(places, elements(g.window), g.batch, window);
   __syncthreads();
 
-  if (threadIdx.x >= 128 * GROUPS) {
+  if (threadIdx.x >= MULTIPLIERS) {  // at once: what the others do first hides their first stages
+    PartLoader<Channels::first, OUT_CHUNK, Still> g_loader(g.g, g.window);
+    int window[4] = {first[0], first[1], first[2], first[3]};
+    to_window(window, g.skew);
+    if (!tells) {
+      g_loader.init(places, elements(g.window), g.batch, window);
+      threads_sync(LOADERS_MEET, LOADERS);
+    }
     const scalar_t* const first_channel = grad + (long long)group * OUT_CHANNELS * g.g.stride[1];
     load_stages(
         STAGES, tells, ring, buffers, g.stage_bytes,
@@ -79,6 +72,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         });
     return;
   }
+
+  list_positions<MULTIPLIERS>(positions, ROWS, g.window, g.lanes, g.skew);
+  for (int i = threadIdx.x; i < DEPTH; i += MULTIPLIERS) offsets[i] = offset_of_tap(g.window, i / TAPS, i % TAPS);
+  for (int i = threadIdx.x; i < ROWS; i += MULTIPLIERS) {
+    int at[4];
+    decode(g.lanes, i, at);
+    const bool in_tile = at[0] < g.lanes[0];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) at[j] += first[j];
+    targets[i] = in_tile && exists(g.x, g.batch, at[0], at[1], at[2], at[3]) ? offset_of(g.x, at) : -1;
+  }
+  threads_sync(MULTIPLIERS_MEET, MULTIPLIERS);
 
   registers_claim<MULTIPLIER_REGISTERS>();
   int offsets_of_rows[ROW_TILES][2];

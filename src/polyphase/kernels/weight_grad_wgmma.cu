@@ -54,12 +54,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const bool tells = g.box_bytes != 0;
   ring.init(tells);
-  list_positions(offsets, g.steps * OPERATION, g.window, g.lanes, g.skew);
-  PartLoader<Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
-  if (!tells && threadIdx.x >= 128 * GROUPS) g_loader.init(places, elements(g.window));
   __syncthreads();
 
-  if (threadIdx.x >= 128 * GROUPS) {
+  if (threadIdx.x >= MULTIPLIERS) {  // at once: what the others do first hides their first stages
+    PartLoader<Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
+    if (!tells) {
+      g_loader.init(places, elements(g.window));
+      threads_sync(LOADERS_MEET, LOADERS);
+    }
     const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
     int tile[4], origin[4];  // the next to be loaded, and its first position
     decode(g.tiles, first_tile, tile);
@@ -96,6 +98,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         });
     return;
   }
+
+  list_positions<MULTIPLIERS>(offsets, g.steps * OPERATION, g.window, g.lanes, g.skew);
+  threads_sync(MULTIPLIERS_MEET, MULTIPLIERS);
 
   registers_claim<MULTIPLIER_REGISTERS>();
   int offsets_of_rows[ROW_TILES][2];
@@ -141,5 +146,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   });
   if (stages > 0) return;
   for (int column = 0; column < min(COLUMNS, IN_CHANNELS - first_in); ++column)  // of an empty batch
-    for (int row = threadIdx.x; row < filled; row += 128 * GROUPS) partial[column * (OUT_CHANNELS * TAPS) + row] = 0;
+    for (int row = threadIdx.x; row < filled; row += MULTIPLIERS) partial[column * (OUT_CHANNELS * TAPS) + row] = 0;
 }

@@ -12,7 +12,7 @@
 // Index mapping. GROUPS groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more loads.
 // BUFFERS stages lie in shared memory, a barrier tells that one is full, another that it is free again.
 
-constexpr int GROUPS = WARPS / 4 - 1;
+constexpr int GROUPS = WARPS / 4 - 1, MULTIPLIERS = 128 * GROUPS;  // the first threads
 constexpr int COLUMNS = 8 * COLUMN_TILES, GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
 constexpr int BATCH = ROW_TILES >= 4 ? 1 : 4 / ROW_TILES;  // operations whose rows are read together
 constexpr int WORD = 4 / ELEMENT;                          // k of four bytes
@@ -22,6 +22,9 @@ constexpr int WORD = 4 / ELEMENT;                          // k of four bytes
 constexpr bool PAIRS =
     AXIS_W.kernel % 2 == 0 && AXIS_W.dilation == 1 && AXIS_W.stride % 2 == 0 && AXIS_W.padding % 2 == 0;
 constexpr bool PAIRED_ROWS = PAIRS && !INPUT_GRAD, PAIRED_K = PAIRS && INPUT_GRAD;
+
+// Barriers of those who load, and of those who multiply.
+constexpr int LOADERS_MEET = 1, MULTIPLIERS_MEET = 2;
 
 // Registers of each thread: those who multiply need theirs before they find their rows.
 constexpr int LOADER_REGISTERS = 72, MULTIPLIER_REGISTERS = 216;
@@ -87,7 +90,7 @@ template <class Tell, class Copy>
 __device__ __forceinline__ void load_stages(int stages, bool tells, Ring& ring, char* buffers, int bytes,
                                             const Tell& tell, const Copy& copy) {
   registers_release<LOADER_REGISTERS>();
-  const bool first = threadIdx.x == 128 * GROUPS;
+  const bool first = threadIdx.x == MULTIPLIERS;
   if (tells && !first) return;
   Turn turn;
 #pragma unroll 1
@@ -261,16 +264,28 @@ struct Sums {
     int pitch;
 
     Operand(const char* operand, int pitch) : from(shared_address(operand)), pitch(pitch) {}
+    // Rows are read where the lanes of a row have them, and no sooner than hardware may be done.
     void multiply(int bytes, const unsigned (&rows)[4], float (&sums)[4 * COLUMN_TILES], bool add) const {
-      const unsigned first = from + bytes + threadIdx.x % 32 / 4 * pitch + threadIdx.x % 4 * 4;
-      for (int j = 0; j < COLUMN_TILES; ++j) {
-        unsigned words[2];
-        for (int chunk = 0; chunk < 2; ++chunk)
-          words[chunk] =
-              *(const unsigned*)__cvta_shared_to_generic(swizzled(first + 8 * j * pitch + chunk * 16, pitch));
-        for (int i = 0; i < 4; ++i) sums[4 * j + i] = add ? sums[4 * j + i] : 0;
-        mma(sums + 4 * j, rows, words[0], words[1]);
-      }
+      typedef Vector<scalar_t, WORD> Word;
+      struct {
+        const unsigned* rows[4];
+      } lanes;
+      const auto all = emulator::all_lanes(~0u, (const unsigned*)rows);
+      for (int i = 0; i < 4; ++i) lanes.rows[i] = all.of[threadIdx.x % 32 / 4 * 4 + i];
+      float* const to = sums;
+      const unsigned first = from + bytes + threadIdx.x % 4 * 2 * pitch;
+      emulator::later(emulator::Async::products, [=, pitch = pitch] {
+        for (int i = 0; i < 4 * COLUMN_TILES; ++i) {
+          float sum = add ? to[i] : 0;
+          for (int k = 0; k < 8; ++k) {
+            const unsigned at = first + (i / 4 * 8 + i % 2) * pitch + k * 4;
+            const Word& row = *(const Word*)(lanes.rows[k % 4] + i % 4 / 2 + k / 4 * 2);
+            const Word& column = *(const Word*)__cvta_shared_to_generic(swizzled(at, pitch));
+            for (int j = 0; j < WORD; ++j) sum += operand(row.value[j]) * operand(column.value[j]);
+          }
+          to[i] = sum;
+        }
+      });
     }
   };
 #endif
