@@ -13,7 +13,7 @@ from _pytest.mark import ParameterSet
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
 from polyphase.algorithms import base, gradient_wgmma
-from polyphase.algorithms.base import Layouts
+from polyphase.algorithms.base import Candidate, Layouts
 from polyphase.algorithms.gradient_wgmma import InputGradWgmma, WeightGradWgmma, WgmmaVariant
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -103,6 +103,20 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int]) -> None:
     launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
     candidate, _ = offers(ALGORITHMS[pass_], problem, pass_)[0]
     assert_exact(problem, pass_, replace(candidate, variant=variant), launch, executor=Emulator(buffers))
+
+
+@pytest.mark.parametrize("operations", range(1, 10))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_number_of_operations(dtype: str, operations: int) -> None:
+    """Stages of whole batches and of what is left of one: so many taps, of as many channels as an operation takes."""
+    chunk = 8 if dtype == "float32" else 16
+    problem = make((2, 20, 40), 2 * chunk, operations, dtype=dtype, tf32=True)
+    algorithm = ALGORITHMS[Pass.INPUT_GRAD]
+    for row_tiles in (1, 2):
+        variant = WgmmaVariant(row_tiles, 24, chunk, 128 * row_tiles, 3)
+        launch = algorithm.launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), variant)
+        candidate = Candidate(algorithm.name, variant, 0.0, "")
+        assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(row_tiles))
 
 
 @pytest.mark.parametrize("pass_", GRADIENTS)

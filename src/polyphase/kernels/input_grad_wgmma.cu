@@ -90,10 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];
   Sums sums;
-  bool begin = true;
-  add_stages(STAGES, ring, buffers, g.stage_bytes, [&](const char* from) {
-    sums.add(from + g.window_bytes, from, g.runs, offsets, offsets_of_rows, DEPTH / OPERATION, begin, tells);
-    begin = false;
+  add_stages(STAGES, ring, buffers, g.stage_bytes, [&](int stage, const char* from) {
+    sums.add(from + g.window_bytes, from, g.runs, offsets, offsets_of_rows, DEPTH / OPERATION, stage == 0, tells);
   });
 
   const int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from the thread's first on

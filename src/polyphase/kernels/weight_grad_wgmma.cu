@@ -113,8 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int filled = min(OUT_CHUNK, channels) * TAPS;
 
   Sums sums;
-  bool flushed = false;
-  auto flush = [&]() {
+  auto flush = [&](bool again) {
     float* to = partial + (long long)Sums::first_column() * (OUT_CHANNELS * TAPS) + Sums::row(0);
     int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from there on
 #pragma unroll
@@ -125,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         float before[2 * ROW_TILES] = {};  // on their way together
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i)
-          if (flushed && column < columns && Sums::row(i) < filled) before[i] = rows[Sums::row(i) - Sums::row(0)];
+          if (again && column < columns && Sums::row(i) < filled) before[i] = rows[Sums::row(i) - Sums::row(0)];
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i)
           if (column < columns && Sums::row(i) < filled)
@@ -134,14 +133,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       to += 8 * (OUT_CHANNELS * TAPS), columns -= 8;
       __syncwarp();  // so that the compiler does not mingle column tiles, for which there are no registers
     }
-    flushed = true;
   };
-  int left = stages, until_flush = g.flush;
-  add_stages(stages, ring, buffers, g.stage_bytes, [&](const char* from) {
+  int until_flush = g.flush;
+  add_stages(stages, ring, buffers, g.stage_bytes, [&](int stage, const char* from) {
     sums.add(from + g.window_bytes, from, g.runs, offsets, offsets_of_rows, g.steps, until_flush == g.flush, tells);
-    --left, --until_flush;
-    if (left > 0 && until_flush > 0) return;
-    flush();
+    if (--until_flush > 0 && stage + 1 < stages) return;
+    flush(stage >= g.flush);
     until_flush = g.flush;
   });
   if (stages > 0) return;

@@ -21,7 +21,6 @@ constexpr int WORD = 4 / ELEMENT;                          // k of four bytes
 // rows of the weight gradient, k of the input gradient. The host sees to it that windows begin accordingly.
 constexpr bool PAIRS =
     AXIS_W.kernel % 2 == 0 && AXIS_W.dilation == 1 && AXIS_W.stride % 2 == 0 && AXIS_W.padding % 2 == 0;
-constexpr bool PAIRED_ROWS = PAIRS && !INPUT_GRAD, PAIRED_K = PAIRS && INPUT_GRAD;
 
 // Barriers of those who load, and of those who multiply.
 constexpr int LOADERS_MEET = 1, MULTIPLIERS_MEET = 2;
@@ -118,7 +117,7 @@ struct Sums {
   // column k / 4 · 8 + k % 2 from there on. (Which of an instruction's rows is which is all the same to the product.)
   static __device__ __forceinline__ int row(int i) {
     const int first = threadIdx.x / 128 * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + i / 2 * 64;
-    return first + (PAIRED_ROWS ? threadIdx.x % 32 / 4 * 2 + i % 2 : threadIdx.x % 32 / 4 + i % 2 * 8);
+    return first + (PAIRS && !INPUT_GRAD ? threadIdx.x % 32 / 4 * 2 + i % 2 : threadIdx.x % 32 / 4 + i % 2 * 8);
   }
   static __device__ __forceinline__ int first_column() { return threadIdx.x % 4 * 2; }
 
@@ -156,16 +155,25 @@ struct Sums {
         step += BATCH;
       }
     }
-    if (BATCH > 1) {
-#pragma unroll 1
-      for (; step < steps; ++step) {
-        Rows<1> last;
-        last.template read<ROUND>(window, offsets, row_offsets, step);
-        multiply(last, operand, runs, step, begin && step == 0);
-        finish(last);
-      }
-    }
+    add_rest<BATCH / 2, ROUND>(window, operand, runs, offsets, row_offsets, step, steps, begin);
     pin(of);
+  }
+
+  // What is left of a stage, less than 2 · COUNT operations.
+  template <int COUNT, bool ROUND>
+  __device__ __forceinline__ void add_rest(const char* window, const char* operand, const Runs& runs,
+                                           const int* offsets, const int (&row_offsets)[ROW_TILES][2], int step,
+                                           int steps, bool begin) {
+    if constexpr (COUNT > 0) {
+      if (steps - step >= COUNT) {
+        Rows<COUNT> rows;
+        rows.template read<ROUND>(window, offsets, row_offsets, step);
+        multiply(rows, operand, runs, step, begin && step == 0);
+        finish(rows);
+        step += COUNT;
+      }
+      add_rest<COUNT / 2, ROUND>(window, operand, runs, offsets, row_offsets, step, steps, begin);
+    }
   }
 
   // The rows of some operations, as the cores take them (common/mma.cuh).
@@ -185,7 +193,7 @@ struct Sums {
 #pragma unroll
           for (int tile = 0; tile < ROW_TILES; ++tile) {
             unsigned* const words = of[i][tile] + 2 * chunk;
-            if constexpr (PAIRED_ROWS) {
+            if constexpr (PAIRS && !INPUT_GRAD) {
               read_pair<ROUND>(window + rows[tile][0], k, words);
             } else {
 #pragma unroll
@@ -204,7 +212,7 @@ struct Sums {
     template <bool ROUND>
     static __device__ __forceinline__ unsigned read_word(const char* from, const Vector<int, WORD>& k) {
       if constexpr (ELEMENT == 4) return word<ROUND>(*(const float*)(from + k.value[0]));
-      if constexpr (PAIRED_K) return *(const unsigned*)(from + k.value[0]);
+      if constexpr (PAIRS && INPUT_GRAD) return *(const unsigned*)(from + k.value[0]);
       return *(const unsigned short*)(from + k.value[0]) | *(const unsigned short*)(from + k.value[WORD - 1]) << 16;
     }
     // The same of two rows that are neighbours in the window.
@@ -291,14 +299,14 @@ struct Sums {
 #endif
 };
 
-// The multiplying groups' part: add(buffer) is one stage.
+// The multiplying groups' part: add(stage, buffer) is one stage.
 template <class Add>
 __device__ __forceinline__ void add_stages(int stages, Ring& ring, const char* buffers, int bytes, const Add& add) {
   Turn turn;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     barrier_wait(shared_address(ring.full + turn.index), turn.parity);
-    add(buffers + turn.index * bytes);
+    add(stage, buffers + turn.index * bytes);
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(ring.empty + turn.index));
     turn.next();
