@@ -3,7 +3,7 @@
 #
 # Where python3 (or $PYTHON) can import the modules already, it is taken as it is and nothing is installed: an
 # environment that is active, or a GPU machine with a PyTorch of its own and no network. Else .venv is made and filled
-# with the package and its EXTRA.
+# with the package and its EXTRA, and taken from then on where $PYTHON is not set.
 
 # The PyTorch of machines that have neither one nor an NVIDIA GPU. Pinned, as the newest one may come for CUDA alone,
 # gigabytes of it, where this one can be had for the CPU.
@@ -15,7 +15,11 @@ venv=$root/.venv
 prepare() {
   local extra=$1 base=${PYTHON:-python3}
   shift
-  if [[ ! -d $venv ]] && can_import "$base" "$@"; then
+  if ! command -v "$base" > /dev/null; then
+    echo "there is no $base; name a Python in \$PYTHON" >&2
+    exit 1
+  fi
+  if [[ -n ${PYTHON:-} || ! -d $venv ]] && can_import "$base" "$@"; then
     python=$(command -v "$base")
     export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
   else

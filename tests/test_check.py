@@ -180,6 +180,27 @@ def test_nothing_to_accelerate_is_no_success() -> None:
     assert "nothing to check" in result.problems[0]
 
 
+def test_a_model_whose_outputs_cannot_be_compared_is_no_success() -> None:
+    class Classes(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).argmax(1)  # type: ignore[no-any-return]
+
+    result = run(model_file(lambda: Classes(layer()), (1, 4, 5, 5)), grad=False)
+    assert result.problems == ["nothing was compared: the outputs hold no floating-point or complex tensor"]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_nan_that_pytorch_gives_too_is_no_mismatch(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logarithm(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).log()  # type: ignore[no-any-return]
+
+    if wrong:
+        monkeypatch.setattr(modules, "conv_transpose2d", _wrong_by(10.0))
+    result = run(model_file(lambda: Logarithm(layer()), (1, 4, 5, 5)), grad=False)
+    assert result.ok is not wrong, result.problems
+
+
 def test_a_large_batch_is_compared_on_some_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module, "FLOAT64_FLOPS", 1.0)
     result = run(model_file(layer, (6, 4, 5, 6)), trials=1)

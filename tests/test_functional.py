@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import polyphase
 from helpers import (
@@ -217,6 +218,17 @@ def test_checked_calls_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in range(1, 40):
         assert polyphase.conv_transpose1d(torch.randn(1, 1, size), weight).shape == (1, 1, size + 1)
         assert 0 < len(functional._checked) <= 10
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_flops_are_counted(problem: ConvTransposeProblem, device: torch.device) -> None:
+    operands = make_operands(problem, torch.float32, device)
+    x, w = operands.input.requires_grad_(), operands.weight.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        output = OURS[problem.dims](x, w, operands.bias, **constants(problem))
+        assert counter.get_total_flops() == problem.flops
+        torch.autograd.grad(output, (x, w), operands.grad_output)
+    assert counter.get_total_flops() == 3 * problem.flops
 
 
 def test_derivatives_are_recorded_only_where_wanted() -> None:

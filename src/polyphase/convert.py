@@ -77,10 +77,12 @@ class Report:
     def _of(self, outcome: Outcome) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.outcome is outcome)
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Table | str:
         from rich.table import Table
         from rich.text import Text
 
+        if not self.entries:
+            return f"{self.title}: there is no transposed convolution"
         counts = f"{len(self.swapped)} swapped, {len(self.already)} already done, {len(self.left)} left alone"
         table = Table(title=f"{self.title}: {counts}", title_justify="left")
         for column in ("name", "module", "outcome"):
@@ -134,6 +136,8 @@ def restore(model: Module) -> Report:
 def _convert(
     title: str, model: Module, filter: Callable[[str, Module], bool] | None, classes: dict[type, type]
 ) -> Report:
+    if not isinstance(model, Module):
+        raise TypeError(f"{title} takes a torch.nn.Module, not {type(model).__name__}")
     names: dict[Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if _is_transposed_convolution(module):
@@ -186,7 +190,7 @@ def _rebased(parametrized: type, base: type) -> type:
 
 def _why_not(module: Module, cls: type, classes: dict[type, type]) -> str:
     if isinstance(module, torch.jit.ScriptModule):
-        return "compiled by TorchScript; accelerate the model before torch.jit.script"
+        return "compiled by TorchScript, which takes PyTorch's own layers alone"
     if "quantized" in cls.__module__:
         return f"quantized ({cls.__module__})"
     for ancestor in cls.__mro__:

@@ -30,8 +30,10 @@ def explain(
             where it has none, ``"sm_90a"``.
 
     Raises:
-        TypeError: ``layer`` is neither of these, or is a module without an ``input_shape``.
-        UnsupportedError: no such architecture, or a module in a dtype without kernels.
+        TypeError: ``layer`` is neither of these, or a module without an ``input_shape``, or in a dtype that is no real
+            floating-point one.
+        ValueError: ``input_shape`` has other channels than the module.
+        UnsupportedError: no such architecture.
     """
     problem = layer if isinstance(layer, ConvTransposeProblem) else _problem(layer, input_shape)
     return plan.explain(problem, _device_info(device))
@@ -56,6 +58,8 @@ def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvT
         raise TypeError(
             f"explain needs the input's shape with a module: {dims + 2} sizes (N, C_in, *spatial), got {input_shape}"
         )
+    if input_shape[1] != layer.in_channels:
+        raise ValueError(f"{layer} takes {layer.in_channels} channels, and the input's shape is {tuple(input_shape)}")
     if layer.weight.dtype not in FLOATING:
         raise TypeError(f"explain takes modules of a real floating-point dtype, got {layer.weight.dtype}")
     return ConvTransposeProblem(

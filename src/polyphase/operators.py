@@ -11,12 +11,14 @@ Sizes that may be symbolic under ``torch.compile`` (those that follow from the s
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from polyphase.algorithms import as_real, portable
 from polyphase.errors import UnsupportedError
@@ -124,6 +126,25 @@ for _name, _pass, _fake in (
     if torch.version.cuda is not None:  # ROCm's tensors are of the key CUDA too, and take the portable path
         LIBRARY.impl(_name, _on_cuda(_pass), "CUDA")
     torch.library.register_fake(f"polyphase::{_name}", _fake, lib=LIBRARY)
+
+
+@register_flop_formula(torch.ops.polyphase.conv_transpose)
+def _forward_flops(input: Sequence[int], weight: Sequence[int], *rest: Any, **result: Any) -> int:
+    """For PyTorch's `FlopCounterMode`, of shapes, as all three: see `ConvTransposeProblem.flops`."""
+    return 2 * math.prod(input) * math.prod(weight[1:])
+
+
+@register_flop_formula(torch.ops.polyphase.conv_transpose_input_grad)
+def _input_grad_flops(
+    grad_output: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Sequence[int], **more: Any
+) -> int:
+    return 2 * math.prod(out_shape) * math.prod(weight[1:])
+
+
+@register_flop_formula(torch.ops.polyphase.conv_transpose_weight_grad)
+def _weight_grad_flops(input: Sequence[int], *rest: Any, out_shape: Sequence[int], **more: Any) -> int:
+    return 2 * math.prod(input) * math.prod(out_shape[1:])
+
 
 conv_transpose: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose.default
 conv_transpose_input_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_input_grad.default

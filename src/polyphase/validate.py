@@ -7,6 +7,7 @@ no tensor or no integer, ``RuntimeError`` for the rest. The message says what wa
 from __future__ import annotations
 
 import operator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -172,8 +173,10 @@ def _integer(name: str, argument: str, value: Any) -> int:
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return value  # type: ignore[return-value]
     if not isinstance(value, bool) and hasattr(value, "__index__"):
-        return operator.index(value)
-    raise TypeError(f"{name}: {argument} must be an integer or a tuple of integers, not {type(value).__name__}")
+        with suppress(TypeError):  # an array, or a tensor, of several
+            return operator.index(value)
+    allowed = "an integer" if argument == "groups" else "an integer or a tuple of integers"
+    raise TypeError(f"{name}: {argument} must be {allowed}, not {type(value).__name__}")
 
 
 _SPATIAL = {1: "L", 2: "H, W", 3: "D, H, W"}

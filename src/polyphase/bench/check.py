@@ -120,6 +120,8 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
         if number == 2 and _shapes(inputs) == shapes:
             result.remarks.append("get_inputs returns one size: two trials, the second with everything compiled")
             break
+    if not result.findings and result.ok:
+        result.problems.append("nothing was compared: the outputs hold no floating-point or complex tensor")
     return result
 
 
@@ -221,9 +223,8 @@ class Trial:
         ok = found.ok if elementwise else found.ok_in_norm
         self.result.findings.append(Finding(number, sizes, what, found, ok))
         if not ok:
-            problems.append(
-                f"{what} on {sizes}: {found.broken} of {found.elements} elements are further from float64 than allowed"
-            )
+            which = f"{found.broken} of {found.elements} elements are" if elementwise else "as a whole it is"
+            problems.append(f"{what} on {sizes}: {which} further from float64 than allowed")
 
     def race(self, inputs: list[Any]) -> None:
         """Time forward alone, and forward with backward, of both copies."""

@@ -47,6 +47,8 @@ def bench(
     from polyphase.bench.report import make_console
 
     console = make_console()
+    if png is not None:
+        _require_matplotlib()  # before an hour of measurements
     if plot_from:
         if png is None:
             raise typer.BadParameter("say with --png where the picture goes", param_hint="--plot-from")
@@ -120,6 +122,13 @@ def _measure(cases: list[Case], make_runner: Callable[[], Runner], csv: Path | N
     return records
 
 
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise typer.BadParameter("drawing needs matplotlib: pip install matplotlib", param_hint="--png") from None
+
+
 def _draw(console: Console, records: list[Record], png: Path) -> None:
     from polyphase.bench.plot import NothingToDrawError, draw
 
@@ -127,8 +136,4 @@ def _draw(console: Console, records: list[Record], png: Path) -> None:
         draw(records, png)
     except NothingToDrawError as failure:
         raise typer.BadParameter(str(failure), param_hint="--png") from None
-    except ImportError:
-        raise typer.BadParameter(
-            "drawing needs matplotlib: pip install 'polyphase[bench]'", param_hint="--png"
-        ) from None
     console.print(f"drawn to {png}", markup=False)

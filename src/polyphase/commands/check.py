@@ -47,7 +47,8 @@ def check(
 ) -> None:
     """Accelerate a copy of a model, compare it with float64 and with PyTorch, and time both.
 
-    The exit status is 1 if an output or a gradient is wrong, or if there was nothing to accelerate.
+    The exit status is 1 if an output or a gradient is wrong, if a model does not run, or if there was nothing to
+    accelerate or to compare.
     """
     from polyphase.bench import report
     from polyphase.bench.check import Options, check_model
@@ -73,13 +74,20 @@ def check(
                 file = ModelFile.load(path)
                 result = check_model(file, options, status.update)
         except ModelFileError as failure:
-            raise typer.BadParameter(str(failure), param_hint="FILE") from None
+            console.print(f"✗ {failure}", style="bold red", markup=False)
+            wrong.append(path)
+            continue
+        except Exception:  # the model's own, as PyTorch runs it: what polyphase does not run is a finding
+            console.print_exception(max_frames=4)
+            wrong.append(path)
+            continue
         show(console, result)
         if not result.ok:
             wrong.append(path)
     console.rule()
     if wrong:
-        console.print(f"{len(wrong)} of {len(paths)} models are wrong: {', '.join(map(str, wrong))}", style="bold red")
+        counted = f"{len(wrong)} of {len(paths)} models failed"
+        console.print(f"{counted}: {', '.join(map(str, wrong))}", style="bold red", markup=False)
         raise typer.Exit(1)
     console.print(f"{len(paths)} of {len(paths)} models agree with float64 and PyTorch", style="bold green")
 

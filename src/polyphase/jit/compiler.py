@@ -163,7 +163,7 @@ def cuda_core() -> Any:
         except ImportError as error:
             raise UnsupportedError(
                 "polyphase's CUDA kernels are compiled at run time by cuda-core, which cannot be imported "
-                f"({error}); install it with: pip install 'polyphase[cuda]'"
+                f"({error}); install it with: pip install cuda-core"
             ) from error
         return cuda.core
 
