@@ -35,7 +35,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -46,6 +46,7 @@ from torch import nn
 from torch.utils.cpp_extension import load_inline
 
 if TYPE_CHECKING:  # for annotations
+    Four = tuple[int, int, int, int]
     Strides = tuple[int, int, int, int, int]
     Constant = bool | int | Axis
 
@@ -1542,7 +1543,7 @@ __device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b
 """
 FILES["common/stages.cuh"] = r"""
 // Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
-// or more. For kernels on mma.sync; the specialisation defines WARPS, and which of a block's load.
+// or more. The specialisation defines WARPS, and which of a block's load.
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int LOADERS = 32 * LOAD_WARPS;
@@ -2751,7 +2752,8 @@ void place_tensor_maps(std::string& geometry, const std::string& packed, const s
               " bytes and ", geometry.size());
   for (std::size_t i = 0; i < count; ++i) {
     std::memcpy(&boxes, packed.data() + i * sizeof boxes, sizeof boxes);
-    void* const address = addresses.at(boxes.tensor);
+    void* address = addresses.at(boxes.tensor);
+    if (address == nullptr) address = reinterpret_cast<void*>(sizeof map);  // of an empty tensor no box is brought
     const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
                                     0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
                                     0 /* zeros beside the tensor */);
@@ -2817,6 +2819,11 @@ void launch(int64_t number, std::string geometry, const std::string& boxes, int6
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
+def accumulator_bytes(dtype: str) -> int:
+    """Bytes of a sum: half types are summed in float32."""
+    return max(4, DTYPE_BYTES[dtype])
+
+
 class Pass(Enum):
     """The three linear maps of the layer. Each one's derivatives are the other two."""
 
@@ -2851,6 +2858,14 @@ class Axis:
     def shift(self, tap: int) -> int:
         """How many input positions tap ``tap`` reaches back from cell ``q``; negative where it reaches ahead."""
         return (tap * self.dilation - self.padding) // self.stride
+
+    @cached_property
+    def taps_by_phase(self) -> "tuple[tuple[int, ...], ...]":
+        """The taps of each phase, in ascending order; empty for a phase that is bias alone."""
+        taps: list[list[int]] = [[] for _ in range(self.stride)]
+        for tap in range(self.kernel):
+            taps[self.phase(tap)].append(tap)
+        return tuple(map(tuple, taps))
 
 
 @dataclass(frozen=True)
@@ -3046,6 +3061,11 @@ class DeviceInfo:
         """The compute capability of a CUDA device, 90 for 9.0."""
         return capability_of(self.arch)
 
+    @property
+    def has_copy_engine(self) -> bool:
+        """Whether it has the copy engine that came with Hopper."""
+        return self.capability >= 90
+
     @staticmethod
     def of(device: torch.device) -> "DeviceInfo":
         """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
@@ -3090,10 +3110,8 @@ def _of_cuda(index: int) -> "DeviceInfo":
             f"{properties.name} has compute capability {major}.{minor}; polyphase's CUDA kernels need 7.5 or newer"
         )
     arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
-    typical = {info.arch: info for info in _TYPICAL}.get(arch) or max(
-        (info for info in _TYPICAL if info.arch.rstrip("a")[3:].zfill(3) <= arch.rstrip("a")[3:].zfill(3)),
-        key=lambda info: info.arch.rstrip("a")[3:].zfill(3),
-    )
+    not_newer = (info for info in _TYPICAL if info.capability <= capability_of(arch))
+    typical = max(not_newer, key=lambda info: info.capability)
     return DeviceInfo(
         arch=arch,
         multiprocessors=properties.multi_processor_count,
@@ -3131,30 +3149,20 @@ _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async", "operand"),
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
-        *(
-            "tensor_float",
-            "row_blocks",
-            "dependent",
-            "copy_async",
-            "wgmma",
-            "async",
-            "mma",
-            "matrix",
-            "divisor",
-            "gemm_tile",
-        ),
-        "pixel_loader",
+        "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
+        "gemm_tile", "pixel_loader",
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
+    "weight_grad": (),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "input_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
     "weight_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
-}
+}  # fmt: skip
 
 
 # Depth in elements and operand type of the tensor cores' instructions.
@@ -3192,7 +3200,7 @@ class KernelSource:
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
             *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
         ]
-        if "mma" in _BUILDING_BLOCKS.get(self.kernel, ()):
+        if "mma" in _BUILDING_BLOCKS[self.kernel]:
             depth, operand = _OPERANDS[self.dtype]
             lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
@@ -3354,6 +3362,22 @@ def two_dimensions(blocks: int) -> "tuple[int, int]":
     return math.ceil(blocks / rows), rows if blocks else 0
 
 
+def slower_of(work: float, moving: float) -> "tuple[float, str]":
+    """Predicted time from the seconds that instructions and bytes take, and which of them bound it."""
+    return max(work, moving), "bytes" if moving > work else "instructions"
+
+
+def padded(geometry: bytes, multiple: int = 8) -> bytes:
+    """A kernel's parameter filled up to what its next member, or itself, is aligned to."""
+    return geometry + bytes(-len(geometry) % multiple)
+
+
+def tiles_of(batch: int, sizes: "Iterable[int]", extent: "Four") -> "Four":
+    """Tiles of ``extent`` along n, d, h and w that images of three ``sizes`` come to."""
+    n, d, h, w = (math.ceil(size / side) for size, side in zip((batch, *sizes), extent))
+    return n, d, h, w
+
+
 def layer_constants(
     problem: "ConvTransposeProblem", pass_: "Pass", weight_channels_last: bool = False
 ) -> "tuple[tuple[str, Constant], ...]":
@@ -3379,8 +3403,7 @@ def out_blocks(problem: "ConvTransposeProblem", out_chunk: int) -> int:
 
 def affordable_planes(problem: "ConvTransposeProblem") -> int:
     """Planes of partial sums of the weight that memory may be spent on."""
-    accumulator = 8 if problem.dtype == "float64" else 4
-    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator))
+    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator_bytes(problem.dtype)))
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -3583,21 +3606,6 @@ def five(shape: "tuple[int, ...]") -> "tuple[int, int, int, int, int]":
     return batch, channels, depth, height, width
 
 # =====================================================================================================================
-# polyphase/algorithms/gemm_variant.py
-# =====================================================================================================================
-#
-# What `implicit_gemm` can be specialised to: its variants, and what one of them makes of a layer.
-
-def parts_of(problem: "ConvTransposeProblem") -> int:
-    """Parts in which the tensor cores take an element: two keep the accuracy of float32."""
-    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
-
-
-def steps_of(problem: "ConvTransposeProblem") -> int:
-    """Operations of ``mma.sync``, or of Hopper's instruction, that a group's input channels take."""
-    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / 32)
-
-# =====================================================================================================================
 # polyphase/algorithms/stages.py
 # =====================================================================================================================
 #
@@ -3644,6 +3652,25 @@ def row_bytes(part: "Part", size: int) -> float:
     """Bytes that memory moves for a channel of a part: whole sectors of its rows."""
     *rows, width = part.extent
     return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)
+
+# =====================================================================================================================
+# polyphase/algorithms/tensor_cores.py
+# =====================================================================================================================
+#
+# What all algorithms on tensor cores go by.
+
+#: Bytes of a row of an operand that one operation of the cores takes, of ``mma.sync`` and of Hopper's instruction.
+OPERATION_BYTES = 32
+
+
+def parts_of(problem: "ConvTransposeProblem") -> int:
+    """Parts in which the tensor cores take an element: two keep the accuracy of float32."""
+    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
+
+
+def steps_of(problem: "ConvTransposeProblem") -> int:
+    """Operations of ``mma.sync``, or of Hopper's instruction, that a group's input channels take."""
+    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / OPERATION_BYTES)
 
 # =====================================================================================================================
 # polyphase/algorithms/gather_gemm.py
@@ -3728,6 +3755,7 @@ class GatherGemm:
     """All phases of a tile as one product of few rows, written as whole rows."""
 
     name = "gather_gemm"
+    any_size = True
 
     def launch(
         self,
@@ -3763,7 +3791,7 @@ class GatherGemm:
             tiling.table_bytes,
             variant.stage_steps * tiling.step_bytes,
         )
-        geometry += bytes(-len(geometry) % 8)
+        geometry = padded(geometry)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
@@ -3777,7 +3805,7 @@ class GatherGemm:
             ("STAGE_STEPS", variant.stage_steps),
             ("BUFFERS", variant.buffers),
             ("PARTS", parts_of(problem)),
-            ("BULK_STORES", device.capability >= 90),
+            ("BULK_STORES", device.has_copy_engine),
             ("MIN_BLOCKS", variant.min_blocks),
         )
         return Launch(
@@ -3791,12 +3819,11 @@ class GatherGemm:
 
 @lru_cache(maxsize=1024)
 def _product(problem: "ConvTransposeProblem", out_chunk: int) -> "_Product":
-    taps: list[list[set[int]]] = []  # of each dimension: what each phase that has taps reads
-    for axis in problem.axes3:
-        phases: dict[int, set[int]] = {}
-        for tap in range(axis.kernel):
-            phases.setdefault(axis.phase(tap), set()).add(-axis.shift(tap))
-        taps.append([phases[phase] for phase in sorted(phases)])
+    # Of each dimension: what each phase that has taps reads.
+    taps = [
+        [{-axis.shift(tap) for tap in of_phase} for of_phase in axis.taps_by_phase if of_phase]
+        for axis in problem.axes3
+    ]
     reads = [set(itertools.product(*pixels)) for pixels in itertools.product(*taps)]
     row_blocks = math.ceil(len(reads) * out_chunk / 16)
     entries = 0
@@ -3872,7 +3899,7 @@ def _tiles(
     size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
     if gather.src.channels_last or gather.dst.channels_last:
         return None
-    tiles = [math.ceil(n / m) for n, m in zip((problem.batch, *gather.cells), lanes)]
+    tiles = tiles_of(problem.batch, gather.cells, lanes)
     depth, height, width = gather.cell_axes
     piece = row_piece(gather.src, size, layouts.aligned, 0 if tiles[3] <= 1 else lanes[3])
     skew = width.first_offset % piece
@@ -4002,10 +4029,10 @@ def _estimate(
     halo = tiling.total * blocks * channels * row_bytes(tiling.window, size)
     moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
     floor = moved / (device.copy_bytes_per_second * _BANDWIDTH)
-    return max(work, floor), "bytes" if floor > work else "instructions"
+    return slower_of(work, floor)
 
 # =====================================================================================================================
-# polyphase/algorithms/tile_cost.py
+# polyphase/algorithms/gather_tiled_cost.py
 # =====================================================================================================================
 #
 # What a variant of ``gather_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
@@ -4075,7 +4102,7 @@ class Counts(NamedTuple):
         reads = columns  # of a row
         if gather.split == 1 and variant.cells_w * width.src % 2 == 0:  # in pairs
             reads = math.ceil((width.first_offset % 2 + width.window(variant.cells_w)) / 2)
-        words = 2 if gather.dtype == "float64" else 1
+        words = accumulator_bytes(gather.dtype) // 4
         stages = math.ceil(gather.src_channels / variant.stage_channels)
         channels = variant.stage_channels / variant.src_slices
         chain = stages
@@ -4136,6 +4163,7 @@ class GatherTiled:
     """All phases of a tile in one block, the kernel's taps unrolled."""
 
     name = "gather_tiled"
+    any_size = True
 
     def launch(
         self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "TiledVariant"
@@ -4222,7 +4250,7 @@ class _TileSize(NamedTuple):
 
 def _gather_tiled_shared_bytes(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", typical: bool = False) -> int:
     """Of tiles of these lanes; ``typical``: whatever the size of images, with offsets of 32 bits."""
-    accumulator = 8 if gather.dtype == "float64" else 4
+    accumulator = accumulator_bytes(gather.dtype)
     weights = variant.stage_channels * variant.dst_slices * round_up(gather.taps * variant.dst_per_thread, 4)
     plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
     buffers = variant.buffers * (weights + variant.stage_channels * plane)
@@ -4264,7 +4292,7 @@ def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") ->
                 lanes = (images, depth, height, width)
                 if not _fits(gather, variant, lanes, device):
                     continue
-                tiles = math.prod(math.ceil(n / m) for n, m in zip((batch, depths, heights, widths), lanes))
+                tiles = math.prod(tiles_of(batch, (depths, heights, widths), lanes))
                 shared = _gather_tiled_shared_bytes(gather, variant, lanes) + 1024
                 crowding = max(1.0, min(variant.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
                 # Short rows leave memory transactions half empty, on their way in and out.
@@ -4317,6 +4345,7 @@ class WeightGrad:
     """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
 
     name = "weight_grad"
+    any_size = True
 
     def launch(
         self,
@@ -4334,7 +4363,7 @@ class WeightGrad:
         )
         positions = problem.batch * math.prod(problem.input_size)
         weights = math.prod(problem.weight_shape)
-        accumulator = 8 if problem.dtype == "float64" else 4
+        accumulator = accumulator_bytes(problem.dtype)
         # Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue.
         waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / tiles)
         parts = max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))

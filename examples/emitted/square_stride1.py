@@ -42,6 +42,7 @@ from torch import nn
 from torch.utils.cpp_extension import load_inline
 
 if TYPE_CHECKING:  # for annotations
+    Four = tuple[int, int, int, int]
     Strides = tuple[int, int, int, int, int]
     Constant = bool | int | Axis
 
@@ -711,8 +712,9 @@ __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, 
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
          (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
 }
-// The same of rows of `pitch` bytes, 32, 64 or 128, whose chunks are all neighbours.
-__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, int pitch) {
+// The same of rows of `pitch` bytes, 32, 64 or 128, whose chunks are all neighbours. One that begins so many bytes
+// later is described by a sixteenth of them more.
+__device__ __forceinline__ unsigned long long describe_rows(unsigned address, int pitch) {
   const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
 }
@@ -2258,7 +2260,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 """
 FILES["common/stages.cuh"] = r"""
 // Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
-// or more. For kernels on mma.sync; the specialisation defines WARPS, and which of a block's load.
+// or more. The specialisation defines WARPS, and which of a block's load.
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int LOADERS = 32 * LOAD_WARPS;
@@ -2481,10 +2483,12 @@ __device__ __forceinline__ int offset_of_tap(const Part& window, int channel, in
                                                tap % AXIS_W.kernel * AXIS_W.dilation);
 }
 
-// The offsets of `count` positions of a tile of lanes[4]; beyond the tile they are the first.
+// The offsets of `count` positions of a tile of lanes[4], by the block's first threads; beyond the tile they are the
+// first.
+template <int LISTING = THREADS>
 __device__ __forceinline__ void list_positions(int* offsets, int count, const Part& window, const int (&lanes)[4],
                                                int skew) {
-  for (int i = threadIdx.x; i < count; i += THREADS) {
+  for (int i = threadIdx.x; i < count; i += LISTING) {
     int at[4];
     decode(lanes, i, at);
     if (at[0] >= lanes[0]) at[0] = at[1] = at[2] = at[3] = 0;
@@ -3013,7 +3017,8 @@ void place_tensor_maps(std::string& geometry, const std::string& packed, const s
               " bytes and ", geometry.size());
   for (std::size_t i = 0; i < count; ++i) {
     std::memcpy(&boxes, packed.data() + i * sizeof boxes, sizeof boxes);
-    void* const address = addresses.at(boxes.tensor);
+    void* address = addresses.at(boxes.tensor);
+    if (address == nullptr) address = reinterpret_cast<void*>(sizeof map);  // of an empty tensor no box is brought
     const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
                                     0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
                                     0 /* zeros beside the tensor */);
@@ -3077,6 +3082,11 @@ void launch(int64_t number, std::string geometry, const std::string& boxes, int6
 # padded output, so that phase 0 of a tile starts on an aligned element.
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def accumulator_bytes(dtype: str) -> int:
+    """Bytes of a sum: half types are summed in float32."""
+    return max(4, DTYPE_BYTES[dtype])
 
 
 class Pass(Enum):
@@ -3306,6 +3316,11 @@ class DeviceInfo:
     shared_bytes_per_block: int = 0
     shared_bytes_per_multiprocessor: int = 0
 
+    @property
+    def capability(self) -> int:
+        """The compute capability of a CUDA device, 90 for 9.0."""
+        return capability_of(self.arch)
+
     @staticmethod
     def of(device: torch.device) -> "DeviceInfo":
         """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
@@ -3314,6 +3329,11 @@ class DeviceInfo:
         if device.type != "cuda" or torch.version.cuda is None:
             return PORTABLE
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def capability_of(arch: str) -> int:
+    """The compute capability in the compiler's name of an architecture, 90 for ``"sm_90a"``."""
+    return int(arch.rstrip("af")[3:])
 
 
 PORTABLE = DeviceInfo("portable")
@@ -3341,10 +3361,8 @@ def _of_cuda(index: int) -> "DeviceInfo":
             f"{properties.name} has compute capability {major}.{minor}; polyphase's CUDA kernels need 7.5 or newer"
         )
     arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
-    typical = {info.arch: info for info in _TYPICAL}.get(arch) or max(
-        (info for info in _TYPICAL if info.arch.rstrip("a")[3:].zfill(3) <= arch.rstrip("a")[3:].zfill(3)),
-        key=lambda info: info.arch.rstrip("a")[3:].zfill(3),
-    )
+    not_newer = (info for info in _TYPICAL if info.capability <= capability_of(arch))
+    typical = max(not_newer, key=lambda info: info.capability)
     return DeviceInfo(
         arch=arch,
         multiprocessors=properties.multi_processor_count,
@@ -3382,30 +3400,20 @@ _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async", "operand"),
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
-        *(
-            "tensor_float",
-            "row_blocks",
-            "dependent",
-            "copy_async",
-            "wgmma",
-            "async",
-            "mma",
-            "matrix",
-            "divisor",
-            "gemm_tile",
-        ),
-        "pixel_loader",
+        "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
+        "gemm_tile", "pixel_loader",
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
+    "weight_grad": (),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "input_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
     "weight_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
-}
+}  # fmt: skip
 
 
 # Depth in elements and operand type of the tensor cores' instructions.
@@ -3447,7 +3455,7 @@ class KernelSource:
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
             *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
         ]
-        if "mma" in _BUILDING_BLOCKS.get(self.kernel, ()):
+        if "mma" in _BUILDING_BLOCKS[self.kernel]:
             depth, operand = _OPERANDS[self.dtype]
             lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
@@ -3639,6 +3647,17 @@ class Launch:
     one_way: "KernelSource | None" = None
 
 
+def padded(geometry: bytes, multiple: int = 8) -> bytes:
+    """A kernel's parameter filled up to what its next member, or itself, is aligned to."""
+    return geometry + bytes(-len(geometry) % multiple)
+
+
+def tiles_of(batch: int, sizes: "Iterable[int]", extent: "Four") -> "Four":
+    """Tiles of ``extent`` along n, d, h and w that images of three ``sizes`` come to."""
+    n, d, h, w = (math.ceil(size / side) for size, side in zip((batch, *sizes), extent))
+    return n, d, h, w
+
+
 def layer_constants(
     problem: "ConvTransposeProblem", pass_: "Pass", weight_channels_last: bool = False
 ) -> "tuple[tuple[str, Constant], ...]":
@@ -3671,8 +3690,7 @@ def packed_divisor(value: int) -> bytes:
 
 def affordable_planes(problem: "ConvTransposeProblem") -> int:
     """Planes of partial sums of the weight that memory may be spent on."""
-    accumulator = 8 if problem.dtype == "float64" else 4
-    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator))
+    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator_bytes(problem.dtype)))
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -3682,7 +3700,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def next_power_of_two(value: int) -> int:
     """The smallest power of two that is not below ``value``."""
-    return 1 << max(0, math.ceil(math.log2(max(1, value))))
+    return 1 << (max(1, value) - 1).bit_length()
 
 # =====================================================================================================================
 # polyphase/algorithms/gather.py
@@ -3853,7 +3871,379 @@ def five(shape: "tuple[int, ...]") -> "tuple[int, int, int, int, int]":
     return batch, channels, depth, height, width
 
 # =====================================================================================================================
-# polyphase/algorithms/gemm_variant.py
+# polyphase/algorithms/stages.py
+# =====================================================================================================================
+#
+# What a kernel loads stage by stage, as ``common/stages.cuh`` takes it, and what its copies cost.
+
+#: Of a box: Place in the kernels has 16 bits for each coordinate.
+MAX_SIDE = 1 << 15
+
+
+#: Of shared memory, for each piece of a channel: of boxes that stay where they are, and of those that move.
+STILL_BYTES, MOVING_BYTES = 8, 16
+
+
+# Cycles of each of a multiprocessor's four schedulers for a warp's copy, for one whose elements pass registers, and for
+# finding where a row of pieces lies. Fitted with `polyphase.algorithms.gradient_gemm`.
+_COPY, _THROUGH_REGISTERS, _FIND = 24.0, 200.0, 22.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage holds of a tensor, as the kernels' ``Part``, and how many pieces a channel has of it."""
+
+    extent: "tuple[int, int, int, int]"
+    piece: int
+    pitch: int
+    places: int
+
+    def packed(self) -> bytes:
+        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
+
+
+def weight_part(problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, pitch: int, length: int) -> "Part":
+    """All taps of ``out_chunk`` output channels, in the order in which the weight has them, ``length`` in all."""
+    size, out, taps = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group, problem.taps
+    extent, run = ((1, 1, taps, out_chunk), 1) if layouts.weight_channels_last else ((1, 1, 1, out_chunk * taps), taps)
+    piece = widest_piece(size, out * run, out_chunk * run, 0 if layouts.aligned else 1)
+    return Part(extent, piece, pitch, length // piece)
+
+
+def packed_weight(problem: "ConvTransposeProblem", layouts: "Layouts") -> bytes:
+    """The weight as a ``Tensor5`` whose channels are its rows and whose rest lies along h and w."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
+    height, width, *sizes = inner
+    return struct.pack("<5q4i", 0, out * taps, 0, height, width, *sizes, problem.in_channels_per_group)
+
+
+def widest_piece(size: int, *multiples: int) -> int:
+    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
+    piece = 16 // size
+    while any(value % piece for value in multiples):
+        piece //= 2
+    return piece
+
+
+def row_piece(side: "Side", size: int, aligned: bool, step: int) -> int:
+    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
+    *others, width = side.strides
+    if not aligned or width != 1:
+        return 1
+    return widest_piece(size, side.shape[4], step, *others)
+
+
+def channel_piece(side: "Side", channels: int, stage_channels: int, size: int, aligned: bool) -> int:
+    """Neighbouring channels moved at once: 16 bytes, or one."""
+    batch, _, *others = side.strides
+    vector = 16 // size
+    whole = all(value % vector == 0 for value in (channels, stage_channels, batch, *others))
+    return vector if aligned and whole else 1
+
+
+def copy_cycles(part: "Part", channels: int, warps: int, size: int) -> float:
+    """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a part."""
+    lanes = min(32, next_power_of_two(part.places))
+    rounds = math.ceil(part.places / lanes)
+    copies = rounds * math.ceil(channels / (warps * 32 // lanes))
+    each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
+    return warps / 4 * (rounds * _FIND + copies * each)
+
+
+def row_bytes(part: "Part", size: int) -> float:
+    """Bytes that memory moves for a channel of a part: whole sectors of its rows."""
+    *rows, width = part.extent
+    return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)
+
+# =====================================================================================================================
+# polyphase/algorithms/gradient.py
+# =====================================================================================================================
+#
+# What the gradients' algorithms on tensor cores have in common: tiles of positions, windows of the output gradient.
+
+class Gradient:
+    """An algorithm for one of the gradients."""
+
+    name: str
+    any_size: bool
+    pass_: "Pass"
+
+
+def blocks_of(problem: "ConvTransposeProblem", pass_: "Pass", in_chunk: int, out_chunk: int) -> int:
+    """Blocks of a tile of positions, or of a part of them, of so many channels each."""
+    blocks = math.ceil(problem.in_channels_per_group / in_chunk) * problem.groups
+    if pass_ is Pass.WEIGHT_GRAD:
+        blocks *= math.ceil(problem.out_channels_per_group / out_chunk)
+    return blocks
+
+
+def lanes_of(problem: "ConvTransposeProblem", positions: int) -> "Iterator[Four]":
+    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
+
+    Long rows come first.
+    """
+    depth, height, width = five(problem.input_shape)[2:]
+    for w in reversed(_extents(width, positions)):
+        for h in _extents(height, positions // w):
+            for d in _extents(depth, positions // (w * h)):
+                yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w
+
+
+def _extents(size: int, most: int) -> "list[int]":
+    """Extents worth trying along one dimension: powers of two, and equal parts of at most so many."""
+    found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
+    return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
+
+
+def window_of(
+    problem: "ConvTransposeProblem",
+    layouts: "Layouts",
+    out_chunk: int,
+    lanes: "Four",
+    multiple: int = 1,
+) -> "tuple[Part, int]":
+    """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
+
+    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned. Channels first,
+    rows are as long as a ``multiple``, a power of two, says.
+    """
+    size = DTYPE_BYTES[problem.dtype]
+    grad = Side(five(problem.output_shape), layouts.output)
+    axes = problem.axes3
+    slabs, rows, columns = (
+        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
+    )
+    if grad.channels_last:
+        piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
+        extent = (lanes[0], slabs, rows, columns)
+        return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
+    whole_rows = lanes[3] >= problem.input_size[-1]
+    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
+    skew = -axes[2].padding % piece
+    extent = (lanes[0], slabs, rows, round_up(skew + columns, max(piece, multiple)))
+    pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
+    return Part(extent, piece, pitch, math.prod(extent) // piece), skew
+
+# =====================================================================================================================
+# polyphase/algorithms/gradient_gemm.py
+# =====================================================================================================================
+#
+# Both gradients on tensor cores, ``kernels/input_grad_gemm.cu`` and ``kernels/weight_grad_gemm.cu``.
+
+_WARPS = 8
+_THREADS = 32 * _WARPS
+_LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
+
+
+class GradientVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``window_product.cuh`` says what the names mean."""
+
+    row_tiles: int
+    column_tiles: int
+    row_warps: int
+    out_chunk: int
+    positions: int
+    buffers: int
+    min_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Input channels of a block."""
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        """Positions, or pairs of output channel and tap, of a block."""
+        return 8 * self.column_tiles * (_WARPS // self.row_warps)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How a variant cuts the input positions into tiles, and what that takes of shared memory."""
+
+    lanes: "tuple[int, int, int, int]"
+    tiles: "tuple[int, int, int, int]"
+    skew: int
+    window: "Part"
+    operand: "Part"
+    table_bytes: int
+    stage_bytes: int
+
+    @property
+    def total(self) -> int:
+        return math.prod(self.tiles)
+
+
+class _GradientGemm(Gradient):
+    """What the two kernels share."""
+
+    def launch(
+        self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "GradientVariant"
+    ) -> "Launch":
+        tiling = _tiling(problem, pass_, layouts, variant, device)
+        assert tiling is not None
+        grad = Side(five(problem.output_shape), layouts.output)
+        x = Side(five(problem.input_shape), layouts.input)
+        blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
+        if pass_ is Pass.WEIGHT_GRAD:
+            parts = _parts(problem, variant, tiling, device)
+            length = max(1, math.ceil(tiling.total / parts))
+            geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
+            geometry += struct.pack("<2i", problem.batch, problem.groups)
+            geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
+            geometry = padded(geometry)
+            geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
+            planes = max(1, math.ceil(tiling.total / length))
+            grid = blocks * planes
+        else:
+            geometry = grad.packed() + packed_weight(problem, layouts) + x.packed()
+            geometry += tiling.operand.packed() + tiling.window.packed()
+            pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
+            geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
+            planes = 1
+            grid = blocks * tiling.total
+        geometry = padded(geometry)
+        constants: tuple[tuple[str, Constant], ...] = (
+            *layer_constants(problem, pass_, layouts.weight_channels_last),
+            *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
+            ("G_CHANNELS_LAST", grad.channels_last),
+            ("WARPS", _WARPS),
+            ("LOAD_WARPS", _WARPS),
+            ("FIRST_LOAD_WARP", 0),
+            ("ROW_TILES", variant.row_tiles),
+            ("COLUMN_TILES", variant.column_tiles),
+            ("ROW_WARPS", variant.row_warps),
+            ("OUT_CHUNK", variant.out_chunk),
+            ("POSITIONS", variant.positions),
+            ("BUFFERS", variant.buffers),
+            ("PARTS", 1),
+            ("MIN_BLOCKS", variant.min_blocks),
+        )
+        return Launch(
+            source=KernelSource(self.name, problem.dtype, True, constants),
+            grid=(grid, 1, 1),
+            block=_THREADS,
+            shared_bytes=_shared_bytes(variant, tiling),
+            geometry=geometry,
+            planes=planes,
+        )
+
+
+class WeightGradGemm(_GradientGemm):
+    """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
+
+    pass_ = Pass.WEIGHT_GRAD
+    name = "weight_grad_gemm"
+    any_size = True
+
+
+def _sizes(tiling: "_Tiling") -> "tuple[int, int, int]":
+    return tiling.skew, tiling.table_bytes, tiling.stage_bytes
+
+
+def _parts(problem: "ConvTransposeProblem", variant: "GradientVariant", tiling: "_Tiling", device: "DeviceInfo") -> int:
+    """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
+    blocks = blocks_of(problem, Pass.WEIGHT_GRAD, variant.rows, variant.out_chunk)
+    full = max(1, device.multiprocessors * variant.min_blocks // blocks)
+    return max(1, min(full, affordable_planes(problem), tiling.total // 8))
+
+
+def _depth(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant") -> int:
+    """Terms of a sum in one stage."""
+    if pass_ is Pass.WEIGHT_GRAD:
+        return variant.positions
+    return round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
+
+
+def _shared_bytes(variant: "GradientVariant", tiling: "_Tiling") -> int:
+    return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
+
+
+@lru_cache(maxsize=8192)
+def _tiling(
+    problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts", variant: "GradientVariant", device: "DeviceInfo"
+) -> "_Tiling | None":
+    """The tiles of least work whose stages fit shared memory."""
+    best, least = None, math.inf
+    for images, depth, height, width in lanes_of(problem, variant.positions):
+        if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
+            break
+        tiling = _gradient_gemm_tiles(problem, pass_, layouts, variant, (images, depth, height, width))
+        while not _fits(variant, tiling, device) and images > 1:
+            images //= 2
+            tiling = _gradient_gemm_tiles(problem, pass_, layouts, variant, (images, depth, height, width))
+        if not _fits(variant, tiling, device):
+            continue
+        work = tiling.total * _stage_cycles(problem, pass_, variant, tiling)
+        if work < least:
+            best, least = tiling, work
+    if best is None and layouts.aligned:  # whole pieces make long rows longer
+        return _tiling(problem, pass_, replace(layouts, aligned=False), variant, device)
+    return best
+
+
+def _fits(variant: "GradientVariant", tiling: "_Tiling", device: "DeviceInfo") -> bool:
+    """Whether stages fit shared memory, and places of the window the bits that they have."""
+    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
+
+
+def _gradient_gemm_tiles(
+    problem: "ConvTransposeProblem",
+    pass_: "Pass",
+    layouts: "Layouts",
+    variant: "GradientVariant",
+    lanes: "tuple[int, int, int, int]",
+) -> "_Tiling":
+    size = DTYPE_BYTES[problem.dtype]
+    x = Side(five(problem.input_shape), layouts.input)
+    window, skew = window_of(problem, layouts, variant.out_chunk, lanes)
+    depth = _depth(problem, pass_, variant)
+    a_pitch = depth * size + 16
+    if pass_ is Pass.WEIGHT_GRAD:
+        if x.channels_last:
+            piece = channel_piece(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
+            operand = Part(lanes, piece, a_pitch, depth)
+        else:
+            piece = row_piece(x, size, layouts.aligned, lanes[3])
+            operand = Part(lanes, piece, a_pitch, depth // piece)
+        tables = 4 * depth
+    else:
+        operand = weight_part(problem, layouts, variant.out_chunk, a_pitch, depth)
+        tables = 4 * (depth + variant.columns)
+    moving = pass_ is Pass.WEIGHT_GRAD
+    tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
+    stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
+    counts = tiles_of(problem.batch, x.shape[2:], lanes)
+    return _Tiling(lanes, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
+
+
+# Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
+# beside those; for a stage, also where no other block is resident; for a block, and each result that it stores. Fitted
+# to 336 measured variants on an H200 (docs/performance.md, "Gradients on tensor cores").
+_OPERATION, _SLOT = 1.45, 2.6
+
+
+_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.35 / 24, 130.0, 500.0, 1150.0, 0.25
+
+
+def _stage_cycles(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant", tiling: "_Tiling") -> float:
+    """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
+    size = DTYPE_BYTES[problem.dtype]
+    depth = _depth(problem, pass_, variant)
+    operations = depth * size // 32
+    products = variant.row_tiles * variant.column_tiles
+    slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
+    cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
+    moved = 0.0
+    for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
+        cycles += copy_cycles(part, channels, _WARPS, size)
+        of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
+        moved += channels * (depth * size if of_weight else row_bytes(part, size))
+    return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
+
+# =====================================================================================================================
+# polyphase/algorithms/implicit_gemm_variant.py
 # =====================================================================================================================
 #
 # What `implicit_gemm` can be specialised to: its variants, and what one of them makes of a layer.
@@ -4015,7 +4405,7 @@ def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
     return groups == 1 or channels % (k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[dtype]) == 0
 
 # =====================================================================================================================
-# polyphase/algorithms/gemm_tile.py
+# polyphase/algorithms/implicit_gemm_tile.py
 # =====================================================================================================================
 #
 # The tiles of `implicit_gemm`: which cells a thread block takes at once, and how they lie in shared memory.
@@ -4071,7 +4461,7 @@ class _SharedBytes:
         self.allocated = variant.parts * chunks * CHUNK_BYTES
         self.in_boxes = variant.boxes
         self.raw = 0 if self.src_channels_last else variant.raw_slots * chunks * CHUNK_BYTES
-        self.table = 4 + (8 if wide(gather) else 4) * variant.loader_groups
+        self.table = 4 + (8 if needs_wide_offsets(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
         self.worst_halo = variant.cells if variant.taps_in_rows else 0
@@ -4100,7 +4490,7 @@ def _static_shared_bytes(variant: "GemmVariant", product: "Product", stages: int
 
 
 @lru_cache(maxsize=4096)
-def wide(gather: "Gather") -> bool:
+def needs_wide_offsets(gather: "Gather") -> bool:
     """Whether offsets within an image need more than 32 bits."""
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
 
@@ -4112,7 +4502,7 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
         pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
-    places = CONSUMERS * variant.group_cells * (16 if wide(gather) else 8)
+    places = CONSUMERS * variant.group_cells * (16 if needs_wide_offsets(gather) else 8)
     cells, stride = variant.piece(gather), gather.axes[2].stride
     if gather.dst.channels_last:
         return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)
@@ -4168,7 +4558,7 @@ def best_tiles(
     found: list[Tile | None] = [None] * len(stages)
     if limits:
         kind = variant.taps_in_rows, variant.whole_images
-        tiles = iter(_gemm_tile_tiles(gather, variant.cells, batch, banks, *kind, engines))
+        tiles = iter(_implicit_gemm_tile_tiles(gather, variant.cells, batch, banks, *kind, engines))
         tile = next(tiles, None)
         for index, limit in enumerate(limits):
             while tile is not None and shared.of(tile, stages[index], not reserve) > limit:
@@ -4178,7 +4568,7 @@ def best_tiles(
 
 
 @lru_cache(maxsize=512)
-def _gemm_tile_tiles(
+def _implicit_gemm_tile_tiles(
     gather: "Gather",
     capacity: int,
     batch: int,
@@ -4434,370 +4824,6 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
     return 1
 
 # =====================================================================================================================
-# polyphase/algorithms/stages.py
-# =====================================================================================================================
-#
-# What a kernel loads stage by stage, as ``common/stages.cuh`` takes it, and what its copies cost.
-
-#: Of a box: Place in the kernels has 16 bits for each coordinate.
-MAX_SIDE = 1 << 15
-
-
-#: Of shared memory, for each piece of a channel: of boxes that stay where they are, and of those that move.
-STILL_BYTES, MOVING_BYTES = 8, 16
-
-
-# Cycles of each of a multiprocessor's four schedulers for a warp's copy, for one whose elements pass registers, and for
-# finding where a row of pieces lies. Fitted with `polyphase.algorithms.gradient_gemm`.
-_COPY, _THROUGH_REGISTERS, _FIND = 24.0, 200.0, 22.0
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a stage holds of a tensor, as the kernels' ``Part``, and how many pieces a channel has of it."""
-
-    extent: "tuple[int, int, int, int]"
-    piece: int
-    pitch: int
-    places: int
-
-    def packed(self) -> bytes:
-        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
-
-
-def weight_part(problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, pitch: int, length: int) -> "Part":
-    """All taps of ``out_chunk`` output channels, in the order in which the weight has them, ``length`` in all."""
-    size, out, taps = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group, problem.taps
-    extent, run = ((1, 1, taps, out_chunk), 1) if layouts.weight_channels_last else ((1, 1, 1, out_chunk * taps), taps)
-    piece = widest_piece(size, out * run, out_chunk * run, 0 if layouts.aligned else 1)
-    return Part(extent, piece, pitch, length // piece)
-
-
-def packed_weight(problem: "ConvTransposeProblem", layouts: "Layouts") -> bytes:
-    """The weight as a ``Tensor5`` whose channels are its rows and whose rest lies along h and w."""
-    out, taps = problem.out_channels_per_group, problem.taps
-    inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
-    height, width, *sizes = inner
-    return struct.pack("<5q4i", 0, out * taps, 0, height, width, *sizes, problem.in_channels_per_group)
-
-
-def widest_piece(size: int, *multiples: int) -> int:
-    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
-    piece = 16 // size
-    while any(value % piece for value in multiples):
-        piece //= 2
-    return piece
-
-
-def row_piece(side: "Side", size: int, aligned: bool, step: int) -> int:
-    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
-    *others, width = side.strides
-    if not aligned or width != 1:
-        return 1
-    return widest_piece(size, side.shape[4], step, *others)
-
-
-def channel_piece(side: "Side", channels: int, stage_channels: int, size: int, aligned: bool) -> int:
-    """Neighbouring channels moved at once: 16 bytes, or one."""
-    batch, _, *others = side.strides
-    vector = 16 // size
-    whole = all(value % vector == 0 for value in (channels, stage_channels, batch, *others))
-    return vector if aligned and whole else 1
-
-
-def copy_cycles(part: "Part", channels: int, warps: int, size: int) -> float:
-    """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a part."""
-    lanes = min(32, next_power_of_two(part.places))
-    rounds = math.ceil(part.places / lanes)
-    copies = rounds * math.ceil(channels / (warps * 32 // lanes))
-    each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
-    return warps / 4 * (rounds * _FIND + copies * each)
-
-
-def row_bytes(part: "Part", size: int) -> float:
-    """Bytes that memory moves for a channel of a part: whole sectors of its rows."""
-    *rows, width = part.extent
-    return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)
-
-# =====================================================================================================================
-# polyphase/algorithms/gradient_gemm.py
-# =====================================================================================================================
-#
-# Both gradients on tensor cores, ``kernels/input_grad_gemm.cu`` and ``kernels/weight_grad_gemm.cu``.
-
-_WARPS = 8
-_THREADS = 32 * _WARPS
-_LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
-
-
-class GradientVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``window_product.cuh`` says what the names mean."""
-
-    row_tiles: int
-    column_tiles: int
-    row_warps: int
-    out_chunk: int
-    positions: int
-    buffers: int
-    min_blocks: int
-
-    @property
-    def rows(self) -> int:
-        """Input channels of a block."""
-        return 16 * self.row_tiles * self.row_warps
-
-    @property
-    def columns(self) -> int:
-        """Positions, or pairs of output channel and tap, of a block."""
-        return 8 * self.column_tiles * (_WARPS // self.row_warps)
-
-
-@dataclass(frozen=True)
-class _Tiling:
-    """How a variant cuts the input positions into tiles, and what that takes of shared memory."""
-
-    lanes: "tuple[int, int, int, int]"
-    tiles: "tuple[int, int, int, int]"
-    skew: int
-    window: "Part"
-    operand: "Part"
-    table_bytes: int
-    stage_bytes: int
-
-    @property
-    def total(self) -> int:
-        return math.prod(self.tiles)
-
-
-class _GradientGemm:
-    """What the two kernels share."""
-
-    pass_: "Pass"
-    name: str
-
-    def launch(
-        self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "GradientVariant"
-    ) -> "Launch":
-        tiling = _tiling(problem, pass_, layouts, variant, device)
-        assert tiling is not None
-        grad = Side(five(problem.output_shape), layouts.output)
-        x = Side(five(problem.input_shape), layouts.input)
-        blocks = _gradient_gemm_blocks(problem, pass_, variant)
-        if pass_ is Pass.WEIGHT_GRAD:
-            parts = _parts(problem, variant, tiling, device)
-            length = max(1, math.ceil(tiling.total / parts))
-            geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
-            geometry += struct.pack("<2i", problem.batch, problem.groups)
-            geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
-            geometry += bytes(-len(geometry) % 8)
-            geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
-            planes = max(1, math.ceil(tiling.total / length))
-            grid = blocks * planes
-        else:
-            geometry = grad.packed() + packed_weight(problem, layouts) + x.packed()
-            geometry += tiling.operand.packed() + tiling.window.packed()
-            pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
-            geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
-            planes = 1
-            grid = blocks * tiling.total
-        geometry += bytes(-len(geometry) % 8)
-        constants: tuple[tuple[str, Constant], ...] = (
-            *layer_constants(problem, pass_, layouts.weight_channels_last),
-            *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
-            ("G_CHANNELS_LAST", grad.channels_last),
-            ("WARPS", _WARPS),
-            ("LOAD_WARPS", _WARPS),
-            ("FIRST_LOAD_WARP", 0),
-            ("ROW_TILES", variant.row_tiles),
-            ("COLUMN_TILES", variant.column_tiles),
-            ("ROW_WARPS", variant.row_warps),
-            ("OUT_CHUNK", variant.out_chunk),
-            ("POSITIONS", variant.positions),
-            ("BUFFERS", variant.buffers),
-            ("PARTS", 1),
-            ("MIN_BLOCKS", variant.min_blocks),
-        )
-        return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
-            grid=(grid, 1, 1),
-            block=_THREADS,
-            shared_bytes=_shared_bytes(variant, tiling),
-            geometry=geometry,
-            planes=planes,
-        )
-
-
-class WeightGradGemm(_GradientGemm):
-    """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
-
-    pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_gemm"
-
-
-def _sizes(tiling: "_Tiling") -> "tuple[int, int, int]":
-    return tiling.skew, tiling.table_bytes, tiling.stage_bytes
-
-
-def _gradient_gemm_blocks(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant") -> int:
-    """Blocks of a tile of positions, or of a part of them."""
-    blocks = math.ceil(problem.in_channels_per_group / variant.rows) * problem.groups
-    if pass_ is Pass.WEIGHT_GRAD:
-        blocks *= math.ceil(problem.out_channels_per_group / variant.out_chunk)
-    return blocks
-
-
-def _parts(problem: "ConvTransposeProblem", variant: "GradientVariant", tiling: "_Tiling", device: "DeviceInfo") -> int:
-    """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
-    blocks = _gradient_gemm_blocks(problem, Pass.WEIGHT_GRAD, variant)
-    full = max(1, device.multiprocessors * variant.min_blocks // blocks)
-    return max(1, min(full, affordable_planes(problem), tiling.total // 8))
-
-
-def _depth(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant") -> int:
-    """Terms of a sum in one stage."""
-    if pass_ is Pass.WEIGHT_GRAD:
-        return variant.positions
-    return round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
-
-
-def _shared_bytes(variant: "GradientVariant", tiling: "_Tiling") -> int:
-    return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
-
-
-@lru_cache(maxsize=8192)
-def _tiling(
-    problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts", variant: "GradientVariant", device: "DeviceInfo"
-) -> "_Tiling | None":
-    """The tiles of least work whose stages fit shared memory."""
-    best, least = None, math.inf
-    for images, depth, height, width in lanes_of(problem, variant.positions):
-        if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
-            break
-        tiling = _gradient_gemm_tiles(problem, pass_, layouts, variant, (images, depth, height, width))
-        while not _fits(variant, tiling, device) and images > 1:
-            images //= 2
-            tiling = _gradient_gemm_tiles(problem, pass_, layouts, variant, (images, depth, height, width))
-        if not _fits(variant, tiling, device):
-            continue
-        work = tiling.total * _stage_cycles(problem, pass_, variant, tiling)
-        if work < least:
-            best, least = tiling, work
-    if best is None and layouts.aligned:  # whole pieces make long rows longer
-        return _tiling(problem, pass_, replace(layouts, aligned=False), variant, device)
-    return best
-
-
-def _fits(variant: "GradientVariant", tiling: "_Tiling", device: "DeviceInfo") -> bool:
-    """Whether stages fit shared memory, and places of the window the bits that they have."""
-    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
-
-
-def lanes_of(problem: "ConvTransposeProblem", positions: int) -> "Iterator[tuple[int, int, int, int]]":
-    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
-
-    Long rows come first.
-    """
-    depth, height, width = five(problem.input_shape)[2:]
-    for w in reversed(_extents(width, positions)):
-        for h in _extents(height, positions // w):
-            for d in _extents(depth, positions // (w * h)):
-                yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w
-
-
-def _extents(size: int, most: int) -> "list[int]":
-    """Extents worth trying along one dimension: powers of two, and equal parts of at most so many."""
-    found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
-    return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
-
-
-def _gradient_gemm_tiles(
-    problem: "ConvTransposeProblem",
-    pass_: "Pass",
-    layouts: "Layouts",
-    variant: "GradientVariant",
-    lanes: "tuple[int, int, int, int]",
-) -> "_Tiling":
-    size = DTYPE_BYTES[problem.dtype]
-    x = Side(five(problem.input_shape), layouts.input)
-    window, skew = window_of(problem, layouts, variant.out_chunk, lanes)
-    depth = _depth(problem, pass_, variant)
-    a_pitch = depth * size + 16
-    if pass_ is Pass.WEIGHT_GRAD:
-        if x.channels_last:
-            piece = channel_piece(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
-            operand = Part(lanes, piece, a_pitch, depth)
-        else:
-            piece = row_piece(x, size, layouts.aligned, lanes[3])
-            operand = Part(lanes, piece, a_pitch, depth // piece)
-        tables = 4 * depth
-    else:
-        operand = weight_part(problem, layouts, variant.out_chunk, a_pitch, depth)
-        tables = 4 * (depth + variant.columns)
-    moving = pass_ is Pass.WEIGHT_GRAD
-    tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
-    stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
-    counts = tuple(math.ceil(n / m) for n, m in zip((problem.batch, *x.shape[2:]), lanes))
-    batch, depths, heights, widths = counts
-    return _Tiling(
-        lanes, (batch, depths, heights, widths), skew, window, operand, round_up(tables, 128), round_up(stage, 128)
-    )
-
-
-def window_of(
-    problem: "ConvTransposeProblem",
-    layouts: "Layouts",
-    out_chunk: int,
-    lanes: "tuple[int, int, int, int]",
-    multiple: int = 1,
-) -> "tuple[Part, int]":
-    """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
-
-    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned. Channels first,
-    rows are as long as a ``multiple``, a power of two, says.
-    """
-    size = DTYPE_BYTES[problem.dtype]
-    grad = Side(five(problem.output_shape), layouts.output)
-    axes = problem.axes3
-    slabs, rows, columns = (
-        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
-    )
-    if grad.channels_last:
-        piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
-        extent = (lanes[0], slabs, rows, columns)
-        return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
-    whole_rows = lanes[3] >= problem.input_size[-1]
-    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
-    skew = -axes[2].padding % piece
-    extent = (lanes[0], slabs, rows, round_up(skew + columns, max(piece, multiple)))
-    pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
-    return Part(extent, piece, pitch, math.prod(extent) // piece), skew
-
-
-# Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
-# beside those; for a stage, also where no other block is resident; for a block, and each result that it stores. Fitted
-# to 336 measured variants on an H200 (docs/performance.md, "Gradients on tensor cores").
-_OPERATION, _SLOT = 1.45, 2.6
-
-
-_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.35 / 24, 130.0, 500.0, 1150.0, 0.25
-
-
-def _stage_cycles(problem: "ConvTransposeProblem", pass_: "Pass", variant: "GradientVariant", tiling: "_Tiling") -> float:
-    """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
-    size = DTYPE_BYTES[problem.dtype]
-    depth = _depth(problem, pass_, variant)
-    operations = depth * size // 32
-    products = variant.row_tiles * variant.column_tiles
-    slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
-    cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
-    moved = 0.0
-    for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
-        cycles += copy_cycles(part, channels, _WARPS, size)
-        of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
-        moved += channels * (depth * size if of_weight else row_bytes(part, size))
-    return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
-
-# =====================================================================================================================
 # polyphase/algorithms/implicit_gemm.py
 # =====================================================================================================================
 #
@@ -4807,6 +4833,7 @@ class ImplicitGemm:
     """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
 
     name = "implicit_gemm"
+    any_size = True
 
     def launch(
         self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "GemmVariant"
@@ -4834,11 +4861,13 @@ class ImplicitGemm:
             tile.box_pixels,
             tile.run,
         )
-        geometry += bytes(-len(geometry) % (TENSOR_MAP_BYTES // 2))
-        source = KernelSource(self.name, problem.dtype, wide(gather), self._constants(gather, variant, product))
+        geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
+        source = KernelSource(
+            self.name, problem.dtype, needs_wide_offsets(gather), self._constants(gather, variant, product)
+        )
         return Launch(
             source=source,
-            grid=(_implicit_gemm_blocks(items, tile_items, device, variant), 1, 1),
+            grid=(_blocks(items, tile_items, device, variant), 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
             geometry=geometry,
@@ -4929,7 +4958,7 @@ def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") 
     )
 
 
-def _implicit_gemm_blocks(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
+def _blocks(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
     """Thread blocks; those with resident weights stay with their row groups, however few multiprocessors there are."""
     clusters = max(1, device.multiprocessors // variant.cluster)
     if variant.resident:
