@@ -5,7 +5,7 @@
 #   scripts/gpu.sh tests fuzz             some of it
 #   scripts/gpu.sh forward gradients picture tables
 #
-# Every stage is run, whatever became of those before it, under a limit of $LIMIT seconds (600). What a stage prints also
+# Every stage is run, whatever became of those before it, under a limit of $LIMIT seconds (3600). What a stage prints also
 # goes to build/gpu/STAGE.log. The last lines say what each came to; the exit status is 1 if one failed.
 set -uo pipefail
 source "$(dirname "$0")/environment.sh"
@@ -49,7 +49,7 @@ failed=0
 for stage in "$@"; do
   SECONDS=0
   printf '\n== %s ==\n' "$stage"
-  timeout "${LIMIT:-600}" bash -c "$stage" 2>&1 | tee "build/gpu/$stage.log"
+  timeout "${LIMIT:-3600}" bash -c "$stage" 2>&1 | tee "build/gpu/$stage.log"
   status=${PIPESTATUS[0]}
   ((status == 0)) || failed=1
   told+=("$(printf '%-14s exit status %3d  %5d s' "$stage" "$status" "$SECONDS")")
