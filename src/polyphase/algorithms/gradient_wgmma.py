@@ -177,6 +177,7 @@ class _GradientWgmma(Gradient):
             ("ROW_TILES", variant.row_tiles),
             ("COLUMN_TILES", variant.columns // 8),
             ("OUT_CHUNK", variant.out_chunk),
+            ("PAIRS", _in_pairs(problem)),
             ("BUFFERS", variant.buffers),
             ("PARTS", 1),
             ("MIN_BLOCKS", 1),
@@ -327,7 +328,7 @@ def _as_box(
 
 
 def _in_pairs(problem: ConvTransposeProblem) -> bool:
-    """Whether two taps are read at once: PAIRS of ``window_wgmma.cuh``."""
+    """Whether two taps are read at once: they are neighbours, and begin at multiples of two."""
     axis = problem.axes3[2]
     return axis.kernel % 2 == 0 and axis.dilation == 1 and axis.stride % 2 == 0 and axis.padding % 2 == 0
 

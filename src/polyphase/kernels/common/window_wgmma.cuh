@@ -11,16 +11,14 @@
 //
 // Index mapping. GROUPS groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more loads.
 // BUFFERS stages lie in shared memory, a barrier tells that one is full, another that it is free again.
+//
+// With PAIRS taps along the width come in pairs that are neighbours in the window, and begin at multiples of two there:
+// rows of the weight gradient, k of the input gradient. The host sees to it that windows begin accordingly.
 
 constexpr int GROUPS = WARPS / 4 - 1, MULTIPLIERS = 128 * GROUPS;  // the first threads
 constexpr int COLUMNS = 8 * COLUMN_TILES, GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
 constexpr int BATCH = ROW_TILES >= 4 ? 1 : 4 / ROW_TILES;  // operations whose rows are read together
 constexpr int WORD = 4 / ELEMENT;                          // k of four bytes
-
-// Whether taps along the width come in pairs that are neighbours in the window, and begin at multiples of two there:
-// rows of the weight gradient, k of the input gradient. The host sees to it that windows begin accordingly.
-constexpr bool PAIRS =
-    AXIS_W.kernel % 2 == 0 && AXIS_W.dilation == 1 && AXIS_W.stride % 2 == 0 && AXIS_W.padding % 2 == 0;
 
 // Barriers of those who load, and of those who multiply.
 constexpr int LOADERS_MEET = 1, MULTIPLIERS_MEET = 2;
