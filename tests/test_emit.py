@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
 import shutil
@@ -241,6 +242,18 @@ def test_it_runs_without_being_a_module() -> None:
     assert torch.equal(
         new.conv_transpose2d.weight, context["Model"](*context["get_init_inputs"]()).conv_transpose2d.weight
     )
+
+
+def test_it_runs_where_its_loader_lists_no_module(tmp_path: Path) -> None:
+    path = tmp_path / "unlisted.py"
+    path.write_text(emitted("grouped_strided"))
+    spec = importlib.util.spec_from_file_location("unlisted", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert isinstance(module.ModelNew(*module.get_init_inputs()), torch.nn.Module)
+    assert "unlisted" not in sys.modules
 
 
 def test_names_of_the_model_come_first() -> None:

@@ -31,6 +31,8 @@ import math
 import os
 import re
 import struct
+import sys
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -45,6 +47,10 @@ if TYPE_CHECKING:  # for annotations
     Four = tuple[int, int, int, int]
     Strides = tuple[int, int, int, int, int]
     Constant = bool | int | Axis
+
+UNLISTED = __name__ not in sys.modules
+if UNLISTED:
+    sys.modules[__name__] = types.ModuleType(__name__)
 
 # =====================================================================================================================
 # The kernels, as they are in polyphase/kernels
@@ -5437,3 +5443,6 @@ class ModelNew(Model):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # the same parameters, made of the same random numbers
         use_kernels(self)
+
+if UNLISTED:
+    del sys.modules[__name__]

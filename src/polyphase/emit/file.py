@@ -40,6 +40,15 @@ _SUPPORT = support.__name__
 _CALLED = {"launch", "forward", "backward"}
 _FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "LAYERS", "CLASSES"}
 
+# A loader may leave its module out of sys.modules, where dataclasses look it up.
+_LISTED = """\
+UNLISTED = __name__ not in sys.modules
+if UNLISTED:
+    sys.modules[__name__] = types.ModuleType(__name__)"""
+_UNLISTED = """\
+if UNLISTED:
+    del sys.modules[__name__]"""
+
 
 @dataclass(frozen=True)
 class Emitted:
@@ -84,11 +93,13 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     literals.of(layers)  # notes what it names
     roots = literals.roots | {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
     found = collect([*roots, (_SUPPORT, "use_kernels")], _CALLED, {(_SUPPORT, name) for name in _FILLED_IN})
+    found.imports |= {"sys": "import sys", "types": "import types"}
     names = distinct_names(found, model.defined | set(model.imported))
     _check_names(model, found)
     parts = [
         _header(model, title, command, plans),
         _imports(found, names),
+        _LISTED,
         _section("The kernels, as they are in polyphase/kernels"),
         _files([*SHARED_FILES, *(file for sources in settled_kernels.values() for s in sources for file in s.files)]),
         _section("What each of them is made from: its name, its constants, its files"),
@@ -103,6 +114,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _section("The model"),
         model.source.strip("\n"),
         _model_new(names),
+        _UNLISTED,
     ]
     return Emitted("\n\n".join(parts) + "\n", plans, remarks)
 
@@ -184,7 +196,7 @@ def _bracketed(opening: str, items: list[str], closing: str, indent: str) -> str
 def _check_names(model: Model, found: Found) -> None:
     """Definitions of the package give way to the model's; imports and what is filled in cannot."""
     ours = {name: _target(statement) for name, statement in found.imports.items()}
-    for name in model.defined & (_FILLED_IN | set(ours)):
+    for name in model.defined & (_FILLED_IN | {"UNLISTED"} | set(ours)):
         raise EmitError(f"the model's file defines {name}, and so does the emitted file; choose another name")
     for name, target in model.imported.items():
         if ours.get(name, target) != target or name in _FILLED_IN:
