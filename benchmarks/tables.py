@@ -225,17 +225,17 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Write nothing: exit status 1 where a table differs.")] = False,
 ) -> None:
     """Write the tables again."""
-    differ = []
-    for name in dict.fromkeys(table.file for table in TABLES):
-        path = ROOT / name
-        before = after = path.read_text(encoding="utf-8")
-        for table in TABLES:
-            if table.file == name:
-                after = rewritten(after, table)
-        if after != before:
-            differ.append(name)
-            if not check:
-                path.write_text(after, encoding="utf-8")
+    before = {table.file: (ROOT / table.file).read_text(encoding="utf-8") for table in TABLES}
+    after = dict(before)
+    for table in TABLES:
+        try:
+            after[table.file] = rewritten(after[table.file], table)
+        except (KeyError, AssertionError) as lacking:
+            print(f"the record lacks something of the table {table.head}: {lacking!r}")
+            raise typer.Exit(1) from None
+    differ = [name for name in before if after[name] != before[name]]
+    for name in [] if check else differ:
+        (ROOT / name).write_text(after[name], encoding="utf-8")
     print(", ".join(differ) or "nothing", "differs from the records" if check else "written")
     raise typer.Exit(check and bool(differ))
 

@@ -12,7 +12,8 @@ prepare test torch numpy rich typer cuda.core pytest matplotlib
 # a GPU, 8 GiB for each of them.
 if "$python" -c "import xdist" 2> /dev/null; then
   processes=$(getconf _NPROCESSORS_ONLN)
-  if memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | head -n 1); then
+  memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | head -n 1) || memory=
+  if [[ $memory =~ ^[0-9]+$ ]]; then
     fitting=$((memory / 8192 > 0 ? memory / 8192 : 1))
     processes=$((processes < fitting ? processes : fitting))
   fi

@@ -146,6 +146,15 @@ def test_single_pixels_are_a_product_of_matrices() -> None:
         assert dict(plan.plan(problem, Pass.FORWARD, H200, layouts).launch.source.constants)["AXIS_W"] != Axis(1)
 
 
+def test_single_pixels_are_in_every_memory_format() -> None:
+    """A channels_last input of single pixels is a contiguous one, too: so is what its weight takes a gradient from."""
+    layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
+    chosen = plan.plan(layer, Pass.WEIGHT_GRAD, H200)
+    assert dict(chosen.launch.source.constants)["AXIS_W"] == Axis(1)
+    last = plan.plan(replace(layer, channels_last=True), Pass.WEIGHT_GRAD, H200, Layouts.dense(layer))
+    assert last.launch == chosen.launch
+
+
 OTHERS_THAN_PIXELS: list[dict[str, object]] = [
     {"padding": (1, 1)},
     {"output_padding": (1, 0), "stride": (2, 2)},

@@ -36,7 +36,6 @@ import os
 import re
 import struct
 import sys
-import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -54,7 +53,7 @@ if TYPE_CHECKING:  # for annotations
 
 UNLISTED = __name__ not in sys.modules
 if UNLISTED:
-    sys.modules[__name__] = types.ModuleType(__name__)
+    sys.modules[__name__] = type(sys)(__name__)
 
 # =====================================================================================================================
 # The kernels, as they are in polyphase/kernels
@@ -4857,6 +4856,9 @@ LAYERS = [
 
 CLASSES = {nn.ConvTranspose2d: ConvTranspose2d}
 
+if UNLISTED:
+    del sys.modules[__name__]
+
 # =====================================================================================================================
 # The model
 # =====================================================================================================================
@@ -4913,6 +4915,3 @@ class ModelNew(Model):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # the same parameters, made of the same random numbers
         use_kernels(self)
-
-if UNLISTED:
-    del sys.modules[__name__]

@@ -32,7 +32,6 @@ import os
 import re
 import struct
 import sys
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -50,7 +49,7 @@ if TYPE_CHECKING:  # for annotations
 
 UNLISTED = __name__ not in sys.modules
 if UNLISTED:
-    sys.modules[__name__] = types.ModuleType(__name__)
+    sys.modules[__name__] = type(sys)(__name__)
 
 # =====================================================================================================================
 # The kernels, as they are in polyphase/kernels
@@ -1669,8 +1668,8 @@ struct Store {
   }
 
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
-  // neighbouring elements of a row: whole lines are written. The host has seen to it (store_vector in gemm_tile.py)
-  // that COUNT elements exist together or not at all.
+  // neighbouring elements of a row: whole lines are written. The host has seen to it (store_vector in
+  // implicit_gemm_tile.py) that COUNT elements exist together or not at all.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_piece(int piece, int depth, int height) const {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE, VECTORS = Share<COUNT>::VECTORS;
@@ -5389,6 +5388,9 @@ LAYERS = [
 
 CLASSES = {nn.ConvTranspose2d: ConvTranspose2d}
 
+if UNLISTED:
+    del sys.modules[__name__]
+
 # =====================================================================================================================
 # The model
 # =====================================================================================================================
@@ -5443,6 +5445,3 @@ class ModelNew(Model):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # the same parameters, made of the same random numbers
         use_kernels(self)
-
-if UNLISTED:
-    del sys.modules[__name__]

@@ -133,9 +133,11 @@ def as_computed(
     """The layer as the pass sees it, in other words where those are simpler: it has the same tensors in memory."""
     layouts = layouts or Layouts.of_call(problem, pass_)
     problem = problem.of_pass(pass_)
-    simpler = problem.of_lone_pixels()
+    # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
+    as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
+    simpler = as_read.of_lone_pixels()
     # As an input gradient it would be one long sum for few outputs, which no algorithm shares out among blocks.
-    if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(problem):
+    if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(as_read):
         return problem, layouts
     return simpler, replace(Layouts.dense(simpler), aligned=layouts.aligned)
 

@@ -44,7 +44,7 @@ _FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "LAYERS", "CLASSES"}
 _LISTED = """\
 UNLISTED = __name__ not in sys.modules
 if UNLISTED:
-    sys.modules[__name__] = types.ModuleType(__name__)"""
+    sys.modules[__name__] = type(sys)(__name__)"""
 _UNLISTED = """\
 if UNLISTED:
     del sys.modules[__name__]"""
@@ -93,7 +93,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     literals.of(layers)  # notes what it names
     roots = literals.roots | {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
     found = collect([*roots, (_SUPPORT, "use_kernels")], _CALLED, {(_SUPPORT, name) for name in _FILLED_IN})
-    found.imports |= {"sys": "import sys", "types": "import types"}
+    found.imports["sys"] = "import sys"
     names = distinct_names(found, model.defined | set(model.imported))
     _check_names(model, found)
     parts = [
@@ -111,10 +111,10 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _section("What was emitted: layers, and what computes their passes"),
         f"LAYERS = {literals.of(layers, names)}",
         _classes(model, names),
+        _UNLISTED,
         _section("The model"),
         model.source.strip("\n"),
         _model_new(names),
-        _UNLISTED,
     ]
     return Emitted("\n\n".join(parts) + "\n", plans, remarks)
 

@@ -12,14 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyphase.errors import CompilationError, UnsupportedError
 from polyphase.jit.cache import KernelCache, cache_directory
 from polyphase.jit.source import KernelSource
-
-if TYPE_CHECKING:
-    pass
 
 _locks: dict[tuple[KernelSource, str], threading.Lock] = {}
 _locks_guard = threading.Lock()

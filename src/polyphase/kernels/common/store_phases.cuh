@@ -192,8 +192,8 @@ struct Store {
   }
 
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
-  // neighbouring elements of a row: whole lines are written. The host has seen to it (store_vector in gemm_tile.py)
-  // that COUNT elements exist together or not at all.
+  // neighbouring elements of a row: whole lines are written. The host has seen to it (store_vector in
+  // implicit_gemm_tile.py) that COUNT elements exist together or not at all.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_piece(int piece, int depth, int height) const {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE, VECTORS = Share<COUNT>::VECTORS;
