@@ -105,11 +105,10 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int]) -> None:
     assert_exact(problem, pass_, replace(candidate, variant=variant), launch, executor=Emulator(buffers))
 
 
-@pytest.mark.parametrize("operations", range(1, 10))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_number_of_operations(dtype: str, operations: int) -> None:
+@pytest.mark.parametrize("operations", range(1, 8))
+def test_every_number_of_operations(operations: int) -> None:
     """Stages of whole batches and of what is left of one: so many taps, of as many channels as an operation takes."""
-    chunk = 8 if dtype == "float32" else 16
+    dtype, chunk = ("float32", 8) if operations % 3 == 0 else ("bfloat16", 16)
     problem = make((2, 20, 40), 2 * chunk, operations, dtype=dtype, tf32=True)
     algorithm = ALGORITHMS[Pass.INPUT_GRAD]
     for row_tiles in (1, 2):

@@ -542,7 +542,7 @@ def test_importing_polyphase_touches_no_cuda(tmp_path: Path) -> None:
 def test_fewer_blocks_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def pretend(source: KernelSource, arch: str, options: str) -> tuple[bytes, str]:
+    def pretend(source: KernelSource, arch: str) -> tuple[bytes, str]:
         tried.append(source.min_blocks)
         spilled = 8 * max(0, source.min_blocks - 2)
         return b"binary", f"{spilled} bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads"

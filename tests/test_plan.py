@@ -91,7 +91,7 @@ def test_calls_are_planned_as_explained(pass_: Pass, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(runtime, "plan", planned)
     monkeypatch.setattr(DeviceInfo, "of", lambda device: H200)
-    for number, layer in enumerate(LAYERS):
+    for number, layer in enumerate(LAYERS[::2]):
         small = replace(layer.problem, batch=2, input_size=(9,) * layer.problem.dims, bias=number % 2 == 0)
         for problem in formats(replace(small, dtype=("float32", "bfloat16")[number // 2 % 2])):
             if problem.channels_last and 1 in (problem.in_channels, problem.out_channels):
