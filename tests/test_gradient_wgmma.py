@@ -70,12 +70,12 @@ def test_layers_take_every_way() -> None:
     for problem in LAYERS.values():
         for pass_ in GRADIENTS:
             for variant in gradient_wgmma._ranked(base.standard(problem), pass_, H200):
-                tiling = gradient_wgmma._tiling(problem, pass_, Layouts.dense(problem), variant, H200)
+                tiling = gradient_wgmma.tiling_of(problem, pass_, Layouts.dense(problem), variant, H200)
                 if tiling is not None:
                     ways.add((pass_, "window", tiling.window_box is not None))
                     ways.add((pass_, "runs", tiling.runs.span))
                     ways.add((pass_, "joined", tiling.joined > 0))
-                    ways.add((pass_, "pairs", gradient_wgmma._in_pairs(problem), tiling.window_box is not None))
+                    ways.add((pass_, "pairs", gradient_wgmma.in_pairs(problem), tiling.window_box is not None))
     for pass_ in GRADIENTS:
         assert {way[2] for way in ways if way[:2] == (pass_, "window")} == {False, True}
         assert {way[2:] for way in ways if way[:2] == (pass_, "pairs")} >= {(True, True), (True, False), (False, True)}
@@ -98,7 +98,7 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int]) -> None:
         positions = 64 if pass_ is Pass.WEIGHT_GRAD else 128 * row_tiles
         variant = WgmmaVariant(row_tiles, columns, min(chunk, 26), positions, buffers)
         layouts = Layouts.dense(problem)
-        if gradient_wgmma._tiling(problem, pass_, layouts, variant, H200) is not None:
+        if gradient_wgmma.tiling_of(problem, pass_, layouts, variant, H200) is not None:
             break
     launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
     candidate, _ = offers(ALGORITHMS[pass_], problem, pass_)[0]

@@ -1,0 +1,313 @@
+"""How the gradients by Hopper's instruction cut input positions into tiles, what a stage holds, and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, round_up, tiles_of
+from polyphase.algorithms.gather import five
+from polyphase.algorithms.gradient import lanes_of, window_of
+from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, STILL_BYTES, Part, copy_cycles
+from polyphase.algorithms.tensor_cores import OPERATION_BYTES
+from polyphase.device import DeviceInfo
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+
+GROUPS = 2  # of 128 threads that multiply; one more loads
+LOADERS = 128
+_MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one dimension
+_LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
+_STILL = 12 << 10  # bytes of shared memory for what does not depend on stages, at most
+
+# Cycles, fitted to 790 measured variants on an H200 (docs/performance.md): for an instruction of the cores beside its
+# operands, and to read shared memory once for those; for an operation; for what comes by the engine, a row of up to 128
+# bytes, and by threads, times `copy_cycles`; for a stage.
+_PRODUCT, _READ, _OPERATION = 19.2, 0.44, 90.0
+_ROW, _COPIES, _STAGE = 1.36, 2.84, 548.0
+_SEVERAL_TILES = 1.08  # all, where a group has several row tiles: predictions of those are too low
+
+
+class WgmmaVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``window_wgmma.cuh`` says what the names mean. ``positions`` of a tile."""
+
+    row_tiles: int
+    columns: int
+    out_chunk: int
+    positions: int
+    buffers: int
+
+    @property
+    def rows(self) -> int:
+        """Positions, or pairs of output channel and tap, of a block."""
+        return 64 * GROUPS * self.row_tiles
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What the copy engine brings for a stage, as the kernels' ``Runs``, and the boxes that it is made of."""
+
+    count: Four
+    length: int
+    span: int
+    boxes: Boxes
+
+    def packed(self) -> bytes:
+        return struct.pack("<6i", *self.count, self.length, self.span)
+
+    @property
+    def column_bytes(self) -> int:
+        """Of a stage, for a column."""
+        return math.prod(self.count) * self.span
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a variant cuts the input positions into tiles, and what that takes of shared memory, in bytes."""
+
+    lanes: Four
+    tiles: Four
+    window: Part
+    skew: int
+    runs: Runs
+    window_box: Boxes | None  # none where threads copy it
+    joined: int
+    steps: int
+    window_at: int
+    stage: int
+    table: int
+    places: int
+
+    @property
+    def total(self) -> int:
+        return math.prod(self.tiles)
+
+    @property
+    def box_bytes(self) -> int:
+        """Of the window, if the engine brings it."""
+        return 0 if self.window_box is None else math.prod(self.window_box.box) * DTYPE_BYTES[self.window_box.dtype]
+
+
+def shared_bytes_of(variant: WgmmaVariant, tiling: Tiling) -> int:
+    """Of a block, but for what the kernel declares itself."""
+    return variant.buffers * tiling.stage + tiling.table + tiling.places
+
+
+def tiling_of(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, device: DeviceInfo
+) -> Tiling | None:
+    """The tiles of least work whose stages fit shared memory."""
+    available = device.shared_bytes_per_block - _STILL
+    tilings = _tilings(problem, pass_, layouts, variant._replace(buffers=0))
+    return next((tiling for tiling in tilings if shared_bytes_of(variant, tiling) <= available), None)
+
+
+@lru_cache(maxsize=64)  # a list has hundreds of kilobytes; variants of one call follow each other
+def _tilings(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant) -> list[Tiling]:
+    """All tiles, those of least work first."""
+    if (layouts.weight_channels_last and pass_ is Pass.INPUT_GRAD) or layouts.output[4] != 1:
+        return []
+    lanes = {
+        (images >> halved, depth, height, width)
+        for images, depth, height, width in lanes_of(problem, variant.positions)
+        for halved in range(images.bit_length())
+    }
+    tilings = (_tiles(problem, pass_, layouts, variant, each) for each in sorted(lanes))
+    found = [each for each in tilings if each is not None and max(each.window.extent) <= MAX_SIDE]
+    least = min(_LEAST_COPIED_ROW, problem.input_size[-1])
+    long = [each for each in found if each.window_box is not None or each.lanes[3] >= least]
+    return sorted(long or found, key=lambda tiling: tiling.total * stage_cycles(problem, pass_, variant, tiling))
+
+
+def _tiles(
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    layouts: Layouts,
+    variant: WgmmaVariant,
+    lanes: Four,
+) -> Tiling | None:
+    size = DTYPE_BYTES[problem.dtype]
+    if pass_ is Pass.WEIGHT_GRAD:
+        found = _input_runs(problem, layouts, variant, lanes)
+        steps = math.prod(lanes) * size // OPERATION_BYTES
+    else:
+        found = _weight_runs(problem, layouts, variant), 0
+        steps = variant.out_chunk * problem.taps * size // OPERATION_BYTES
+    runs, joined = found
+    if runs is None:
+        return None
+    window_box = None
+    if (brought := _as_box(problem, pass_, layouts, variant, lanes)) is not None:
+        window, window_box, skew = brought
+    else:  # pairs begin at multiples of two in every row
+        window, skew = window_of(problem, layouts, variant.out_chunk, lanes, 2 if in_pairs(problem) else 1)
+    window_at = runs.column_bytes * variant.columns
+    stage = round_up(window_at + variant.out_chunk * window.pitch, 1024)
+    tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
+    table = round_up(4 * steps * OPERATION_BYTES // size, 16)
+    places = window.places * (MOVING_BYTES if pass_ is Pass.WEIGHT_GRAD else STILL_BYTES)
+    if window_box is not None:
+        places = 0
+    return Tiling(lanes, tiles, window, skew, runs, window_box, joined, steps, window_at, stage, table, places)
+
+
+def _as_box(
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    layouts: Layouts,
+    variant: WgmmaVariant,
+    lanes: Four,
+) -> tuple[Part, Boxes, int] | None:
+    """The window as the copy engine brings it, where it can.
+
+    Beside it the elements that its rows begin before the first that is met: a box begins at a multiple of 16 bytes.
+    """
+    size, chunk = DTYPE_BYTES[problem.dtype], variant.out_chunk
+    vector = 16 // size
+    # Channels behind a group's last meet no weight; what lies there must be none of the next group's.
+    whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
+    if not layouts.aligned or not whole:
+        return None
+    batch, channels, depth, height, width = five(problem.output_shape)
+    image, channel, slab, row, _ = (step * size for step in layouts.output)
+    strides = engine_strides([(height, row), (depth, slab), (batch, image), (channels, channel)])
+    if strides is None or channel % 16:
+        return None
+    plain, _ = window_of(problem, replace(layouts, aligned=False), chunk, lanes)
+    images, slabs, rows, columns = plain.extent
+    axis = problem.axes3[2]
+    skew = -axis.padding % vector
+    columns = round_up(skew + columns, vector)
+    if max(images, slabs, rows, columns, chunk) > _MAX_BOX_SIDE:
+        return None
+    if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
+        return None
+
+    def extent(columns: int) -> Four:
+        return images, slabs, rows, columns
+
+    widths = range(columns, min(columns + 128 // size, _MAX_BOX_SIDE) + 1, vector)
+    columns = min(widths, key=lambda columns: (_conflicts(problem, pass_, lanes, extent(columns)), columns))
+    sides = (width, height, depth, max(1, batch), channels)
+    tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
+    boxes = Boxes(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
+    elements = math.prod(extent(columns))
+    return Part(extent(columns), vector, elements * size, elements // vector), boxes, skew
+
+
+def in_pairs(problem: ConvTransposeProblem) -> bool:
+    """Whether two taps are read at once: they are neighbours, and begin at multiples of two."""
+    axis = problem.axes3[2]
+    return axis.kernel % 2 == 0 and axis.dilation == 1 and axis.stride % 2 == 0 and axis.padding % 2 == 0
+
+
+def _conflicts(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, extent: Four) -> float:
+    """Passes of a warp through shared memory for one read of its rows, where the window is of that extent."""
+    rows_are_taps = pass_ is Pass.WEIGHT_GRAD
+    paired = rows_are_taps and in_pairs(problem)
+    return _passes(problem.axes3, DTYPE_BYTES[problem.dtype], rows_are_taps, paired, lanes, extent)
+
+
+@lru_cache(maxsize=16384)
+def _passes(
+    axes: tuple[Axis, Axis, Axis], size: int, rows_are_taps: bool, paired: bool, lanes: Four, extent: Four
+) -> float:
+    _, slabs, rows, columns = extent
+    pitch = math.prod(extent)
+
+    def offset(n: int, d: int, h: int, w: int) -> int:
+        return ((n * slabs + d) * rows + h) * columns + w
+
+    steps = [[axis.stride for axis in axes], [axis.dilation for axis in axes]]
+    positions = [offset(n, d * steps[0][0], h * steps[0][1], w * steps[0][2]) for n, d, h, w in _indices(lanes)]
+    taps = [
+        channel * pitch + offset(0, d * steps[1][0], h * steps[1][1], w * steps[1][2])
+        for channel, d, h, w in _indices((_SAMPLE, *(axis.kernel for axis in axes)))
+    ]
+    of_rows, of_k = (taps, positions) if rows_are_taps else (positions, taps)
+    of_rows = of_rows[:: 2 if paired else 1]
+    of_k = of_k[:: 4 // size]
+    beside = (0, 1) if paired and size == 4 else (0,)  # words that are read together
+    reads = 0
+    for row, k in itertools.product((0, 8), (0, 8)):
+        words = {(i + j) * size // 4 + word for i in of_rows[row : row + 8] for j in of_k[k : k + 4] for word in beside}
+        banks = [0] * 32
+        for each in words:
+            banks[each % 32] += 1
+        reads += max(banks)
+    return reads / 4
+
+
+_SAMPLE = 64  # positions, and taps, that stand for all
+
+
+@lru_cache(maxsize=1024)
+def _indices(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The first places of a box, in order."""
+    return list(itertools.islice(itertools.product(*map(range, counts)), _SAMPLE))
+
+
+def _input_runs(
+    problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant, lanes: Four
+) -> tuple[Runs | None, int]:
+    """The input's, of a tile of positions; beside them the elements of a row, where rows are one with those behind."""
+    size = DTYPE_BYTES[problem.dtype]
+    images, slabs, rows, columns = lanes
+    batch, channels, depth, height, width = five(problem.input_shape)
+    image, channel, slab, row, _ = (step * size for step in layouts.input)
+    joined = width if columns == width and (height == 1 or layouts.input[3] == width) else 0
+    length = columns * rows if joined else columns
+    sides = (
+        (width * height, channels, 1, depth, max(1, batch))
+        if joined
+        else (width, channels, height, depth, max(1, batch))
+    )
+    strides = engine_strides(zip(sides[1:], (channel, row, slab, image)))
+    span = next((span for span in (128, 64, 32) if length * size % span == 0), None)
+    if not layouts.aligned or strides is None or layouts.input[4] != 1 or span is None:
+        return None, 0
+    count = (images, slabs, 1 if joined else rows, length * size // span)
+    box = (span // size, variant.columns, 1, 1, 1)
+    boxes = Boxes(problem.dtype, sides, strides, box, span, tf32=True)
+    return Runs(count, span // size, span, boxes), joined
+
+
+def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant) -> Runs | None:
+    """The weight's, of a stage."""
+    size, columns = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group * problem.taps
+    if not layouts.aligned or columns * size % 16:
+        return None
+    depth = variant.out_chunk * problem.taps * size
+    span = 128
+    sides = (columns, problem.in_channels, 1, 1, 1)
+    boxes = Boxes(
+        problem.dtype, sides, (columns * size, 16, 16, 16), (span // size, variant.columns, 1, 1, 1), span, True, 1
+    )
+    return Runs((1, 1, 1, math.ceil(depth / span)), span // size, span, boxes)
+
+
+def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
+    """Predicted cycles of a multiprocessor for a stage."""
+    size, window = DTYPE_BYTES[problem.dtype], tiling.window
+    reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.extent)
+    rows = math.prod(tiling.runs.count) * variant.columns
+    copies = 0.0
+    if tiling.window_box is None:
+        copies = copy_cycles(window, variant.out_chunk, LOADERS // 32, size)
+    else:
+        rows += variant.out_chunk * math.prod(window.extent[:3]) * math.ceil(window.extent[3] * size / 128)
+    product = _PRODUCT + _READ * reads + 0.06 * variant.columns / 2
+    work = tiling.steps * (GROUPS * variant.row_tiles * product + _OPERATION)
+    cycles = work + rows * _ROW + copies * _COPIES + _STAGE
+    return cycles * (_SEVERAL_TILES if variant.row_tiles > 1 else 1.0)
+
+
+def _reads(problem: ConvTransposeProblem, pass_: Pass) -> int:
+    """How often a thread reads shared memory for its rows of an operation."""
+    single = DTYPE_BYTES[problem.dtype] == 4
+    if in_pairs(problem):
+        return 2 if single and pass_ is Pass.WEIGHT_GRAD else 4
+    return 4 if single else 8
