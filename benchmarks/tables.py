@@ -9,18 +9,16 @@ no word around it.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
-from polyphase.bench.records import Record, read_csv, summaries
+from polyphase.bench.records import PASS_TITLES, Record, geometric_mean, read_csv, summaries
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PASSES = {"forward": "forward", "input_grad": "input gradient", "weight_grad": "weight gradient"}
 
 #: What bounds a layer: the class, its layers as the table names them, and as the records do.
 CLASSES = [
@@ -104,11 +102,6 @@ def times(value: float | None, notable: float = float("inf")) -> str:
     return f"**{value:.2f}×**" if value >= notable else f"{value:.2f}×"
 
 
-def mean(values: Iterable[float | None]) -> float:
-    """The geometric mean."""
-    return statistics.geometric_mean(value for value in values if value is not None)
-
-
 def headline() -> Iterable[list[str]]:
     """The forward passes, the most accelerated first."""
     layers = by_layer(records("h200.csv"))
@@ -124,7 +117,7 @@ def headline() -> Iterable[list[str]]:
 def means() -> Iterable[list[str]]:
     """Geometric means of each pass and dtype."""
     found = records("h200.csv", "h200-gradients.csv")
-    for of in sorted(summaries(found), key=lambda of: (list(PASSES).index(of.pass_name), of.dtype == "bfloat16")):
+    for of in sorted(summaries(found), key=lambda of: (list(PASS_TITLES).index(of.pass_name), of.dtype == "bfloat16")):
         measured = [each for each in found if (each.pass_name, each.dtype) == (of.pass_name, of.dtype)]
         faster = sum((record.speedup or 0.0) >= 1 for record in measured)
         searched = f"{of.benchmark_speedup:.2f}, on {of.benchmarked - of.slower}" if of.benchmarked else "–"
@@ -137,7 +130,7 @@ def means() -> Iterable[list[str]]:
 def every_pass() -> Iterable[list[str]]:
     """All layers, all passes."""
     for name, found in by_layer(records("h200.csv", "h200-gradients.csv")).items():
-        for pass_name, title in PASSES.items():
+        for pass_name, title in PASS_TITLES.items():
             single, half = found[pass_name, "float32"], found[pass_name, "bfloat16"]
             yield [
                 name, title, ms(single.floor_ms), ms(single.ms), ms(single.torch_default_ms), times(single.speedup),
@@ -175,8 +168,8 @@ def classes() -> Iterable[list[str]]:
         cells = []
         for dtype in ("float32", "bfloat16"):
             found = [layers[name]["forward", dtype] for name in names]
-            cells += [f"{mean(record.times_floor for record in found):.1f}"]
-            cells += [times(mean(record.speedup for record in found))]
+            cells += [f"{geometric_mean(record.times_floor for record in found):.1f}"]
+            cells += [times(geometric_mean(record.speedup for record in found))]
         yield [title, shown, *cells]
 
 
@@ -185,11 +178,11 @@ def portable() -> Iterable[list[str]]:
     layers = by_layer(records("cpu.csv"))
 
     def ratios(name: str) -> list[float]:
-        return [1 / (layers[name][pass_name, "float32"].speedup or float("nan")) for pass_name in PASSES]
+        return [1 / (layers[name][pass_name, "float32"].speedup or float("nan")) for pass_name in PASS_TITLES]
 
     for name in layers:
         yield [name, *(f"{ratio:.2f}" if ratio < 0.995 else f"{ratio:.1f}" for ratio in ratios(name))]
-    yield ["**geometric mean**", *(f"**{mean(column):.1f}**" for column in zip(*map(ratios, layers)))]
+    yield ["**geometric mean**", *(f"**{geometric_mean(column):.1f}**" for column in zip(*map(ratios, layers)))]
 
 
 _BOTH = ("polyphase", "PyTorch", "speed-up")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polyphase.bench.records import Record, Summary, grouped, summaries
+from polyphase.bench.records import PASS_TITLES, Record, Summary, grouped, summaries
 
 # Okabe and Ito's palette: told apart with every kind of colour vision, and in print by ring, diamond and disc.
 _OURS, _TORCH, _BENCHMARK, _WORSE, _QUIET = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8C8C8C"
@@ -24,7 +24,6 @@ _RING: dict[str, Any] = {
     "markeredgewidth": 1.8,
 }
 _DIAMOND: dict[str, Any] = {"marker": "D", "linestyle": "", "markersize": 5.5, "markeredgecolor": "white"}
-_TITLES = {"forward": "forward", "input_grad": "input gradient", "weight_grad": "weight gradient"}
 _ROW_INCHES = 0.27
 _PANEL_INCHES = 4.6
 _LABEL_INCHES = 2.6
@@ -57,7 +56,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         # One scale for a block's panels, so that passes can be compared by eye.
         limits = _limits([record for group in passes.values() for record in group])
         for column, (pass_name, group) in enumerate(passes.items()):
-            title = f"{_TITLES.get(pass_name, pass_name)} · {dtype} · {layout.replace('nchw', 'NCHW')}"
+            title = f"{PASS_TITLES.get(pass_name, pass_name)} · {dtype} · {layout.replace('nchw', 'NCHW')}"
             _panel(grid[row][column], group, layers[dtype, layout], limits, labels=column == 0)
             _head(grid[row][column], title, means.get((pass_name, dtype, layout)))
         for column in range(len(passes), columns):

@@ -9,6 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+#: What people call the passes.
+PASS_TITLES = {"forward": "forward", "input_grad": "input gradient", "weight_grad": "weight gradient"}
+
 OK, WRONG, FAILED, SKIPPED = "ok", "wrong", "failed", "not applicable"
 
 
@@ -186,11 +189,11 @@ def summaries(records: Iterable[Record]) -> list[Summary]:
                 *key,
                 layers=len(measured),
                 unmeasured=sum(not record.good for record in group),
-                times_floor=_geometric_mean(record.times_floor for record in measured),
-                torch_times_floor=_geometric_mean(_torch_times_floor(record) for record in rivals) if rivals else None,
-                speedup=_geometric_mean(record.speedup for record in rivals) if rivals else None,
+                times_floor=geometric_mean(record.times_floor for record in measured),
+                torch_times_floor=geometric_mean(_torch_times_floor(record) for record in rivals) if rivals else None,
+                speedup=geometric_mean(record.speedup for record in rivals) if rivals else None,
                 benchmarked=len(benchmarked),
-                benchmark_speedup=_geometric_mean(benchmarked) if benchmarked else None,
+                benchmark_speedup=geometric_mean(benchmarked) if benchmarked else None,
                 slower=sum(speedup < 1 for speedup in benchmarked),
                 slowest=max(measured, key=lambda record: record.times_floor or 0.0),
             )
@@ -204,5 +207,6 @@ def _torch_times_floor(record: Record) -> float | None:
     return record.torch_default_ms / record.floor_ms
 
 
-def _geometric_mean(values: Iterable[float | None]) -> float:
+def geometric_mean(values: Iterable[float | None]) -> float:
+    """Of the values that there are."""
     return statistics.geometric_mean(value for value in values if value)
