@@ -163,8 +163,13 @@ def strange_cases() -> Iterator[ParameterSet]:
 
 @pytest.fixture(scope="session")
 def variants(request: pytest.FixtureRequest) -> Gpu:
-    """The GPU, with the kernels of all variants that this run asks for in the cache."""
+    """The GPU, with the kernels of all variants that this run asks for in the cache.
+
+    Of several processes that share the run each compiles those of its own tests.
+    """
     executor = Gpu(0)
+    if hasattr(request.config, "workerinput"):
+        return executor
     device = DeviceInfo.of(executor.device)
     asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
     offers = [offer for case in asked if isinstance(case, (Case, GemmCase)) for offer in case.offers(device)]

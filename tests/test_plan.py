@@ -221,11 +221,12 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
 def assert_one_source(problem: ConvTransposeProblem) -> None:
     """The layer has one kernel for tiny images, and one for all others; its forward pass has two of either.
 
-    The weight gradient has another where the copy engine does not take the input; it is compiled beforehand.
+    The weight gradient has another where the copy engine does not take the input; it is compiled beforehand. Gradients
+    by Hopper's instruction have others where the output's rows are odd by their padding, an argument of its own.
     So has the product of matrices that it is of single pixels, of which a batch is the image.
     """
     for pass_ in Pass:
-        sources: dict[tuple[bool, bool, bool], dict[KernelSource, ConvTransposeProblem]] = {}
+        sources: dict[tuple[bool, ...], dict[KernelSource, ConvTransposeProblem]] = {}
         for sized in [*other_sizes(problem), replace(problem, batch=0), problem]:
             chosen = plan.plan(sized, pass_, H200)
             launch = chosen.launch
@@ -234,7 +235,8 @@ def assert_one_source(problem: ConvTransposeProblem) -> None:
             computed, _ = plan.as_computed(sized, pass_, None)
             by_engine = chosen.algorithm == "weight_grad_wgmma"
             assert not by_engine or chosen.other is not None
-            kind = computed == sized, is_tiny(computed), by_engine
+            odd = chosen.algorithm.endswith("wgmma") and sized.output_padding[-1] % 2 == 1
+            kind = computed == sized, is_tiny(computed), by_engine, odd
             sources.setdefault(kind, {}).setdefault(launch.source, sized)
         for found in sources.values():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}

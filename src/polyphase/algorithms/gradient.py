@@ -60,31 +60,30 @@ def _extents(size: int, most: int) -> list[int]:
     return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
 
 
-def window_of(
-    problem: ConvTransposeProblem,
-    layouts: Layouts,
-    out_chunk: int,
-    lanes: Four,
-    multiple: int = 1,
-) -> tuple[Part, int]:
-    """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
+def extent_of_window(problem: ConvTransposeProblem, lanes: Four) -> Four:
+    """What ``lanes`` positions along n, d, h and w meet of a channel of the output gradient."""
+    slabs, rows, columns = (
+        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
+        for count, axis in zip(lanes[1:], problem.axes3)
+    )
+    return lanes[0], slabs, rows, columns
 
-    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned. Channels first,
-    rows are as long as a ``multiple``, a power of two, says.
+
+def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: Four) -> tuple[Part, int]:
+    """The window of ``lanes`` positions in ``out_chunk`` channels of the output gradient, in pieces.
+
+    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned.
     """
     size = DTYPE_BYTES[problem.dtype]
     grad = Side(five(problem.output_shape), layouts.output)
-    axes = problem.axes3
-    slabs, rows, columns = (
-        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
-    )
+    extent = extent_of_window(problem, lanes)
     if grad.channels_last:
         piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
-        extent = (lanes[0], slabs, rows, columns)
         return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
+    axis = problem.axes3[2]
     whole_rows = lanes[3] >= problem.input_size[-1]
-    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
-    skew = -axes[2].padding % piece
-    extent = (lanes[0], slabs, rows, round_up(skew + columns, max(piece, multiple)))
+    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axis.stride)
+    skew = -axis.padding % piece
+    extent = (*extent[:3], round_up(skew + extent[3], piece))
     pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
     return Part(extent, piece, pitch, math.prod(extent) // piece), skew

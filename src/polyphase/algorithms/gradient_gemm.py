@@ -280,7 +280,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientV
     cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
     moved = 0.0
     for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
-        cycles += copy_cycles(part, channels, _WARPS, size)
+        cycles += copy_cycles(part.places, part.piece * size, channels, _WARPS)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
         moved += channels * (depth * size if of_weight else row_bytes(part, size))
     return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, round_up, tiles_of
 from polyphase.algorithms.gather import five
-from polyphase.algorithms.gradient import lanes_of, window_of
-from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, STILL_BYTES, Part, copy_cycles
+from polyphase.algorithms.gradient import extent_of_window, lanes_of
+from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, copy_cycles
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
@@ -21,7 +21,7 @@ GROUPS = 2  # of 128 threads that multiply; one more loads
 LOADERS = 128
 _MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one dimension
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
-_STILL = 12 << 10  # bytes of shared memory for what does not depend on stages, at most
+PIECE_BYTES = 16  # of rows that are copied
 
 # Cycles, fitted to 790 measured variants on an H200 (docs/performance.md): for an instruction of the cores beside its
 # operands, and to read shared memory once for those; for an operation; for what comes by the engine, a row of up to 128
@@ -65,12 +65,29 @@ class Runs:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What a stage holds of the output gradient, as the kernels' ``Window``: boxes of the engine's, or copied rows."""
+
+    extent: Four
+    steps: Four  # elements from one image, slab, row and channel to the next
+    pieces: int
+
+    def packed(self) -> bytes:
+        return struct.pack("<9i", *self.extent, *self.steps, self.pieces)
+
+    @property
+    def rows(self) -> int:
+        """Of a channel."""
+        return math.prod(self.extent[:3])
+
+
+@dataclass(frozen=True)
 class Tiling:
     """How a variant cuts the input positions into tiles, and what that takes of shared memory, in bytes."""
 
     lanes: Four
     tiles: Four
-    window: Part
+    window: Window
     skew: int
     runs: Runs
     window_box: Boxes | None  # none where threads copy it
@@ -100,7 +117,9 @@ def tiling_of(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, device: DeviceInfo
 ) -> Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
-    available = device.shared_bytes_per_block - _STILL
+    rows = variant.rows if pass_ is Pass.INPUT_GRAD else 0  # whose place is remembered
+    declared = round_up(12 * rows + 20 * variant.buffers, 1024)  # by the kernel itself, before what is aligned so
+    available = device.shared_bytes_per_block - declared
     tilings = _tilings(problem, pass_, layouts, variant._replace(buffers=0))
     return next((tiling for tiling in tilings if shared_bytes_of(variant, tiling) <= available), None)
 
@@ -139,18 +158,19 @@ def _tiles(
     runs, joined = found
     if runs is None:
         return None
-    window_box = None
+    window_box, places = None, 0
     if (brought := _as_box(problem, pass_, layouts, variant, lanes)) is not None:
         window, window_box, skew = brought
-    else:  # pairs begin at multiples of two in every row
-        window, skew = window_of(problem, layouts, variant.out_chunk, lanes, 2 if in_pairs(problem) else 1)
+    elif (copied := _as_rows(problem, pass_, layouts, lanes)) is not None:
+        window, skew = copied, 0
+        places = MOVING_BYTES * window.rows * window.pieces
+    else:
+        return None
     window_at = runs.column_bytes * variant.columns
-    stage = round_up(window_at + variant.out_chunk * window.pitch, 1024)
+    shift = 0 if window_box is not None else PIECE_BYTES
+    stage = round_up(window_at + variant.out_chunk * window.steps[3] * size + shift, 1024)
     tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
     table = round_up(4 * steps * OPERATION_BYTES // size, 16)
-    places = window.places * (MOVING_BYTES if pass_ is Pass.WEIGHT_GRAD else STILL_BYTES)
-    if window_box is not None:
-        places = 0
     return Tiling(lanes, tiles, window, skew, runs, window_box, joined, steps, window_at, stage, table, places)
 
 
@@ -160,7 +180,7 @@ def _as_box(
     layouts: Layouts,
     variant: WgmmaVariant,
     lanes: Four,
-) -> tuple[Part, Boxes, int] | None:
+) -> tuple[Window, Boxes, int] | None:
     """The window as the copy engine brings it, where it can.
 
     Beside it the elements that its rows begin before the first that is met: a box begins at a multiple of 16 bytes.
@@ -176,8 +196,7 @@ def _as_box(
     strides = engine_strides([(height, row), (depth, slab), (batch, image), (channels, channel)])
     if strides is None or channel % 16:
         return None
-    plain, _ = window_of(problem, replace(layouts, aligned=False), chunk, lanes)
-    images, slabs, rows, columns = plain.extent
+    images, slabs, rows, columns = extent_of_window(problem, lanes)
     axis = problem.axes3[2]
     skew = -axis.padding % vector
     columns = round_up(skew + columns, vector)
@@ -186,54 +205,87 @@ def _as_box(
     if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
         return None
 
-    def extent(columns: int) -> Four:
-        return images, slabs, rows, columns
+    def steps(columns: int) -> Four:
+        return slabs * rows * columns, rows * columns, columns, images * slabs * rows * columns
 
     widths = range(columns, min(columns + 128 // size, _MAX_BOX_SIDE) + 1, vector)
-    columns = min(widths, key=lambda columns: (_conflicts(problem, pass_, lanes, extent(columns)), columns))
+    columns = min(widths, key=lambda columns: (_conflicts(problem, pass_, lanes, steps(columns)), columns))
     sides = (width, height, depth, max(1, batch), channels)
     tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
     boxes = Boxes(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
-    elements = math.prod(extent(columns))
-    return Part(extent(columns), vector, elements * size, elements // vector), boxes, skew
+    return Window((images, slabs, rows, columns), steps(columns), 0), boxes, skew
+
+
+def _as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, lanes: Four) -> Window | None:
+    """The window as threads copy it, in pieces of 16 bytes: steps are the tensor's, modulo those.
+
+    None where pairs of taps would begin at odd elements.
+    """
+    size = DTYPE_BYTES[problem.dtype]
+    vector = PIECE_BYTES // size
+    extent = extent_of_window(problem, lanes)
+    image, channel, slab, row, _ = layouts.output
+    counts = (extent[0], extent[1], extent[2], problem.out_channels_per_group)
+    strides = [stride if count > 1 else 0 for stride, count in zip((image, slab, row, channel), counts)]
+    if in_pairs(problem) and any(stride % 2 for stride in strides):
+        return None
+    images, slabs, rows, columns = extent
+    of_image, of_slab, of_row, of_channel = strides
+
+    def above(least: int, stride: int) -> int:
+        """The least step that is the tensor's, modulo a piece."""
+        return least + (stride - least) % vector
+
+    def steps(row: int) -> Four:
+        slab = above(rows * row, of_slab)
+        image = above(slabs * slab, of_image)
+        return image, slab, row, above(images * image, of_channel)
+
+    narrow = above(columns + vector - 1, of_row)  # a row ends, and the next begins, in pieces of their own
+    widths = range(narrow, narrow + 128 // size + 1, vector)
+    row = min(widths, key=lambda row: (_conflicts(problem, pass_, lanes, steps(row)), row))
+    return Window(extent, steps(row), math.ceil((columns + vector - 1) / vector))
 
 
 def in_pairs(problem: ConvTransposeProblem) -> bool:
-    """Whether two taps are read at once: they are neighbours, and begin at multiples of two."""
+    """Whether two taps are read at once: they are neighbours, and begin at multiples of two, in rows that do."""
     axis = problem.axes3[2]
-    return axis.kernel % 2 == 0 and axis.dilation == 1 and axis.stride % 2 == 0 and axis.padding % 2 == 0
+    even = not any(each % 2 for each in (axis.kernel, axis.stride, axis.padding, problem.output_padding[-1]))
+    return even and axis.dilation == 1
 
 
-def _conflicts(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, extent: Four) -> float:
-    """Passes of a warp through shared memory for one read of its rows, where the window is of that extent."""
+def _conflicts(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps: Four) -> float:
+    """Passes of a warp through shared memory for one read of its rows.
+
+    ``steps`` are the elements from one image, slab, row and channel of the window to the next.
+    """
     rows_are_taps = pass_ is Pass.WEIGHT_GRAD
     paired = rows_are_taps and in_pairs(problem)
-    return _passes(problem.axes3, DTYPE_BYTES[problem.dtype], rows_are_taps, paired, lanes, extent)
+    return _passes(problem.axes3, DTYPE_BYTES[problem.dtype], rows_are_taps, paired, lanes, steps)
 
 
 @lru_cache(maxsize=16384)
 def _passes(
-    axes: tuple[Axis, Axis, Axis], size: int, rows_are_taps: bool, paired: bool, lanes: Four, extent: Four
+    axes: tuple[Axis, Axis, Axis], size: int, rows_are_taps: bool, paired: bool, lanes: Four, steps: Four
 ) -> float:
-    _, slabs, rows, columns = extent
-    pitch = math.prod(extent)
-
-    def offset(n: int, d: int, h: int, w: int) -> int:
-        return ((n * slabs + d) * rows + h) * columns + w
-
-    steps = [[axis.stride for axis in axes], [axis.dilation for axis in axes]]
-    positions = [offset(n, d * steps[0][0], h * steps[0][1], w * steps[0][2]) for n, d, h, w in _indices(lanes)]
+    image, slab, row, channel = steps
+    of_d, of_h, of_w = axes
+    positions = [
+        n * image + d * of_d.stride * slab + h * of_h.stride * row + w * of_w.stride for n, d, h, w in _indices(lanes)
+    ]
     taps = [
-        channel * pitch + offset(0, d * steps[1][0], h * steps[1][1], w * steps[1][2])
-        for channel, d, h, w in _indices((_SAMPLE, *(axis.kernel for axis in axes)))
+        c * channel + d * of_d.dilation * slab + h * of_h.dilation * row + w * of_w.dilation
+        for c, d, h, w in _indices((_SAMPLE, *(axis.kernel for axis in axes)))
     ]
     of_rows, of_k = (taps, positions) if rows_are_taps else (positions, taps)
     of_rows = of_rows[:: 2 if paired else 1]
     of_k = of_k[:: 4 // size]
     beside = (0, 1) if paired and size == 4 else (0,)  # words that are read together
     reads = 0
-    for row, k in itertools.product((0, 8), (0, 8)):
-        words = {(i + j) * size // 4 + word for i in of_rows[row : row + 8] for j in of_k[k : k + 4] for word in beside}
+    for first, k in itertools.product((0, 8), (0, 8)):
+        words = {
+            (i + j) * size // 4 + word for i in of_rows[first : first + 8] for j in of_k[k : k + 4] for word in beside
+        }
         banks = [0] * 32
         for each in words:
             banks[each % 32] += 1
@@ -292,13 +344,13 @@ def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: Wgmma
 def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
     """Predicted cycles of a multiprocessor for a stage."""
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
-    reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.extent)
+    reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.steps)
     rows = math.prod(tiling.runs.count) * variant.columns
     copies = 0.0
     if tiling.window_box is None:
-        copies = copy_cycles(window, variant.out_chunk, LOADERS // 32, size)
+        copies = copy_cycles(window.rows * window.pieces, PIECE_BYTES, variant.out_chunk, LOADERS // 32)
     else:
-        rows += variant.out_chunk * math.prod(window.extent[:3]) * math.ceil(window.extent[3] * size / 128)
+        rows += variant.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
     product = _PRODUCT + _READ * reads + 0.06 * variant.columns / 2
     work = tiling.steps * (GROUPS * variant.row_tiles * product + _OPERATION)
     cycles = work + rows * _ROW + copies * _COPIES + _STAGE

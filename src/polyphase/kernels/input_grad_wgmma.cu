@@ -8,7 +8,7 @@
 struct Geometry {
   TensorMap box, window_box;  // of the weight, and of the output gradient
   Tensor5 g, x;
-  Part window;
+  Window window;
   Runs runs;
   int batch;
   int lanes[4];   // positions of a tile along n, d, h, w; their product is at most ROWS
@@ -42,18 +42,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   char* const buffers = (char*)shared_memory;  // the operand, then the window
   int* const offsets = (int*)(shared_memory + BUFFERS * g.stage_bytes);
-  long long* const places = (long long*)((char*)offsets + g.table_bytes);
+  Place* const places = (Place*)((char*)offsets + g.table_bytes);
 
   const bool tells = g.box_bytes != 0;
   ring.init(tells);
   __syncthreads();
 
   if (threadIdx.x >= MULTIPLIERS) {  // at once: what the others do first hides their first stages
-    PartLoader<Channels::first, OUT_CHUNK, Still> g_loader(g.g, g.window);
+    RowLoader<OUT_CHUNK> g_loader(g.g, g.window);
     int window[4] = {first[0], first[1], first[2], first[3]};
     to_window(window, g.skew);
     if (!tells) {
-      g_loader.init(places, elements(g.window), g.batch, window);
+      g_loader.init(places);
       threads_sync(LOADERS_MEET, LOADERS);
     }
     const scalar_t* const first_channel = grad + (long long)group * OUT_CHANNELS * g.g.stride[1];
@@ -68,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         },
         [&](int stage, char* to) {
           const int channel = stage * OUT_CHUNK;
-          g_loader.load(first_channel + channel * g.g.stride[1], OUT_CHANNELS - channel, to + g.window_bytes);
+          return g_loader.load(first_channel + channel * g.g.stride[1], OUT_CHANNELS - channel, to + g.window_bytes,
+                               g.batch, window);
         });
     return;
   }
@@ -90,8 +91,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];
   Sums sums;
-  add_stages(STAGES, ring, buffers, g.stage_bytes, [&](int stage, const char* from) {
-    sums.add(from + g.window_bytes, from, g.runs, offsets, offsets_of_rows, DEPTH / OPERATION, stage == 0, tells);
+  add_stages(STAGES, ring, buffers, g.stage_bytes, [&](int stage, const char* from, int shift) {
+    sums.add(from + g.window_bytes + shift, from, g.runs, offsets, offsets_of_rows, DEPTH / OPERATION, stage == 0,
+             tells);
   });
 
   const int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from the thread's first on

@@ -11,7 +11,7 @@
 struct Geometry {
   TensorMap box, window_box;  // of the input, and of the output gradient
   Tensor5 g;
-  Part window;
+  Window window;
   Runs runs;
   int batch, groups;
   int lanes[4];      // positions of a tile along n, d, h, w: whole operations
@@ -57,9 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
 
   if (threadIdx.x >= MULTIPLIERS) {  // at once: what the others do first hides their first stages
-    PartLoader<Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
+    RowLoader<OUT_CHUNK> g_loader(g.g, g.window);
     if (!tells) {
-      g_loader.init(places, elements(g.window));
+      g_loader.init(places);
       threads_sync(LOADERS_MEET, LOADERS);
     }
     const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
@@ -93,8 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         [&](int, char* to) {
           locate();
           to_window(origin, g.skew);
-          g_loader.load(first_channel, channels, to + g.window_bytes, g.batch, origin);
+          const int shift = g_loader.load(first_channel, channels, to + g.window_bytes, g.batch, origin);
           next();
+          return shift;
         });
     return;
   }
@@ -135,8 +136,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   };
   int until_flush = g.flush;
-  add_stages(stages, ring, buffers, g.stage_bytes, [&](int stage, const char* from) {
-    sums.add(from + g.window_bytes, from, g.runs, offsets, offsets_of_rows, g.steps, until_flush == g.flush, tells);
+  add_stages(stages, ring, buffers, g.stage_bytes, [&](int stage, const char* from, int shift) {
+    sums.add(from + g.window_bytes + shift, from, g.runs, offsets, offsets_of_rows, g.steps, until_flush == g.flush,
+             tells);
     if (--until_flush > 0 && stage + 1 < stages) return;
     flush(stage >= g.flush);
     until_flush = g.flush;

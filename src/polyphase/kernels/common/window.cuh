@@ -6,16 +6,19 @@
 __device__ __forceinline__ int window_bytes(const Part& window, int n, int d, int h, int w) {
   return (((n * window.extent[1] + d) * window.extent[2] + h) * window.extent[3] + w) * ELEMENT;
 }
-__device__ __forceinline__ int offset_of_tap(const Part& window, int channel, int tap) {
-  return channel * window.pitch + window_bytes(window, 0, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
-                                               tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation,
-                                               tap % AXIS_W.kernel * AXIS_W.dilation);
+__device__ __forceinline__ int channel_bytes(const Part& window) { return window.pitch; }
+
+template <class Box>
+__device__ __forceinline__ int offset_of_tap(const Box& window, int channel, int tap) {
+  return channel * channel_bytes(window) +
+         window_bytes(window, 0, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
+                      tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation, tap % AXIS_W.kernel * AXIS_W.dilation);
 }
 
 // The offsets of `count` positions of a tile of lanes[4], by the block's first threads; beyond the tile they are the
 // first.
-template <int LISTING = THREADS>
-__device__ __forceinline__ void list_positions(int* offsets, int count, const Part& window, const int (&lanes)[4],
+template <int LISTING = THREADS, class Box>
+__device__ __forceinline__ void list_positions(int* offsets, int count, const Box& window, const int (&lanes)[4],
                                                int skew) {
   for (int i = threadIdx.x; i < count; i += LISTING) {
     int at[4];

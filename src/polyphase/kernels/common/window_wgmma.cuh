@@ -6,8 +6,8 @@
 // operand is the input; in the input gradient rows are positions, k are pairs of output channel and tap, and the
 // operand is the weight. The operand lies in memory as the cores want it, k innermost: the copy engine brings boxes of
 // it, rounded to TF32, swizzled. The window (common/window.cuh) comes as it lies, in boxes, too, or where those cannot
-// be had by copies of all loaders. Its elements pass the registers of those who multiply, wherever a stride or a tap
-// has them: nothing is unfolded, and nothing turned around.
+// be had by copies of all loaders (common/window_rows.cuh). Its elements pass the registers of those who multiply,
+// wherever a stride or a tap has them: nothing is unfolded, and nothing turned around.
 //
 // Index mapping. GROUPS groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more loads.
 // BUFFERS stages lie in shared memory, a barrier tells that one is full, another that it is free again.
@@ -36,9 +36,10 @@ struct Runs {
   int bytes;     // of a run: 32, 64 or 128, within which chunks change places
 };
 
-// The barriers of the stages.
+// The barriers of the stages, and how far into its buffer a window is shifted, in bytes.
 struct Ring {
   unsigned long long full[BUFFERS], empty[BUFFERS];
+  int shift[BUFFERS];
 
   // Whether one thread alone `tells` the engine what to bring, or all copy.
   __device__ __forceinline__ void init(bool tells) {
@@ -46,6 +47,7 @@ struct Ring {
       for (int i = 0; i < BUFFERS; ++i) {
         barrier_init(shared_address(full + i), tells ? 1 : 2 * LOADERS);  // with what they store, and what they copy
         barrier_init(shared_address(empty + i), 4 * GROUPS);
+        shift[i] = 0;
       }
       barriers_publish();
     }
@@ -82,7 +84,7 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
 }
 
 // The loaders' part: tell(stage, buffer, barrier), by the first of them, has the engine bring a stage; where it brings
-// no windows, copy(stage, buffer) begins the copies of all.
+// no windows, copy(stage, buffer) begins the copies of all and returns the window's shift.
 template <class Tell, class Copy>
 __device__ __forceinline__ void load_stages(int stages, bool tells, Ring& ring, char* buffers, int bytes,
                                             const Tell& tell, const Copy& copy) {
@@ -97,7 +99,8 @@ __device__ __forceinline__ void load_stages(int stages, bool tells, Ring& ring, 
     barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
     if (first) tell(stage, buffer, full);
     if (!tells) {
-      copy(stage, buffer);
+      const int shift = copy(stage, buffer);
+      if (first) ring.shift[turn.index] = shift;
       barrier_arrive_with_copies(full);
     }
     barrier_arrive(full);
@@ -297,14 +300,14 @@ struct Sums {
 #endif
 };
 
-// The multiplying groups' part: add(stage, buffer) is one stage.
+// The multiplying groups' part: add(stage, buffer, shift) is one stage.
 template <class Add>
 __device__ __forceinline__ void add_stages(int stages, Ring& ring, const char* buffers, int bytes, const Add& add) {
   Turn turn;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     barrier_wait(shared_address(ring.full + turn.index), turn.parity);
-    add(stage, buffers + turn.index * bytes);
+    add(stage, buffers + turn.index * bytes, ring.shift[turn.index]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(ring.empty + turn.index));
     turn.next();
