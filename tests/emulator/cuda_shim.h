@@ -161,6 +161,7 @@ inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 // ---- what the runtime and Python know of a kernel; __init__.py appends `emulated = Emulated<&kernel>::program` ------
 

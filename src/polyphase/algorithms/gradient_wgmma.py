@@ -6,6 +6,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from polyphase.algorithms.base import (
@@ -15,6 +16,7 @@ from polyphase.algorithms.base import (
     Layouts,
     affordable_planes,
     first_candidates,
+    is_tiny,
     layer_constants,
     padded,
     round_up,
@@ -41,6 +43,7 @@ from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _OFFERED = 6
+_RECONSIDERED = 16  # variants, at a second size
 _BUFFERS = (6, 5, 4, 3)  # of stages; tried from the left
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 256  # columns by row tiles of a group
@@ -160,7 +163,7 @@ def _parts(problem: ConvTransposeProblem, variant: WgmmaVariant, tiling: Tiling,
 
 
 # Cycles for a block, and each of its results; fitted with those of a stage (`gradient_wgmma_tile`).
-_BLOCK, _RESULT = 2400.0, 0.32
+_BLOCK, _RESULT = 3700.0, 0.254
 
 
 def _estimate(
@@ -174,7 +177,7 @@ def _estimate(
         parts = _parts(problem, variant, tiling, device)
         stages = math.ceil(tiling.total / parts)
         blocks *= parts
-        end = 6e-6 + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+        end = 15e-6 + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
     else:
         stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
         blocks *= tiling.total
@@ -197,18 +200,38 @@ def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> l
 def _rank(
     problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, variants: list[WgmmaVariant]
 ) -> list[WgmmaVariant]:
-    layouts = Layouts.dense(problem)
-    scored = []
-    for variant in variants:
-        for buffers in reversed(_BUFFERS):  # more of them may leave room for worse tiles alone
-            deeper = variant._replace(buffers=buffers)
-            tiling = tiling_of(problem, pass_, layouts, deeper, device)
-            if tiling is not None:
-                scored.append((_estimate(problem, pass_, deeper, tiling, device)[0], -buffers, deeper))
+    """By predictions at the typical size, and of the best at a smaller one: tiles of one may not fit both."""
+    members = [each._replace(buffers=count) for each in variants for count in _BUFFERS]
+    seconds = _predictions(problem, pass_, device, members)
+    order = _fastest(seconds)
+    if not is_tiny(problem):
+        smaller = replace(problem, input_size=tuple(side * 3 // 8 for side in problem.input_size))
+        again = _predictions(smaller, pass_, device, order[:_RECONSIDERED])
+        share = math.prod(problem.input_size) / math.prod(smaller.input_size)
+        both = {each: seconds[each] + share * again.get(each, math.inf) for each in order[:_RECONSIDERED]}
+        order[:_RECONSIDERED] = _fastest(both)
     best: dict[WgmmaVariant, WgmmaVariant] = {}  # by all but its buffers
-    for *_, variant in sorted(scored):
+    for variant in order:
         best.setdefault(variant._replace(buffers=0), variant)
     return list(best.values())
+
+
+def _predictions(
+    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, variants: list[WgmmaVariant]
+) -> dict[WgmmaVariant, float]:
+    """Seconds, of the variants that there are at this size."""
+    layouts = Layouts.dense(problem)
+    tilings = ((variant, tiling_of(problem, pass_, layouts, variant, device)) for variant in variants)
+    return {
+        variant: _estimate(problem, pass_, variant, tiling, device)[0]
+        for variant, tiling in tilings
+        if tiling is not None
+    }
+
+
+def _fastest(seconds: dict[WgmmaVariant, float]) -> list[WgmmaVariant]:
+    """The fastest first, of equal ones that of the most buffers."""
+    return sorted(seconds, key=lambda variant: (seconds[variant], -variant.buffers, variant))
 
 
 def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaVariant]:
@@ -219,7 +242,7 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaVaria
         round_up(math.ceil(problem.in_channels_per_group / math.ceil(problem.in_channels_per_group / most)), 8)
         for most in (_MOST_COLUMNS, 128, 64)
     }
-    for columns, row_tiles in itertools.product(sorted(widths), (1, 2, 4)):
+    for columns, row_tiles in itertools.product(sorted(widths), (1, 2, 3, 4)):
         if columns * row_tiles > _MOST_SUMS:
             continue
         variant = WgmmaVariant(row_tiles, columns, 1, 1, 3)

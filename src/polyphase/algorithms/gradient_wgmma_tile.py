@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, round_up, tiles_of
+from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, next_power_of_two, round_up, tiles_of
 from polyphase.algorithms.gather import five
 from polyphase.algorithms.gradient import extent_of_window, lanes_of
-from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, copy_cycles
+from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
@@ -23,12 +23,13 @@ _MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one di
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 PIECE_BYTES = 16  # of rows that are copied
 
-# Cycles, fitted to 790 measured variants on an H200 (docs/performance.md): for an instruction of the cores beside its
-# operands, and to read shared memory once for those; for an operation; for what comes by the engine, a row of up to 128
-# bytes, and by threads, times `copy_cycles`; for a stage.
-_PRODUCT, _READ, _OPERATION = 19.2, 0.44, 90.0
-_ROW, _COPIES, _STAGE = 1.36, 2.84, 548.0
-_SEVERAL_TILES = 1.08  # all, where a group has several row tiles: predictions of those are too low
+# Cycles, fitted to 595 and, where threads copy windows, 92 measured variants on an H200 (docs/performance.md): for an
+# instruction of the cores, to read shared memory once for it, and for a column of it; for an operation; for a row of up
+# to 128 bytes that the engine brings; for a stage.
+_PRODUCT, _READ, _COLUMN, _OPERATION, _ROW, _STAGE = 14.9, 0.83, 0.127, 32.0, 0.505, 390.0
+# The same for copies: of a stage, in the input gradient; for a thread's piece, where it lies alike in several channels;
+# for each of those, and for one that a row begins in.
+_COPIED_STAGE, _PIECE, _COPY, _WORDS = 1330.0, 355.0, 49.0, 141.0
 
 
 class WgmmaVariant(NamedTuple):
@@ -345,16 +346,27 @@ def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVaria
     """Predicted cycles of a multiprocessor for a stage."""
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
     reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.steps)
+    product = _PRODUCT + _READ * reads + _COLUMN * variant.columns
     rows = math.prod(tiling.runs.count) * variant.columns
-    copies = 0.0
     if tiling.window_box is None:
-        copies = copy_cycles(window.rows * window.pieces, PIECE_BYTES, variant.out_chunk, LOADERS // 32)
+        copies = _copy_cycles(problem, pass_, variant, tiling)
     else:
         rows += variant.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
-    product = _PRODUCT + _READ * reads + 0.06 * variant.columns / 2
-    work = tiling.steps * (GROUPS * variant.row_tiles * product + _OPERATION)
-    cycles = work + rows * _ROW + copies * _COPIES + _STAGE
-    return cycles * (_SEVERAL_TILES if variant.row_tiles > 1 else 1.0)
+        copies = 0.0
+    return tiling.steps * (GROUPS * variant.row_tiles * product + _OPERATION) + rows * _ROW + copies + _STAGE
+
+
+def _copy_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
+    """The same for what loaders copy of a window (``window_rows.cuh``)."""
+    vector = PIECE_BYTES // DTYPE_BYTES[problem.dtype]
+    pieces = tiling.window.rows * tiling.window.pieces
+    lanes = min(LOADERS, next_power_of_two(pieces))
+    apart = max(LOADERS // lanes, vector // math.gcd(vector, tiling.window.steps[3]))  # channels that lie alike
+    found = math.ceil(pieces / lanes) * (apart * lanes // LOADERS)
+    copied = found * math.ceil(variant.out_chunk / apart)
+    begun = 1 / tiling.tiles[3] if problem.padding[-1] > 0 else 0.0  # tiles that rows begin in
+    waiting = _COPIED_STAGE if pass_ is Pass.INPUT_GRAD else 0.0
+    return waiting + found * _PIECE + copied * (_COPY + begun * _WORDS)
 
 
 def _reads(problem: ConvTransposeProblem, pass_: Pass) -> int:

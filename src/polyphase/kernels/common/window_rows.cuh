@@ -3,14 +3,19 @@
 // multiple of 16 as it does in the tensor; for that the steps of the window are those of the tensor, modulo 16 bytes,
 // and all of a stage is `shift` bytes further on. Rows have room for the pieces that they only begin or end in.
 
-// The first `bytes` of 16 from global to shared memory (common/copy_async.cuh), zeros for the others.
+// The first `bytes` of so many from global to shared memory (common/copy_async.cuh), zeros for the others.
 #ifndef EMULATOR
+template <int OF>
 __device__ __forceinline__ void copy_async_begin(unsigned to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  if (OF == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(OF), "r"(bytes) : "memory");
 }
 #else
+template <int OF>
 __device__ __forceinline__ void copy_async_begin(unsigned to, const void* from, int bytes) {
-  typedef Vector<unsigned char, 16> Bytes;
+  typedef Vector<unsigned char, OF> Bytes;
   Bytes copied = {};
   for (int i = 0; i < bytes; ++i) copied.value[i] = ((const unsigned char*)from)[i];
   emulator::copy_later((Bytes*)__cvta_shared_to_generic(to), copied);
@@ -30,20 +35,27 @@ __device__ __forceinline__ int channel_bytes(const Window& window) { return wind
 
 template <int CHANNELS>
 struct RowLoader {
-  static constexpr int PIECE = 16 / ELEMENT;  // elements
+  static constexpr int PIECE = 16;  // bytes
+  static constexpr int LOADERS_LOG = 7;
+  static_assert(LOADERS == 1 << LOADERS_LOG, "threads are shared out by shifts");
 
   const Tensor5& tensor;
   const Window& window;
-  Place* places;  // of each piece: its row, and the first of its elements if the row began with a piece
+  Place* places;  // of each piece: its row, and where it would begin there, in bytes, if the row began with a piece
   int pieces;     // of a channel
 
-  __device__ __forceinline__ RowLoader(const Tensor5& tensor, const Window& window)
-      : tensor(tensor),
-        window(window),
-        pieces(window.extent[0] * window.extent[1] * window.extent[2] * window.pieces) {}
+  // Threads go along the pieces of a channel, 1 << `span` of them; where those are few, several channels at once.
+  int span;
+  // A row lies the same way beyond a piece in channels that are so many apart: what to copy is found once for them.
+  int apart;
+
+  __device__ __forceinline__ RowLoader(const Tensor5& tensor, const Window& window) : tensor(tensor), window(window) {}
 
   __device__ __forceinline__ void init(Place* list) {
     places = list;
+    pieces = window.extent[0] * window.extent[1] * window.extent[2] * window.pieces;
+    span = pieces > LOADERS / 2 ? LOADERS_LOG : 32 - __clz(pieces - 1);
+    apart = max(LOADERS >> span, PIECE >> (__ffs((int)(tensor.stride[1] * ELEMENT) | PIECE) - 1));
     const int counts[4] = {window.extent[0], window.extent[1], window.extent[2], window.pieces};
     for (int i = loader(); i < pieces; i += LOADERS) {
       int at[4];
@@ -58,43 +70,73 @@ struct RowLoader {
   __device__ __forceinline__ int load(const scalar_t* from, int channels, char* to, int batch,
                                       const int (&origin)[4]) const {
     from += offset_of(tensor, origin);
-    const int shift = behind_a_piece(from) * ELEMENT;
-    // Threads go along the pieces of a channel, and take channels in turn; where those are few, several at once.
-    const int span = pieces > 16 ? 5 : 32 - __clz(pieces - 1);
-    const int lanes = 1 << span, first = loader() >> span, at_once = LOADERS >> span;
+    const int shift = behind_a_piece(from);
+    // Of rows, in the window's. Where rows begin before the window does what lies before that may be anything.
+    const int end = (tensor.size[2] - origin[3]) * ELEMENT, begin = origin[3] < 0 ? -origin[3] * ELEMENT : -PIECE;
+    const int first = loader() >> span, at_once = LOADERS >> span;  // channels
+    const long long stride = tensor.stride[1] * ELEMENT;
+    const int pitch = channel_bytes(window);
     from += first * tensor.stride[1];
-    to += shift + first * channel_bytes(window);
-    for (int i = loader() % lanes; i < pieces; i += lanes) {
+    const unsigned slots = shared_address(to) + shift + first * pitch;
+    for (int i = loader() & ((1 << span) - 1); i < pieces; i += 1 << span) {
       const Place place = places[i];
       const bool inside = origin[0] + place.n < batch && (unsigned)(origin[1] + place.d) < (unsigned)tensor.size[0] &&
                           (unsigned)(origin[2] + place.h) < (unsigned)tensor.size[1];
-      const scalar_t* row = from + place.offset;
-      char* slot = to + window_bytes(window, place.n, place.d, place.h, 0);
-#pragma unroll 4
-      for (int channel = first; channel < CHANNELS; channel += at_once) {
-        const int w = place.w - behind_a_piece(row);
-        if (w < window.extent[3]) copy(row + w, slot + w * ELEMENT, origin[3] + w, inside && channel < channels);
-        row += at_once * tensor.stride[1];
-        slot += at_once * channel_bytes(window);
+      const char* row = (const char*)(from + place.offset);
+      unsigned slot = slots + window_bytes(window, place.n, place.d, place.h, 0);
+      for (int channel = first; channel < apart; channel += at_once) {
+        const int at = place.w - behind_a_piece(row);
+        if (at < window.extent[3] * ELEMENT) {
+          const int before = begin - at, bytes = before < PIECE ? max(0, min(PIECE, end - at)) : 0;
+          const int existing = inside && bytes > 0 ? min(CHANNELS, channels) : 0;
+          Copies copies{channel, apart, row + at, apart * stride, slot + at, apart * pitch};
+          if (before > 0)  // the row begins amid the piece
+            copies.run(existing, [&](unsigned to, const char* from) { copy_words(to, from, before, bytes); });
+          else
+            copies.run(existing, [&](unsigned to, const char* from) { copy_async_begin<PIECE>(to, from, bytes); });
+          copies.run(CHANNELS, [&](unsigned to, const char* from) { copy_async<PIECE>(to, from, false); });
+        }
+        row += at_once * stride;
+        slot += at_once * pitch;
       }
     }
     return shift;
   }
 
  private:
-  // Elements from the last multiple of 16 bytes on.
-  static __device__ __forceinline__ int behind_a_piece(const scalar_t* element) {
-    return (int)((unsigned long long)element / ELEMENT % PIECE);
+  // The same piece of channels that are so many `apart`.
+  struct Copies {
+    int channel, apart;
+    const char* from;
+    long long step;
+    unsigned to;
+    int pitch;
+
+    // copy(to, from) one by one, below channel `end`.
+    template <class Copy>
+    __device__ __forceinline__ void run(int end, const Copy& copy) {
+#pragma unroll 2
+      for (; channel < end; channel += apart) {
+        copy(to, from);
+        from += step, to += pitch;
+      }
+    }
+  };
+
+  static __device__ __forceinline__ int behind_a_piece(const void* address) {
+    return (int)((unsigned long long)address % PIECE);
   }
 
-  // A piece of a row, if that `exists`, from its element `x` on, which may lie before it.
-  __device__ __forceinline__ void copy(const scalar_t* from, char* to, int x, bool exists) const {
-    const int left = exists ? tensor.size[2] - x : 0;
-    if (x >= 0 || !exists) {
-      copy_async_begin(shared_address(to), from, max(0, min(PIECE, left)) * ELEMENT);
-    } else {
+  // A piece that a row begins in, `begin` bytes on, and ends `end` bytes on.
+  static __device__ __forceinline__ void copy_words(unsigned to, const char* from, int begin, int end) {
 #pragma unroll
-      for (int i = 0; i < PIECE; ++i) ((scalar_t*)to)[i] = x + i >= 0 && i < left ? read(from + i) : zero<scalar_t>();
+    for (int i = 0; i < PIECE; i += 4) {
+      if (ELEMENT == 2 && begin == i + 2) {
+        scalar_t* const pair = (scalar_t*)__cvta_shared_to_generic(to + i);
+        pair[0] = zero<scalar_t>(), pair[1] = end > i + 2 ? read((const scalar_t*)(from + i) + 1) : zero<scalar_t>();
+      } else {
+        copy_async_begin<4>(to + i, from + i, begin > i ? 0 : max(0, min(4, end - i)));
+      }
     }
   }
 };
