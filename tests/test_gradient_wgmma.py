@@ -130,6 +130,20 @@ def test_no_races(name: str, pass_: Pass) -> None:
 
 
 def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums longer than what the cores sum in one go, of several stages and a rest."""
+    problem = make((2, 40, 6, 8), 56, 4, 2, 1, dtype="bfloat16")
+    algorithm = ALGORITHMS[Pass.INPUT_GRAD]
+    monkeypatch.setattr(gradient_wgmma, "_FLUSH", 2 * 8 * problem.taps)
+    variant = WgmmaVariant(2, 40, 8, 256, 3)
+    launch = algorithm.launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), variant)
+    assert dict(launch.source.constants)["FLUSH"] == 2
+    candidate = Candidate(algorithm.name, variant, 0.0, "")
+    assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(1))
+    most = {variant.columns * variant.row_tiles for variant in gradient_wgmma._variants(problem, Pass.INPUT_GRAD)}
+    assert max(most) <= 128
+
+
+def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts longer than what the cores sum in one go."""
     problem = make((3, 16, 16, 32), 16, 2, 2, dtype="bfloat16")
     monkeypatch.setattr(base, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])

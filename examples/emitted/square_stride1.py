@@ -12,7 +12,7 @@
 #     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
 #         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256)
-#     sm_90a, input_grad: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=5,
+#     sm_90a, input_grad: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
 #         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256)
 #     sm_90a, weight_grad: weight_grad_gemm(row_tiles=4, column_tiles=4, row_warps=1, out_chunk=22, positions=64,
@@ -2482,16 +2482,19 @@ FILES["common/window.cuh"] = r"""
 __device__ __forceinline__ int window_bytes(const Part& window, int n, int d, int h, int w) {
   return (((n * window.extent[1] + d) * window.extent[2] + h) * window.extent[3] + w) * ELEMENT;
 }
-__device__ __forceinline__ int offset_of_tap(const Part& window, int channel, int tap) {
-  return channel * window.pitch + window_bytes(window, 0, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
-                                               tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation,
-                                               tap % AXIS_W.kernel * AXIS_W.dilation);
+__device__ __forceinline__ int channel_bytes(const Part& window) { return window.pitch; }
+
+template <class Box>
+__device__ __forceinline__ int offset_of_tap(const Box& window, int channel, int tap) {
+  return channel * channel_bytes(window) +
+         window_bytes(window, 0, tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation,
+                      tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation, tap % AXIS_W.kernel * AXIS_W.dilation);
 }
 
 // The offsets of `count` positions of a tile of lanes[4], by the block's first threads; beyond the tile they are the
 // first.
-template <int LISTING = THREADS>
-__device__ __forceinline__ void list_positions(int* offsets, int count, const Part& window, const int (&lanes)[4],
+template <int LISTING = THREADS, class Box>
+__device__ __forceinline__ void list_positions(int* offsets, int count, const Box& window, const int (&lanes)[4],
                                                int skew) {
   for (int i = threadIdx.x; i < count; i += LISTING) {
     int at[4];
@@ -2861,7 +2864,7 @@ constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr bool WHOLE_IMAGES = false;
 constexpr bool BOXES = false;
-constexpr int PIXELS = 144;
+constexpr int PIXELS = 160;
 constexpr int PIXEL_BLOCKS = 2;
 constexpr int CONSUMERS = 2;
 constexpr bool SPLIT_ROWS = false;
@@ -2870,7 +2873,7 @@ constexpr bool RESIDENT = false;
 constexpr int LOADER_GROUPS = 2;
 constexpr int LOADER_THREADS = 256;
 constexpr int TURNING_GROUPS = 2;
-constexpr int STAGES = 5;
+constexpr int STAGES = 4;
 constexpr int STORE_VECTOR = 0;
 constexpr int COPY_BYTES = 0;
 constexpr int RAW_STAGES = 2;
@@ -2880,13 +2883,13 @@ constexpr int PIECE = 64;
 #define CLUSTER 2  // thread blocks
 // sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.
 #ifndef EMULATOR
-__device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, unsigned long long b, bool add) {
+__device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, unsigned long long b, bool add) {
   asm volatile(
-      "{ .reg .pred add; setp.ne.b32 add, %74, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n144k8.f32.tf32.tf32 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, "
-      "%72, %73, add, 1, 1; }"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71])
+      "{ .reg .pred add; setp.ne.b32 add, %82, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n160k8.f32.tf32.tf32 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, "
+      "%80, %81, add, 1, 1; }"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]), "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]), "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79])
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
@@ -3414,8 +3417,12 @@ _BUILDING_BLOCKS = {
     "weight_grad": (),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
-    "input_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
-    "weight_grad_wgmma": ("tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window", "window_wgmma"),
+    "input_grad_wgmma": (
+        "tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window_rows", "window", "window_wgmma",
+    ),
+    "weight_grad_wgmma": (
+        "tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window_rows", "window", "window_wgmma",
+    ),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
 }  # fmt: skip
@@ -3947,12 +3954,12 @@ def channel_piece(side: "Side", channels: int, stage_channels: int, size: int, a
     return vector if aligned and whole else 1
 
 
-def copy_cycles(part: "Part", channels: int, warps: int, size: int) -> float:
-    """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a part."""
-    lanes = min(32, next_power_of_two(part.places))
-    rounds = math.ceil(part.places / lanes)
+def copy_cycles(pieces: int, piece_bytes: int, channels: int, warps: int) -> float:
+    """Predicted cycles of a multiprocessor for what its warps do to copy so many pieces of so many channels."""
+    lanes = min(32, next_power_of_two(pieces))
+    rounds = math.ceil(pieces / lanes)
     copies = rounds * math.ceil(channels / (warps * 32 // lanes))
-    each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
+    each = _COPY + (_THROUGH_REGISTERS if piece_bytes < 4 else 0.0)
     return warps / 4 * (rounds * _FIND + copies * each)
 
 
@@ -4001,32 +4008,31 @@ def _extents(size: int, most: int) -> "list[int]":
     return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
 
 
-def window_of(
-    problem: "ConvTransposeProblem",
-    layouts: "Layouts",
-    out_chunk: int,
-    lanes: "Four",
-    multiple: int = 1,
-) -> "tuple[Part, int]":
-    """What ``lanes`` positions along n, d, h and w meet of ``out_chunk`` channels of the output gradient.
+def extent_of_window(problem: "ConvTransposeProblem", lanes: "Four") -> "Four":
+    """What ``lanes`` positions along n, d, h and w meet of a channel of the output gradient."""
+    slabs, rows, columns = (
+        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
+        for count, axis in zip(lanes[1:], problem.axes3)
+    )
+    return lanes[0], slabs, rows, columns
 
-    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned. Channels first,
-    rows are as long as a ``multiple``, a power of two, says.
+
+def window_of(problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, lanes: "Four") -> "tuple[Part, int]":
+    """The window of ``lanes`` positions in ``out_chunk`` channels of the output gradient, in pieces.
+
+    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned.
     """
     size = DTYPE_BYTES[problem.dtype]
     grad = Side(five(problem.output_shape), layouts.output)
-    axes = problem.axes3
-    slabs, rows, columns = (
-        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1 for count, axis in zip(lanes[1:], axes)
-    )
+    extent = extent_of_window(problem, lanes)
     if grad.channels_last:
         piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
-        extent = (lanes[0], slabs, rows, columns)
         return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
+    axis = problem.axes3[2]
     whole_rows = lanes[3] >= problem.input_size[-1]
-    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axes[2].stride)
-    skew = -axes[2].padding % piece
-    extent = (lanes[0], slabs, rows, round_up(skew + columns, max(piece, multiple)))
+    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axis.stride)
+    skew = -axis.padding % piece
+    extent = (*extent[:3], round_up(skew + extent[3], piece))
     pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
     return Part(extent, piece, pitch, math.prod(extent) // piece), skew
 
@@ -4242,7 +4248,7 @@ def _stage_cycles(problem: "ConvTransposeProblem", pass_: "Pass", variant: "Grad
     cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
     moved = 0.0
     for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
-        cycles += copy_cycles(part, channels, _WARPS, size)
+        cycles += copy_cycles(part.places, part.piece * size, channels, _WARPS)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
         moved += channels * (depth * size if of_weight else row_bytes(part, size))
     return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
@@ -5350,12 +5356,12 @@ LAYERS = [
                 Pass.INPUT_GRAD: Choice(
                     algorithm=ImplicitGemm(),
                     variant=GemmVariant(
-                        pixels=144,
+                        pixels=160,
                         pixel_blocks=2,
                         channel_blocks=1,
                         lines=1,
                         k_steps=1,
-                        stages=5,
+                        stages=4,
                         parts=1,
                         split="turns",
                         resident=False,

@@ -47,7 +47,7 @@ _RECONSIDERED = 16  # variants, at a second size
 _BUFFERS = (6, 5, 4, 3)  # of stages; tried from the left
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 256  # columns by row tiles of a group
-_FLUSH = 8192  # k that the cores sum
+_FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
 
 
 class _GradientWgmma(Gradient):
@@ -120,6 +120,7 @@ class _GradientWgmma(Gradient):
             ("OUT_CHUNK", variant.out_chunk),
             ("PAIRS", in_pairs(problem)),
             ("BUFFERS", variant.buffers),
+            *((("FLUSH", _stages_summed(problem, variant)),) if pass_ is Pass.INPUT_GRAD else ()),
             ("PARTS", 1),
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
@@ -149,6 +150,16 @@ class WeightGradWgmma(_GradientWgmma):
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_wgmma"
     any_size = False
+
+
+def _stages_summed(problem: ConvTransposeProblem, variant: WgmmaVariant) -> int:
+    """Stages of an input gradient that the cores sum: all, unless they are more than is good for the result."""
+    stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
+    return max(1, _FLUSH // (variant.out_chunk * problem.taps)) if _is_long(problem) else stages
+
+
+def _is_long(problem: ConvTransposeProblem) -> bool:
+    return problem.out_channels_per_group * problem.taps > _FLUSH
 
 
 def _parts(problem: ConvTransposeProblem, variant: WgmmaVariant, tiling: Tiling, device: DeviceInfo) -> int:
@@ -238,12 +249,13 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaVaria
     """Variants worth a thought, their buffers left open."""
     out, taps, size = problem.out_channels_per_group, problem.taps, DTYPE_BYTES[problem.dtype]
     operation = OPERATION_BYTES // size
+    most = _MOST_SUMS // 2 if pass_ is Pass.INPUT_GRAD and _is_long(problem) else _MOST_SUMS
     widths = {
-        round_up(math.ceil(problem.in_channels_per_group / math.ceil(problem.in_channels_per_group / most)), 8)
-        for most in (_MOST_COLUMNS, 128, 64)
+        round_up(math.ceil(problem.in_channels_per_group / math.ceil(problem.in_channels_per_group / widest)), 8)
+        for widest in (_MOST_COLUMNS, 128, 64)
     }
     for columns, row_tiles in itertools.product(sorted(widths), (1, 2, 3, 4)):
-        if columns * row_tiles > _MOST_SUMS:
+        if columns * row_tiles > most:
             continue
         variant = WgmmaVariant(row_tiles, columns, 1, 1, 3)
         if pass_ is Pass.WEIGHT_GRAD:

@@ -4,6 +4,9 @@
 //
 // Index mapping. A block owns COLUMNS input channels of one group and a tile of at most ROWS input positions; a stage
 // is OUT_CHUNK output channels with all their taps.
+//
+// The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
+// beside them.
 
 struct Geometry {
   TensorMap box, window_box;  // of the weight, and of the output gradient
@@ -90,11 +93,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int offsets_of_rows[ROW_TILES][2];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];
-  Sums sums;
+  Sums sums, total;
   add_stages(STAGES, ring, buffers, g.stage_bytes, [&](int stage, const char* from, int shift) {
-    sums.add(from + g.window_bytes + shift, from, g.runs, offsets, offsets_of_rows, DEPTH / OPERATION, stage == 0,
-             tells);
+    sums.add(from + g.window_bytes + shift, from, g.runs, offsets, offsets_of_rows, DEPTH / OPERATION,
+             stage % FLUSH == 0, tells);
+    if (FLUSH >= STAGES || (stage % FLUSH < FLUSH - 1 && stage < STAGES - 1)) return;
+    total.take(sums, stage < FLUSH);
   });
+  const Sums& all = FLUSH < STAGES ? total : sums;
 
   const int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from the thread's first on
   const long long channel = g.x.stride[1];
@@ -106,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     scalar_t* to = dst + target;
 #pragma unroll
     for (int tile = 0; tile < COLUMN_TILES; ++tile) {
-      const float* const pair = sums.of[i / 2] + tile * 4 + i % 2 * 2;
+      const float* const pair = all.of[i / 2] + tile * 4 + i % 2 * 2;
       if (WHOLE_BLOCKS || 8 * tile < columns) narrow(pair[0], to[0]);
       if (WHOLE_BLOCKS || 8 * tile + 1 < columns) narrow(pair[1], to[channel]);
       to += 8 * channel;

@@ -122,6 +122,14 @@ struct Sums {
   }
   static __device__ __forceinline__ int first_column() { return threadIdx.x % 4 * 2; }
 
+  // Adds others, or begins with them.
+  __device__ __forceinline__ void take(const Sums& others, bool begin) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4 * COLUMN_TILES; ++i) of[tile][i] = others.of[tile][i] + (begin ? 0 : of[tile][i]);
+  }
+
   // The `steps` operations of a stage, to sums that begin with them or not. `row_offsets` are the window's, of the
   // thread's rows; with `rounded` it holds TF32.
   __device__ __forceinline__ void add(const char* window, const char* operand, const Runs& runs, const int* offsets,
