@@ -41,7 +41,7 @@ struct RowLoader {
 
   const Tensor5& tensor;
   const Window& window;
-  Place* places;  // of each piece: its row, and where it would begin there, in bytes, if the row began with a piece
+  Place* places;  // of each piece: its row, and its number there
   int pieces;     // of a channel
 
   // Threads go along the pieces of a channel, 1 << `span` of them; where those are few, several channels at once.
@@ -61,7 +61,7 @@ struct RowLoader {
       int at[4];
       decode(counts, i, at);
       const int row[4] = {at[0], at[1], at[2], 0};
-      places[i] = Place{(short)at[0], (short)at[1], (short)at[2], (short)(at[3] * PIECE), offset_of(tensor, row)};
+      places[i] = Place{(short)at[0], (short)at[1], (short)at[2], (short)at[3], offset_of(tensor, row)};
     }
   }
 
@@ -85,7 +85,7 @@ struct RowLoader {
       const char* row = (const char*)(from + place.offset);
       unsigned slot = slots + window_bytes(window, place.n, place.d, place.h, 0);
       for (int channel = first; channel < apart; channel += at_once) {
-        const int at = place.w - behind_a_piece(row);
+        const int at = place.w * PIECE - behind_a_piece(row);
         if (at < window.extent[3] * ELEMENT) {
           const int before = begin - at, bytes = before < PIECE ? max(0, min(PIECE, end - at)) : 0;
           const int existing = inside && bytes > 0 ? min(CHANNELS, channels) : 0;
