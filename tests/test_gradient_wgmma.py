@@ -12,7 +12,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
-from polyphase.algorithms import base, gradient_wgmma
+from polyphase.algorithms import base, gradient_wgmma, gradient_wgmma_tile
 from polyphase.algorithms.base import Candidate, Layouts
 from polyphase.algorithms.gradient_wgmma import InputGradWgmma, WeightGradWgmma, WgmmaVariant
 from polyphase.device import DeviceInfo
@@ -31,7 +31,9 @@ LAYERS = {
     "kernel = stride, half": make((3, 40, 16, 8), 40, 2, 2, dtype="float16"),
     "stride 1": make((2, 20, 9, 12), 24, 3, 1, 1, tf32=True),
     "rows of the gradient that are copied": make((2, 24, 8, 16), 24, 3, dtype="bfloat16"),
-    "pairs that are copied": make((2, 24, 8, 16), 20, 2, 2, 0, (0, 1), dtype="bfloat16"),
+    "pairs that are copied": make((2, 24, 8, 12), 20, 4, 2, tf32=True),
+    "pairs that are copied, half": make((2, 24, 8, 16), 20, 4, 2, dtype="bfloat16"),
+    "no pairs in odd rows": make((2, 24, 8, 16), 20, 2, 2, 0, (0, 1), dtype="bfloat16"),
     "odd rows": make((2, 24, 8, 14), 16, 3, 2, 1, tf32=True),
     "odd rows, half": make((2, 24, 8, 16), 24, (3, 5), (2, 3), (1, 2), 1, dilation=(2, 1), dtype="bfloat16"),
     "odd rows of several images": make((5, 16, 3, 8), 24, 3, 2, 1, dtype="float16"),
@@ -89,7 +91,7 @@ def test_layers_take_every_way() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(row_tiles, columns) for row_tiles in (1, 2, 4) for columns in (8, 64, 128, 256) if row_tiles * columns <= 256],
+    [(row_tiles, columns) for row_tiles in (1, 2, 3, 4) for columns in (8, 64, 128, 256) if row_tiles * columns <= 256],
 )
 @pytest.mark.parametrize("pass_", GRADIENTS)
 def test_every_shape(pass_: Pass, shape: tuple[int, int]) -> None:
@@ -123,7 +125,7 @@ def test_every_number_of_operations(operations: int) -> None:
 
 
 @pytest.mark.parametrize("pass_", GRADIENTS)
-@pytest.mark.parametrize("name", ["stride 2", "rows of the gradient that are copied"])
+@pytest.mark.parametrize("name", ["stride 2", "rows of the gradient that are copied", "odd rows, half"])
 def test_no_races(name: str, pass_: Pass) -> None:
     candidate, launch = offers(ALGORITHMS[pass_], LAYERS[name], pass_)[0]
     assert_exact(LAYERS[name], pass_, candidate, launch, executor=Emulator(order=None))
@@ -208,6 +210,36 @@ def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
         assert not list(algorithm.candidates(layer, pass_, H200, apart))
     odd = replace(layer, input_size=(7, 7))
     assert not list(WeightGradWgmma().candidates(odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd)))
+
+
+def test_pairs_never_begin_at_odd_elements() -> None:
+    """Which the emulator would not notice: where a view's strides are odd there is no candidate."""
+    layer = make((4, 64, 32, 64), 64, (1, 4), (1, 2), dtype="bfloat16")
+    assert gradient_wgmma_tile.in_pairs(layer)
+    dense = Layouts.dense(layer)
+    image, channel, slab, row, _ = dense.output
+    for pass_, algorithm in ALGORITHMS.items():
+        assert list(algorithm.candidates(layer, pass_, H200, dense))
+        for odd in ((image + 1, channel, slab, row), (image, channel + 1, slab, row), (image, channel, slab, row + 1)):
+            layouts = replace(dense, output=(*odd, 1))
+            assert not list(algorithm.candidates(layer, pass_, H200, layouts))
+        single = replace(layer, batch=1)  # whose images have no stride that counts
+        assert list(algorithm.candidates(single, pass_, H200, replace(dense, output=(image + 1, *dense.output[1:]))))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        make((8, 32, 1, 1, 41), 32, (1, 1, 3), 1, (0, 0, 20), dtype="bfloat16"),  # tiny sides, none of them tiny images
+        make((2, 64, 20000), 8, 32, dilation=600, dtype="bfloat16"),  # rows of a window beyond 32767 bytes
+        make((2, 24, 7000), 24, 3, padding=3000, tf32=True),  # smaller images would have no output
+    ],
+)
+def test_strange_sizes_are_planned(layer: ConvTransposeProblem) -> None:
+    for pass_, algorithm in ALGORITHMS.items():
+        if algorithm.refusal(layer, pass_, H200) is None:
+            for candidate in algorithm.candidates(layer, pass_, H200, Layouts.dense(layer)):
+                algorithm.launch(layer, pass_, H200, Layouts.dense(layer), candidate.variant)
 
 
 def test_a_new_size_predicts_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

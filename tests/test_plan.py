@@ -20,6 +20,7 @@ from polyphase import UnsupportedError, plan, runtime
 from polyphase.algorithms import ALGORITHMS, implicit_gemm_variant
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny, packed_divisor
 from polyphase.algorithms.gather import Gather
+from polyphase.algorithms.gradient_wgmma_tile import in_pairs
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.implicit_gemm_tile import best_tile, best_tiles, box_strides
 from polyphase.algorithms.implicit_gemm_variant import Product
@@ -222,7 +223,8 @@ def assert_one_source(problem: ConvTransposeProblem) -> None:
     """The layer has one kernel for tiny images, and one for all others; its forward pass has two of either.
 
     The weight gradient has another where the copy engine does not take the input; it is compiled beforehand. Gradients
-    by Hopper's instruction have others where the output's rows are odd by their padding, an argument of its own.
+    by Hopper's instruction that take taps in pairs have others where the output's rows are odd by their padding, which
+    is an argument of its own.
     So has the product of matrices that it is of single pixels, of which a batch is the image.
     """
     for pass_ in Pass:
@@ -235,7 +237,8 @@ def assert_one_source(problem: ConvTransposeProblem) -> None:
             computed, _ = plan.as_computed(sized, pass_, None)
             by_engine = chosen.algorithm == "weight_grad_wgmma"
             assert not by_engine or chosen.other is not None
-            odd = chosen.algorithm.endswith("wgmma") and sized.output_padding[-1] % 2 == 1
+            even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
+            odd = chosen.algorithm.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
             kind = computed == sized, is_tiny(computed), by_engine, odd
             sources.setdefault(kind, {}).setdefault(launch.source, sized)
         for found in sources.values():

@@ -220,7 +220,8 @@ def typical(problem: ConvTransposeProblem, sides: tuple[int, int, int] = (4096, 
     side = sides[problem.dims - 1]
     needed = (axis.input_size(side * axis.stride) for axis in problem.axes)
     # Layers that double images mostly pad their outputs to whole cells; odd rows could not be moved 16 bytes at once.
-    sizes = tuple(side if size <= side else round_up(size, min(8, side)) for size in needed)
+    # Nor those of images that had to be larger, where they are no tiny ones.
+    sizes = tuple(max(side, round_up(size, 8) if size > side >= 32 else size) for size in needed)
     padding = tuple(-axis.output_size(1) % axis.stride if axis.stride % 2 == 0 else 0 for axis in problem.axes)
     return replace(problem, batch=1024, input_size=sizes, output_padding=padding)
 

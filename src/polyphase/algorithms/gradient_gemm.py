@@ -49,7 +49,7 @@ _OFFERED = 6
 _MOST_STRIDED_TAPS = 24  # of a variant of many sums a thread, in float32
 _BUFFERS = (4, 3, 2)  # of stages; tried from the left
 _MAX_TAPS = 512
-_MOST_TERMS = 12288  # of an input gradient; with 16384 some in a million elements were too far off
+_MOST_TERMS = 12288  # of a half type's input gradient; with 16384 some in a million elements were too far off
 _LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
 # Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
 _SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2, 8, 1), (2, 4, 1), (1, 8, 1), (1, 4, 1))
@@ -100,7 +100,8 @@ class _GradientGemm(Gradient):
     def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
-        if self.pass_ is Pass.INPUT_GRAD and (terms := problem.out_channels_per_group * problem.taps) > _MOST_TERMS:
+        terms = problem.out_channels_per_group * problem.taps
+        if self.pass_ is Pass.INPUT_GRAD and problem.dtype != "float32" and terms > _MOST_TERMS:
             return f"sums of {terms} terms lose too much in the cores (at most {_MOST_TERMS})"
         if next(self.candidates(problem, self.pass_, device, Layouts.dense(problem)), None) is None:
             return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
@@ -283,7 +284,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientV
     cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
     moved = 0.0
     for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
-        cycles += copy_cycles(part.places, part.piece * size, channels, _WARPS)
+        cycles += copy_cycles(part, channels, _WARPS, size)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
         moved += channels * (depth * size if of_weight else row_bytes(part, size))
     return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)

@@ -6,7 +6,6 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 from polyphase.algorithms.base import (
@@ -23,6 +22,7 @@ from polyphase.algorithms.base import (
     rounds_of,
     slower_of,
     standard,
+    typical,
 )
 from polyphase.algorithms.gather import Side, five
 from polyphase.algorithms.gradient import Gradient, blocks_of
@@ -44,6 +44,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _OFFERED = 6
 _RECONSIDERED = 16  # variants, at a second size
+_SMALLER = 1536, 24, 16  # its sides
 _BUFFERS = (6, 5, 4, 3)  # of stages; tried from the left
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 256  # columns by row tiles of a group
@@ -216,11 +217,11 @@ def _rank(
     seconds = _predictions(problem, pass_, device, members)
     order = _fastest(seconds)
     if not is_tiny(problem):
-        smaller = replace(problem, input_size=tuple(side * 3 // 8 for side in problem.input_size))
+        smaller = typical(problem, _SMALLER)
         again = _predictions(smaller, pass_, device, order[:_RECONSIDERED])
         share = math.prod(problem.input_size) / math.prod(smaller.input_size)
-        both = {each: seconds[each] + share * again.get(each, math.inf) for each in order[:_RECONSIDERED]}
-        order[:_RECONSIDERED] = _fastest(both)
+        both = {each: seconds[each] + share * again[each] for each in again}
+        order = [*_fastest(both), *(each for each in order if each not in both)]
     best: dict[WgmmaVariant, WgmmaVariant] = {}  # by all but its buffers
     for variant in order:
         best.setdefault(variant._replace(buffers=0), variant)

@@ -22,6 +22,7 @@ LOADERS = 128
 _MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one dimension
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 PIECE_BYTES = 16  # of rows that are copied
+_LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
 
 # Cycles, fitted to 595 and, where threads copy windows, 92 measured variants on an H200 (docs/performance.md): for an
 # instruction of the cores, to read shared memory once for it, and for a column of it; for an operation; for a row of up
@@ -162,7 +163,7 @@ def _tiles(
     window_box, places = None, 0
     if (brought := _as_box(problem, pass_, layouts, variant, lanes)) is not None:
         window, window_box, skew = brought
-    elif (copied := _as_rows(problem, pass_, layouts, lanes)) is not None:
+    elif (copied := _as_rows(problem, pass_, layouts, variant.out_chunk, lanes)) is not None:
         window, skew = copied, 0
         places = MOVING_BYTES * window.rows * window.pieces
     else:
@@ -217,21 +218,25 @@ def _as_box(
     return Window((images, slabs, rows, columns), steps(columns), 0), boxes, skew
 
 
-def _as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, lanes: Four) -> Window | None:
+def _as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> Window | None:
     """The window as threads copy it, in pieces of 16 bytes: steps are the tensor's, modulo those.
 
-    None where pairs of taps would begin at odd elements.
+    None where pairs of taps would begin at odd elements, or where it is larger than any GPU's shared memory.
     """
     size = DTYPE_BYTES[problem.dtype]
     vector = PIECE_BYTES // size
     extent = extent_of_window(problem, lanes)
     image, channel, slab, row, _ = layouts.output
-    counts = (extent[0], extent[1], extent[2], problem.out_channels_per_group)
-    strides = [stride if count > 1 else 0 for stride, count in zip((image, slab, row, channel), counts)]
-    if in_pairs(problem) and any(stride % 2 for stride in strides):
+    strides = image, slab, row, channel
+    batch, channels, *sides = five(problem.output_shape)
+    if in_pairs(problem) and any(
+        stride % 2 and max(count, size) > 1
+        for stride, count, size in zip(strides, (*extent[:3], 1), (batch, *sides[:2], channels))
+    ):
         return None
-    images, slabs, rows, columns = extent
-    of_image, of_slab, of_row, of_channel = strides
+    counts = (*extent[:3], problem.out_channels_per_group)
+    of_image, of_slab, of_row, of_channel = (stride if count > 1 else 0 for stride, count in zip(strides, counts))
+    _, slabs, rows, columns = extent
 
     def above(least: int, stride: int) -> int:
         """The least step that is the tensor's, modulo a piece."""
@@ -240,9 +245,11 @@ def _as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, lanes
     def steps(row: int) -> Four:
         slab = above(rows * row, of_slab)
         image = above(slabs * slab, of_image)
-        return image, slab, row, above(images * image, of_channel)
+        return image, slab, row, above(extent[0] * image, of_channel)
 
     narrow = above(columns + vector - 1, of_row)  # a row ends, and the next begins, in pieces of their own
+    if _LEAST_BUFFERS * chunk * steps(narrow)[3] * size > _MOST_SHARED:
+        return None
     widths = range(narrow, narrow + 128 // size + 1, vector)
     row = min(widths, key=lambda row: (_conflicts(problem, pass_, lanes, steps(row)), row))
     return Window(extent, steps(row), math.ceil((columns + vector - 1) / vector))

@@ -74,12 +74,12 @@ def channel_piece(side: Side, channels: int, stage_channels: int, size: int, ali
     return vector if aligned and whole else 1
 
 
-def copy_cycles(pieces: int, piece_bytes: int, channels: int, warps: int) -> float:
-    """Predicted cycles of a multiprocessor for what its warps do to copy so many pieces of so many channels."""
-    lanes = min(32, next_power_of_two(pieces))
-    rounds = math.ceil(pieces / lanes)
+def copy_cycles(part: Part, channels: int, warps: int, size: int) -> float:
+    """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a part."""
+    lanes = min(32, next_power_of_two(part.places))
+    rounds = math.ceil(part.places / lanes)
     copies = rounds * math.ceil(channels / (warps * 32 // lanes))
-    each = _COPY + (_THROUGH_REGISTERS if piece_bytes < 4 else 0.0)
+    each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
     return warps / 4 * (rounds * _FIND + copies * each)
 
 

@@ -120,17 +120,31 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
 
 
 def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Selection, list[KernelSource]]:
-    """What the planner selects at a typical size, and its kernels at that and the layer's.
+    """What the planner selects at a typical size, and its kernels at that and the layer's, with any output padding.
 
-    Of a layer's two kernels it is the one that serves any size.
+    Of a layer's two kernels it is the one that serves any size. Whether rows of the output are odd decides about some.
     """
     problem = problem.of_pass(pass_)
     selected = plan(typical(problem), pass_, device, by_prediction=True).selected
     chosen = next(each for each in selected if each.algorithm.any_size)
-    layouts = Layouts.of_call(problem, pass_)
-    at_size = chosen.algorithm.launch(problem, pass_, device, layouts, chosen.candidate.variant)
-    sources = (source for launch in (chosen.launch, at_size) for source in _sources(launch))
+    launches = [chosen.launch]
+    *others, last = problem.output_padding
+    for padding in (last, last ^ 1):
+        if padding >= max(problem.stride[-1], problem.dilation[-1]):
+            continue
+        padded = replace(problem, output_padding=(*others, padding))
+        layouts = Layouts.of_call(padded, pass_)
+        if padding == last or _offered(chosen, padded, pass_, device, layouts):
+            launches.append(chosen.algorithm.launch(padded, pass_, device, layouts, chosen.candidate.variant))
+    sources = (source for launch in launches for source in _sources(launch))
     return chosen, list(dict.fromkeys(sources))
+
+
+def _offered(
+    chosen: Selection, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+) -> bool:
+    offers = chosen.algorithm.candidates(problem, pass_, device, layouts)
+    return any(each.variant == chosen.candidate.variant for each in offers)
 
 
 def _sources(launch: Launch) -> list[KernelSource]:

@@ -72,7 +72,9 @@ struct RowLoader {
     from += offset_of(tensor, origin);
     const int shift = behind_a_piece(from);
     // Of rows, in the window's. Where rows begin before the window does what lies before that may be anything.
-    const int end = (tensor.size[2] - origin[3]) * ELEMENT, begin = origin[3] < 0 ? -origin[3] * ELEMENT : -PIECE;
+    const int beyond = window.extent[3] + PIECE;
+    const int end = min(tensor.size[2] - origin[3], beyond) * ELEMENT;
+    const int begin = origin[3] < 0 ? min(-origin[3], beyond) * ELEMENT : -PIECE;
     const int first = loader() >> span, at_once = LOADERS >> span;  // channels
     const long long stride = tensor.stride[1] * ELEMENT;
     const int pitch = channel_bytes(window);
