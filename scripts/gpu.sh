@@ -20,7 +20,11 @@ RESULTS=benchmarks/results/$card
 bench() { "$python" -m polyphase bench "$@"; }
 record() { bench --csv "$RESULTS$1.csv" --dtypes float32,bfloat16 --against default,benchmark "${@:2}"; }
 
-tests() { scripts/test.sh tests --ignore tests/test_fuzz.py --ignore tests/test_sanitizer.py -q; }
+tests() { # those that want the GPU for themselves by one process
+  local shared=0
+  scripts/test.sh tests --ignore tests/test_fuzz.py --ignore tests/test_sanitizer.py -q || shared=$?
+  "$python" -m pytest tests -m alone -q && return "$shared"
+}
 fuzz() { scripts/test.sh tests/test_fuzz.py --cases 2000 -k cuda -q; }
 sanitizer() { scripts/test.sh tests/test_sanitizer.py -q; }
 examples() { scripts/check.sh examples/*.py; }

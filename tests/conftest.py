@@ -42,6 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--cases", type=int, default=300, help="cases of the fuzz, three passes each")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is timed, or fills the memory, where other processes are at work on the GPU."""
+    if hasattr(config, "workerinput"):
+        shared = pytest.mark.skip(reason="needs a GPU for itself: pytest -m alone")
+        for item in items:
+            if item.get_closest_marker("alone"):
+                item.add_marker(shared)
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)

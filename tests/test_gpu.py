@@ -525,6 +525,7 @@ def test_many_groups() -> None:
     assert_right(problem, operands, passes(problem, operands))
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_more_than_2_31_elements() -> None:
     """An image beyond 2³¹ elements and 4 GiB, whose every output is one product."""
@@ -629,6 +630,7 @@ def test_boxes_carry_inf_and_nan(channels_last: bool, bits: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.alone
 def test_warm_calls_take_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generous: what a call really takes is measured by `python -m polyphase bench`."""
     monkeypatch.setattr(runtime, "POISON", False)
@@ -662,6 +664,7 @@ FIRST_CALL = """
 """
 
 
+@pytest.mark.alone
 def test_first_calls(tmp_path: Path) -> None:
     """A new process compiles into a cold cache, and finds a warm one."""
     cold, warm = (run_python(FIRST_CALL, tmp_path / "kernels").split() for _ in range(2))
