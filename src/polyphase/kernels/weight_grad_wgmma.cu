@@ -107,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int offsets_of_rows[ROW_TILES][2];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
-    const int row = Sums::row(i);
-    offsets_of_rows[i / 2][i % 2] = row < OUT_CHUNK * TAPS ? offset_of_tap(g.window, row / TAPS, row % TAPS) : 0;
+    const int row = min(Sums::row(i), OUT_CHUNK * TAPS - (PAIRS ? 2 : 1));  // the last, or its pair, for those beyond
+    offsets_of_rows[i / 2][i % 2] = offset_of_tap(g.window, row / TAPS, row % TAPS);
   }
   partial += part * g.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
   const int filled = min(OUT_CHUNK, channels) * TAPS;
