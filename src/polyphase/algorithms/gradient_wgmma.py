@@ -203,17 +203,15 @@ def _estimate(
 @lru_cache(maxsize=1024)
 def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgmmaVariant]:
     """Variants of a layer at a typical size, the fastest prediction first."""
-    variants = list(_variants(problem, pass_))
-    members = [each._replace(buffers=count) for each in variants for count in _BUFFERS]
+    members = [each._replace(buffers=count) for each in _variants(problem, pass_) for count in _BUFFERS]
     about = f"{pass_.value} by wgmma of {problem!r}, on {device!r}"
-    return kept(about, members, lambda: _rank(problem, pass_, device, variants))
+    return kept(about, members, lambda: _rank(problem, pass_, device, members))
 
 
 def _rank(
-    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, variants: list[WgmmaVariant]
+    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, members: list[WgmmaVariant]
 ) -> list[WgmmaVariant]:
     """By predictions at the typical size, and of the best at a smaller one: tiles of one may not fit both."""
-    members = [each._replace(buffers=count) for each in variants for count in _BUFFERS]
     seconds = _predictions(problem, pass_, device, members)
     order = _fastest(seconds)
     if not is_tiny(problem):

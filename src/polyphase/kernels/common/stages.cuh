@@ -155,7 +155,7 @@ struct PartLoader {
     const bool whole = (CHANNELS & (at_once - 1)) == 0;
     from += first * tensor.stride[1];
     to += first * part.pitch;
-    for (int i = loader() % lanes; i < box.pieces; i += lanes) {
+    for (int i = loader() & (lanes - 1); i < box.pieces; i += lanes) {
       long long offset;
       const bool inside = box.find(tensor, i, offset, at...);
       const scalar_t* source = from + offset;
