@@ -1704,7 +1704,7 @@ struct PartLoader {
     const bool whole = (CHANNELS & (at_once - 1)) == 0;
     from += first * tensor.stride[1];
     to += first * part.pitch;
-    for (int i = loader() % lanes; i < box.pieces; i += lanes) {
+    for (int i = loader() & (lanes - 1); i < box.pieces; i += lanes) {
       long long offset;
       const bool inside = box.find(tensor, i, offset, at...);
       const scalar_t* source = from + offset;
@@ -1828,6 +1828,7 @@ __device__ __forceinline__ void write_row(scalar_t* to, const scalar_t* from, in
 
 // A row whose elements are `stride` apart in memory.
 __device__ __forceinline__ void write_apart(scalar_t* to, const scalar_t* from, int length, long long stride) {
+#pragma unroll 1
   for (int i = threadIdx.x % 32; i < length; i += 32) to[i * stride] = from[i];
 }
 """

@@ -73,6 +73,7 @@ struct Cursor {
   // `count` stages on; true where that is another item.
   __device__ __forceinline__ bool skip(int count) {
     const int before = index;
+#pragma unroll 1
     for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += item_step();
     return index != before;
   }
@@ -279,27 +280,30 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       }
       copies_commit();
     };
-    for (int i = 0; i < LOOKAHEAD; ++i) start_copy();
-    wait_for_prologue();
-    while (now.index < g.items) {
+    // The first rounds do nothing but start copies. One loop, since starting them is a lot of code.
+    for (int round = -LOOKAHEAD; round < 0 || now.index < g.items; ++round) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
-      if (new_weights) weights = packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM);
-      if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+      if (round >= 0) {
+        if (round == 0) wait_for_prologue();
+        if (new_weights) weights = packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM);
+        if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if BULK_COPY
-      if (!RESIDENT && loader.thread == 0)
-        for (int part = 0; part < ROW_PARTS; ++part)
-          copy_weights(shared_address(stage + part * WEIGHT_STAGE),
-                       weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, full + 8 * slot.index);
-      copies_wait<LOOKAHEAD - 1>();
+        if (!RESIDENT && loader.thread == 0)
+          for (int part = 0; part < ROW_PARTS; ++part)
+            copy_weights(shared_address(stage + part * WEIGHT_STAGE),
+                         weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, full + 8 * slot.index);
+        copies_wait<LOOKAHEAD - 1>();
 #else
-      copies_wait<LOOKAHEAD - 1>();
-      for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
-        copy_async<16>(shared_address(stage + i),
-                       weights + i / WEIGHT_STAGE * WEIGHT_ITEM + now.stage * WEIGHT_STAGE + i % WEIGHT_STAGE, true);
-      copies_commit();
+        copies_wait<LOOKAHEAD - 1>();
+        for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
+          copy_async<16>(shared_address(stage + i),
+                         weights + i / WEIGHT_STAGE * WEIGHT_ITEM + now.stage * WEIGHT_STAGE + i % WEIGHT_STAGE, true);
+        copies_commit();
 #endif
-      threads_sync(1 + loader_group, LOADERS);
+        threads_sync(1 + loader_group, LOADERS);
+      }
       start_copy();
+      if (round < 0) continue;
       loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT);
 #if !BULK_COPY
       copies_wait<1>();
