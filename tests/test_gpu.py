@@ -597,6 +597,20 @@ def test_weights_lie_anywhere(dtype: torch.dtype) -> None:
     assert torch.equal(polyphase.conv_transpose2d(x, moved, stride=2, padding=1), wanted)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("size", [1, 96])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_can_be_changed_in_place(dtype: torch.dtype, size: int, create_graph: bool) -> None:
+    """Whether or not the weight's is a sum of parts."""
+    x = torch.randn(2, 4, size, size, dtype=dtype, device=DEVICE, requires_grad=True)
+    w, b = (torch.randn(*shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in ((4, 6, 3, 3), (6,)))
+    output = OURS[2](x, w, b, 2).square().sum()
+    for gradient, leaf in zip(torch.autograd.grad(output, (x, w, b), create_graph=create_graph), (x, w, b)):
+        assert not gradient._is_view()
+        gradient.mul_(2)
+        gradient.add_(leaf)
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_scattered_layers_carry_inf_and_nan(channels_last: bool) -> None:
     assert_carries_inf_and_nan(channels_last, Gpu(0))

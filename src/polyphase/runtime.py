@@ -134,12 +134,14 @@ def weight_grad(
         call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
         _remember(_weight_grad_calls, key, call)
     accumulator = torch.float64 if input.dtype == torch.float64 else torch.float32
-    planes = call.executable.planes
-    partial = torch.empty((planes, *call.shape), dtype=accumulator, device=input.device)
+    several = call.executable.planes > 1
+    # One is no view of several: autograd would not let it be changed in place.
+    shape = (call.executable.planes, *call.shape) if several else call.shape
+    partial = torch.empty(shape, dtype=accumulator, device=input.device)
     if POISON:
         partial.fill_(float("nan"))
     _launch(call.executable, input.data_ptr(), grad_output.data_ptr(), partial.data_ptr())
-    return (partial.sum(0) if planes > 1 else partial[0]).to(input.dtype)
+    return (partial.sum(0) if several else partial).to(input.dtype)
 
 
 def forget_calls() -> None:
