@@ -189,6 +189,56 @@ def test_a_model_whose_outputs_cannot_be_compared_is_no_success() -> None:
     assert result.problems == ["nothing was compared: the outputs hold no floating-point or complex tensor"]
 
 
+class Around(nn.Module):
+    """A layer, and what a model does around it."""
+
+    def __init__(self, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.other = layer(), layer()
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.up, x)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda up, x: x * 2, "the model never called what was swapped (up, other): nothing was checked"),
+        (lambda up, x: nn.functional.conv_transpose2d(x, up.weight), "the model never called what was swapped"),
+        (lambda up, x: up(x) * float("nan"), "no output has a finite number in float64"),
+        (lambda up, x: up(x[:0]), "no output has a finite number in float64"),
+        (lambda up, x: torch.randn_like(up(x)) + 0 * up(x), "does the model draw random numbers?"),
+    ],
+    ids=["unused", "its weight alone", "NaN", "empty", "random"],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_cannot_be_checked_is_no_success(
+    call: Callable[[nn.Module, torch.Tensor], torch.Tensor], problem: str, grad: bool
+) -> None:
+    result = run(model_file(lambda: Around(call), (1, 4, 5, 5)), grad=grad)
+    assert any(problem in each for each in result.problems), result.problems
+
+
+def test_a_layer_that_is_never_called_is_named() -> None:
+    result = run(model_file(lambda: Around(lambda up, x: up(x)), (1, 4, 5, 5)))
+    assert result.ok
+    assert "swapped, but never called: other" in result.remarks
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_models_that_change_their_input_in_place(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the copies is given the same, also where inputs are leaves of a graph, and where all is timed."""
+    if wrong:
+        monkeypatch.setattr(modules, "conv_transpose2d", _wrong_by(10.0))
+    for grad in (False, True):
+        result = run(
+            model_file(lambda: Around(lambda up, x: up(x.mul_(2).relu_())), (1, 4, 5, 5)), grad=grad, time=True
+        )
+        assert result.ok is not wrong, result.problems
+        assert len(result.races) == (0 if wrong else 1 + grad)
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_nan_that_pytorch_gives_too_is_no_mismatch(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Logarithm(nn.Sequential):
@@ -296,6 +346,7 @@ def test_the_three_forms_of_constructor_arguments() -> None:
         ("Model = 1\n", "lacks get_inputs, get_init_inputs: a model file has a class Model"),
         ("import nowhere_to_be_found\n", "does not run: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
         ("def f(:\n", "does not run: SyntaxError"),
+        ("raise SystemExit(0)\n", "does not run: SystemExit"),
     ],
 )
 def test_a_file_that_is_no_model_file(tmp_path: Path, text: str, message: str) -> None:

@@ -724,12 +724,13 @@ def test_a_binary_that_does_not_load_is_compiled_again(tmp_path: Path) -> None:
         calls = []
         def unsound(source, arch):
             calls.append(source)
+            again = calls.count(source) > 1  # a thread may compile other kernels meanwhile
             source, binary, log = sound(source, arch)
-            return source, b"no binary" if len(calls) == 1 else binary, log
+            return source, binary if again else b"no binary", log
         compiler._compile_without_spills = unsound
         x, w = torch.ones(1, 1, 2, device="cuda"), torch.ones(1, 1, 1, device="cuda")
         assert polyphase.conv_transpose1d(x, w).tolist() == [[[1.0, 1.0]]]
-        assert len(calls) == 2
+        assert max(map(calls.count, calls)) == 2
         """,
         tmp_path / "kernels",
     )

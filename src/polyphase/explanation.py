@@ -32,7 +32,8 @@ def explain(
     Raises:
         TypeError: ``layer`` is neither of these, or a module without an ``input_shape``, or in a dtype that is no real
             floating-point one.
-        ValueError: ``input_shape`` has other channels than the module.
+        ValueError: ``input_shape`` has other channels than the module, or is too small for it; a lazy module that has
+            seen no input.
         UnsupportedError: no such architecture.
     """
     problem = layer if isinstance(layer, ConvTransposeProblem) else _problem(layer, input_shape)
@@ -53,6 +54,8 @@ def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvT
     kinds = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
     if not isinstance(layer, kinds):
         raise TypeError(f"explain takes a ConvTransposeProblem or a ConvTranspose module, not {type(layer).__name__}")
+    if isinstance(layer.weight, torch.nn.parameter.UninitializedParameter):
+        raise ValueError(f"{layer} has no weight yet: a lazy module gets it from its first input")
     dims = len(layer.kernel_size)
     if input_shape is None or len(input_shape) != dims + 2:
         raise TypeError(
@@ -62,7 +65,7 @@ def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvT
         raise ValueError(f"{layer} takes {layer.in_channels} channels, and the input's shape is {tuple(input_shape)}")
     if layer.weight.dtype not in FLOATING:
         raise TypeError(f"explain takes modules of a real floating-point dtype, got {layer.weight.dtype}")
-    return ConvTransposeProblem(
+    problem = ConvTransposeProblem(
         batch=input_shape[0],
         in_channels=layer.in_channels,
         out_channels=layer.out_channels,
@@ -78,3 +81,6 @@ def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvT
         channels_last=is_channels_last(layer.weight),
         tf32=tf32_allowed(),
     )
+    if min(problem.output_size) < 1:
+        raise ValueError(f"the output of {layer} on {tuple(input_shape)} would have the size {problem.output_size}")
+    return problem

@@ -260,6 +260,7 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         computed, layouts = as_computed(problem, pass_, None)
         if computed != problem.of_pass(pass_):
             lines.append(f"  computed as {computed}")
+        faster = False
         for algorithm in ALGORITHMS:
             refusal = algorithm.refusal(computed, pass_, device)
             candidates = [] if refusal else list(algorithm.candidates(computed, pass_, device, layouts))
@@ -268,6 +269,11 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
             for candidate in candidates:
                 if candidate != chosen.candidate:
                     lines.append(f"  loses: {candidate.seconds * 1e3:9.3f} ms  {candidate.describe()}")
+                    faster |= candidate.seconds < chosen.candidate.seconds
+        if faster and not chosen.measured:
+            lines.append(
+                "  (chosen at a typical size, so that a layer keeps its kernel: some that lose would win here)"
+            )
     return "\n".join(lines)
 
 

@@ -55,7 +55,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase: its outputs ``q·s + u``, how many cells ``q`` that is, and the taps that reach any of them."""
+    """A phase that has taps: its outputs ``q·s + u``, how many cells ``q`` that is, and the taps that reach any."""
 
     outputs: Box
     cells: tuple[int, ...]
@@ -63,15 +63,19 @@ class Phase:
 
 
 def phases(axes: Sequence[Axis], input_size: Sequence[int], output_size: Sequence[int]) -> list[Phase]:
-    """Every phase that has an output."""
+    """Every phase that has taps and an output: of a large stride few have, and the others' outputs are bias alone."""
     result = []
-    for phase in product(*(range(min(axis.stride, size)) for axis, size in zip(axes, output_size))):
+    for phase in product(*(sorted(u for u in _served(axis) if u < size) for axis, size in zip(axes, output_size))):
         outputs = tuple(slice(u, None, axis.stride) for u, axis in zip(phase, axes))
         cells = tuple(len(range(size)[part]) for part, size in zip(outputs, output_size))
         indices = product(*(axis.taps_by_phase[u] for u, axis in zip(phase, axes)))
         taps = (_tap(index, axes, input_size, cells) for index in indices)
         result.append(Phase(outputs, cells, tuple(tap for tap in taps if tap is not None)))
     return result
+
+
+def _served(axis: Axis) -> set[int]:
+    return {axis.phase(tap) for tap in range(axis.kernel)}
 
 
 def _tap(index: tuple[int, ...], axes: Sequence[Axis], input_size: Sequence[int], cells: Sequence[int]) -> Tap | None:
@@ -106,7 +110,10 @@ def forward(
     matrices = _by_tap(_computable(weight), groups)
     start = matrices.new_zeros(output.shape[1]) if bias is None else _computable(bias)
     start = start.reshape(groups, -1, *[1] * (1 + len(axes)))
+    some_are_bare = len(planes) < math.prod(min(axis.stride, size) for axis, size in zip(axes, output_size))
     for images, pixels in _runs(groups, matrices, output, input):
+        if some_are_bare:
+            images.copy_(start.expand(images.shape))
         terms = _terms(_computable(pixels), matrices, [tap for phase in planes for tap in phase.taps])
         for phase in planes:
             plane = start.expand(*images.shape[:3], *phase.cells).clone()

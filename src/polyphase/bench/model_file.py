@@ -40,7 +40,7 @@ def run_file(path: Path, prefix: str) -> Any:
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         raise ModelFileError(f"{path} does not run: {type(failure).__name__}: {failure}") from failure
     return module
 

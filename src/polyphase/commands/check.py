@@ -77,7 +77,7 @@ def check(
             console.print(f"✗ {failure}", style="bold red", markup=False)
             wrong.append(path)
             continue
-        except Exception:  # the model's own, as PyTorch runs it: what polyphase does not run is a finding
+        except (Exception, SystemExit):  # the model's own, as PyTorch runs it: what polyphase does not run is a finding
             console.print_exception(max_frames=4)
             wrong.append(path)
             continue

@@ -42,8 +42,15 @@ def compile_kernels(
     from polyphase.commands.options import Dtype, Layout, choices, named_layers
     from polyphase.device import DeviceInfo
     from polyphase.errors import UnsupportedError
+    from polyphase.jit.compiler import compiler_version
     from polyphase.problem import Pass
 
+    console = make_console()
+    try:
+        compiler_version()
+    except UnsupportedError as failure:  # said before everything is planned
+        console.print(str(failure), style="bold red", markup=False)
+        raise typer.Exit(1) from None
     try:
         infos = [DeviceInfo.for_arch(word.strip()) for word in arch.split(",")]
     except UnsupportedError as failure:
@@ -55,17 +62,12 @@ def compile_kernels(
         [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
         infos,
     )
-    console = make_console()
     reports: list[Report] = []
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"{len(wanted)} kernels", total=len(wanted))
-        try:
-            for report in kernels.compile_all(wanted, jobs):
-                reports.append(report)
-                progress.advance(task)
-        except UnsupportedError as failure:  # there is no compiler
-            console.print(str(failure), style="bold red", markup=False)
-            raise typer.Exit(1) from None
+        for report in kernels.compile_all(wanted, jobs):
+            reports.append(report)
+            progress.advance(task)
 
     console.print(kernels.every_table(reports) if every else kernels.table(reports))
     faulty = [report for report in reports if not report.clean]

@@ -84,7 +84,7 @@ def discard_kernel(source: KernelSource, arch: str) -> None:
 
 
 def _key(source: KernelSource, arch: str) -> bytes:
-    return hashlib.sha256("\0".join((source.text, arch, _compiler_version())).encode()).digest()
+    return hashlib.sha256("\0".join((source.text, arch, compiler_version())).encode()).digest()
 
 
 def resources_of(source: KernelSource, arch: str) -> Resources:
@@ -112,7 +112,6 @@ def settled(source: KernelSource, arch: str) -> KernelSource:
     """The kernel with the limit on its registers that it is compiled with. Raises as `compile_kernel` does."""
     if source.min_blocks <= 1:
         return source
-    _compiler_version()
     return _compile_without_spills(source, arch)[0]
 
 
@@ -136,8 +135,10 @@ def _compile(source: KernelSource, arch: str) -> tuple[bytes, str]:
     global compilations
     core = cuda_core()
     log = io.StringIO()
+    # NVRTC keeps binaries too, since 12.9; what it finds again comes without the report that spills are read in.
+    no_cache = True if _nvrtc_version() >= (12, 9) else None
     try:
-        options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options="-v")
+        options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options="-v", no_cache=no_cache)
         binary = core.Program(source.text, "c++", options).compile("cubin", logs=log)
     except Exception as error:
         path = _keep(source)
@@ -171,7 +172,7 @@ def preload() -> None:
     What is missing is that call's error.
     """
     with suppress(UnsupportedError):
-        _compiler_version()
+        compiler_version()
 
 
 def _keep(source: KernelSource) -> Path | None:
@@ -188,16 +189,21 @@ def _keep(source: KernelSource) -> Path | None:
     return None
 
 
+def compiler_version() -> str:
+    """NVRTC's, for people and for the cache. Raises `UnsupportedError` where cuda.core or NVRTC is missing."""
+    return "nvrtc {}.{}".format(*_nvrtc_version())
+
+
 @lru_cache(maxsize=1)
-def _compiler_version() -> str:
+def _nvrtc_version() -> tuple[int, int]:
     cuda_core()  # first, and alone: see there
     try:
         from cuda.bindings import nvrtc
 
-        version = nvrtc.nvrtcVersion()
+        _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # the library is looked for by the first call
         raise UnsupportedError(
             f"polyphase's CUDA kernels are compiled at run time by NVRTC, which cannot be loaded ({error}); "
             "install it with: pip install nvidia-cuda-nvrtc"
         ) from error
-    return "nvrtc {1}.{2}".format(*version)
+    return major, minor

@@ -4,6 +4,7 @@ needs its pointers filled in."""
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -160,6 +161,10 @@ _guard = threading.Lock()
 # What one thread compiles for later calls, in turn, until they take it.
 _meanwhile: dict[tuple[KernelSource, str], Future[bytes]] = {}
 _worker = ThreadPoolExecutor(1, "polyphase")
+
+# A forked process has no such thread, and would wait for what this one's never brings.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_meanwhile.clear)
 
 # Python waits for its threads when it ends: for the kernel that is being compiled, but not for those that wait.
 getattr(threading, "_register_atexit", lambda call: None)(lambda: _worker.shutdown(wait=False, cancel_futures=True))
