@@ -1,7 +1,8 @@
 """Every argument is checked here, before anything runs.
 
 Bad arguments raise the exception type that PyTorch's own function raises for them: ``TypeError`` for something that is
-no tensor or no integer, ``RuntimeError`` for the rest. The message says what was given and what is allowed.
+no tensor or no integer, ``ValueError`` for an integer beyond 64 bits, ``RuntimeError`` for the rest. The message says
+what was given and what is allowed.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def check(
 
     Raises:
         TypeError: an argument is not of the right type.
+        ValueError: an integer beyond 64 bits.
         RuntimeError: shapes, dtypes, devices or constants that do not go together.
         UnsupportedError: a dtype that the device cannot compute (a ``NotImplementedError``).
     """
@@ -171,6 +173,8 @@ def _per_dim(name: str, argument: str, value: Any, dims: int, least: int) -> tup
 
 def _integer(name: str, argument: str, value: Any) -> int:
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name}: {argument} must fit 64 bits, got {value}")
         return value  # type: ignore[return-value]
     if not isinstance(value, bool) and hasattr(value, "__index__"):
         with suppress(TypeError):  # an array, or a tensor, of several

@@ -191,12 +191,12 @@ def _keep(source: KernelSource) -> Path | None:
 
 def compiler_version() -> str:
     """NVRTC's, for people and for the cache. Raises `UnsupportedError` where cuda.core or NVRTC is missing."""
+    cuda_core()  # first, and alone: see there
     return "nvrtc {}.{}".format(*_nvrtc_version())
 
 
 @lru_cache(maxsize=1)
 def _nvrtc_version() -> tuple[int, int]:
-    cuda_core()  # first, and alone: see there
     try:
         from cuda.bindings import nvrtc
 
