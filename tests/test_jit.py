@@ -631,7 +631,10 @@ def test_long_pieces_leave_sums_in_registers(
     most = max(longer, key=lambda each: each.group_cells * implicit_gemm_variant.Product.of(gather, each).row_blocks)
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
     report = compiler.resources_of(launch.source, ARCH)
-    assert report.stack == report.spill_stores == report.spill_loads == 0, (most, report)
+    # The assembler of NVRTC 13.0 puts in a `warpgroup.arrive`, and says so; that of 13.5 needs none.
+    allowed = "C7519" if compiler._nvrtc_version() < (13, 5) else "nothing"
+    report = replace(report, warnings=tuple(line for line in report.warnings if allowed not in line))
+    assert report.clean, (most, report)
 
 
 def test_reports() -> None:

@@ -116,7 +116,11 @@ def test_phases_partition_outputs_and_terms() -> None:
                 inputs = itertools.product(*(range(n)[part] for n, part in zip(problem.input_size, tap.inputs)))
                 cells = itertools.product(*(r[part] for r, part in zip(ranges, tap.cells)))
                 terms += [(i, tap.index, o) for i, o in zip(inputs, cells, strict=True)]
-        assert outputs <= Counter(itertools.product(*map(range, problem.output_size)))  # none twice
+        reached = [
+            [q for q in range(size) if axis.taps_by_phase[q % axis.stride]]
+            for axis, size in zip(problem.axes, problem.output_size)
+        ]
+        assert outputs == Counter(itertools.product(*reached))  # the others are bias alone
         assert sorted(terms) == sorted(contributions(problem))
 
 

@@ -65,17 +65,14 @@ class Phase:
 def phases(axes: Sequence[Axis], input_size: Sequence[int], output_size: Sequence[int]) -> list[Phase]:
     """Every phase that has taps and an output: of a large stride few have, and the others' outputs are bias alone."""
     result = []
-    for phase in product(*(sorted(u for u in _served(axis) if u < size) for axis, size in zip(axes, output_size))):
+    served = ([u for u, taps in enumerate(axis.taps_by_phase[:size]) if taps] for axis, size in zip(axes, output_size))
+    for phase in product(*served):
         outputs = tuple(slice(u, None, axis.stride) for u, axis in zip(phase, axes))
         cells = tuple(len(range(size)[part]) for part, size in zip(outputs, output_size))
         indices = product(*(axis.taps_by_phase[u] for u, axis in zip(phase, axes)))
         taps = (_tap(index, axes, input_size, cells) for index in indices)
         result.append(Phase(outputs, cells, tuple(tap for tap in taps if tap is not None)))
     return result
-
-
-def _served(axis: Axis) -> set[int]:
-    return {axis.phase(tap) for tap in range(axis.kernel)}
 
 
 def _tap(index: tuple[int, ...], axes: Sequence[Axis], input_size: Sequence[int], cells: Sequence[int]) -> Tap | None:
