@@ -49,6 +49,14 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "negative output size": ({"padding": 5}, ["(-3, -2)", "at least 1", "padding=(5, 5)", "(5, 6)"]),
     "output size of 0": ({"input": tensor((1, 4, 2, 2)), "padding": 2}, ["(0, 0)", "at least 1"]),
     "no pixels": ({"input": tensor((2, 4, 5, 0))}, ["spatial size of the input must be at least 1", "(5, 0)"]),
+    "no pixels in no images": (
+        {"input": tensor((0, 4, 5, 0)), "padding": 2},
+        ["(3, -2)", "every size must be at least 1"],
+    ),
+    "nested input": (
+        {"input": torch.nested.nested_tensor([torch.zeros(4, 5, 6), torch.zeros(4, 2, 3)])},
+        ["takes no nested tensors", "input"],
+    ),
     "no input channels": ({"input": tensor((2, 0, 5, 6)), "weight": tensor((0, 3, 3, 3))}, ["(0, 3, 3, 3)"]),
     "no taps": ({"weight": tensor((4, 3, 3, 0))}, ["(4, 3, 3, 0)", "at least 1"]),
     "other dtype of the weight": (

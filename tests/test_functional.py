@@ -7,6 +7,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -89,19 +90,31 @@ def test_unbatched(problem: ConvTransposeProblem, device: torch.device) -> None:
     assert torch.equal(unbatched, batched[0])
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+NO_PIXELS = [make((0, 4, 0), 6, 3, bias=True), make((0, 4, 5, 0), 6, 3, stride=2), make((0, 4, 0, 0, 0), 6, 3)]
+
+
+@pytest.mark.parametrize("problem", [*(replace(problem, batch=0) for problem in PROBLEMS), *NO_PIXELS], ids=str)
 def test_no_images(problem: ConvTransposeProblem, device: torch.device) -> None:
     operands = make_operands(problem, torch.float32, device)
-    operands.input, operands.grad_output = operands.input[:0], operands.grad_output[:0]
     got = results(OURS[problem.dims], problem, operands)
-    assert got.output.shape == (0, *problem.output_shape[1:])
-    assert got.input_grad.shape == (0, *problem.input_shape[1:])
+    assert got.output.shape == problem.output_shape
+    assert got.input_grad.shape == problem.input_shape
     assert not got.weight_grad.any()
     assert got.bias_grad is None or not got.bias_grad.any()
 
 
+def in_format(tensor: Tensor, channels_last: bool) -> Tensor:
+    if not channels_last:
+        return tensor.contiguous()
+    if tensor.dim() == 3:
+        return tensor.unsqueeze(2).contiguous(memory_format=torch.channels_last).squeeze(2)
+    return tensor.contiguous(memory_format=FORMATS[tensor.dim() - 2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("dims", "sizes"), [(2, (5, 6)), (2, (1, 1)), (2, (5, 1)), (3, (4, 5, 6)), (3, (1, 1, 1))])
+@pytest.mark.parametrize(
+    ("dims", "sizes"), [(1, (5,)), (1, (1,)), (2, (5, 6)), (2, (1, 1)), (2, (5, 1)), (3, (4, 5, 6)), (3, (1, 1, 1))]
+)
 @pytest.mark.parametrize(("in_channels", "out_channels", "groups"), [(4, 6, 1), (4, 4, 4), (1, 6, 1), (4, 1, 1)])
 @pytest.mark.parametrize("kernel", [1, 2])
 def test_memory_format_is_pytorchs(
@@ -118,11 +131,24 @@ def test_memory_format_is_pytorchs(
     x = torch.randn(2, in_channels, *sizes).to(device, dtype)
     w = torch.randn(in_channels, out_channels // groups, *[kernel] * dims).to(device, dtype)
     for x_last, w_last in itertools.product((False, True), repeat=2):
-        x = x.contiguous(memory_format=FORMATS[dims] if x_last else torch.contiguous_format)
-        w = w.contiguous(memory_format=FORMATS[dims] if w_last else torch.contiguous_format)
+        x = in_format(x, x_last)
+        w = in_format(w, w_last)
         arguments: dict[str, Any] = {"stride": 2, "groups": groups}
         ours, theirs = OURS[dims](x, w, **arguments), TORCH[dims](x, w, **arguments)
         assert ours.stride() == theirs.stride(), (x.stride(), w.stride())
+
+
+def test_memory_format_of_signals(device: torch.device) -> None:
+    """Where the channels of a 1-D weight are innermost, those of the output and of both gradients are, as PyTorch's."""
+    x = in_format(torch.randn(2, 4, 5, device=device), False).requires_grad_()
+    w = in_format(torch.randn(4, 6, 3, device=device), True).requires_grad_()
+    found = []
+    for function in (polyphase.conv_transpose1d, torch.conv_transpose1d):
+        output = function(x, w, stride=2)
+        gradients = torch.autograd.grad(output, (x, w), torch.ones_like(output))
+        found.append([tensor.stride() for tensor in (output, *gradients)])
+    assert found[0] == found[1]
+    assert found[0][0] == (66, 1, 6)
 
 
 def test_is_channels_last_is_suggest_memory_format() -> None:

@@ -1828,7 +1828,6 @@ __device__ __forceinline__ void write_row(scalar_t* to, const scalar_t* from, in
 
 // A row whose elements are `stride` apart in memory.
 __device__ __forceinline__ void write_apart(scalar_t* to, const scalar_t* from, int length, long long stride) {
-#pragma unroll 1
   for (int i = threadIdx.x % 32; i < length; i += 32) to[i * stride] = from[i];
 }
 """

@@ -131,7 +131,7 @@ def _conv_transpose(
                 *constants,
             )
             known = _checked.get(key)
-        except (TypeError, AttributeError):  # lists, symbolic sizes; or something that is no tensor
+        except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
             key, known = None, None
         # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
         if known is not None and (all(map(is_, constants, known[1])) or _are_integers(constants)):

@@ -15,7 +15,7 @@ _CPU_CHANNELS_LAST_3D = (torch.float32, torch.bfloat16, torch.complex64)
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether PyTorch takes ``tensor`` to be channels_last (4-D) or channels_last_3d (5-D).
+    """Whether PyTorch takes ``tensor`` to be channels_last (4-D; 3-D is one row of 4-D) or channels_last_3d (5-D).
 
     The rule is that of C++'s ``Tensor::suggest_memory_format``, which has no public Python form: strides must ascend in
     the order channel, last spatial dimension, ..., first spatial dimension, batch. Sizes of 1 leave the strides
@@ -23,7 +23,7 @@ def is_channels_last(tensor: Tensor) -> bool:
     both formats can be true of one tensor.)
     """
     dims = tensor.dim()
-    if dims != 4 and dims != 5:
+    if not 3 <= dims <= 5:
         return False
     sizes, strides = tensor.shape, tensor.stride()
     if strides[-1] < strides[1]:  # the common contiguous case, without the loop
@@ -39,20 +39,27 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def output_channels_last(first: Tensor, second: Tensor) -> bool:
-    """Whether the result of ``first`` and ``second``, the two operands of any of the three passes, is channels_last."""
-    if not (is_channels_last(first) or is_channels_last(second)):
+    """Whether the result of ``first`` and ``second``, the two operands of any of the three passes, is channels_last.
+
+    In one dimension that is for ``second`` alone to say: PyTorch makes a signal contiguous first, but not the weight.
+    """
+    dims = first.dim()
+    if not (is_channels_last(second) or (dims != 3 and is_channels_last(first))):
         return False
     if first.is_cuda:
         return first.dtype not in _DOUBLE
-    return first.dim() == 4 or not first.is_cpu or first.dtype in _CPU_CHANNELS_LAST_3D
+    return dims != 5 or not first.is_cpu or first.dtype in _CPU_CHANNELS_LAST_3D
 
 
 def empty_output(shape: Sequence[int], first: Tensor, second: Tensor) -> Tensor:
     """An uninitialised result of the operands ``first`` and ``second``, in the memory format that PyTorch gives it."""
     if not output_channels_last(first, second):
         return first.new_empty(shape)
-    memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    return torch.empty(shape, dtype=first.dtype, device=first.device, memory_format=memory_format)
+    row = len(shape) == 3
+    size = (*shape[:2], 1, shape[2]) if row else shape
+    memory_format = torch.channels_last_3d if len(size) == 5 else torch.channels_last
+    result = torch.empty(size, dtype=first.dtype, device=first.device, memory_format=memory_format)
+    return result.squeeze(2) if row else result
 
 
 def as_output(result: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def check(
         TypeError: an argument is not of the right type.
         ValueError: an integer beyond 64 bits.
         RuntimeError: shapes, dtypes, devices or constants that do not go together.
-        UnsupportedError: a dtype that the device cannot compute (a ``NotImplementedError``).
+        UnsupportedError: a dtype that the device cannot compute, or a nested tensor (a ``NotImplementedError``).
     """
     _check_tensors(name, input, weight, bias)
     _check_ranks(name, dims, input, weight)
@@ -64,7 +64,7 @@ def check(
         groups=groups,
     )
     _check_channels(name, input.shape[-1 - dims], weight, bias, groups)
-    _check_sizes(name, input.shape[-dims:], layer)
+    _check_sizes(name, dims, input, layer)
     return layer
 
 
@@ -74,6 +74,8 @@ def _check_tensors(name: str, input: Any, weight: Any, bias: Any) -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: {role} must be a Tensor, not {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise UnsupportedError(f"{name} takes no nested tensors, got one as {role}; unbind it, or pad it")
         if tensor.layout != torch.strided:
             raise RuntimeError(f"{name}: {role} must be a dense (strided) tensor, got {tensor.layout}")
         if tensor.dtype != input.dtype:
@@ -125,10 +127,14 @@ def _check_channels(name: str, in_channels: int, weight: Tensor, bias: Tensor | 
         )
 
 
-def _check_sizes(name: str, input_size: tuple[int, ...], layer: Layer) -> None:
+def _check_sizes(name: str, dims: int, input: Tensor, layer: Layer) -> None:
+    input_size = input.shape[-dims:]
     for n in input_size:
-        if n == 0:
-            raise RuntimeError(f"{name}: every spatial size of the input must be at least 1, got {tuple(input_size)}")
+        if n == 0 and not (input.dim() == dims + 2 and input.shape[0] == 0):
+            raise RuntimeError(
+                f"{name}: every spatial size of the input must be at least 1, but for an empty batch, "
+                f"got {tuple(input_size)}"
+            )
     for extra, s, d in zip(layer.output_padding, layer.stride, layer.dilation):
         if extra >= s and extra >= d:
             raise RuntimeError(

@@ -213,7 +213,7 @@ def _stack(matrices: Tensor, taps: Sequence[Tap]) -> Tensor:
 def _runs(groups: int, matrices: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Runs of images of two tensors ``(N, C, *spatial)``, as views ``(groups, C/groups, images, *spatial)``."""
     positions = min(math.prod(first.shape[2:]), math.prod(second.shape[2:]))
-    images = max(1, ELEMENTS_AT_A_TIME // (groups * max(8, *matrices.shape[-2:]) * positions))
+    images = max(1, ELEMENTS_AT_A_TIME // (groups * max(8, *matrices.shape[-2:]) * max(1, positions)))
     for run in zip(first.split(images), second.split(images)):
         yield run[0].unflatten(1, (groups, -1)).movedim(0, 2), run[1].unflatten(1, (groups, -1)).movedim(0, 2)
 
