@@ -329,6 +329,16 @@ def test_output_size_counts_as_output_padding() -> None:
     assert (name, problem.output_padding, problem.output_size) == ("layer", (2, 1), (17, 16))
 
 
+@pytest.mark.parametrize(("dims", "last"), [(1, False), (2, True), (3, True)])
+def test_the_memory_format_of_a_layer_is_that_of_its_tensors(dims: int, last: bool) -> None:
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+    inputs = [torch.rand(2, *[5] * dims, 4).movedim(-1, 1)]
+    (_, problem), *_ = trace(nn.Sequential(kind(4, 6, 3)), inputs).problems
+    assert problem.channels_last == last
+    result = run(ModelFile(Path("model.py"), lambda: nn.Sequential(kind(4, 6, 3)), lambda: inputs, list))
+    assert result.ok, result.problems
+
+
 # Model files
 
 

@@ -48,6 +48,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no stride": ({"stride": ()}, ["stride must be one integer or 2 of them", "stride=()"]),
     "negative output size": ({"padding": 5}, ["(-3, -2)", "at least 1", "padding=(5, 5)", "(5, 6)"]),
     "output size of 0": ({"input": tensor((1, 4, 2, 2)), "padding": 2}, ["(0, 0)", "at least 1"]),
+    "output size beyond 64 bits": ({"stride": 2**62}, ["less than 2**63", str(4 * 2**62 + 3)]),
     "no pixels": ({"input": tensor((2, 4, 5, 0))}, ["spatial size of the input must be at least 1", "(5, 0)"]),
     "no pixels in no images": (
         {"input": tensor((0, 4, 5, 0)), "padding": 2},
@@ -174,5 +175,8 @@ def test_explain_errors() -> None:
         polyphase.explain(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="complex64"):
         polyphase.explain(polyphase.ConvTranspose2d(2, 2, 3, dtype=torch.complex64), (1, 2, 8, 8))
+    for size in (0, -1, 1.0, "8", 2.5):
+        with pytest.raises(ValueError, match=r"integers of at least 1, got .*8"):
+            polyphase.explain(layer, (1, 2, size, 8))  # type: ignore[arg-type]
     with pytest.raises(polyphase.UnsupportedError, match="sm_1"):
         polyphase.explain(layer, (1, 2, 8, 8), "sm_1")

@@ -140,15 +140,21 @@ def test_memory_format_is_pytorchs(
 
 def test_memory_format_of_signals(device: torch.device) -> None:
     """Where the channels of a 1-D weight are innermost, those of the output and of both gradients are, as PyTorch's."""
-    x = in_format(torch.randn(2, 4, 5, device=device), False).requires_grad_()
-    w = in_format(torch.randn(4, 6, 3, device=device), True).requires_grad_()
-    found = []
-    for function in (polyphase.conv_transpose1d, torch.conv_transpose1d):
-        output = function(x, w, stride=2)
-        gradients = torch.autograd.grad(output, (x, w), torch.ones_like(output))
-        found.append([tensor.stride() for tensor in (output, *gradients)])
-    assert found[0] == found[1]
-    assert found[0][0] == (66, 1, 6)
+    problem = make((2, 4, 5), 6, 3, stride=2, bias=True)
+    operands = make_operands(problem, torch.float32, device)
+    operands.weight, operands.grad_output = (in_format(t, True) for t in (operands.weight, operands.grad_output))
+    ours, theirs = (results(functions[1], problem, operands) for functions in (OURS, TORCH))
+    for name, expected in reference(problem, operands).items():
+        assert torch.equal(getattr(ours, name).cpu().double(), expected), name
+        assert getattr(ours, name).stride() == getattr(theirs, name).stride(), name
+    assert ours.output.stride() == (66, 1, 6)
+
+
+def test_memory_format_of_signals_of_one_element(device: torch.device) -> None:
+    """They are contiguous however they lie, so PyTorch does not copy them, and takes the format of their strides."""
+    x = torch.randn(3, 1, 4, device=device).transpose(1, 2)
+    w = torch.randn(4, 6, 3, device=device)
+    assert polyphase.conv_transpose1d(x, w).stride() == torch.conv_transpose1d(x, w).stride() == (18, 1, 6)
 
 
 def test_is_channels_last_is_suggest_memory_format() -> None:

@@ -32,8 +32,8 @@ def explain(
     Raises:
         TypeError: ``layer`` is neither of these, or a module without an ``input_shape``, or in a dtype that is no real
             floating-point one.
-        ValueError: ``input_shape`` has other channels than the module, or is too small for it; a lazy module that has
-            seen no input.
+        ValueError: ``input_shape`` has other channels than the module, sizes that are no positive integers, or is too
+            small for it; a lazy module that has seen no input.
         UnsupportedError: no such architecture.
     """
     problem = layer if isinstance(layer, ConvTransposeProblem) else _problem(layer, input_shape)
@@ -61,6 +61,8 @@ def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvT
         raise TypeError(
             f"explain needs the input's shape with a module: {dims + 2} sizes (N, C_in, *spatial), got {input_shape}"
         )
+    if not all(isinstance(size, int) and size >= 1 for size in input_shape):
+        raise ValueError(f"sizes of the input must be integers of at least 1, got {tuple(input_shape)}")
     if input_shape[1] != layer.in_channels:
         raise ValueError(f"{layer} takes {layer.in_channels} channels, and the input's shape is {tuple(input_shape)}")
     if layer.weight.dtype not in FLOATING:

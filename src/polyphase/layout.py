@@ -42,9 +42,10 @@ def output_channels_last(first: Tensor, second: Tensor) -> bool:
     """Whether the result of ``first`` and ``second``, the two operands of any of the three passes, is channels_last.
 
     In one dimension that is for ``second`` alone to say: PyTorch makes a signal contiguous first, but not the weight.
+    (A signal of one element may be contiguous as it lies, and yet have the strides of channels_last.)
     """
     dims = first.dim()
-    if not (is_channels_last(second) or (dims != 3 and is_channels_last(first))):
+    if not (is_channels_last(second) or (is_channels_last(first) and (dims != 3 or first.is_contiguous()))):
         return False
     if first.is_cuda:
         return first.dtype not in _DOUBLE

@@ -226,8 +226,9 @@ def _prepare(
 
 
 def _is_dense_channels_last(weight: torch.Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return weight.dim() in formats and weight.is_contiguous(memory_format=formats[weight.dim()])
+    if weight.dim() == 3:
+        weight = weight.unsqueeze(2)
+    return weight.is_contiguous(memory_format=torch.channels_last if weight.dim() == 4 else torch.channels_last_3d)
 
 
 def _strides(tensor: torch.Tensor) -> Strides:

@@ -149,6 +149,8 @@ def _check_sizes(name: str, dims: int, input: Tensor, layer: Layer) -> None:
                 f"{tuple(input_size)}, kernel_size={layer.kernel_size}, stride={layer.stride}, "
                 f"padding={layer.padding}, output_padding={layer.output_padding}, dilation={layer.dilation}"
             )
+        if isinstance(size, int) and size >= 2**63:
+            raise RuntimeError(f"{name}: the output would have size {sizes}, and a size must be less than 2**63")
 
 
 def output_size(input_size: tuple[int, ...], layer: Layer) -> tuple[int, ...]:

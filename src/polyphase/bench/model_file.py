@@ -145,7 +145,10 @@ def _recorder(name: str, problems: list[tuple[str, ConvTransposeProblem | None]]
 
 
 def problem_of(module: _ConvTransposeNd, x: torch.Tensor, output: torch.Tensor) -> ConvTransposeProblem | None:
-    """The problem that a layer solved; None for a dtype without kernels (complex, integers)."""
+    """The problem that a layer solved; None for a dtype without kernels (complex, integers).
+
+    In one dimension it is that of contiguous tensors: PyTorch has no other memory format there.
+    """
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         return None
@@ -161,7 +164,7 @@ def problem_of(module: _ConvTransposeNd, x: torch.Tensor, output: torch.Tensor) 
         bias=module.bias is not None,
         dilation=module.dilation,
         dtype=dtype,
-        channels_last=is_channels_last(x) or is_channels_last(module.weight),
+        channels_last=dims > 1 and (is_channels_last(x) or is_channels_last(module.weight)),
     )
     # The argument `output_size` acts as output padding; the sizes tell.
     return replace(problem, output_padding=tuple(a - b for a, b in zip(out_shape[2:], problem.output_size)))
