@@ -253,6 +253,25 @@ def test_explain_takes_model_files_and_suites() -> None:
     assert "KernelBench 57" in result.output
 
 
+@pytest.mark.parametrize(
+    ("layer", "inputs", "message"),
+    [
+        ("ConvTranspose2d(4, 4, 3)", "rand(1, 5, 8, 8)", "has in_channels=4, and get_inputs() gives it 5"),
+        ("ConvTranspose2d(4, 4, 3)", "ones(1, 4, 8, 8, dtype=torch.int64)", "of a dtype without kernels"),
+        ("Conv2d(4, 4, 3)", "rand(1, 4, 8, 8)", "calls no module ConvTranspose1d, 2d or 3d"),
+    ],
+)
+def test_explain_says_why_a_model_has_no_plan(layer: str, inputs: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(
+        f"import torch\n\ndef Model():\n    return torch.nn.{layer}\n\n"
+        f"def get_inputs():\n    return [torch.{inputs}]\n\ndef get_init_inputs():\n    return []\n"
+    )
+    result = invoke("explain", file, "--device", "sm_90a")
+    assert result.exit_code == 2, result.output
+    assert message in told(result)
+
+
 def test_explain_refuses_nothing_and_unknown_devices() -> None:
     assert "give a model file, a --layer or a --suite" in told(invoke("explain"))
     result = invoke("explain", "--layer", LAYER, "--device", "sm_1")

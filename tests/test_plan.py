@@ -559,6 +559,12 @@ def test_sizes_beyond_the_kernels_integers_are_a_named_error(problem: ConvTransp
             plan.plan(problem, pass_, H200)
 
 
+def test_more_positions_than_kernels_count() -> None:
+    problem = make((10**9, 64, 100, 100), 32, 4, 2, 1, bias=True)
+    with pytest.raises(UnsupportedError, match="has more positions than the kernels count: 2147483647"):
+        plan.plan(problem, Pass.FORWARD, H200)
+
+
 def test_explanations_name_winner_losers_and_reasons() -> None:
     problem = make((4, 8, 16, 16), 12, 4, 2, 1)
     text = plan.explain(problem, H200)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -120,10 +121,13 @@ def plan(
         for_others = (each for each in algorithms if each.any_size)
         other, candidates = next(_offers(for_others, problem, pass_, device, layouts))
         kernels.append((other, next(candidates)))
-    selected = tuple(
-        Selection(each, candidate, each.launch(problem, pass_, device, layouts, candidate.variant))
-        for each, candidate in kernels
-    )
+    try:
+        selected = tuple(
+            Selection(each, candidate, each.launch(problem, pass_, device, layouts, candidate.variant))
+            for each, candidate in kernels
+        )
+    except struct.error:  # numbers that a kernel's parameter has no room for
+        raise UnsupportedError(f"{given} has more positions than the kernels count: {2**31 - 1}") from None
     return Plan(given, pass_, selected, measured is not None)
 
 

@@ -122,5 +122,21 @@ def _layers_of_model(path: Path) -> list[NamedLayer]:
     except ModelFileError as failure:
         raise typer.BadParameter(str(failure), param_hint="FILE") from None
     meta = torch.device("meta")
-    run = trace(file.build(meta, torch.float32, seed=0), file.inputs(meta, torch.float32))
-    return [NamedLayer(f"{path}: {name or 'the model itself'}", problem) for name, problem in run.problems if problem]
+    model = file.build(meta, torch.float32, seed=0)
+    modules, found = dict(model.named_modules()), []
+    for name, problem in trace(model, file.inputs(meta, torch.float32)).problems:
+        shown, module = f"{path}: {name or 'the model itself'}", modules[name]
+        if problem is None:
+            raise typer.BadParameter(
+                f"the input of {shown} is of a dtype without kernels: not real, or not floating-point",
+                param_hint="FILE",
+            )
+        if problem.in_channels != module.in_channels:
+            raise typer.BadParameter(
+                f"{shown} has in_channels={module.in_channels}, and get_inputs() gives it {problem.in_channels}",
+                param_hint="FILE",
+            )
+        found.append(NamedLayer(shown, problem))
+    if not found:
+        raise typer.BadParameter(f"{path} calls no module ConvTranspose1d, 2d or 3d", param_hint="FILE")
+    return found

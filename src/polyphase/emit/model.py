@@ -129,7 +129,9 @@ def _model(
             )
         problem = traced[path]
         if problem is None:
-            raise EmitError(f"{name}: {shown} has a dtype without kernels")
+            raise EmitError(
+                f"{name}: the input of {shown} is of a dtype without kernels: not real, or not floating-point"
+            )
         if problem.in_channels != module.in_channels:
             raise EmitError(
                 f"{name}: {shown} has in_channels={module.in_channels}, and get_inputs() gives it {problem.in_channels}"
