@@ -180,8 +180,9 @@ def kernels_of(module: Any, arch: str) -> str:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_its_kernels_compile_together(arch: str) -> None:
+    """Their names do not meet. That each compiles, on every architecture, is for `compile` to find."""
     core = pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC, but no GPU")
-    for name in (*ON_ALL, *LAYERS):
+    for name in (*ON_ALL, *LAYERS) if arch == "sm_90a" else ON_ALL:
         module = load(emitted(name))
         if arch in module.KERNELS:
             options = core.ProgramOptions(arch=arch, std="c++17")

@@ -48,7 +48,7 @@ LAYERS = {
     "output padding": make((2, 17, 9, 10), 5, 5, 2, 2, 1, dilation=2),
     "seven channels in a group": make((2, 6, 6, 8), 14, 4, 2, 1, groups=2),
     "tiny images": make((35, 40, 4, 4), 6, 4, 2, 1),
-    "one pixel": make((70, 18, 1, 1), 4, 4),
+    "one pixel": make((35, 18, 1, 1), 4, 4),
     "TF32": make((1, 16, 12, 10), 16, 2, 2, tf32=True),
     "1-D": make((3, 18, 700), 7, 16, 8, 4, bias=True),
     "1-D, rows of 4 bytes": make((3, 18, 25), 4, 5, 3, 2),
@@ -162,13 +162,12 @@ def test_no_races() -> None:
 def test_without_the_copy_engine() -> None:
     """Threads write rows where there is none."""
     device = DeviceInfo.for_arch("sm_80")
-    for name in ("grouped, every parameter", "six channels", "3-D"):
-        for dtype in ("float32", "float16"):
-            problem = replace(LAYERS[name], dtype=dtype)
-            dense = Layouts.dense(problem)
-            candidate = next(GatherGemm().candidates(problem, Pass.FORWARD, device, dense))
-            launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
-            assert_exact(problem, Pass.FORWARD, candidate, launch)
+    for name, dtype in (("grouped, every parameter", "float32"), ("six channels", "float16"), ("3-D", "float32")):
+        problem = replace(LAYERS[name], dtype=dtype)
+        dense = Layouts.dense(problem)
+        candidate = next(GatherGemm().candidates(problem, Pass.FORWARD, device, dense))
+        launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
+        assert_exact(problem, Pass.FORWARD, candidate, launch)
 
 
 def test_where_it_refuses() -> None:
