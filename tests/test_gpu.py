@@ -36,6 +36,7 @@ from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.algorithms.gather_gemm import GatherGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.phase_gemm import PhaseGemm
+from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.device import DeviceInfo
 from polyphase.jit import compiler, launcher
@@ -52,6 +53,7 @@ from test_gradient_wgmma import LAYERS as WGMMA_LAYERS
 from test_kernels import PROBLEMS, WIDE_LAYERS, GemmCase, gemm_cases, wide
 from test_phase_gemm import LAYERS as PHASE_LAYERS
 from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_nan
+from test_pixel_gemm import LAYERS as PIXEL_LAYERS
 from test_scatter_gemm import LAYERS as SCATTER_LAYERS
 from test_scatter_gemm import assert_carries_inf_and_nan
 
@@ -141,6 +143,11 @@ def strange_cases() -> Iterator[ParameterSet]:
     layers = [
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
         *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_ALGORITHMS.items()),
+        *(
+            (f"{name}, pixels", replace(layer, dtype=dtype), (Pass.FORWARD, PixelGemm()))
+            for name, layer in PIXEL_LAYERS.items()
+            for dtype in ("float32", "float16", "bfloat16")
+        ),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
         *(
             (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, algorithm))
@@ -154,7 +161,7 @@ def strange_cases() -> Iterator[ParameterSet]:
         ),
     ]
     for name, layer, (pass_, algorithm) in layers:
-        for problem in [layer] if isinstance(algorithm, GatherGemm) else formats(layer):
+        for problem in [layer] if isinstance(algorithm, (GatherGemm, PixelGemm)) else formats(layer):
             for number, layouts in enumerate(strange_layouts(problem)):
                 order = "last" if problem.channels_last else "first"
                 label = f"{name}-{order}-{number}-{pass_.value}-{problem.dtype}"
@@ -202,6 +209,12 @@ BUSY_LAYERS = {
     "1-D": make((6, 96, 3001), 48, 16, 8, 4),
     "3-D": make((3, 48, 9, 20, 24), 40, (3, 2, 2), (1, 2, 2), (1, 0, 0)),
 }
+BUSY_CELLS = {
+    "cells of two": make((30, 72, 45, 64), 40, 2, 2, bias=True),
+    "cells of small images": make((900, 128, 7, 7), 96, 2, 2, bias=True),
+    "cells of four, 1-D": make((6, 200, 7003), 24, 4, 4),
+    "cells, 3-D": make((3, 100, 9, 30, 34), 70, 2, 2, bias=True),
+}
 
 
 def busy_cases() -> Iterator[ParameterSet]:
@@ -211,6 +224,10 @@ def busy_cases() -> Iterator[ParameterSet]:
                 problem = replace(formatted, dtype=dtype, tf32=allowed)
                 label = f"{name}-{'last' if formatted.channels_last else 'first'}-{dtype}{'-tf32' if allowed else ''}"
                 yield pytest.param(Case(problem, Pass.FORWARD, Layouts.dense(problem), "implicit_gemm"), id=label)
+    for name, layer in BUSY_CELLS.items():
+        for dtype in ("float32", "float16", "bfloat16"):
+            problem = replace(layer, dtype=dtype, tf32=True)
+            yield pytest.param(Case(problem, Pass.FORWARD, Layouts.dense(problem), "pixel_gemm"), id=f"{name}-{dtype}")
 
 
 @pytest.mark.timeout(600)

@@ -8,6 +8,7 @@ from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
 from polyphase.algorithms.gradient_wgmma import InputGradWgmma, WeightGradWgmma
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.phase_gemm import PhaseGemm
+from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.algorithms.weight_grad import WeightGrad
 
@@ -16,6 +17,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     GatherGemm(),
     ScatterGemm(),
     PhaseGemm(),
+    PixelGemm(),
     InputGradGemm(),
     InputGradWgmma(),
     WeightGradGemm(),

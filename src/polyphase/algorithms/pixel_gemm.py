@@ -1,0 +1,275 @@
+"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/pixel_gemm.cu``."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from polyphase.algorithms.base import (
+    Candidate,
+    Launch,
+    Layouts,
+    first_candidates,
+    layer_constants,
+    packed_divisor,
+    padded,
+    slower_of,
+    standard,
+)
+from polyphase.algorithms.gather import forward_gather
+from polyphase.algorithms.tensor_cores import OPERATION_BYTES, lacks_cores, parts_of, steps_of
+from polyphase.device import DeviceInfo
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+
+_GROUPS = 2  # of 128 threads, that multiply
+_REGISTERS = 226  # of a thread that multiplies, so that none spill
+_OTHER_REGISTERS = 30  # what is neither a channel nor a sum
+_COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
+_STAGE_STEPS = (4, 3, 2, 1)
+_MAX_STAGES = 64
+_RESERVE = 2048  # bytes of shared memory, for barriers
+_MOST_SHARED = 132 << 10  # bytes: what is left is the L1 cache, which pixels come through
+_PACK_THREADS = 128
+_OFFERED = 6
+
+
+class PixelGemmVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``pixel_gemm.cu`` says what the names mean."""
+
+    columns: int
+    stage_steps: int
+    stages: int
+    resident: bool
+
+
+class PixelGemm:
+    """Pixels as rows of one product, whose channels stay in registers."""
+
+    name = "pixel_gemm"
+    any_size = True
+
+    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not Pass.FORWARD:
+            return "computes the forward pass only"
+        if (reason := lacks_cores(problem, device)) is not None:
+            return reason
+        if not device.has_wgmma:
+            return f"{device.arch} lacks Hopper's matrix instruction"
+        if parts_of(problem) > 1:
+            return "float32 is not split in two here"
+        if any((a.kernel, a.padding, a.dilation) != (a.stride, 0, 1) for a in problem.axes):
+            return "the kernel is not the stride, without padding and dilation"
+        if any(problem.output_padding):
+            return "output padding has elements without a tap"
+        if problem.stride[-1] % 2:
+            return f"a stride of {problem.stride[-1]} along the width is odd"
+        if not any(_registers(problem, columns) <= _REGISTERS for columns in _columns(problem)):
+            return f"{problem.in_channels_per_group} input channels do not fit registers"
+        if problem.channels_last:
+            return "tensors are channels last"
+        return None
+
+    def candidates(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    ) -> Iterator[Candidate]:
+        """Ranked at a typical size, so that a layer keeps its kernel."""
+        counted = _pixels(problem) + _tile(problem), layouts.input[1], *layouts.output[1:]
+        if max(counted) >= 2**31:
+            return iter(())
+        return first_candidates(
+            self.name,
+            _ranked(standard(problem), device),
+            lambda variant: _estimate(problem, variant, device),
+            _OFFERED,
+        )
+
+    def launch(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        variant: PixelGemmVariant,
+    ) -> Launch:
+        gather = forward_gather(problem, layouts)
+        units, chunks = _tiles(problem) * problem.groups, _chunks(problem, variant.columns)
+        blocks = max(1, min(units * chunks, device.multiprocessors))
+        rounds, rest = divmod(units, blocks)
+        share, together = math.ceil(rest * chunks / blocks), _together(problem, layouts)
+        geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<i", _pixels(problem))
+        geometry += b"".join(packed_divisor(count) for count in (*gather.src.shape[2:], problem.groups))
+        geometry += struct.pack("<4i", rounds, units, share, together)
+        geometry += struct.pack("<6i", _vector(problem, layouts), layouts.input[1], *layouts.output[1:])
+        constants = (
+            *layer_constants(problem, pass_, layouts.weight_channels_last),
+            ("COLUMN_TILES", variant.columns // 8),
+            ("ROW_TILES", _row_tiles(problem)),
+            ("PARTS", 1),
+            ("MIN_BLOCKS", 1),
+        )
+        workspace = problem.groups * chunks * steps_of(problem) * variant.columns * OPERATION_BYTES
+        threads = workspace // 16
+        pack = Launch(
+            source=KernelSource(
+                "pack_columns",
+                problem.dtype,
+                False,
+                (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups)),
+            ),
+            grid=(math.ceil(threads / _PACK_THREADS), 1, 1),
+            block=_PACK_THREADS,
+            shared_bytes=0,
+            geometry=b"",
+        )
+        return Launch(
+            source=KernelSource(
+                self.name,
+                problem.dtype,
+                True,
+                (
+                    *constants,
+                    ("HAS_BIAS", problem.bias),
+                    ("STAGE_STEPS", variant.stage_steps),
+                    ("STAGES", variant.stages),
+                    ("RESIDENT", variant.resident),
+                    ("WGMMA", True),
+                ),
+            ),
+            grid=(blocks if units else 0, 1, 1),
+            block=128 * (_GROUPS + 1),
+            shared_bytes=variant.stages * _stage_bytes(variant),
+            geometry=padded(geometry),
+            prologue=pack,
+            workspace_bytes=workspace,
+        )
+
+
+def _pixels(problem: ConvTransposeProblem) -> int:
+    return problem.batch * math.prod(problem.input_size)
+
+
+def _tiles(problem: ConvTransposeProblem) -> int:
+    return math.ceil(_pixels(problem) / _tile(problem))
+
+
+def _row_tiles(problem: ConvTransposeProblem) -> int:
+    """Rows of 64 pixels of a group of threads."""
+    return 4 // DTYPE_BYTES[problem.dtype]
+
+
+def _tile(problem: ConvTransposeProblem) -> int:
+    """Pixels of a tile."""
+    return 64 * _row_tiles(problem) * _GROUPS
+
+
+def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
+    """Of a chunk, as many as may be."""
+    return _COLUMNS[DTYPE_BYTES[problem.dtype]]
+
+
+def _registers(problem: ConvTransposeProblem, columns: int) -> int:
+    """Of a thread that multiplies: channels, sums, biases, and what else it needs."""
+    return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + columns // 8 + _OTHER_REGISTERS
+
+
+def _chunks(problem: ConvTransposeProblem, columns: int) -> int:
+    """Of a group."""
+    return math.ceil(_all_columns(problem) / columns)
+
+
+def _all_columns(problem: ConvTransposeProblem) -> int:
+    """Of a group."""
+    return problem.out_channels_per_group * math.prod(problem.stride)
+
+
+def _stage_bytes(variant: PixelGemmVariant) -> int:
+    return variant.stage_steps * variant.columns * OPERATION_BYTES
+
+
+def _together(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
+    """Whether a thread's pixels are neighbours in memory, at a multiple of their size."""
+    pixels = 2 * _row_tiles(problem)
+    width, (batch, channel, depth, height, step) = problem.input_size[-1], layouts.input
+    rows_follow = height == width and (depth == height * problem.input_size[-2] if problem.dims == 3 else True)
+    run = math.prod(problem.input_size) if problem.dims == 1 or rows_follow else width
+    neighbours = problem.stride[-1] == 2 and step == 1 and run % pixels == 0
+    return (
+        layouts.aligned
+        and neighbours
+        and all(s % pixels == 0 for s in (batch, channel))
+        and (run != width or all(s % pixels == 0 for s in (depth, height)))
+    )
+
+
+def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
+    """Outputs that a thread stores at once: those of its neighbouring pixels, all or two, of one pixel, or one."""
+    *strides, step = layouts.output
+    neighbours = 2 * _row_tiles(problem) if problem.stride[-1] == 2 else 1
+    for pixels in (4, 2, 1):
+        whole = problem.input_size[-1] % pixels == 0 and all(stride % (2 * pixels) == 0 for stride in strides)
+        if pixels <= neighbours and step == 1 and whole:
+            return 2 * pixels
+    return 1
+
+
+def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[PixelGemmVariant]:
+    steps = steps_of(problem)
+    stage_steps = next(count for count in _STAGE_STEPS if steps % count == 0)
+    memory = min(device.shared_bytes_of(1) - _RESERVE, _MOST_SHARED)
+    for columns in _columns(problem):
+        wasted = columns // 2 >= _all_columns(problem) and columns > _columns(problem)[0]
+        if wasted or _registers(problem, columns) > _REGISTERS:
+            continue
+        fitting = min(_MAX_STAGES, memory // (stage_steps * columns * OPERATION_BYTES))
+        whole = _chunks(problem, columns) * (steps // stage_steps)
+        if problem.groups == 1 and whole <= fitting:
+            yield PixelGemmVariant(columns, stage_steps, whole, True)
+        elif fitting >= 2 * (steps // stage_steps):
+            yield PixelGemmVariant(columns, stage_steps, fitting, False)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
+
+    product: float = 1.24  # times what the cores take
+    store: float = 0.0717  # a byte stored, 16 at a time
+    narrow: float = 0.55  # the exponent of what stores of fewer take longer
+    stage: float = 181.5  # of weights
+    row: float = 0.0375  # a byte of the pixels' channels, read together
+    row_apart: float = 0.0635  # or one by one
+    tile: float = 909.0  # latencies of those
+    launch: float = 13570.0
+    bandwidth: float = 0.882  # of a copy's
+    overlap: float = 3.19  # the exponent of the norm that adds what goes on at the same time
+
+
+_COSTS = _Costs()
+
+
+def _estimate(problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    size, steps, chunks = DTYPE_BYTES[problem.dtype], steps_of(problem), _chunks(problem, variant.columns)
+    layouts = Layouts.dense(problem)
+    rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
+    share = math.ceil(rest * chunks / device.multiprocessors)
+    products = _COSTS.product * _tile(problem) * steps * variant.columns / 256
+    width = 16 / (_vector(problem, layouts) * size)
+    stores = _COSTS.store * _tile(problem) * variant.columns * size * width**_COSTS.narrow
+    storing = (products + stores + _COSTS.stage * steps / variant.stage_steps) / 2  # one of two groups
+    chunk = (products**_COSTS.overlap + storing**_COSTS.overlap) ** (1 / _COSTS.overlap)
+    row = _COSTS.row if _together(problem, layouts) else _COSTS.row_apart
+    tile = _COSTS.tile + row * _tile(problem) * steps * OPERATION_BYTES
+    cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + _COSTS.launch
+    return slower_of(cycles / device.clock_hz, problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second))
+
+
+@lru_cache(maxsize=1024)
+def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[PixelGemmVariant]:
+    """Variants that fit, the fastest prediction first."""
+    return sorted(_variants(problem, device), key=lambda variant: _estimate(problem, variant, device)[0])

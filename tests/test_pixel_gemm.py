@@ -1,0 +1,114 @@
+"""Layers whose kernel is their stride on Hopper, executed by the emulator; test_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import pytest
+
+import emulator
+from kernel_harness import H200, Emulator, assert_exact, choices, offers
+from polyphase.algorithms.base import Candidate, Layouts
+from polyphase.algorithms.pixel_gemm import PixelGemm, PixelGemmVariant, _columns, _together, _vector
+from polyphase.device import DeviceInfo
+from polyphase.problem import ConvTransposeProblem, Pass
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+make = ConvTransposeProblem.make
+
+LAYERS = {
+    "an upsampling by two": make((3, 24, 6, 8), 20, 2, 2, bias=True, tf32=True),
+    "odd widths": make((2, 19, 7, 5), 16, 2, 2, tf32=True),
+    "images that end amid a tile": make((5, 16, 7, 6), 17, 2, 2, bias=True, tf32=True),
+    "one cell": make((2, 18, 1, 1), 70, 2, 2, tf32=True),
+    "by four": make((2, 20, 5, 6), 16, 4, 4, bias=True, tf32=True),
+    "by one and six": make((1, 16, 5, 7), 18, (1, 6), (1, 6), bias=True, tf32=True),
+    "1-D": make((3, 33, 30), 18, 2, 2, bias=True, tf32=True),
+    "1-D, by eight": make((2, 16, 21), 19, 8, 8, tf32=True),
+    "3-D": make((2, 20, 3, 4, 6), 17, 2, 2, bias=True, tf32=True),
+    "3-D, other strides": make((1, 17, 3, 2, 5), 16, (3, 1, 2), (3, 1, 2), tf32=True),
+    "grouped": make((2, 128, 6, 6), 128, 2, 2, groups=2, bias=True, tf32=True),
+    "several chunks": make((1, 100, 12, 12), 40, 2, 2, bias=True, tf32=True),
+    "more weights than fit": make((1, 130, 8, 8), 120, 2, 2, bias=True, tf32=True),
+    "empty batch": make((0, 16, 4, 4), 16, 2, 2, tf32=True),
+}
+CASES = [
+    pytest.param(replace(problem, dtype=dtype), id=f"{name}-{dtype}")
+    for name, problem in LAYERS.items()
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize("problem", CASES)
+def test_layers(problem: ConvTransposeProblem) -> None:
+    order = zlib.crc32(str(problem).encode())
+    for layouts, candidate, launch in choices(PixelGemm(), problem):
+        assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("blocks", [1, 3, 7])
+def test_blocks_of_several_tiles(blocks: int, dtype: str) -> None:
+    """Tiles that blocks have for themselves, and chunks of others that they share out."""
+    problem = make((3, 72, 10, 22), 40, 2, 2, bias=True, dtype=dtype, tf32=True)
+    device = replace(H200, multiprocessors=blocks)
+    for candidate in PixelGemm().candidates(problem, Pass.FORWARD, H200, Layouts.dense(problem)):
+        launch = PixelGemm().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), candidate.variant)
+        assert launch.grid == (blocks, 1, 1)
+        assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(blocks))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("resident", [False, True])
+def test_every_chunk(resident: bool, dtype: str) -> None:
+    """Chunks of every width, with columns that do not exist, whose weights stay or stream through the ring."""
+    problem = make((1, 40, 9, 16), 21, 2, 2, bias=True, dtype=dtype, tf32=True)
+    steps = 5 if dtype == "float32" else 3
+    for columns in _columns(problem):
+        chunks = -(-84 // columns)
+        variant = PixelGemmVariant(columns, 1, steps * chunks if resident else steps + 2, resident)
+        launch = PixelGemm().launch(problem, Pass.FORWARD, H200, Layouts.dense(problem), variant)
+        assert_exact(
+            problem, Pass.FORWARD, Candidate("pixel_gemm", variant, 0.0, ""), launch, executor=Emulator(columns)
+        )
+
+
+@pytest.mark.parametrize("name", ["grouped", "more weights than fit", "images that end amid a tile"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_races(name: str, dtype: str) -> None:
+    problem = replace(LAYERS[name], dtype=dtype)
+    for candidate, launch in offers(PixelGemm(), problem)[:1]:
+        assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
+
+
+def test_layers_take_every_way() -> None:
+    """Pixels are read together and apart, weights stay and do not, and stores have every width."""
+    ways: dict[str, set[object]] = {"together": set(), "resident": set(), "vector": set()}
+    for dtype in ("float32", "bfloat16"):
+        for layer in LAYERS.values():
+            problem = replace(layer, dtype=dtype)
+            ways["together"].add(_together(problem, Layouts.dense(problem)))
+            ways["vector"].add((dtype, _vector(problem, Layouts.dense(problem))))
+            ways["resident"] |= {candidate.variant.resident for candidate, _ in offers(PixelGemm(), problem)}
+    assert ways["together"] == ways["resident"] == {False, True}
+    assert ways["vector"] == {("float32", 2), ("float32", 4), ("bfloat16", 2), ("bfloat16", 4), ("bfloat16", 8)}
+
+
+def test_where_it_refuses() -> None:
+    layer = make((2, 32, 8, 8), 32, 2, 2, dtype="bfloat16")
+    assert PixelGemm().refusal(layer, Pass.FORWARD, H200) is None
+    wanted = {
+        replace(layer, dtype="float32"): "not split in two",
+        replace(layer, dtype="float64"): "do not take float64",
+        replace(layer, channels_last=True): "channels last",
+        replace(layer, padding=(1, 1)): "not the stride",
+        replace(layer, kernel_size=(3, 3)): "not the stride",
+        replace(layer, output_padding=(1, 1)): "output padding",
+        replace(layer, kernel_size=(3, 3), stride=(3, 3)): "is odd",
+        replace(layer, in_channels=1024): "1024 input channels do not fit",
+    }
+    for problem, reason in wanted.items():
+        assert reason in (PixelGemm().refusal(problem, Pass.FORWARD, H200) or "")
+    assert "only" in (PixelGemm().refusal(layer, Pass.INPUT_GRAD, H200) or "")
+    assert "lacks" in (PixelGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_80")) or "")
