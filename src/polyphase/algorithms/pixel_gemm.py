@@ -237,16 +237,18 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Pix
 class _Costs:
     """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
-    product: float = 1.24  # times what the cores take
-    store: float = 0.0717  # a byte stored, 16 at a time
-    narrow: float = 0.55  # the exponent of what stores of fewer take longer
-    stage: float = 181.5  # of weights
-    row: float = 0.0375  # a byte of the pixels' channels, read together
-    row_apart: float = 0.0635  # or one by one
-    tile: float = 909.0  # latencies of those
-    launch: float = 13570.0
-    bandwidth: float = 0.882  # of a copy's
-    overlap: float = 3.19  # the exponent of the norm that adds what goes on at the same time
+    product: float = 1.07  # times what the cores take
+    store: float = 0.0623  # a byte stored, 16 at a time
+    narrow: float = 0.57  # the exponent of what stores of fewer take longer
+    stage: float = 207.0  # of weights
+    turn: float = 120.0  # a chunk, where groups take turns
+    row: float = 0.0374  # a byte of the pixels' channels, read together
+    row_apart: float = 0.0798  # or one by one
+    tile: float = 858.0  # latencies of those
+    launch: float = 13140.0
+    bandwidth: float = 0.846  # of a copy's
+    overlap: float = 2.38  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
+    beside: float = 4.0  # and in memory
 
 
 _COSTS = _Costs()
@@ -258,15 +260,19 @@ def _estimate(problem: ConvTransposeProblem, variant: PixelGemmVariant, device: 
     layouts = Layouts.dense(problem)
     rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
     share = math.ceil(rest * chunks / device.multiprocessors)
-    products = _COSTS.product * _tile(problem) * steps * variant.columns / 256
+    products = _COSTS.product * _tile(problem) * steps * variant.columns / 128
     width = 16 / (_vector(problem, layouts) * size)
     stores = _COSTS.store * _tile(problem) * variant.columns * size * width**_COSTS.narrow
     storing = (products + stores + _COSTS.stage * steps / variant.stage_steps) / 2  # one of two groups
     chunk = (products**_COSTS.overlap + storing**_COSTS.overlap) ** (1 / _COSTS.overlap)
+    if size == 2:
+        chunk += _COSTS.turn
     row = _COSTS.row if _together(problem, layouts) else _COSTS.row_apart
     tile = _COSTS.tile + row * _tile(problem) * steps * OPERATION_BYTES
     cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + _COSTS.launch
-    return slower_of(cycles / device.clock_hz, problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second))
+    work, moving = cycles / device.clock_hz, problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
+    _, bound = slower_of(work, moving)
+    return (work**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside), bound
 
 
 @lru_cache(maxsize=1024)
