@@ -225,7 +225,8 @@ def assert_one_source(problem: ConvTransposeProblem) -> None:
     The weight gradient has another where the copy engine does not take the input; it is compiled beforehand. Gradients
     by Hopper's instruction that take taps in pairs have others where the output's rows are odd by their padding, which
     is an argument of its own.
-    So has the product of matrices that it is of single pixels, of which a batch is the image.
+    So has the product of matrices that it is of single pixels, of which a batch is the image; and the forward pass of a
+    kernel that is its stride, whose padded outputs have elements without a tap.
     """
     for pass_ in Pass:
         sources: dict[tuple[bool, ...], dict[KernelSource, ConvTransposeProblem]] = {}
@@ -239,7 +240,8 @@ def assert_one_source(problem: ConvTransposeProblem) -> None:
             assert not by_engine or chosen.other is not None
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.algorithm.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
-            kind = computed == sized, is_tiny(computed), by_engine, odd
+            cells = chosen.algorithm == "pixel_gemm"
+            kind = computed == sized, is_tiny(computed), by_engine, odd, cells
             sources.setdefault(kind, {}).setdefault(launch.source, sized)
         for found in sources.values():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
