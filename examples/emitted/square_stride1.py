@@ -3417,6 +3417,7 @@ _BUILDING_BLOCKS = {
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
+    "pixel_gemm": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "mma", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "weight_grad": (),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
@@ -3429,6 +3430,7 @@ _BUILDING_BLOCKS = {
     ),
     "pack_weights": ("tensor_float", "row_blocks", "dependent"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent"),
+    "pack_columns": ("tensor_float", "dependent"),
 }  # fmt: skip
 
 
