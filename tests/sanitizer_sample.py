@@ -33,6 +33,8 @@ SAMPLE = (
     make((1, 4, 3, 4, 8), 4, 2, 2, bias=True),
     make((5, 20, 1, 1), 9, 4, dtype="bfloat16"),
     make((2, 12, 21), 2, 41, 16, 3, 5, bias=True),
+    make((3, 40, 7, 6), 70, 2, 2, bias=True, tf32=True),
+    make((2, 130, 5, 7), 24, 2, 2, bias=True, dtype="bfloat16"),
 )
 
 
