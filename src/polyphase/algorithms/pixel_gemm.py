@@ -108,7 +108,6 @@ class PixelGemm:
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("COLUMN_TILES", variant.columns // 8),
-            ("ROW_TILES", _row_tiles(problem)),
             ("PARTS", 1),
             ("MIN_BLOCKS", 1),
         )
@@ -133,6 +132,7 @@ class PixelGemm:
                 True,
                 (
                     *constants,
+                    ("ROW_TILES", _row_tiles(problem)),
                     ("HAS_BIAS", problem.bias),
                     ("STAGE_STEPS", variant.stage_steps),
                     ("STAGES", variant.stages),

@@ -6,7 +6,7 @@
 
 constexpr int CHUNK = 16 / (int)sizeof(scalar_t);  // channels
 constexpr int HALVES = 2 * ceil_div(IN_CHANNELS, 2 * CHUNK);
-constexpr int PHASES = AXIS_D.stride * AXIS_H.stride * AXIS_W.stride, ALL_COLUMNS = OUT_CHANNELS * PHASES;
+constexpr int ALL_COLUMNS = OUT_CHANNELS * TAPS;
 constexpr int COLUMNS = 8 * COLUMN_TILES, CHUNKS = ceil_div(ALL_COLUMNS, COLUMNS);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const long long group = chunk / CHUNKS;
   if (group >= GROUPS) return;
   const scalar_t* const from =
-      weight + group * IN_CHANNELS * WEIGHT_STRIDE_IN + weight_offset(0, column / PHASES, column % PHASES);
+      weight + group * IN_CHANNELS * WEIGHT_STRIDE_IN + weight_offset(0, column / TAPS, column % TAPS);
   Vector<scalar_t, CHUNK> values;
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) {

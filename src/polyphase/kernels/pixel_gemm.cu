@@ -33,7 +33,7 @@ constexpr int PIXELS = 2 * ROW_TILES;                                           
 constexpr int ELEMENT = sizeof(scalar_t), WORD = 4 / ELEMENT, DEPTH = 32 / ELEMENT;  // channels: of 4 and of 32 bytes
 constexpr int STEPS = ceil_div(IN_CHANNELS, DEPTH);
 constexpr int LINES = AXIS_D.stride * AXIS_H.stride;
-constexpr int PHASES = LINES * AXIS_W.stride, ALL_COLUMNS = OUT_CHANNELS * PHASES, COLUMNS = 8 * COLUMN_TILES;
+constexpr int ALL_COLUMNS = OUT_CHANNELS * TAPS, COLUMNS = 8 * COLUMN_TILES;
 constexpr int CHUNKS = ceil_div(ALL_COLUMNS, COLUMNS);
 constexpr int CHUNK_STAGES = STEPS / STAGE_STEPS;
 constexpr int CHUNK_PITCH = COLUMNS * 16, OPERATION_BYTES = 2 * CHUNK_PITCH;
@@ -45,6 +45,7 @@ constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
 static_assert(STEPS % STAGE_STEPS == 0, "stages are whole");
 static_assert(ROW_TILES == WORD, "a thread's outputs are 16 bytes");
 static_assert(!RESIDENT || STAGES == CHUNKS * CHUNK_STAGES, "all stages are there");
+static_assert(TAPS == LINES * AXIS_W.stride, "the kernel is the stride");
 static_assert(AXIS_W.stride % 2 == 0, "a thread's two columns are neighbours in a row");
 
 struct Shared {
@@ -207,13 +208,13 @@ struct Columns {
   float bias[COLUMN_TILES];
 
   // As many whole channels in each 8 columns.
-  static constexpr bool ALIKE = 8 % (LINES * AXIS_W.stride) == 0;
+  static constexpr bool ALIKE = 8 % TAPS == 0;
 
   __device__ __forceinline__ Columns(const Geometry& g, int chunk, const scalar_t* biases)
       : offset(offset_of(g, column(chunk, 0))), step(8 / AXIS_W.stride / LINES * g.y_stride[0]) {
 #pragma unroll
     for (int tile = 0; tile < COLUMN_TILES; ++tile)
-      bias[tile] = HAS_BIAS && exists(chunk, tile) ? widen(read(biases + column(chunk, tile) / PHASES)) : 0.f;
+      bias[tile] = HAS_BIAS && exists(chunk, tile) ? widen(read(biases + column(chunk, tile) / TAPS)) : 0.f;
   }
   static __device__ __forceinline__ int column(int chunk, int tile) {
     return chunk * COLUMNS + 8 * tile + lane() % 4 * 2;
