@@ -36,7 +36,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 _OFFERED = 6
 _MAX_IN_CHANNELS = 64  # of a group
 _MAX_PRODUCTS = 320  # entries times column tiles: straight-line code
-_MAX_WEIGHT_BYTES = 96 << 10
+_MAX_WEIGHT_BYTES = 144 << 10
 _BARRIER_BYTES = 256  # and the notes of stages
 _BUFFERS = 3  # of stages
 _OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
@@ -227,7 +227,8 @@ def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
         entries += len(set().union(*reads[first : last + 1]))
     pixels = math.prod(len(set().union(*phases)) for phases in taps)
     parts, steps = parts_of(problem), steps_of(problem)
-    return _Product(row_blocks, pixels, entries, parts, steps, 512 * parts * steps * entries)
+    entry_bytes = 3 * 512 if parts == 2 else 512  # of float32 three matrices of parts of two bytes
+    return _Product(row_blocks, pixels, entries, parts, steps, entry_bytes * steps * entries)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
@@ -378,7 +379,7 @@ def _multiply_cycles(
     size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
     parts, steps = product.parts, product.steps
     warps = min(variant.warps, math.ceil(tiling.cells / (8 * tiles)))
-    taken = product.pixels * tiles * ((10 if parts == 2 else 4) if size == 4 else 6)
+    taken = product.pixels * tiles * ((13 if parts == 2 else 4) if size == 4 else 6)
     multiplied = product.entries * (2 * parts + tiles * (7 if parts == 2 else 1))
     slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
     return resident * warps * slots * _SLOT + steps * product.pixels * _PIXEL

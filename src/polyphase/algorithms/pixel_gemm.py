@@ -33,7 +33,7 @@ _COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
 _STAGE_STEPS = (4, 3, 2, 1)
 _MAX_STAGES = 64
 _RESERVE = 2048  # bytes of shared memory, for barriers
-_MOST_SHARED = 132 << 10  # bytes: what is left is the L1 cache, which pixels come through
+_MOST_SHARED = 164 << 10  # bytes: what is left is the L1 cache, which pixels come through
 _PACK_THREADS = 128
 _OFFERED = 6
 
@@ -173,8 +173,8 @@ def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
 
 
 def _registers(problem: ConvTransposeProblem, columns: int) -> int:
-    """Of a thread that multiplies: channels, sums, biases, and what else it needs."""
-    return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + columns // 8 + _OTHER_REGISTERS
+    """Of a thread that multiplies: channels, sums, and what else it needs."""
+    return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + _OTHER_REGISTERS
 
 
 def _chunks(problem: ConvTransposeProblem, columns: int) -> int:
@@ -229,7 +229,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Pix
         whole = _chunks(problem, columns) * (steps // stage_steps)
         if problem.groups == 1 and whole <= fitting:
             yield PixelGemmVariant(columns, stage_steps, whole, True)
-        elif fitting >= 2 * (steps // stage_steps):
+        elif fitting >= steps // stage_steps + 2:  # a group may lag behind by a chunk
             yield PixelGemmVariant(columns, stage_steps, fitting, False)
 
 
@@ -241,7 +241,7 @@ class _Costs:
     store: float = 0.0623  # a byte stored, 16 at a time
     narrow: float = 0.57  # the exponent of what stores of fewer take longer
     stage: float = 207.0  # of weights
-    turn: float = 120.0  # a chunk, where groups take turns
+    turn: float = 120.0  # a chunk
     row: float = 0.0374  # a byte of the pixels' channels, read together
     row_apart: float = 0.0798  # or one by one
     tile: float = 858.0  # latencies of those
@@ -265,8 +265,7 @@ def _estimate(problem: ConvTransposeProblem, variant: PixelGemmVariant, device: 
     stores = _COSTS.store * _tile(problem) * variant.columns * size * width**_COSTS.narrow
     storing = (products + stores + _COSTS.stage * steps / variant.stage_steps) / 2  # one of two groups
     chunk = (products**_COSTS.overlap + storing**_COSTS.overlap) ** (1 / _COSTS.overlap)
-    if size == 2:
-        chunk += _COSTS.turn
+    chunk += _COSTS.turn
     row = _COSTS.row if _together(problem, layouts) else _COSTS.row_apart
     tile = _COSTS.tile + row * _tile(problem) * steps * OPERATION_BYTES
     cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + _COSTS.launch

@@ -9,8 +9,8 @@
 // other, ROW_TILES · 64 for each of the two. The channels of its pixels stay in registers for all columns: they come
 // from memory as the cores take them, nothing is turned around. COLUMNS columns are a chunk; its weights
 // (pack_columns.cu) come stage by stage through shared memory, STAGE_STEPS operations each, or are all there
-// (RESIDENT). In half precision one group stores a chunk while the other multiplies (TURNS). Tiles are dealt out one by
-// one, so that neighbours are stored together; the chunks of those that are left over are shared out.
+// (RESIDENT). One group stores a chunk while the other multiplies. Tiles are dealt out one by one, so that neighbours
+// are stored together; the chunks of those that are left over are shared out.
 //
 // Which of a tile's pixels are which of the product's rows is all the same to it. Where a cell is two elements wide a
 // thread's pixels are neighbours, hence its outputs, too: 16 bytes.
@@ -39,7 +39,6 @@ constexpr int CHUNK_STAGES = STEPS / STAGE_STEPS;
 constexpr int CHUNK_PITCH = COLUMNS * 16, OPERATION_BYTES = 2 * CHUNK_PITCH;
 constexpr int STAGE_BYTES = STAGE_STEPS * OPERATION_BYTES, CHUNK_BYTES = CHUNK_STAGES * STAGE_BYTES;
 constexpr bool NEIGHBOURS = AXIS_W.stride == 2;  // a thread's pixels
-constexpr bool TURNS = ELEMENT == 2;             // in single precision stores take less time than a turn
 constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
 
 static_assert(STEPS % STAGE_STEPS == 0, "stages are whole");
@@ -201,21 +200,16 @@ __device__ __forceinline__ void prefetch(const Geometry& g, const scalar_t* x, i
 #endif
 }
 
-// Where a thread's two columns of each 8 go, from the first element of a cell on, and what they begin with.
+// Where a thread's two columns of each 8 go, from the first element of a cell on.
 struct Columns {
   long long offset;  // of the first, and where all are alike the distance of the next
   int step;
-  float bias[COLUMN_TILES];
 
   // As many whole channels in each 8 columns.
   static constexpr bool ALIKE = 8 % TAPS == 0;
 
-  __device__ __forceinline__ Columns(const Geometry& g, int chunk, const scalar_t* biases)
-      : offset(offset_of(g, column(chunk, 0))), step(8 / AXIS_W.stride / LINES * g.y_stride[0]) {
-#pragma unroll
-    for (int tile = 0; tile < COLUMN_TILES; ++tile)
-      bias[tile] = HAS_BIAS && exists(chunk, tile) ? widen(read(biases + column(chunk, tile) / TAPS)) : 0.f;
-  }
+  __device__ __forceinline__ Columns(const Geometry& g, int chunk)
+      : offset(offset_of(g, column(chunk, 0))), step(8 / AXIS_W.stride / LINES * g.y_stride[0]) {}
   static __device__ __forceinline__ int column(int chunk, int tile) {
     return chunk * COLUMNS + 8 * tile + lane() % 4 * 2;
   }
@@ -270,6 +264,18 @@ __device__ __forceinline__ void store_whole(void* to, const Whole& words) {
 struct Sums {
   float of[ROW_TILES][COLUMNS / 2];
 
+  // The bias, to which all is added.
+  __device__ __forceinline__ void begin(int chunk, const scalar_t* biases) {
+#pragma unroll
+    for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+      const float bias = Columns::exists(chunk, tile) ? widen(read(biases + Columns::column(chunk, tile) / TAPS)) : 0.f;
+#pragma unroll
+      for (int i = 0; i < 4 * ROW_TILES; ++i) of[i / 4][4 * tile + i % 4] = bias;
+    }
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile) pin(of[tile]);
+  }
+
   // Operation `step` of a stage, for a tile of rows.
   __device__ __forceinline__ void add(int tile, const unsigned (&rows)[4], const Stage& stage, int step, bool add) {
 #ifndef EMULATOR
@@ -310,10 +316,7 @@ struct Sums {
       const long long offset = columns.offset_of(g, chunk, column);
       alignas(16) scalar_t values[2 * PIXELS];
 #pragma unroll
-      for (int i = 0; i < 2 * PIXELS; ++i) {
-        const float sum = of[i / 4][4 * column + i % 4];
-        narrow(HAS_BIAS ? sum + columns.bias[column] : sum, values[i]);
-      }
+      for (int i = 0; i < 2 * PIXELS; ++i) narrow(of[i / 4][4 * column + i % 4], values[i]);
 #pragma unroll
       for (int i = 0; i < PIXELS; i += APART) {
         if (!exists[i]) continue;
@@ -383,7 +386,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
     for (int chunk = run.first; chunk < run.behind; ++chunk) {
       Sums sums;
-      if (TURNS) barrier_wait(turns + 8 * group, turn ^ 1), turn ^= 1;
+      if (HAS_BIAS) sums.begin(chunk, bias + channels * OUT_CHANNELS);
+      barrier_wait(turns + 8 * group, turn ^ 1), turn ^= 1;
 #pragma unroll
       for (int stage = 0; stage < CHUNK_STAGES; ++stage) {
         barrier_wait(full + 8 * slot.index, slot.parity);
@@ -393,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int step = 0; step < STAGE_STEPS; ++step)
 #pragma unroll
           for (int tile = 0; tile < ROW_TILES; ++tile)
-            sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], columns, step, stage + step > 0);
+            sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], columns, step, HAS_BIAS || stage + step > 0);
         products_commit();
         if (!RESIDENT && stage > 0) {
           products_wait<1>();
@@ -401,11 +405,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         slot.next();
       }
-      if (TURNS) {
-        __syncwarp();
-        if (lane() == 0) barrier_arrive(turns + 8 * (GROUPS - 1 - group));
-      }
-      const Columns columns(g, chunk, bias + channels * OUT_CHANNELS);  // while the last products are on their way
+      __syncwarp();
+      if (lane() == 0) barrier_arrive(turns + 8 * (GROUPS - 1 - group));
+      const Columns columns(g, chunk);  // while the last products are on their way
       products_wait<0>();
 #pragma unroll
       for (int tile = 0; tile < ROW_TILES; ++tile) pin(sums.of[tile]);

@@ -11,3 +11,19 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
     high = __float_as_uint(round_tf32(value));
   }
 }
+
+// Two floats as three pairs of bfloat16, the first in the lower half, that sum to them exactly: each is what rounding
+// to the one before has left, and 24 significant bits are three times eight. What is not finite leaves NaN.
+__device__ __forceinline__ void split_pair(float first, float second, unsigned (&parts)[3]) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+#ifndef EMULATOR
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(parts[i]) : "f"(second), "f"(first));
+#else
+    bfloat16 narrowed[2];
+    narrow(first, narrowed[0]), narrow(second, narrowed[1]);
+    parts[i] = narrowed[0].bits | (unsigned)narrowed[1].bits << 16;
+#endif
+    first -= __uint_as_float(parts[i] << 16), second -= __uint_as_float(parts[i] & 0xffff0000u);
+  }
+}
