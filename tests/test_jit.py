@@ -24,6 +24,7 @@ from polyphase.algorithms.base import Layouts
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gather_general import GatherGeneral, GeneralVariant
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.bench.layers import parse_layer
 from polyphase.device import DeviceInfo
 from polyphase.jit import cache as cache_module
 from polyphase.jit import compiler
@@ -34,6 +35,7 @@ from processes import environment, run_python
 
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC, but no GPU")
 ARCH = "sm_90a"
+FENCE = 0x79C5.to_bytes(8, "little")  # the first word of `WARPGROUP.ARRIVE`
 
 
 def small_source(kernel_size: int = 1) -> KernelSource:
@@ -631,10 +633,30 @@ def test_long_pieces_leave_sums_in_registers(
     most = max(longer, key=lambda each: each.group_cells * implicit_gemm_variant.Product.of(gather, each).row_blocks)
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
     report = compiler.resources_of(launch.source, ARCH)
-    # The assembler of NVRTC 13.0 puts in a `warpgroup.arrive`, and says so; that of 13.5 needs none.
-    allowed = "C7519" if compiler._nvrtc_version() < (13, 5) else "nothing"
-    report = replace(report, warnings=tuple(line for line in report.warnings if allowed not in line))
     assert report.clean, (most, report)
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "kinds"),
+    [
+        ("16x32x64x128 -> 64, k=3, s=5, p=1, d=2", "bfloat16", 1),
+        ("8x256x64x64 -> 128, k=3, s=2, p=1, op=1, bias", "float32", 2),
+        ("8x64x32x32 -> 64, k=9, s=2", "bfloat16", 2),
+        ("8x64x16x16x16 -> 64, k=5, s=2", "bfloat16", 3),
+    ],
+    ids=["lines of one tap", "lines of one and two", "long lines", "planes"],
+)
+def test_no_fence_among_the_products_of_a_stage(layer: str, dtype: str, kinds: int, directory: Path) -> None:
+    """Each kind of groups of lines begins with one; a branch behind it has the assembler put in others."""
+    problem = replace(parse_layer(layer), dtype=dtype)
+    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH)).launch
+    assert launch is not None
+    assert launch.one_way is not None
+    for source in (launch.source, launch.one_way):
+        assert source.kernel == "implicit_gemm"
+        binary = compiler.compile_kernel(source, ARCH)
+        words = [binary[i : i + 8] for i in range(0, len(binary), 8)]
+        assert words.count(FENCE) == kinds, source.specialisation
 
 
 def test_reports() -> None:

@@ -714,6 +714,21 @@ def test_chains_of_two_parts_end_within_a_stage(channels: int) -> None:
     assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
 
 
+@pytest.mark.parametrize("split", ["cells", "rows", "turns"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "layer",
+    [make((2, 20, 4, 5), 70, 3, 2, bias=True), make((1, 20, 3, 4, 3), 20, (3, 5, 2), (2, 2, 1), 1)],
+    ids=["two kinds", "four kinds"],
+)
+def test_products_of_every_kind_of_line_groups(layer: ConvTransposeProblem, dtype: str, split: str) -> None:
+    """Lines of more and of fewer taps have code of their own (KINDS in implicit_gemm.cu)."""
+    case = gemm_case(replace(layer, dtype=dtype), wgmma=True, split=split, lines=1, row_channels=0)
+    ((candidate, launch),) = case.offers(H200)
+    assert not implicit_gemm_variant.Taps.of(layer.axes3).are_alike(1)
+    assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
+
+
 @pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
 @pytest.mark.parametrize("algorithm", ["gather_tiled", "gather_general"])
 @pytest.mark.parametrize("as_pytorch", [False, True])

@@ -443,20 +443,58 @@ __host__ __device__ constexpr int operations_of(int block, int first_line) {
   return taps_of_line(line) * tap_count(AXIS_W, owned_phase(AXIS_W, block % OWNED_W));
 }
 
-// Whether the row blocks of every group of lines have as many as those of the first.
-__host__ __device__ constexpr bool groups_are_alike() {
-  for (int line = LINES; line < OWNED_LINES; line += LINES)
-    for (int block = 0; block < ROW_BLOCKS; ++block)
-      if (operations_of(block, line) != operations_of(block, 0)) return false;
-  return true;
+// `taps_of_line` of all lines at once: compilers evaluate only so much.
+struct LineTaps {
+  int of[OWNED_LINES];
+};
+__host__ __device__ constexpr LineTaps taps_of_lines() {
+  LineTaps taps{};
+  int depth[AXIS_D.stride]{}, height[AXIS_H.stride]{}, line = 0;
+  for (int tap = 0; tap < AXIS_D.kernel; ++tap) ++depth[phase_of(AXIS_D, tap)];
+  for (int tap = 0; tap < AXIS_H.kernel; ++tap) ++height[phase_of(AXIS_H, tap)];
+  for (int d = 0; d < AXIS_D.stride; ++d)
+    for (int h = 0; h < AXIS_H.stride; ++h)
+      if (depth[d] * height[h] > 0) taps.of[line++] = depth[d] * height[h];
+  return taps;
 }
 
-// Operations of the row block that has most, where groups of lines are alike.
-__host__ __device__ constexpr int most_operations() {
-  int most = 0;
-  for (int block = 0; block < ROW_BLOCKS; ++block)
-    if (operations_of(block, 0) > most) most = operations_of(block, 0);
-  return most;
+// Operations of the row blocks of a group of lines.
+struct Counts {
+  int of[ROW_BLOCKS];
+};
+__host__ __device__ constexpr Counts counts_of(int group) {
+  const LineTaps taps = taps_of_lines();
+  Counts counts{};
+  for (int block = 0; block < ROW_BLOCKS; ++block) {
+    const int line = group * LINES + block / OWNED_W % LINES, width = owned_phase(AXIS_W, block % OWNED_W);
+    counts.of[block] = TAPS_IN_ROWS ? 1 : line < OWNED_LINES ? taps.of[line] * tap_count(AXIS_W, width) : 0;
+  }
+  return counts;
+}
+
+// Groups of lines are of one kind where their row blocks have as many operations. A kind is the first such group.
+struct Kinds {
+  int next[LINE_GROUPS];  // behind a kind; LINE_GROUPS behind the last
+  int operations;         // of one group of each kind
+  int most;               // of the row block that has most
+};
+__host__ __device__ constexpr Kinds find_kinds() {
+  const LineTaps taps = taps_of_lines();
+  Kinds kinds{};
+  int last = 0;
+  for (int group = 0; group < LINE_GROUPS; ++group) {
+    int kind = 0;
+    for (int i = 0; !TAPS_IN_ROWS && i < LINES && group * LINES + i < OWNED_LINES; ++i)
+      if (taps.of[kind * LINES + i] != taps.of[group * LINES + i]) ++kind, i = -1;
+    if (kind != group) continue;
+    kinds.next[last] = group, kinds.next[group] = LINE_GROUPS, last = group;
+    const Counts counts = counts_of(group);
+    for (int block = 0; block < ROW_BLOCKS; ++block) {
+      kinds.operations += counts.of[block];
+      if (counts.of[block] > kinds.most) kinds.most = counts.of[block];
+    }
+  }
+  return kinds;
 }
 
 // Operation `index` of a thread block; false behind the last.
@@ -1888,16 +1926,20 @@ __device__ __forceinline__ void release(unsigned barrier) {
     barrier_arrive(barrier);
 }
 
-// Operations of a row block in a row, without a branch: the cores then take one instruction right after the other.
-constexpr bool STRAIGHT = groups_are_alike() && K_STEPS * OPERATIONS <= 128;
-constexpr int UNROLLED = STRAIGHT ? OPERATIONS : 2;
+// Operations of a row block in a row, without a branch: the cores then take one instruction right after the other. A
+// branch amid the products of a stage has the assembler put a fence before each of them. (That of NVRTC 13.0 says so,
+// C7519; that of 13.5 does it in silence.) So on Hopper there is code for each kind of groups of lines.
+constexpr Kinds KINDS = find_kinds();
+constexpr bool ALIKE = KINDS.next[0] == LINE_GROUPS;
+constexpr bool STRAIGHT = K_STEPS * KINDS.operations <= (ALIKE ? 128 : WGMMA_INSTRUCTION ? 256 : 0);
+constexpr int UNROLLED = STRAIGHT ? KINDS.most : 2;
 
 // The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they
-// make of a stage; and in straight code (else the assembler makes products wait for one another) of at most CHAIN
-// operations.
+// make of a stage; and in straight code of one kind (else the assembler makes products wait for one another) of at most
+// CHAIN operations.
 constexpr int CHAIN = 16;
 __host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
-constexpr bool CHAINED = PARTS == 2 && STRAIGHT && K_STEPS * most_operations() > CHAIN;
+constexpr bool CHAINED = PARTS == 2 && ALIKE && STRAIGHT && K_STEPS * KINDS.most > CHAIN;
 
 // A slot of a ring, and the parity of its barriers.
 template <int SLOTS>
@@ -1997,6 +2039,80 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigne
   }
 }
 #endif
+
+__device__ __forceinline__ void add_up(float& sum, float& total) { total += sum, clear(sum); }
+
+// The kind whose row blocks have `counts` operations. (What is known of a kind is a constant here and below, lest the
+// compiler compute it at run time, amid the products.)
+template <int KIND = 0>
+__device__ __forceinline__ int kind_of(const int (&counts)[ROW_BLOCKS]) {
+  if constexpr (KINDS.next[KIND] < LINE_GROUPS) {
+    constexpr Counts of_kind = counts_of(KIND);
+    bool other = false;
+#pragma unroll
+    for (int block = 0; block < ROW_BLOCKS; ++block) other |= counts[block] != of_kind.of[block];
+    if (other) return kind_of<KINDS.next[KIND]>(counts);
+  }
+  return KIND;
+}
+
+// A stage of an item: where its operands lie in shared memory.
+struct Operands {
+  int stage;
+  unsigned weights, pixels;
+  const int* distances;
+};
+
+// The products of a stage, of a group of lines of KIND; where there is no code for each, of `counts` operations.
+template <int KIND>
+__device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, const int (&counts)[ROW_BLOCKS],
+                                         Sums& sums, Sums& totals) {
+  constexpr Counts of_kind = counts_of(KIND);
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < K_STEPS; ++step) {
+    unsigned a = of.weights + step * OPERATIONS * OPERATION_BYTES;
+    const int* distances = of.distances;
+    int distance = *distances;
+#pragma unroll
+    for (int block = 0; block < ROW_BLOCKS; ++block) {
+#pragma unroll(UNROLLED)
+      for (int i = 0; i < (STRAIGHT || ALIKE ? of_kind.of[block] : counts[block]); ++i) {
+        const unsigned b = of.pixels + step * (BOXES ? 32 : 2 * g.chunk_bytes) + distance;
+        distance = *++distances;  // in time for the next operation
+        const bool add = PARTS == 2 || of.stage + step + i > 0;
+#pragma unroll
+        for (int part = 0; part < PIXEL_BLOCKS; ++part) {
+          float (&to)[SUMS] = sums[block][part];
+          const unsigned from = b + part * (PIXELS * PIXEL_PITCH);
+          if (PARTS == 2) {
+            add_product(to, a, from + STAGE_CHUNKS * g.chunk_bytes, g.chunk_bytes, add);
+            add_product(to, a + 2 * A_CHUNK, from, g.chunk_bytes, true);
+          }
+          add_product(to, a, from, g.chunk_bytes, add);
+        }
+        a += OPERATION_BYTES;
+        if constexpr (CHAINED) {
+          const int all = K_STEPS * of_kind.of[block], done = step * of_kind.of[block] + i + 1;
+          if (done % chain_of(all) == 0 && done < all) {
+            products_commit();
+            products_wait<0>();
+            for_each(add_up, sums[block], totals[block]);
+            products_begin();
+          }
+        }
+      }
+    }
+  }
+  products_commit();
+}
+template <int KIND = 0>
+__device__ __forceinline__ void multiply_kind(int kind, const Geometry& g, const Operands& of,
+                                              const int (&counts)[ROW_BLOCKS], Sums& sums, Sums& totals) {
+  if constexpr (STRAIGHT && KINDS.next[KIND] < LINE_GROUPS)
+    if (kind != KIND) return multiply_kind<KINDS.next[KIND]>(kind, g, of, counts, sums, totals);
+  multiply<KIND>(g, of, counts, sums, totals);
+}
 
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER)
@@ -2167,7 +2283,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
     slot.skip(turn * STAGES_OF_ITEM);
     unsigned turn_parity = 0;
-    const auto add_up = [](float& sum, float& total) { total += sum, clear(sum); };
 #if BULK_COPY
     if (RESIDENT) {
       const unsigned come = shared_address(&shared.resident);
@@ -2186,8 +2301,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)
-        counts[i] = groups_are_alike() ? operations_of(i, 0)
-                                       : __shfl_sync(~0u, shared.counts[item.line_group * ROW_BLOCKS + i], 0);
+        counts[i] = ALIKE ? 0 : __shfl_sync(~0u, shared.counts[item.line_group * ROW_BLOCKS + i], 0);
+      const int kind = STRAIGHT && !ALIKE ? kind_of(counts) : 0;
       int previous = -1;
       // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
       if (TAKE_TURNS) barrier_wait(turns + 8 * turn, turn_parity ^ (turn == 0));
@@ -2201,43 +2316,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
                                      ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
                                      : held + row_part * WEIGHT_STAGE;
         const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
-        products_begin();
-#pragma unroll
-        for (int step = 0; step < K_STEPS; ++step) {
-          unsigned a = weights + step * OPERATIONS * OPERATION_BYTES;
-          const int* distances = shared.operations + item.line_group * OPERATIONS;
-          int distance = *distances;
-#pragma unroll
-          for (int block = 0; block < ROW_BLOCKS; ++block) {
-#pragma unroll(UNROLLED)
-            for (int i = 0; i < counts[block]; ++i) {
-              const unsigned b = pixels + step * (BOXES ? 32 : 2 * g.chunk_bytes) + distance;
-              distance = *++distances;  // in time for the next operation
-              const bool add = PARTS == 2 || stage + step + i > 0;
-#pragma unroll
-              for (int part = 0; part < PIXEL_BLOCKS; ++part) {
-                float (&to)[SUMS] = sums[block][part];
-                const unsigned from = b + part * (PIXELS * PIXEL_PITCH);
-                if (PARTS == 2) {
-                  add_product(to, a, from + STAGE_CHUNKS * g.chunk_bytes, g.chunk_bytes, add);
-                  add_product(to, a + 2 * A_CHUNK, from, g.chunk_bytes, true);
-                }
-                add_product(to, a, from, g.chunk_bytes, add);
-              }
-              a += OPERATION_BYTES;
-              if constexpr (CHAINED) {
-                const int all = K_STEPS * counts[block], done = step * counts[block] + i + 1;
-                if (done % chain_of(all) == 0 && done < all) {
-                  products_commit();
-                  products_wait<0>();
-                  for_each(add_up, sums[block], totals[block]);
-                  products_begin();
-                }
-              }
-            }
-          }
-        }
-        products_commit();
+        const Operands operands{stage, weights, pixels, shared.operations + item.line_group * OPERATIONS};
+        multiply_kind(kind, g, operands, counts, sums, totals);
         if constexpr (PARTS == 2) {
           products_wait<0>();
           for_each(add_up, sums, totals);

@@ -87,20 +87,58 @@ __host__ __device__ constexpr int operations_of(int block, int first_line) {
   return taps_of_line(line) * tap_count(AXIS_W, owned_phase(AXIS_W, block % OWNED_W));
 }
 
-// Whether the row blocks of every group of lines have as many as those of the first.
-__host__ __device__ constexpr bool groups_are_alike() {
-  for (int line = LINES; line < OWNED_LINES; line += LINES)
-    for (int block = 0; block < ROW_BLOCKS; ++block)
-      if (operations_of(block, line) != operations_of(block, 0)) return false;
-  return true;
+// `taps_of_line` of all lines at once: compilers evaluate only so much.
+struct LineTaps {
+  int of[OWNED_LINES];
+};
+__host__ __device__ constexpr LineTaps taps_of_lines() {
+  LineTaps taps{};
+  int depth[AXIS_D.stride]{}, height[AXIS_H.stride]{}, line = 0;
+  for (int tap = 0; tap < AXIS_D.kernel; ++tap) ++depth[phase_of(AXIS_D, tap)];
+  for (int tap = 0; tap < AXIS_H.kernel; ++tap) ++height[phase_of(AXIS_H, tap)];
+  for (int d = 0; d < AXIS_D.stride; ++d)
+    for (int h = 0; h < AXIS_H.stride; ++h)
+      if (depth[d] * height[h] > 0) taps.of[line++] = depth[d] * height[h];
+  return taps;
 }
 
-// Operations of the row block that has most, where groups of lines are alike.
-__host__ __device__ constexpr int most_operations() {
-  int most = 0;
-  for (int block = 0; block < ROW_BLOCKS; ++block)
-    if (operations_of(block, 0) > most) most = operations_of(block, 0);
-  return most;
+// Operations of the row blocks of a group of lines.
+struct Counts {
+  int of[ROW_BLOCKS];
+};
+__host__ __device__ constexpr Counts counts_of(int group) {
+  const LineTaps taps = taps_of_lines();
+  Counts counts{};
+  for (int block = 0; block < ROW_BLOCKS; ++block) {
+    const int line = group * LINES + block / OWNED_W % LINES, width = owned_phase(AXIS_W, block % OWNED_W);
+    counts.of[block] = TAPS_IN_ROWS ? 1 : line < OWNED_LINES ? taps.of[line] * tap_count(AXIS_W, width) : 0;
+  }
+  return counts;
+}
+
+// Groups of lines are of one kind where their row blocks have as many operations. A kind is the first such group.
+struct Kinds {
+  int next[LINE_GROUPS];  // behind a kind; LINE_GROUPS behind the last
+  int operations;         // of one group of each kind
+  int most;               // of the row block that has most
+};
+__host__ __device__ constexpr Kinds find_kinds() {
+  const LineTaps taps = taps_of_lines();
+  Kinds kinds{};
+  int last = 0;
+  for (int group = 0; group < LINE_GROUPS; ++group) {
+    int kind = 0;
+    for (int i = 0; !TAPS_IN_ROWS && i < LINES && group * LINES + i < OWNED_LINES; ++i)
+      if (taps.of[kind * LINES + i] != taps.of[group * LINES + i]) ++kind, i = -1;
+    if (kind != group) continue;
+    kinds.next[last] = group, kinds.next[group] = LINE_GROUPS, last = group;
+    const Counts counts = counts_of(group);
+    for (int block = 0; block < ROW_BLOCKS; ++block) {
+      kinds.operations += counts.of[block];
+      if (counts.of[block] > kinds.most) kinds.most = counts.of[block];
+    }
+  }
+  return kinds;
 }
 
 // Operation `index` of a thread block; false behind the last.
