@@ -47,7 +47,7 @@ LAYERS = {
     "cropped": make((1, 16, 6, 8), 4, 5, 2, 6),
     "output padding": make((2, 17, 9, 10), 5, 5, 2, 2, 1, dilation=2),
     "seven channels in a group": make((2, 6, 6, 8), 14, 4, 2, 1, groups=2),
-    "tiny images": make((35, 40, 4, 4), 6, 4, 2, 1),
+    "tiny images": make((35, 24, 4, 4), 6, 4, 2, 1),
     "one pixel": make((35, 18, 1, 1), 4, 4),
     "TF32": make((1, 16, 12, 10), 16, 2, 2, tf32=True),
     "1-D": make((3, 18, 700), 7, 16, 8, 4, bias=True),

@@ -1283,6 +1283,22 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
     high = __float_as_uint(round_tf32(value));
   }
 }
+
+// Two floats as three pairs of bfloat16, the first in the lower half, that sum to them exactly: each is what rounding
+// to the one before has left, and 24 significant bits are three times eight. What is not finite leaves NaN.
+__device__ __forceinline__ void split_pair(float first, float second, unsigned (&parts)[3]) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+#ifndef EMULATOR
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(parts[i]) : "f"(second), "f"(first));
+#else
+    bfloat16 narrowed[2];
+    narrow(first, narrowed[0]), narrow(second, narrowed[1]);
+    parts[i] = narrowed[0].bits | (unsigned)narrowed[1].bits << 16;
+#endif
+    first -= __uint_as_float(parts[i] << 16), second -= __uint_as_float(parts[i] & 0xffff0000u);
+  }
+}
 """
 FILES["common/async.cuh"] = r"""
 // The copy engine, and the barriers between those who fill shared memory and those who read it.
@@ -1513,23 +1529,31 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned addres
 
 #ifdef EMULATOR
 // Operands as the cores see them: TF32 is float32 without its last 13 bits.
-__device__ __forceinline__ float operand(scalar_t value) {
+template <class T>
+__device__ __forceinline__ float operand(T value) {
   float wide = widen(value);
-  if (sizeof(scalar_t) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
+  if (sizeof(T) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
   return wide;
 }
 #endif
 
 // c += A · B of 16 rows and 8 columns, 32 bytes deep. A thread holds of A, for each of two chunks of 16 bytes, the four
 // bytes `lane % 4` of rows lane / 4 and lane / 4 + 8, of B those of column lane / 4, and in c[i] row
-// lane / 4 + i / 2 · 8 and column lane % 4 · 2 + i % 2.
+// lane / 4 + i / 2 · 8 and column lane % 4 · 2 + i % 2. Operands are what tensors hold, or bfloat16 in its place.
+template <class T = scalar_t>
 __device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #ifndef EMULATOR
-  asm("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (sizeof(T) != sizeof(scalar_t))
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-  typedef Vector<scalar_t, 4 / sizeof(scalar_t)> Word;
+  typedef Vector<T, 4 / sizeof(T)> Word;
   struct Operands {
     unsigned a[4], b[2];
   } const mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
@@ -1541,7 +1565,7 @@ __device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b
       const Operands& right = lanes.of[(lane % 4 * 2 + i % 2) * 4 + k % 4];
       const Word& row = *(const Word*)&left.a[i / 2 + k / 4 * 2];
       const Word& column = *(const Word*)&right.b[k / 4];
-      for (int j = 0; j < (int)(4 / sizeof(scalar_t)); ++j) c[i] += operand(row.value[j]) * operand(column.value[j]);
+      for (int j = 0; j < (int)(4 / sizeof(T)); ++j) c[i] += operand(row.value[j]) * operand(column.value[j]);
     }
 #endif
 }
@@ -1850,9 +1874,11 @@ FILES["gather_gemm.cu"] = r"""
 // window that the tile reads. For each pixel, a warp takes the operands of its columns once, for all blocks of rows of
 // which any has a tap there: an entry.
 //
-// float32 comes in two parts of TF32, and each operation's sum leaves the cores at once, since they round towards zero.
-// The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of pairs without a tap.
-// Where an output is NaN it is therefore computed again, plainly.
+// Without TF32 a float32 comes in three parts of bfloat16 (common/split.cuh), and an instruction, which is twice as
+// deep then, multiplies a pixel's part with one part of the weights in its first half and with another in its second.
+// Each operation's sum leaves the cores at once, since they round towards zero. The parts of what is not finite sum to
+// NaN, and so does what is not finite with the zeros of pairs without a tap. Where an output is NaN it is therefore
+// computed again, plainly.
 //
 // Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
 // one tile or two (common/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
@@ -1944,36 +1970,47 @@ struct Entries {
 };
 __device__ constexpr Entries ENTRIES;
 
-constexpr int ENTRY_BYTES = PARTS * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
+constexpr int ENTRY_BYTES = EXACT ? 3 * 512 : 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
 constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
 
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+// What the cores take of one channel's weight or pixel, or of two neighbouring ones'.
+__device__ __forceinline__ unsigned word_of(float value, float) { return __float_as_uint(round_tf32(value)); }
 template <class T>
-__device__ __forceinline__ unsigned bits_of(T value) {
-  return value.bits;
+__device__ __forceinline__ unsigned word_of(T value, T next) {
+  return value.bits | (unsigned)next.bits << 16;
 }
 
-// All operations' weights of a block's channels; `weight` is of the first. What has no tap or no channel is zero.
+// All operations' weights of a block's channels; `weight` is of the first. What has no tap or no channel is zero. A
+// word is two neighbouring channels' weights, one channel's, or a part of two that are half an operation apart. Of
+// EXACT an operation has three matrices, of parts (in the first and in the second half of its depth) 3 and 1, 2 and 1,
+// 1 and 2.
 __device__ __forceinline__ void load_weights(const scalar_t* weight, int channels, char* to) {
+  constexpr int WORDS = EXACT ? 2 : 4;  // of a lane: of each row, and of each half of the channels
 #pragma unroll 4
-  for (int i = threadIdx.x; i < STEPS * ENTRIES.count * 128; i += BLOCK) {
-    const int entry = i / 128 % ENTRIES.count, lane = i / 4 % 32;
+  for (int i = threadIdx.x; i < STEPS * ENTRIES.count * 32 * WORDS; i += BLOCK) {
+    const int at = i / (32 * WORDS), entry = at % ENTRIES.count, lane = i / WORDS % 32;
     const int row = 16 * ENTRIES.block[entry] + lane / 4 + i % 2 * 8, out = row % OUT_CHUNK;
-    const int in = (i / 128 / ENTRIES.count) * OPERATION + i % 4 / 2 * (OPERATION / 2) + lane % 4 * CHANNELS;
+    const int in = at / ENTRIES.count * OPERATION + i % WORDS / 2 * (OPERATION / 2) + lane % 4 * CHANNELS;
     const int tap = row < ROWS ? tap_of(row / OUT_CHUNK, ENTRIES.pixel[entry]) : -1;
     const scalar_t* const from = weight + weight_offset(in, out, tap);
-    unsigned values[CHANNELS];
+    const int apart = EXACT ? OPERATION / 2 : CHANNELS - 1;
+    scalar_t values[2];
 #pragma unroll
-    for (int j = 0; j < CHANNELS; ++j)
-      values[j] = tap >= 0 && out < channels && in + j < IN_CHANNELS ? bits_of(read(from + j * WEIGHT_STRIDE_IN)) : 0;
-    unsigned word, low = 0;
-    if constexpr (ELEMENT == 4)
-      split(__uint_as_float(values[0]), word, low);
-    else
-      word = values[0] | values[CHANNELS - 1] << 16;
-    char* const slot = to + i / 128 * ENTRY_BYTES + i % 128 * 4;
-    *(unsigned*)slot = word;
-    if (EXACT) *(unsigned*)(slot + 512) = low;
+    for (int j = 0; j < 2; ++j) {
+      const bool exists = tap >= 0 && out < channels && in + j * apart < IN_CHANNELS;
+      values[j] = exists ? read(from + j * apart * WEIGHT_STRIDE_IN) : zero<scalar_t>();
+    }
+    unsigned* const slot = (unsigned*)(to + at * ENTRY_BYTES);
+    if (EXACT) {
+      unsigned parts[3];
+      split_pair(widen(values[0]), widen(values[1]), parts);
+      unsigned* const word = slot + lane * 4 + i % 2;
+      word[0] = parts[2], word[2] = parts[0];
+      word[128] = parts[1], word[130] = parts[0];
+      word[256] = parts[0], word[258] = parts[1];
+    } else {
+      slot[i % 128] = word_of(values[0], values[1]);
+    }
   }
 }
 
@@ -2034,64 +2071,78 @@ struct Sums {
     int columns[PIXEL_TILES];  // bytes
 #pragma unroll
     for (int j = 0; j < PIXEL_TILES; ++j) columns[j] = pairs[4 * j + threadIdx.x % 32 / 8].pixel[threadIdx.x / 4 % 2];
+    // A pixel is on its way while the one before is multiplied.
+    Elements elements[PIXEL_TILES];
+    load(g, window, columns, 0, elements);
 #pragma unroll
     for (int pixel = 0; pixel < PIXELS_READ; ++pixel) {
+      Words words[PIXEL_TILES];
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) to_words(elements[j], words[j]);
+      if (pixel + 1 < PIXELS_READ) load(g, window, columns, pixel + 1, elements);
       // A loop that ends after its first round, which the compiler does not know: else it mingles pixels, for which
       // there are no registers.
 #pragma unroll 1
-      for (unsigned rounds = opaque(1); rounds > 0; --rounds) add_pixel(g, window, columns, weights, pixel);
+      for (unsigned rounds = opaque(1); rounds > 0; --rounds)
+#pragma unroll
+        for (int i = 0; i < ROW_BLOCKS; ++i)
+          if (ENTRIES.of[pixel][i] >= 0)
+            multiply(of[i], weights + ENTRIES.of[pixel][i] * ENTRY_BYTES, words,
+                     STEPS == 1 && ENTRIES.first[i] == pixel);
     }
   }
 
  private:
-  __device__ __forceinline__ void add_pixel(const Geometry& g, const char* window, const int (&columns)[PIXEL_TILES],
-                                            const char* weights, int pixel) {
+  // What a lane holds of eight pixels: the elements of two channels, half an operation apart, or of two pairs of
+  // neighbours. And as the cores take them: a word of each of the two, or the parts of both together.
+  typedef scalar_t Elements[2 * CHANNELS];
+  typedef unsigned Words[EXACT ? 3 : 2];
+
+  static __device__ __forceinline__ void load(const Geometry& g, const char* window, const int (&columns)[PIXEL_TILES],
+                                              int pixel, Elements (&to)[PIXEL_TILES]) {
     const int d = ALONG_D.pixel[pixel / (ALONG_H.pixels * ALONG_W.pixels)] - ALONG_D.pixel[0];
     const int h = ALONG_H.pixel[pixel / ALONG_W.pixels % ALONG_H.pixels] - ALONG_H.pixel[0];
     const int w = ALONG_W.pixel[pixel % ALONG_W.pixels] - ALONG_W.pixel[0];
     const char* const from = window + ((d * g.window.extent[2] + h) * g.window.extent[3] + w) * ELEMENT;
-    unsigned high[PIXEL_TILES][2], low[PIXEL_TILES][2];
 #pragma unroll
     for (int j = 0; j < PIXEL_TILES; ++j)
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const char* const at = from + columns[j] + k * (OPERATION / 2) * g.window.pitch;
-        if constexpr (ELEMENT == 4)
-          split(*(const float*)at, high[j][k], low[j][k]);
-        else
-          high[j][k] = *(const unsigned short*)at | *(const unsigned short*)(at + g.window.pitch) << 16;
+      for (int k = 0; k < 2 * CHANNELS; ++k) {
+        const int channel = k / CHANNELS * (OPERATION / 2) + k % CHANNELS;
+        to[j][k] = *(const scalar_t*)(from + columns[j] + channel * g.window.pitch);
       }
+  }
+  template <class T>
+  static __device__ __forceinline__ void to_words(const T (&elements)[2 * CHANNELS], unsigned (&words)[2]) {
 #pragma unroll
-    for (int i = 0; i < ROW_BLOCKS; ++i)
-      if (ENTRIES.of[pixel][i] >= 0)
-        multiply(of[i], weights + ENTRIES.of[pixel][i] * ENTRY_BYTES, high, low,
-                 STEPS == 1 && ENTRIES.first[i] == pixel);
+    for (int i = 0; i < 2; ++i) words[i] = word_of(elements[i * CHANNELS], elements[i * CHANNELS + CHANNELS - 1]);
+  }
+  static __device__ __forceinline__ void to_words(const float (&elements)[2], unsigned (&words)[3]) {
+    split_pair(elements[0], elements[1], words);
   }
 
-  typedef Vector<unsigned, 4> Rows;
-
-  // Adds to the sums of a row block, or begins them.
+  // Adds to the sums of a row block, or begins them. `weights` is the lane's.
   static __device__ __forceinline__ void multiply(float (&to)[PIXEL_TILES][4], const char* weights,
-                                                  const unsigned (&high)[PIXEL_TILES][2],
-                                                  const unsigned (&low)[PIXEL_TILES][2], bool first) {
-    const Rows rows = *(const Rows*)weights;
+                                                  const Words (&words)[PIXEL_TILES], bool first) {
+    typedef Vector<unsigned, 4> Rows;
     if constexpr (EXACT) {
-      const Rows low_rows = *(const Rows*)(weights + 512);
       float sums[PIXEL_TILES][4] = {};
 #pragma unroll
-      for (int j = 0; j < PIXEL_TILES; ++j) mma(sums[j], low_rows.value, high[j][0], high[j][1]);
+      for (int i = 0; i < 3; ++i) {  // the smallest products first
+        const Rows rows = *(const Rows*)(weights + i * 512);
+        const int other = i == 0 ? 2 : 1;
 #pragma unroll
-      for (int j = 0; j < PIXEL_TILES; ++j) mma(sums[j], rows.value, low[j][0], low[j][1]);
-#pragma unroll
-      for (int j = 0; j < PIXEL_TILES; ++j) mma(sums[j], rows.value, high[j][0], high[j][1]);
+        for (int j = 0; j < PIXEL_TILES; ++j) mma<bfloat16>(sums[j], rows.value, words[j][0], words[j][other]);
+      }
 #pragma unroll
       for (int j = 0; j < 4 * PIXEL_TILES; ++j)
         to[j / 4][j % 4] = first ? sums[j / 4][j % 4] : to[j / 4][j % 4] + sums[j / 4][j % 4];
     } else {
 #pragma unroll
       for (int j = 0; j < 4 * PIXEL_TILES; ++j) to[j / 4][j % 4] = first ? 0 : to[j / 4][j % 4];
+      const Rows rows = *(const Rows*)weights;
 #pragma unroll
-      for (int j = 0; j < PIXEL_TILES; ++j) mma(to[j], rows.value, high[j][0], high[j][1]);
+      for (int j = 0; j < PIXEL_TILES; ++j) mma(to[j], rows.value, words[j][0], words[j][1]);
     }
   }
 };
@@ -2153,25 +2204,18 @@ struct Outputs {
   // Whether none of them is NaN.
   __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const Sums& sums) const {
     bool numbers = true;
-#pragma unroll
-    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
-      const Row row(i / 2, i % 2);
-      const float bias = start(row.channel);
-      const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
+    if constexpr (CELLS_AT_ONCE) {
 #pragma unroll
       for (int j = 0; j < PIXEL_TILES; ++j) {
         const Pair pair = pairs[4 * j + threadIdx.x % 4];
-        scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w;
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const float sum = sums.of[i / 2][j][i % 2 * 2 + k], value = HAS_BIAS ? sum + bias : sum;
-          numbers = numbers && value == value;
-          if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
-#pragma unroll
-          for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
-            if (ALONG_W.number[w] < 0 && first && w < pair.width[k]) narrow(bias, to[k * AXIS_W.stride + w - row.w]);
-        }
+        for (int i = 0; i < PHASES / ALONG_W.phases * OUT_CHUNK; i += 8)
+          stage_cells(staged, origin + pair.place, sums, j, pair, i / OUT_CHUNK * ROWS_OF_LINE + i % OUT_CHUNK,
+                      numbers);
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_BLOCKS; ++i) stage_row(staged, origin, sums, i, numbers);
     }
     return numbers;
   }
@@ -2195,6 +2239,61 @@ struct Outputs {
       if (cell[0] >= g.batch) continue;
       narrow(plain(g.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, start(row.channel), cell, row.d, row.h, row.w),
              *to);
+    }
+  }
+
+ private:
+  // Whether a thread holds all elements of two cells' rows. In half precision they are put there two at a time.
+  static constexpr bool CELLS_AT_ONCE = ELEMENT == 2 && OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
+  static constexpr int ROWS_OF_LINE = ALONG_W.phases * OUT_CHUNK;
+
+  __device__ __forceinline__ float finish(float sum, float bias, bool& numbers) const {
+    const float value = HAS_BIAS ? sum + bias : sum;
+    numbers = numbers && value == value;
+    return value;
+  }
+
+  // Of column tile `j`, those of all phases along the width. `first` is the row of the first phase and lane.
+  __device__ __forceinline__ void stage_cells(scalar_t* staged, int origin, const Sums& sums, int j, const Pair& pair,
+                                              int first, bool& numbers) const {
+    constexpr int STRIDE = AXIS_W.stride;
+    const Row row(first / 16, first / 8 % 2);
+    const float bias = start(row.channel);
+    scalar_t* const to = staged + find_place(origin + row.place(g));
+    alignas(2 * ELEMENT) scalar_t values[2 * STRIDE];
+#pragma unroll
+    for (int i = 0; i < 2 * STRIDE; ++i) {
+      const int at = first + i % STRIDE * OUT_CHUNK;
+      narrow(finish(sums.of[at / 16][j][at / 8 % 2 * 2 + i / STRIDE], bias, numbers), values[i]);
+    }
+    if (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0) {
+#pragma unroll
+      for (int i = 0; i < STRIDE; ++i) ((Vector<scalar_t, 2>*)to)[i] = ((const Vector<scalar_t, 2>*)values)[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * STRIDE; ++i)
+        if (i % STRIDE < pair.width[i / STRIDE]) to[i] = values[i];
+    }
+  }
+
+  // Half `i` of the rows of all blocks.
+  __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const Sums& sums, int i,
+                                            bool& numbers) const {
+    const Row row(i / 2, i % 2);
+    const float bias = start(row.channel);
+    const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j) {
+      const Pair pair = pairs[4 * j + threadIdx.x % 4];
+      scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float value = finish(sums.of[i / 2][j][i % 2 * 2 + k], bias, numbers);
+        if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
+#pragma unroll
+        for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
+          if (ALONG_W.number[w] < 0 && first && w < pair.width[k]) narrow(bias, to[k * AXIS_W.stride + w - row.w]);
+      }
     }
   }
 };
@@ -3843,7 +3942,8 @@ def _product(problem: "ConvTransposeProblem", out_chunk: int) -> "_Product":
         entries += len(set().union(*reads[first : last + 1]))
     pixels = math.prod(len(set().union(*phases)) for phases in taps)
     parts, steps = parts_of(problem), steps_of(problem)
-    return _Product(row_blocks, pixels, entries, parts, steps, 512 * parts * steps * entries)
+    entry_bytes = 3 * 512 if parts == 2 else 512  # of float32 three matrices of parts of two bytes
+    return _Product(row_blocks, pixels, entries, parts, steps, entry_bytes * steps * entries)
 
 
 def _gather_gemm_shared_bytes(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", outputs: int) -> int:
@@ -3996,7 +4096,7 @@ def _multiply_cycles(
     size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
     parts, steps = product.parts, product.steps
     warps = min(variant.warps, math.ceil(tiling.cells / (8 * tiles)))
-    taken = product.pixels * tiles * ((10 if parts == 2 else 4) if size == 4 else 6)
+    taken = product.pixels * tiles * ((13 if parts == 2 else 4) if size == 4 else 6)
     multiplied = product.entries * (2 * parts + tiles * (7 if parts == 2 else 1))
     slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
     return resident * warps * slots * _SLOT + steps * product.pixels * _PIXEL

@@ -1026,23 +1026,31 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned addres
 
 #ifdef EMULATOR
 // Operands as the cores see them: TF32 is float32 without its last 13 bits.
-__device__ __forceinline__ float operand(scalar_t value) {
+template <class T>
+__device__ __forceinline__ float operand(T value) {
   float wide = widen(value);
-  if (sizeof(scalar_t) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
+  if (sizeof(T) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
   return wide;
 }
 #endif
 
 // c += A · B of 16 rows and 8 columns, 32 bytes deep. A thread holds of A, for each of two chunks of 16 bytes, the four
 // bytes `lane % 4` of rows lane / 4 and lane / 4 + 8, of B those of column lane / 4, and in c[i] row
-// lane / 4 + i / 2 · 8 and column lane % 4 · 2 + i % 2.
+// lane / 4 + i / 2 · 8 and column lane % 4 · 2 + i % 2. Operands are what tensors hold, or bfloat16 in its place.
+template <class T = scalar_t>
 __device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #ifndef EMULATOR
-  asm("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (sizeof(T) != sizeof(scalar_t))
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned." MMA_SHAPE " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-  typedef Vector<scalar_t, 4 / sizeof(scalar_t)> Word;
+  typedef Vector<T, 4 / sizeof(T)> Word;
   struct Operands {
     unsigned a[4], b[2];
   } const mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
@@ -1054,7 +1062,7 @@ __device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b
       const Operands& right = lanes.of[(lane % 4 * 2 + i % 2) * 4 + k % 4];
       const Word& row = *(const Word*)&left.a[i / 2 + k / 4 * 2];
       const Word& column = *(const Word*)&right.b[k / 4];
-      for (int j = 0; j < (int)(4 / sizeof(scalar_t)); ++j) c[i] += operand(row.value[j]) * operand(column.value[j]);
+      for (int j = 0; j < (int)(4 / sizeof(T)); ++j) c[i] += operand(row.value[j]) * operand(column.value[j]);
     }
 #endif
 }
