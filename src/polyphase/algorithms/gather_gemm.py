@@ -379,7 +379,7 @@ def _multiply_cycles(
     size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
     parts, steps = product.parts, product.steps
     warps = min(variant.warps, math.ceil(tiling.cells / (8 * tiles)))
-    taken = product.pixels * tiles * ((13 if parts == 2 else 4) if size == 4 else 6)
+    taken = product.pixels * tiles * ((10 if parts == 2 else 4) if size == 4 else 6)
     multiplied = product.entries * (2 * parts + tiles * (7 if parts == 2 else 1))
     slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
     return resident * warps * slots * _SLOT + steps * product.pixels * _PIXEL

@@ -213,15 +213,15 @@ struct Sums {
     int columns[PIXEL_TILES];  // bytes
 #pragma unroll
     for (int j = 0; j < PIXEL_TILES; ++j) columns[j] = pairs[4 * j + threadIdx.x % 32 / 8].pixel[threadIdx.x / 4 % 2];
-    // A pixel is on its way while the one before is multiplied.
     Elements elements[PIXEL_TILES];
-    load(g, window, columns, 0, elements);
+    if (AHEAD) load(g, window, columns, 0, elements);
 #pragma unroll
     for (int pixel = 0; pixel < PIXELS_READ; ++pixel) {
+      if (!AHEAD) load(g, window, columns, pixel, elements);
       Words words[PIXEL_TILES];
 #pragma unroll
       for (int j = 0; j < PIXEL_TILES; ++j) to_words(elements[j], words[j]);
-      if (pixel + 1 < PIXELS_READ) load(g, window, columns, pixel + 1, elements);
+      if (AHEAD && pixel + 1 < PIXELS_READ) load(g, window, columns, pixel + 1, elements);
       // A loop that ends after its first round, which the compiler does not know: else it mingles pixels, for which
       // there are no registers.
 #pragma unroll 1
@@ -239,6 +239,9 @@ struct Sums {
   // neighbours. And as the cores take them: a word of each of the two, or the parts of both together.
   typedef scalar_t Elements[2 * CHANNELS];
   typedef unsigned Words[EXACT ? 3 : 2];
+
+  // Whether a pixel is on its way while the one before is multiplied; with more tiles there are no registers.
+  static constexpr bool AHEAD = PIXEL_TILES <= 4;
 
   static __device__ __forceinline__ void load(const Geometry& g, const char* window, const int (&columns)[PIXEL_TILES],
                                               int pixel, Elements (&to)[PIXEL_TILES]) {
