@@ -29,6 +29,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 _GROUPS = 2  # of 128 threads, that multiply
 _REGISTERS = 226  # of a thread that multiplies, so that none spill
 _OTHER_REGISTERS = 30  # what is neither a channel nor a sum
+_APART_REGISTERS = 16  # more, where a thread's pixels are no neighbours
 _COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
 _STAGE_STEPS = (4, 3, 2, 1)
 _MAX_STAGES = 64
@@ -174,7 +175,9 @@ def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
 
 def _registers(problem: ConvTransposeProblem, columns: int) -> int:
     """Of a thread that multiplies: channels, sums, and what else it needs."""
-    return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + _OTHER_REGISTERS
+    other = _OTHER_REGISTERS + (_APART_REGISTERS if problem.stride[-1] != 2 else 0)
+    other += columns // 8 if 8 % problem.taps else 0  # 8 columns are no whole channels: each 8 go elsewhere
+    return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + other
 
 
 def _chunks(problem: ConvTransposeProblem, columns: int) -> int:
