@@ -1270,7 +1270,19 @@ __device__ __forceinline__ void prepare(float value, float (&parts)[PARTS][4], i
 }
 """
 FILES["common/split.cuh"] = r"""
-// float32 in two parts of TF32 where there are more of them than products to hide them behind; PARTS says how many.
+// float32 in two parts of TF32 or three of bfloat16, where there are more of them than products to hide them behind;
+// PARTS says how many.
+
+// What the cores multiply.
+template <int COUNT>
+struct PartOf {
+  typedef scalar_t type;
+};
+template <>
+struct PartOf<3> {
+  typedef bfloat16 type;
+};
+typedef PartOf<PARTS>::type part_t;
 
 // What a float loses as TF32 is its low part. The cores truncate that: they take off half of its last bit on average,
 // which is put on before. (Rounding it, or both by common/tensor_float.cuh, would take more instructions than the
@@ -1874,11 +1886,11 @@ FILES["gather_gemm.cu"] = r"""
 // window that the tile reads. For each pixel, a warp takes the operands of its columns once, for all blocks of rows of
 // which any has a tap there: an entry.
 //
-// Without TF32 a float32 comes in three parts of bfloat16 (common/split.cuh), and an instruction, which is twice as
-// deep then, multiplies a pixel's part with one part of the weights in its first half and with another in its second.
-// Each operation's sum leaves the cores at once, since they round towards zero. The parts of what is not finite sum to
-// NaN, and so does what is not finite with the zeros of pairs without a tap. Where an output is NaN it is therefore
-// computed again, plainly.
+// Without TF32 a float32 comes in PARTS (common/split.cuh): three of bfloat16, whose instruction is twice as deep and
+// multiplies with one part of the weights in its first half and with another in its second; or two of TF32, less
+// accurate, where the weights would take too much room. Each operation's sum leaves the cores at once, since they round
+// towards zero. The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of pairs
+// without a tap. Where an output is NaN it is therefore computed again, plainly.
 //
 // Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
 // one tile or two (common/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
@@ -1902,7 +1914,7 @@ struct Geometry {
 constexpr int CHANNELS = OPERATION / 8;  // neighbours in four bytes
 constexpr int STEPS = ceil_div(IN_CHANNELS, OPERATION), STAGES = ceil_div(STEPS, STAGE_STEPS);
 constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
-constexpr bool EXACT = PARTS == 2;
+constexpr bool EXACT = PARTS > 1;
 constexpr int ALL_WARPS = WARPS + LOAD_WARPS + STORE_WARPS, BLOCK = 32 * ALL_WARPS;
 constexpr int LOAD_SPAN = LOAD_WARPS == 4 ? 7 : LOAD_WARPS == 2 ? 6 : 5;
 static_assert(LOADERS == 1 << LOAD_SPAN && FIRST_LOAD_WARP == WARPS, "the last warps are those that store");
@@ -1970,7 +1982,7 @@ struct Entries {
 };
 __device__ constexpr Entries ENTRIES;
 
-constexpr int ENTRY_BYTES = EXACT ? 3 * 512 : 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
+constexpr int ENTRY_BYTES = PARTS * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
 constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
 
 // What the cores take of one channel's weight or pixel, or of two neighbouring ones'.
@@ -1981,11 +1993,11 @@ __device__ __forceinline__ unsigned word_of(T value, T next) {
 }
 
 // All operations' weights of a block's channels; `weight` is of the first. What has no tap or no channel is zero. A
-// word is two neighbouring channels' weights, one channel's, or a part of two that are half an operation apart. Of
-// EXACT an operation has three matrices, of parts (in the first and in the second half of its depth) 3 and 1, 2 and 1,
-// 1 and 2.
+// word is two neighbouring channels' weights, one channel's, or one of PARTS == 3 of two that are half an operation
+// apart. An operation has as many matrices as there are parts: of two the high and the low one; of three those of parts
+// (in the first and in the second half of the depth) 3 and 1, 2 and 1, 1 and 2.
 __device__ __forceinline__ void load_weights(const scalar_t* weight, int channels, char* to) {
-  constexpr int WORDS = EXACT ? 2 : 4;  // of a lane: of each row, and of each half of the channels
+  constexpr int WORDS = PARTS == 3 ? 2 : 4;  // of a lane: of each row, and of each half of the channels
 #pragma unroll 4
   for (int i = threadIdx.x; i < STEPS * ENTRIES.count * 32 * WORDS; i += BLOCK) {
     const int at = i / (32 * WORDS), entry = at % ENTRIES.count, lane = i / WORDS % 32;
@@ -1993,21 +2005,23 @@ __device__ __forceinline__ void load_weights(const scalar_t* weight, int channel
     const int in = at / ENTRIES.count * OPERATION + i % WORDS / 2 * (OPERATION / 2) + lane % 4 * CHANNELS;
     const int tap = row < ROWS ? tap_of(row / OUT_CHUNK, ENTRIES.pixel[entry]) : -1;
     const scalar_t* const from = weight + weight_offset(in, out, tap);
-    const int apart = EXACT ? OPERATION / 2 : CHANNELS - 1;
+    constexpr int APART = PARTS == 3 ? OPERATION / 2 : CHANNELS - 1;
     scalar_t values[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const bool exists = tap >= 0 && out < channels && in + j * apart < IN_CHANNELS;
-      values[j] = exists ? read(from + j * apart * WEIGHT_STRIDE_IN) : zero<scalar_t>();
+      const bool exists = tap >= 0 && out < channels && in + j * APART < IN_CHANNELS;
+      values[j] = exists ? read(from + j * APART * WEIGHT_STRIDE_IN) : zero<scalar_t>();
     }
     unsigned* const slot = (unsigned*)(to + at * ENTRY_BYTES);
-    if (EXACT) {
+    if (PARTS == 3) {
       unsigned parts[3];
       split_pair(widen(values[0]), widen(values[1]), parts);
       unsigned* const word = slot + lane * 4 + i % 2;
       word[0] = parts[2], word[2] = parts[0];
       word[128] = parts[1], word[130] = parts[0];
       word[256] = parts[0], word[258] = parts[1];
+    } else if (PARTS == 2) {
+      split(widen(values[0]), slot[i % 128], slot[128 + i % 128]);
     } else {
       slot[i % 128] = word_of(values[0], values[1]);
     }
@@ -2072,34 +2086,40 @@ struct Sums {
 #pragma unroll
     for (int j = 0; j < PIXEL_TILES; ++j) columns[j] = pairs[4 * j + threadIdx.x % 32 / 8].pixel[threadIdx.x / 4 % 2];
     Elements elements[PIXEL_TILES];
+    Words words[PIXEL_TILES];
     if (AHEAD) load(g, window, columns, 0, elements);
 #pragma unroll
     for (int pixel = 0; pixel < PIXELS_READ; ++pixel) {
-      if (!AHEAD) load(g, window, columns, pixel, elements);
-      Words words[PIXEL_TILES];
-#pragma unroll
-      for (int j = 0; j < PIXEL_TILES; ++j) to_words(elements[j], words[j]);
-      if (AHEAD && pixel + 1 < PIXELS_READ) load(g, window, columns, pixel + 1, elements);
+      if (AHEAD) {
+        to_words(elements, words);
+        if (pixel + 1 < PIXELS_READ) load(g, window, columns, pixel + 1, elements);
+      }
       // A loop that ends after its first round, which the compiler does not know: else it mingles pixels, for which
       // there are no registers.
 #pragma unroll 1
-      for (unsigned rounds = opaque(1); rounds > 0; --rounds)
+      for (unsigned rounds = opaque(1); rounds > 0; --rounds) {
+        if (!AHEAD) {
+          load(g, window, columns, pixel, elements);
+          to_words(elements, words);
+        }
 #pragma unroll
         for (int i = 0; i < ROW_BLOCKS; ++i)
           if (ENTRIES.of[pixel][i] >= 0)
             multiply(of[i], weights + ENTRIES.of[pixel][i] * ENTRY_BYTES, words,
                      STEPS == 1 && ENTRIES.first[i] == pixel);
+      }
     }
   }
 
  private:
   // What a lane holds of eight pixels: the elements of two channels, half an operation apart, or of two pairs of
-  // neighbours. And as the cores take them: a word of each of the two, or the parts of both together.
+  // neighbours. And as the cores take them: a word of each of the two, and of two parts the low ones behind; or the
+  // three parts of both together.
   typedef scalar_t Elements[2 * CHANNELS];
-  typedef unsigned Words[EXACT ? 3 : 2];
+  typedef unsigned Words[PARTS == 1 ? 2 : PARTS == 2 ? 4 : 3];
 
-  // Whether a pixel is on its way while the one before is multiplied; with more tiles there are no registers.
-  static constexpr bool AHEAD = PIXEL_TILES <= 4;
+  // Whether a pixel is on its way while the one before is multiplied; else there are no registers.
+  static constexpr bool AHEAD = PIXEL_TILES <= 4 && PARTS != 2;
 
   static __device__ __forceinline__ void load(const Geometry& g, const char* window, const int (&columns)[PIXEL_TILES],
                                               int pixel, Elements (&to)[PIXEL_TILES]) {
@@ -2115,6 +2135,11 @@ struct Sums {
         to[j][k] = *(const scalar_t*)(from + columns[j] + channel * g.window.pitch);
       }
   }
+  static __device__ __forceinline__ void to_words(const Elements (&elements)[PIXEL_TILES],
+                                                  Words (&words)[PIXEL_TILES]) {
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j) to_words(elements[j], words[j]);
+  }
   template <class T>
   static __device__ __forceinline__ void to_words(const T (&elements)[2 * CHANNELS], unsigned (&words)[2]) {
 #pragma unroll
@@ -2122,6 +2147,10 @@ struct Sums {
   }
   static __device__ __forceinline__ void to_words(const float (&elements)[2], unsigned (&words)[3]) {
     split_pair(elements[0], elements[1], words);
+  }
+  static __device__ __forceinline__ void to_words(const float (&elements)[2], unsigned (&words)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) split(elements[i], words[i], words[2 + i]);
   }
 
   // Adds to the sums of a row block, or begins them. `weights` is the lane's.
@@ -2132,10 +2161,10 @@ struct Sums {
       float sums[PIXEL_TILES][4] = {};
 #pragma unroll
       for (int i = 0; i < 3; ++i) {  // the smallest products first
-        const Rows rows = *(const Rows*)(weights + i * 512);
-        const int other = i == 0 ? 2 : 1;
+        const Rows rows = *(const Rows*)(weights + (PARTS == 3 ? i : i == 0) * 512);
+        const int one = PARTS == 2 && i == 1 ? 2 : 0, other = PARTS == 3 && i == 0 ? 2 : one + 1;
 #pragma unroll
-        for (int j = 0; j < PIXEL_TILES; ++j) mma<bfloat16>(sums[j], rows.value, words[j][0], words[j][other]);
+        for (int j = 0; j < PIXEL_TILES; ++j) mma<part_t>(sums[j], rows.value, words[j][one], words[j][other]);
       }
 #pragma unroll
       for (int j = 0; j < 4 * PIXEL_TILES; ++j)
@@ -2697,7 +2726,7 @@ constexpr int PIXEL_TILES = 2;
 constexpr int OUT_CHUNK = 16;
 constexpr int STAGE_STEPS = 1;
 constexpr int BUFFERS = 3;
-constexpr int PARTS = 2;
+constexpr int PARTS = 3;
 constexpr bool BULK_STORES = true;
 constexpr int MIN_BLOCKS = 2;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
@@ -3791,6 +3820,7 @@ def steps_of(problem: "ConvTransposeProblem") -> int:
 #
 # Layers with few channels in a group on tensor cores, ``kernels/gather_gemm.cu``.
 
+_MAX_THREE_PARTS = 48 << 10  # bytes of weights in three parts; beyond, float32 has two, less accurate ones
 _BARRIER_BYTES = 256  # and the notes of stages
 
 
@@ -3917,7 +3947,7 @@ class GatherGemm:
             ("OUT_CHUNK", variant.out_chunk),
             ("STAGE_STEPS", variant.stage_steps),
             ("BUFFERS", variant.buffers),
-            ("PARTS", parts_of(problem)),
+            ("PARTS", _product(problem, variant.out_chunk).parts),
             ("BULK_STORES", device.has_copy_engine),
             ("MIN_BLOCKS", variant.min_blocks),
         )
@@ -3945,8 +3975,10 @@ def _product(problem: "ConvTransposeProblem", out_chunk: int) -> "_Product":
         entries += len(set().union(*reads[first : last + 1]))
     pixels = math.prod(len(set().union(*phases)) for phases in taps)
     parts, steps = parts_of(problem), steps_of(problem)
-    entry_bytes = 3 * 512 if parts == 2 else 512  # of float32 three matrices of parts of two bytes
-    return _Product(row_blocks, pixels, entries, parts, steps, entry_bytes * steps * entries)
+    part_bytes = 512 * steps * entries
+    if parts > 1:
+        parts = 3 if 3 * part_bytes <= _MAX_THREE_PARTS else 2
+    return _Product(row_blocks, pixels, entries, parts, steps, parts * part_bytes)
 
 
 def _gather_gemm_shared_bytes(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", outputs: int) -> int:
@@ -4099,8 +4131,8 @@ def _multiply_cycles(
     size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
     parts, steps = product.parts, product.steps
     warps = min(variant.warps, math.ceil(tiling.cells / (8 * tiles)))
-    taken = product.pixels * tiles * ((10 if parts == 2 else 4) if size == 4 else 6)
-    multiplied = product.entries * (2 * parts + tiles * (7 if parts == 2 else 1))
+    taken = product.pixels * tiles * ((10 if parts > 1 else 4) if size == 4 else 6)
+    multiplied = product.entries * (2 * parts + tiles * (7 if parts > 1 else 1))
     slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
     return resident * warps * slots * _SLOT + steps * product.pixels * _PIXEL
 

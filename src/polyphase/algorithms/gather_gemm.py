@@ -36,7 +36,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 _OFFERED = 6
 _MAX_IN_CHANNELS = 64  # of a group
 _MAX_PRODUCTS = 320  # entries times column tiles: straight-line code
-_MAX_WEIGHT_BYTES = 144 << 10
+_MAX_WEIGHT_BYTES = 96 << 10
+_MAX_THREE_PARTS = 48 << 10  # bytes of weights in three parts; beyond, float32 has two, less accurate ones
 _BARRIER_BYTES = 256  # and the notes of stages
 _BUFFERS = 3  # of stages
 _OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
@@ -199,7 +200,7 @@ class GatherGemm:
             ("OUT_CHUNK", variant.out_chunk),
             ("STAGE_STEPS", variant.stage_steps),
             ("BUFFERS", variant.buffers),
-            ("PARTS", parts_of(problem)),
+            ("PARTS", _product(problem, variant.out_chunk).parts),
             ("BULK_STORES", device.has_copy_engine),
             ("MIN_BLOCKS", variant.min_blocks),
         )
@@ -227,8 +228,10 @@ def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
         entries += len(set().union(*reads[first : last + 1]))
     pixels = math.prod(len(set().union(*phases)) for phases in taps)
     parts, steps = parts_of(problem), steps_of(problem)
-    entry_bytes = 3 * 512 if parts == 2 else 512  # of float32 three matrices of parts of two bytes
-    return _Product(row_blocks, pixels, entries, parts, steps, entry_bytes * steps * entries)
+    part_bytes = 512 * steps * entries
+    if parts > 1:
+        parts = 3 if 3 * part_bytes <= _MAX_THREE_PARTS else 2
+    return _Product(row_blocks, pixels, entries, parts, steps, parts * part_bytes)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
@@ -379,8 +382,8 @@ def _multiply_cycles(
     size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
     parts, steps = product.parts, product.steps
     warps = min(variant.warps, math.ceil(tiling.cells / (8 * tiles)))
-    taken = product.pixels * tiles * ((10 if parts == 2 else 4) if size == 4 else 6)
-    multiplied = product.entries * (2 * parts + tiles * (7 if parts == 2 else 1))
+    taken = product.pixels * tiles * ((10 if parts > 1 else 4) if size == 4 else 6)
+    multiplied = product.entries * (2 * parts + tiles * (7 if parts > 1 else 1))
     slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
     return resident * warps * slots * _SLOT + steps * product.pixels * _PIXEL
 
@@ -458,7 +461,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Gat
             continue
         registers = device.registers_of(32 * (warps + load + store) * min_blocks)
         # Sums, with those of an operation on their way; an operation's operands; and what outputs need to be stored.
-        sums = 4 * tiles * (product.row_blocks + (1 if product.parts == 2 else 0))
+        sums = 4 * tiles * (product.row_blocks + (1 if product.parts > 1 else 0))
         if sums + 4 * tiles + 4 * product.parts + 12 * product.row_blocks + 32 > registers:
             continue
         variant = GatherGemmVariant(warps, tiles, chunk, stage_steps, _BUFFERS, load, store, min_blocks)

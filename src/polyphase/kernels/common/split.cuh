@@ -1,4 +1,16 @@
-// float32 in two parts of TF32 where there are more of them than products to hide them behind; PARTS says how many.
+// float32 in two parts of TF32 or three of bfloat16, where there are more of them than products to hide them behind;
+// PARTS says how many.
+
+// What the cores multiply.
+template <int COUNT>
+struct PartOf {
+  typedef scalar_t type;
+};
+template <>
+struct PartOf<3> {
+  typedef bfloat16 type;
+};
+typedef PartOf<PARTS>::type part_t;
 
 // What a float loses as TF32 is its low part. The cores truncate that: they take off half of its last bit on average,
 // which is put on before. (Rounding it, or both by common/tensor_float.cuh, would take more instructions than the
