@@ -54,6 +54,7 @@ LAYERS = {
     "1-D, rows of 4 bytes": make((3, 18, 25), 4, 5, 3, 2),
     "3-D": make((2, 16, 4, 5, 6), 4, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True),
     "3-D, slabs without taps": make((2, 8, 3, 4, 5), 4, 2, (3, 2, 2), bias=True),
+    "rows that end amid a cell": make((2, 20, 9, 11), 8, 3, 2, 1, bias=True),
     "empty batch": make((0, 16, 4, 4), 4, 3),
 }
 
@@ -123,14 +124,14 @@ def test_blocks_take_tile_after_tile(name: str, room: int, outputs: int) -> None
     assert_exact(problem, Pass.FORWARD, candidate, launch)
 
 
-def assert_carries_inf_and_nan(dtype: str, executor: Executor) -> None:
-    """Parts of TF32 of an infinite value are none, nor is what it is times the zero of a pair without a tap."""
-    problem = make((2, 20, 9, 12), 6, 3, 2, 1, bias=True, dtype=dtype)
+def assert_carries_inf_and_nan(dtype: str, executor: Executor, channels: int = 20, out_channels: int = 6) -> None:
+    """Parts of an infinite value are none, nor is what it is times the zero of a pair without a tap."""
+    problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     kind = DTYPES[dtype]
     x = torch.randn(problem.input_shape, generator=generator).to(kind)
     weight = torch.randn(problem.weight_shape, generator=generator).to(kind)
-    bias = torch.randn(6, generator=generator).to(kind)
+    bias = torch.randn(out_channels, generator=generator).to(kind)
     for place, value in enumerate((math.inf, -math.inf, math.nan, torch.finfo(kind).max)):
         x[place % 2, place, 2 * place, 2 * place] = value
     weight[7, 1, 2, 2], weight[9, 2, 0, 0] = math.inf, math.nan
@@ -143,9 +144,32 @@ def assert_carries_inf_and_nan(dtype: str, executor: Executor) -> None:
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_inf_and_nan(dtype: str) -> None:
-    assert_carries_inf_and_nan(dtype, Emulator())
+@pytest.mark.parametrize(
+    ("dtype", "channels", "out_channels"),
+    [("float32", 20, 6), ("float32", 64, 16), ("bfloat16", 20, 6), ("bfloat16", 20, 16)],
+    ids=["three parts", "two parts", "rows", "cells"],
+)
+def test_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
+    problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
+    candidates = [candidate.variant for candidate, _ in offers(GatherGemm(), problem)]
+    parts = {_product(problem, variant.out_chunk).parts for variant in candidates}
+    assert (2 in parts, 3 in parts) == (channels == 64, dtype == "float32" and channels < 64)
+    assert any(variant.out_chunk % 8 == 0 for variant in candidates) == (out_channels == 16)
+    assert_carries_inf_and_nan(dtype, Emulator(), channels, out_channels)
+
+
+def test_products_near_the_largest_number() -> None:
+    """Two parts that were rounded up have a product beyond it, where that of the numbers is not."""
+    problem = make((1, 8, 4, 4), 8, 2, 2)
+    largest = torch.finfo(torch.float32).max
+    x, weight = torch.zeros(problem.input_shape), torch.zeros(problem.weight_shape)
+    x[:, 0] = 1 + 2**-8 + 2**-20
+    weight[0] = largest * 0.999 / float(x[0, 0, 0, 0])
+    exact = reference(problem, Pass.FORWARD, (x.double(), weight.double())).float()
+    assert exact.isfinite().all()
+    for candidate, launch in offers(GatherGemm(), problem):
+        assert _product(problem, candidate.variant.out_chunk).parts == 3
+        torch.testing.assert_close(run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)), exact)
 
 
 @pytest.mark.parametrize(("channels", "parts", "error"), [(8, 3, 9e-8), (64, 2, 2e-7)])

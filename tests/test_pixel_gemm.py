@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import replace
 
 import pytest
+import torch
 
 import emulator
-from kernel_harness import H200, Emulator, assert_exact, choices, offers
+from kernel_harness import DTYPES, H200, Emulator, assert_exact, choices, offers, reference, run
 from polyphase.algorithms.base import Candidate, Layouts
 from polyphase.algorithms.pixel_gemm import PixelGemm, PixelGemmVariant, _columns, _together, _vector
 from polyphase.device import DeviceInfo
@@ -80,6 +82,20 @@ def test_no_races(name: str, dtype: str) -> None:
     problem = replace(LAYERS[name], dtype=dtype)
     for candidate, launch in offers(PixelGemm(), problem)[:1]:
         assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bias_of_any_value(dtype: str) -> None:
+    """Sums begin with it: its channel alone is NaN or infinite."""
+    problem = make((2, 20, 5, 6), 16, 2, 2, bias=True, dtype=dtype, tf32=True)
+    generator = torch.Generator().manual_seed(4)
+    shapes = problem.input_shape, problem.weight_shape
+    operands = tuple(torch.randint(-3, 4, shape, generator=generator).to(DTYPES[dtype]) for shape in shapes)
+    bias = torch.tensor([1, math.inf, -2, math.nan, 3, -math.inf, 0, 5] * 2, dtype=DTYPES[dtype])
+    exact = reference(problem, Pass.FORWARD, tuple(each.double() for each in operands), bias.double()).to(DTYPES[dtype])
+    for _, launch in offers(PixelGemm(), problem):
+        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands, bias)
+        torch.testing.assert_close(found, exact, equal_nan=True, rtol=0, atol=0)
 
 
 def test_layers_take_every_way() -> None:

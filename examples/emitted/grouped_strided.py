@@ -1283,6 +1283,7 @@ struct PartOf<3> {
   typedef bfloat16 type;
 };
 typedef PartOf<PARTS>::type part_t;
+static_assert(PARTS == 1 || sizeof(scalar_t) == 4, "float32 alone comes in parts");
 
 // What a float loses as TF32 is its low part. The cores truncate that: they take off half of its last bit on average,
 // which is put on before. (Rounding it, or both by common/tensor_float.cuh, would take more instructions than the
@@ -1296,8 +1297,9 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   }
 }
 
-// Two floats as three pairs of bfloat16, the first in the lower half, that sum to them exactly: each is what rounding
-// to the one before has left, and 24 significant bits are three times eight. What is not finite leaves NaN.
+// Two floats as three pairs of bfloat16, the first in the lower half, that sum to them exactly from 2^-110 on (below
+// that the last is too small for bfloat16): each is what rounding to the one before has left, and 24 significant bits
+// are three times eight. What is not finite, or rounded to what is not, leaves NaN.
 __device__ __forceinline__ void split_pair(float first, float second, unsigned (&parts)[3]) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
@@ -1890,7 +1892,8 @@ FILES["gather_gemm.cu"] = r"""
 // multiplies with one part of the weights in its first half and with another in its second; or two of TF32, less
 // accurate, where the weights would take too much room. Each operation's sum leaves the cores at once, since they round
 // towards zero. The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of pairs
-// without a tap. Where an output is NaN it is therefore computed again, plainly.
+// without a tap; the product of two parts that were rounded up may overflow where that of the whole does not. Where an
+// output may be wrong for that it is therefore computed again, plainly.
 //
 // Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
 // one tile or two (common/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
@@ -2223,6 +2226,11 @@ __device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x,
 }
 
 // The outputs of a tile on their way from sums to shared memory.
+// Whether the cores may be right about an output.
+__device__ __forceinline__ bool is_trusted(float value) {
+  return EXACT ? fabsf(value) <= 3.402823466e+38f : value == value;
+}
+
 struct Outputs {
   const Geometry& g;
   const Pair* const pairs;     // of the warp's cells
@@ -2233,9 +2241,9 @@ struct Outputs {
     return HAS_BIAS ? widen(read(bias + min(channel, channels - 1))) : 0.f;
   }
 
-  // Whether none of them is NaN.
+  // Whether all of them can be trusted.
   __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const Sums& sums) const {
-    bool numbers = true;
+    bool trusted = true;
     if constexpr (CELLS_AT_ONCE) {
 #pragma unroll
       for (int j = 0; j < PIXEL_TILES; ++j) {
@@ -2243,16 +2251,17 @@ struct Outputs {
 #pragma unroll
         for (int i = 0; i < PHASES / ALONG_W.phases * OUT_CHUNK; i += 8)
           stage_cells(staged, origin + pair.place, sums, j, pair, i / OUT_CHUNK * ROWS_OF_LINE + i % OUT_CHUNK,
-                      numbers);
+                      trusted);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_BLOCKS; ++i) stage_row(staged, origin, sums, i, numbers);
+      for (int i = 0; i < 2 * ROW_BLOCKS; ++i) stage_row(staged, origin, sums, i, trusted);
     }
-    return numbers;
+    return trusted;
   }
 
-  // What the thread has staged of NaN is computed again; `x` is the group's and `weight` the block's first channel.
+  // What the thread has staged that cannot be trusted is computed again; `x` is the group's and `weight` the block's
+  // first channel.
   __device__ __forceinline__ void mend(scalar_t* staged, int origin, const int (&first)[4], const scalar_t* x,
                                        const scalar_t* weight) const {
 #pragma unroll 1
@@ -2263,7 +2272,7 @@ struct Outputs {
       if (row.w >= pair.width[k] || row.channel >= channels) continue;
       scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w + k * AXIS_W.stride;
       const float value = widen(*to);
-      if (value == value) continue;
+      if (is_trusted(value)) continue;
       int cell[4];
       decode(g.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + threadIdx.x % 4 * 2 + k, cell);
 #pragma unroll
@@ -2279,15 +2288,15 @@ struct Outputs {
   static constexpr bool CELLS_AT_ONCE = ELEMENT == 2 && OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
   static constexpr int ROWS_OF_LINE = ALONG_W.phases * OUT_CHUNK;
 
-  __device__ __forceinline__ float finish(float sum, float bias, bool& numbers) const {
+  __device__ __forceinline__ float finish(float sum, float bias, bool& trusted) const {
     const float value = HAS_BIAS ? sum + bias : sum;
-    numbers = numbers && value == value;
+    trusted = trusted && is_trusted(value);
     return value;
   }
 
   // Of column tile `j`, those of all phases along the width. `first` is the row of the first phase and lane.
   __device__ __forceinline__ void stage_cells(scalar_t* staged, int origin, const Sums& sums, int j, const Pair& pair,
-                                              int first, bool& numbers) const {
+                                              int first, bool& trusted) const {
     constexpr int STRIDE = AXIS_W.stride;
     const Row row(first / 16, first / 8 % 2);
     const float bias = start(row.channel);
@@ -2296,7 +2305,7 @@ struct Outputs {
 #pragma unroll
     for (int i = 0; i < 2 * STRIDE; ++i) {
       const int at = first + i % STRIDE * OUT_CHUNK;
-      narrow(finish(sums.of[at / 16][j][at / 8 % 2 * 2 + i / STRIDE], bias, numbers), values[i]);
+      narrow(finish(sums.of[at / 16][j][at / 8 % 2 * 2 + i / STRIDE], bias, trusted), values[i]);
     }
     if (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0) {
 #pragma unroll
@@ -2310,7 +2319,7 @@ struct Outputs {
 
   // Half `i` of the rows of all blocks.
   __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const Sums& sums, int i,
-                                            bool& numbers) const {
+                                            bool& trusted) const {
     const Row row(i / 2, i % 2);
     const float bias = start(row.channel);
     const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
@@ -2320,7 +2329,7 @@ struct Outputs {
       scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const float value = finish(sums.of[i / 2][j][i % 2 * 2 + k], bias, numbers);
+        const float value = finish(sums.of[i / 2][j][i % 2 * 2 + k], bias, trusted);
         if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
 #pragma unroll
         for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it

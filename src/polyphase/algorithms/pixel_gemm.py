@@ -176,7 +176,8 @@ def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
 def _registers(problem: ConvTransposeProblem, columns: int) -> int:
     """Of a thread that multiplies: channels, sums, and what else it needs."""
     other = _OTHER_REGISTERS + (_APART_REGISTERS if problem.stride[-1] != 2 else 0)
-    other += columns // 8 if 8 % problem.taps else 0  # 8 columns are no whole channels: each 8 go elsewhere
+    if 8 % problem.taps:  # 8 columns are no whole channels: each 8 go elsewhere
+        other += columns // 8 + (8 if problem.stride[-1] != 2 else 0)
     return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + other
 
 
@@ -232,7 +233,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Pix
         whole = _chunks(problem, columns) * (steps // stage_steps)
         if problem.groups == 1 and whole <= fitting:
             yield PixelGemmVariant(columns, stage_steps, whole, True)
-        elif fitting >= steps // stage_steps + 2:  # a group may lag behind by a chunk
+        elif fitting >= steps // stage_steps + 2:  # one group lags behind by a chunk
             yield PixelGemmVariant(columns, stage_steps, fitting, False)
 
 

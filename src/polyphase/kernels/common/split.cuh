@@ -11,6 +11,7 @@ struct PartOf<3> {
   typedef bfloat16 type;
 };
 typedef PartOf<PARTS>::type part_t;
+static_assert(PARTS == 1 || sizeof(scalar_t) == 4, "float32 alone comes in parts");
 
 // What a float loses as TF32 is its low part. The cores truncate that: they take off half of its last bit on average,
 // which is put on before. (Rounding it, or both by common/tensor_float.cuh, would take more instructions than the
@@ -24,8 +25,9 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   }
 }
 
-// Two floats as three pairs of bfloat16, the first in the lower half, that sum to them exactly: each is what rounding
-// to the one before has left, and 24 significant bits are three times eight. What is not finite leaves NaN.
+// Two floats as three pairs of bfloat16, the first in the lower half, that sum to them exactly from 2^-110 on (below
+// that the last is too small for bfloat16): each is what rounding to the one before has left, and 24 significant bits
+// are three times eight. What is not finite, or rounded to what is not, leaves NaN.
 __device__ __forceinline__ void split_pair(float first, float second, unsigned (&parts)[3]) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
