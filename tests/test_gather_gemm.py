@@ -124,7 +124,11 @@ def test_blocks_take_tile_after_tile(name: str, room: int, outputs: int) -> None
     assert_exact(problem, Pass.FORWARD, candidate, launch)
 
 
-def assert_carries_inf_and_nan(dtype: str, executor: Executor, channels: int = 20, out_channels: int = 6) -> None:
+#: Dtype, input and output channels of layers whose outputs come from three parts, two parts, row by row, cell by cell.
+INF_AND_NAN = [("float32", 20, 6), ("float32", 64, 16), ("bfloat16", 20, 6), ("bfloat16", 20, 16)]
+
+
+def assert_carries_inf_and_nan(dtype: str, channels: int, out_channels: int, executor: Executor) -> None:
     """Parts of an infinite value are none, nor is what it is times the zero of a pair without a tap."""
     problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
@@ -144,18 +148,14 @@ def assert_carries_inf_and_nan(dtype: str, executor: Executor, channels: int = 2
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "channels", "out_channels"),
-    [("float32", 20, 6), ("float32", 64, 16), ("bfloat16", 20, 6), ("bfloat16", 20, 16)],
-    ids=["three parts", "two parts", "rows", "cells"],
-)
+@pytest.mark.parametrize(("dtype", "channels", "out_channels"), INF_AND_NAN)
 def test_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
     problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
     candidates = [candidate.variant for candidate, _ in offers(GatherGemm(), problem)]
     parts = {_product(problem, variant.out_chunk).parts for variant in candidates}
     assert (2 in parts, 3 in parts) == (channels == 64, dtype == "float32" and channels < 64)
     assert any(variant.out_chunk % 8 == 0 for variant in candidates) == (out_channels == 16)
-    assert_carries_inf_and_nan(dtype, Emulator(), channels, out_channels)
+    assert_carries_inf_and_nan(dtype, channels, out_channels, Emulator())
 
 
 def test_products_near_the_largest_number() -> None:

@@ -44,6 +44,7 @@ from polyphase.jit.ahead import compile_ahead
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
 from processes import run_python
+from test_gather_gemm import INF_AND_NAN
 from test_gather_gemm import LAYERS as GATHER_LAYERS
 from test_gather_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
 from test_gradient_gemm import ALGORITHMS, MIRRORED
@@ -633,9 +634,9 @@ def test_scattered_layers_carry_inf_and_nan(channels_last: bool) -> None:
     assert_carries_inf_and_nan(channels_last, Gpu(0))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gathered_layers_carry_inf_and_nan(dtype: str) -> None:
-    assert_gathered_inf_and_nan(dtype, Gpu(0))
+@pytest.mark.parametrize(("dtype", "channels", "out_channels"), INF_AND_NAN)
+def test_gathered_layers_carry_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
+    assert_gathered_inf_and_nan(dtype, channels, out_channels, Gpu(0))
 
 
 def test_layers_of_many_phases_carry_inf_and_nan() -> None:
