@@ -116,8 +116,9 @@ __host__ __device__ constexpr Counts counts_of(int group) {
   return counts;
 }
 
-// Groups of lines are of one kind where their row blocks have as many operations. A kind is the first such group.
 static_assert(OWNED_LINES % LINES == 0, "groups of lines are whole");
+
+// Groups of lines are of one kind where their row blocks have as many operations. A kind is the first such group.
 struct Kinds {
   int next[LINE_GROUPS];  // behind a kind; LINE_GROUPS behind the last
   int operations;         // of one group of each kind
