@@ -86,7 +86,7 @@ def test_another_size_ranks_nothing(made: list[ConvTransposeProblem]) -> None:
     first = offers()
     assert offers(replace(LAYER, batch=3, input_size=(40, 51))) == first
     assert len(made) == 1
-    assert plan.plan(LAYER, Pass.FORWARD, H200).describe() == first[0]
+    assert plan.plan(LAYER, Pass.FORWARD, H200).describe() in first
 
 
 def test_a_user_without_a_home_plans_and_compiles(
@@ -103,7 +103,7 @@ def test_a_user_without_a_home_plans_and_compiles(
     (folder,) = {cache_directory(), compiler.cache().directory}
     assert folder.parent == tmp_path
     assert offers() == first
-    assert plan.plan(LAYER, Pass.FORWARD, H200).describe() == first[0]
+    assert plan.plan(LAYER, Pass.FORWARD, H200).describe() in first
     assert compiler.cache().problem is None
     assert len(made) == 2
 

@@ -1,10 +1,10 @@
 """The one place that decides how a pass is computed. Needs neither torch nor a GPU.
 
 Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. What is
-offered depends on the layer alone, never on batch or image size. A layer has two kernels for its forward pass, one that
-is best at most sizes and one at others, and one for other passes, but for weight gradients that the fastest kernel
-cannot compute at every size; so a new size needs no further ones. Nothing is tried at run time; what
-`polyphase.tuning` has measured beforehand goes before predictions.
+offered depends on the layer alone, never on batch or image size. The first of it is what the layer has at most sizes;
+the forward pass has another where that is clearly faster at the size at hand, so that all sizes together need a few.
+Other passes have one, but for weight gradients that the fastest kernel cannot compute at every size. Nothing is tried
+at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from polyphase import tuning
 from polyphase.algorithms import ALGORITHMS
-from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared, is_tiny, second_size
+from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared
 from polyphase.algorithms.rankings import kept
 from polyphase.device import PORTABLE, DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
-# The kernel for other sizes is taken where its prediction is less than that much of the first's.
-_CLEARLY = 0.93
+# Another kernel than the first is taken where its prediction is less than that much of the first's.
+_CLEARLY = 0.95
 
 # Why an algorithm that computes a layer offers nothing for a call of it.
 _NO_TILE = "no tile fits tensors of this size that lie as these do"
@@ -46,8 +45,8 @@ class Selection:
 class Plan:
     """How one pass of one problem is computed on one device.
 
-    ``selected``: first what computes this size, then the kernel that the layer has for other sizes, where there is one;
-    none on the portable path. ``measured``: the choice was measured (`polyphase.tuning`), not predicted.
+    ``selected``: first what computes this size, then the kernel that the layer has at most others, where that is
+    another; none on the portable path. ``measured``: the choice was measured (`polyphase.tuning`), not predicted.
     """
 
     problem: ConvTransposeProblem
@@ -72,7 +71,7 @@ class Plan:
 
     @property
     def other(self) -> Launch | None:
-        """The launch of the kernel for other sizes, None where there is none."""
+        """The launch of the kernel for most other sizes, None where it is this one's."""
         return self.selected[1].launch if len(self.selected) > 1 else None
 
     @property
@@ -114,8 +113,8 @@ def plan(
         if found is None:
             reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device) or _NO_TILE}" for a in ALGORITHMS)
             raise UnsupportedError(f"no algorithm computes the {pass_.value} of {given} on {device.arch}: {reasons}")
-        chosen = _by_size(*found, problem, pass_, device)
-        algorithm, _ = found
+        algorithm, candidates = found
+        chosen = _by_size(candidates, pass_)
     kernels = [(algorithm, candidate) for candidate in chosen]
     if not algorithm.any_size:
         for_others = (each for each in algorithms if each.any_size)
@@ -189,30 +188,13 @@ def _measured(
     return next(found, None)
 
 
-def _by_size(
-    algorithm: Algorithm,
-    candidates: Iterator[Candidate],
-    problem: ConvTransposeProblem,
-    pass_: Pass,
-    device: DeviceInfo,
-) -> list[Candidate]:
-    """The candidates that a layer has kernels for, one or two, the better one for this size first."""
-    first, sized = next(candidates), second_size(problem)
-    if pass_ is not Pass.FORWARD or is_tiny(sized) is not is_tiny(problem):
+def _by_size(candidates: Iterator[Candidate], pass_: Pass) -> list[Candidate]:
+    """The first, which is what a layer has at most sizes; before it the fastest at this one, if it clearly is."""
+    first = next(candidates)
+    if pass_ is not Pass.FORWARD:
         return [first]
-    variant = _for_other_sizes(algorithm, sized, pass_, device)
-    if variant == first.variant:
-        return [first]
-    found = [candidate for candidate in candidates if candidate.variant == variant]
-    return sorted([first, *found], key=lambda each: each.seconds * (_CLEARLY if each is first else 1.0))
-
-
-@lru_cache(maxsize=4096)
-def _for_other_sizes(algorithm: Algorithm, sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Any:
-    """The variant of the fastest prediction at the size of ``sized``."""
-    candidates = algorithm.candidates(sized, pass_, device, Layouts.of_call(sized, pass_))
-    fastest = min(candidates, key=lambda each: each.seconds, default=None)
-    return None if fastest is None else fastest.variant
+    fastest = min(candidates, key=lambda each: each.seconds, default=first)
+    return [fastest, first] if fastest.seconds < _CLEARLY * first.seconds else [first]
 
 
 def launches(
@@ -228,9 +210,9 @@ def launches(
 
 
 def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
-    """The kernels that predictions can choose for a layer at any batch and image size.
+    """The kernels that predictions choose for a layer at its batch and image size, and those of most other sizes.
 
-    These are each algorithm's first, and the planner's own for other sizes.
+    The latter are each algorithm's first.
     """
     given = problem
     problem, layouts = as_computed(problem, pass_, None)
@@ -260,7 +242,7 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
             f"{math.prod(launch.grid)} blocks of {launch.block} threads, {launch.shared_bytes} bytes of shared memory"
         )
         if chosen.other is not None:
-            lines.append("  the kernel for other sizes is compiled meanwhile")
+            lines.append("  the layer's kernel for most other sizes is compiled meanwhile")
         computed, layouts = as_computed(problem, pass_, None)
         if computed != problem.of_pass(pass_):
             lines.append(f"  computed as {computed}")
@@ -276,7 +258,7 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
                     faster |= candidate.seconds < chosen.candidate.seconds
         if faster and not chosen.measured:
             lines.append(
-                "  (chosen at a typical size, so that a layer keeps its kernel: some that lose would win here)"
+                "  (chosen at a typical size, and kept where no other is clearly faster: some that lose would win)"
             )
     return "\n".join(lines)
 

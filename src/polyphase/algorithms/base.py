@@ -202,8 +202,8 @@ class Algorithm(Protocol):
     ) -> Iterator[Candidate]:
         """Variants in rising order of predicted time, each predicted when it is asked for.
 
-        The first does not depend on batch and image size but for whether images are tiny, so that a new size does not
-        compile again.
+        Which variants these are, and their order, does not depend on batch and image size but for whether images are
+        tiny, so that new sizes compile few kernels.
         """
 
     def launch(
@@ -239,17 +239,6 @@ def standard(problem: ConvTransposeProblem) -> ConvTransposeProblem:
 def with_large_images(problem: ConvTransposeProblem) -> ConvTransposeProblem:
     """The layer at the size of large images, as layers with few channels have, unless its own are tiny."""
     return standard(problem) if is_tiny(problem) else replace(typical(problem, (16384, 256, 64)), batch=64)
-
-
-def second_size(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at the size that it may have a second kernel for.
-
-    That is one that hardly keeps a GPU busy, about a thousand cells; and of tiny images the largest, where that is
-    tiny.
-    """
-    if is_tiny(problem):
-        return replace(typical(problem, (49, 7, 4)), batch=256)
-    return replace(typical(problem, (512, 32, 10)), batch=1)
 
 
 def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -53,16 +52,23 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _MAX_OPERATIONS = 512
 _MAX_TAPS = 4096
-_OFFERED = 8
+_OFFERED = 10
+_BEST = 3  # of those, at the typical size
 _COMPARED = 64
-# Batch and sides of other images, by whether they are tiny: few of them, and smaller and larger ones.
+# Batch and sides of other images, by whether they are tiny: few and many, small and large ones.
 _OTHER_SIZES = {
-    True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
-    False: ((5, (2048, 40, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
+    True: ((128, (16, 4, 2)), (64, (25, 5, 3)), (256, (49, 7, 4)), (256, (64, 8, 4))),
+    False: (
+        (1, (512, 24, 8)),
+        (8, (256, 14, 6)),
+        (64, (256, 14, 6)),
+        (64, (1024, 24, 10)),
+        (1, (16384, 128, 32)),
+        (8, (16384, 128, 32)),
+        (64, (65536, 256, 64)),
+    ),
 }
-_OFFERED_WITH_HALO = 2  # of those, where images are tiny
-_LARGEST_TINY = (64, 8, 4)
-_OTHER_TINY_SIZES = ((256, (49, 7, 4)), (256, (36, 6, 3)))
+_AS_GOOD = 0.99  # of the prediction at another size: what is offered already does there
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
@@ -98,23 +104,14 @@ class ImplicitGemm:
         last = gather.src.channels_last
         by_boxes = last and box_strides(gather) is not None
 
-        def variants(sized: ConvTransposeProblem, halo: bool = False) -> Iterator[GemmVariant]:
-            for variant in ranked(sized, device, last, by_boxes, halo):
-                yield _with_long_pieces(sized, last, variant, device)
-
         def predict(variant: GemmVariant) -> tuple[float, str] | None:
             tile = best_tile(gather, variant, problem.batch, device)
             return None if tile is None else estimate(gather, variant, tile, device, problem.bytes)
 
-        found = first_candidates(self.name, variants(sized), predict, _OFFERED)
-        larger = replace(typical(problem, _LARGEST_TINY), batch=256)
-        if gather.mirrored or not is_tiny(problem) or not is_tiny(larger):
-            yield from found
-            return
-        without = list(itertools.islice(found, _OFFERED - _OFFERED_WITH_HALO))
-        yield from without
-        with_halo = first_candidates(self.name, variants(larger, halo=True), predict, _OFFERED_WITH_HALO)
-        yield from (candidate for candidate in with_halo if candidate not in without)
+        variants = (
+            _with_long_pieces(sized, last, variant, device) for variant in ranked(sized, device, last, by_boxes)
+        )
+        return first_candidates(self.name, variants, predict, _OFFERED)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
@@ -249,21 +246,17 @@ def _blocks(items: int, tile_items: int, device: DeviceInfo, variant: GemmVarian
 
 @lru_cache(maxsize=4096)
 def ranked(
-    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool, halo: bool = False
+    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool
 ) -> list[GemmVariant]:
-    """The variants that compute a layer of typical size, the fastest prediction first.
+    """The variants that compute a layer of typical size: the best ones there, then those that other sizes want.
 
-    Among the first, half the say has how they do at other sizes: few images, small images, large ones. ``halo``: of
-    tiny images those variants alone that do not take them as a whole, which do well where images fill no tile.
+    Behind these stand all others, the fastest prediction first. Other sizes are few images and many, small and large.
+    They have half the say among the first, and where none of these does well at one its own best is offered.
     """
     members = list(families(problem, device, src_channels_last, boxes))
-    if halo:
-        members = [(variant, stages) for variant, stages in members if not variant.whole_images]
     offered = [variant._replace(stages=count) for variant, stages in members for count in stages]
     about = f"{problem!r}, input {'channels' if src_channels_last else 'pixels'} last, boxes {boxes}, on {device!r}"
-    about += ", with halo" if halo else ""
-    others = _sizes(problem, _OTHER_TINY_SIZES) if halo else _other_sizes(problem)
-    return kept(about, offered, lambda: _rank(problem, others, device, src_channels_last, members))
+    return kept(about, offered, lambda: _rank(problem, device, src_channels_last, members))
 
 
 @lru_cache(maxsize=4096)
@@ -294,36 +287,53 @@ def _with_long_pieces(
 
 
 def _other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
-    return _sizes(problem, _OTHER_SIZES[is_tiny(problem)])
+    sizes = (replace(typical(problem, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(problem)])
+    return [sized for sized in sizes if is_tiny(sized) is is_tiny(problem)]
 
 
-def _sizes(
-    problem: ConvTransposeProblem, sizes: Sequence[tuple[int, tuple[int, int, int]]]
-) -> list[ConvTransposeProblem]:
-    return [replace(typical(problem, sides), batch=batch) for batch, sides in sizes]
+_Members = Sequence[tuple[GemmVariant, tuple[int, ...]]]
 
 
 def _rank(
-    problem: ConvTransposeProblem,
-    others: Sequence[ConvTransposeProblem],
-    device: DeviceInfo,
-    src_channels_last: bool,
-    members: Sequence[tuple[GemmVariant, tuple[int, ...]]],
+    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, members: _Members
 ) -> list[GemmVariant]:
-    gather = _sized_gather(problem, src_channels_last)
-    scores: dict[GemmVariant, float] = {}
+    def gather_of(sized: ConvTransposeProblem) -> Gather:
+        return _sized_gather(sized, src_channels_last)
+
+    members = [each for each in members if Product.of(gather_of(problem), each[0]).operations <= _MAX_OPERATIONS]
+    predicted = _predictions(gather_of(problem), members, device)
+    order = sorted(predicted, key=predicted.__getitem__)
+    compared, others = order[:_COMPARED], [gather_of(other) for other in _other_sizes(problem)]
+    scores = {variant: math.log(predicted[variant]) for variant in compared}
+    for gather in others:
+        for variant in compared:
+            scores[variant] += math.log(_seconds(gather, variant, device)) / len(others)
+    order = sorted(compared, key=scores.__getitem__) + order[_COMPARED:]
+    chosen = order[:_BEST]
+    for gather in (gather_of(problem), *others):
+        predicted = _predictions(gather, members, device)
+        fastest = min(predicted, key=predicted.__getitem__, default=None)
+        if fastest is None:
+            continue
+        if predicted[fastest] < _AS_GOOD * min(_seconds(gather, variant, device) for variant in chosen):
+            chosen.append(fastest)
+    return [*chosen, *(variant for variant in order if variant not in chosen)]
+
+
+def _predictions(gather: Gather, members: _Members, device: DeviceInfo) -> dict[GemmVariant, float]:
+    """Seconds, whatever the bytes, of those variants that have a tile, each with the best of its stages."""
+    found = {}
     for variant, stages in members:
-        if Product.of(gather, variant).operations <= _MAX_OPERATIONS:
-            tiles = best_tiles(gather, variant, stages, problem.batch, device, _RESERVE)
-            if (fastest := _fastest(gather, variant, stages, tiles, device)) is not None:
-                scores[fastest[1]] = math.log(fastest[0])
-    first = sorted(scores, key=scores.__getitem__)
-    for gather in [_sized_gather(other, src_channels_last) for other in others]:
-        for variant in first[:_COMPARED]:
-            tiles = best_tiles(gather, variant, (variant.stages,), gather.src.shape[0], device, _RESERVE)
-            seconds = math.inf if tiles[0] is None else estimate(gather, variant, tiles[0], device, 0)[0]
-            scores[variant] += math.log(seconds) / len(others)
-    return sorted(first[:_COMPARED], key=scores.__getitem__) + first[_COMPARED:]
+        tiles = best_tiles(gather, variant, stages, gather.src.shape[0], device, _RESERVE)
+        if (fastest := _fastest(gather, variant, stages, tiles, device)) is not None:
+            found[fastest[1]] = fastest[0]
+    return found
+
+
+def _seconds(gather: Gather, variant: GemmVariant, device: DeviceInfo) -> float:
+    """Of one variant; infinite where it has no tile."""
+    tile = best_tile(gather, variant, gather.src.shape[0], device, _RESERVE)
+    return math.inf if tile is None else estimate(gather, variant, tile, device, 0)[0]
 
 
 def _fastest(

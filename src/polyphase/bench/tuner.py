@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from polyphase import plan, runtime, tuning
+from polyphase.algorithms.base import Candidate, Launch
 from polyphase.bench.records import OK, Record
 from polyphase.bench.report import factor, milliseconds
 from polyphase.bench.runner import Case
@@ -18,6 +19,8 @@ from polyphase.jit.source import KernelSource
 
 CLOSE = 1.1
 """Times the fastest candidate's time up to which a choice is as good."""
+
+_HOPELESS = 4.0  # times the fastest prediction: no prediction errs by that much
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,25 @@ class Tuned:
 def sources(cases: Iterable[Case], device: DeviceInfo) -> Iterator[KernelSource]:
     """Every kernel that `tune` runs, some of them more than once."""
     for case in cases:
-        for _, launch in plan.launches(case.problem, case.pass_, device):
+        for _, launch in worth_measuring(case, device):
             yield from launch.sources
 
 
-def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned:
-    """Runs ``case`` with every candidate (``run`` checks and times it under the plan) and remembers the fastest.
+def worth_measuring(case: Case, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
+    """The candidates that may be the fastest of a case: those whose predictions are not hopeless."""
+    offers = plan.launches(case.problem, case.pass_, device)
+    most = _HOPELESS * min(candidate.seconds for candidate, _ in offers)
+    return [(candidate, launch) for candidate, launch in offers if candidate.seconds <= most]
 
-    Where none is right, an earlier choice is removed. Raises OSError where the disk does not let us.
+
+def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned:
+    """Runs ``case`` with every candidate that may be the fastest and remembers which is.
+
+    ``run`` checks and times it under the plan. Where none is right, an earlier choice is removed. Raises OSError where
+    the disk does not let us.
     """
     own = plan.plan(case.problem, case.pass_, device, by_prediction=True).describe()
-    offers = plan.launches(case.problem, case.pass_, device)
-    seconds = {candidate.describe(): candidate.seconds for candidate, _ in offers}
+    seconds = {candidate.describe(): candidate.seconds for candidate, _ in worth_measuring(case, device)}
     records = {}
     for name in dict.fromkeys([own, *seconds]):
         with _only(name):

@@ -1,4 +1,4 @@
-"""``tune``: measure every kernel that could compute a layer, and take the fastest from then on."""
+"""``tune``: measure every kernel that may be a layer's fastest, and take the fastest from then on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def tune(
     csv: Annotated[Path | None, typer.Option(help="Write every candidate's time here.", show_default=False)] = None,
     forget: Annotated[bool, typer.Option("--forget", help="Measure nothing: remove what was measured before.")] = False,
 ) -> None:
-    """Measure every kernel that could compute a layer, and leave the fastest on disk for the planner to take.
+    """Measure every kernel that may be a layer's fastest, and leave the fastest on disk for the planner to take.
+
+    Kernels that are predicted to take four times as long as the best are left out.
 
     The kernels are compiled first, on all processors. Below the table stands how far the planner's own choices are off.
     The choice holds for the layer at any batch and image size (the last one measured), with these kernels, on GPUs of
