@@ -42,6 +42,7 @@ from polyphase.algorithms.implicit_gemm_variant import (
     STAGES,
     GemmVariant,
     Product,
+    Taps,
     families,
 )
 from polyphase.algorithms.rankings import kept
@@ -69,6 +70,7 @@ _OTHER_SIZES = {
     ),
 }
 _AS_GOOD = 0.99  # of the prediction at another size: what is offered already does there
+_PACKED_ROWS = 512  # that a block packs where taps are rows
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
@@ -210,9 +212,14 @@ def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tu
 def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Launch:
     constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
     if variant.taps_in_rows:
-        blocks = product.row_groups * product.steps * product.row_blocks
+        rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
+        sets = product.row_groups // (gather.groups * product.line_groups) * variant.channel_blocks
+        together = max(1, min(sets, _PACKED_ROWS // rows))
+        blocks = gather.groups * product.line_groups * product.steps * math.ceil(sets / together)
+        threads = min(256, round_up(together * rows, 32))
+        constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
         source = KernelSource("pack_taps", gather.dtype, False, tuple(constants))
-        return Launch(source=source, grid=(blocks, 1, 1), block=2 * ROWS, shared_bytes=0, geometry=b"")
+        return Launch(source=source, grid=(blocks, 1, 1), block=threads, shared_bytes=0, geometry=b"")
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
@@ -303,14 +310,8 @@ def _rank(
     members = [each for each in members if Product.of(gather_of(problem), each[0]).operations <= _MAX_OPERATIONS]
     predicted = _predictions(gather_of(problem), members, device)
     order = sorted(predicted, key=predicted.__getitem__)
-    compared, others = order[:_COMPARED], [gather_of(other) for other in _other_sizes(problem)]
-    scores = {variant: math.log(predicted[variant]) for variant in compared}
-    for gather in others:
-        for variant in compared:
-            scores[variant] += math.log(_seconds(gather, variant, device)) / len(others)
-    order = sorted(compared, key=scores.__getitem__) + order[_COMPARED:]
     chosen = order[:_BEST]
-    for gather in (gather_of(problem), *others):
+    for gather in map(gather_of, _other_sizes(problem)):
         predicted = _predictions(gather, members, device)
         fastest = min(predicted, key=predicted.__getitem__, default=None)
         if fastest is None:
