@@ -24,7 +24,7 @@ from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layou
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gather_tiled import GatherTiled, legal_variants
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
-from polyphase.algorithms.implicit_gemm_tile import best_tile, box_strides
+from polyphase.algorithms.implicit_gemm_tile import best_tile, may_take_operands
 from polyphase.algorithms.implicit_gemm_variant import GemmVariant
 from polyphase.device import DeviceInfo
 from polyphase.plan import launches
@@ -391,7 +391,7 @@ def gemm_variants(
         (layouts, gather, each)
         for layouts, gather in gathers
         for variant in implicit_gemm_variant.variants(
-            problem, device, gather.src.channels_last, box_strides(gather) is not None
+            problem, device, gather.src.channels_last, may_take_operands(gather)
         )
         for each in (variant, *variant.with_longer_pieces(gather))
         if not settings or settings.items() <= each._asdict().items()
@@ -535,6 +535,46 @@ BOXED = {
         {"boxes": 1, "several": True},
     ),
     "3-D": (make((2, 18, 3, 4, 8), 16, (3, 2, 4), (1, 1, 2), (1, 0, 1), dtype="float16"), {"k_steps": 1}, {"boxes": 1}),
+    "operands, a run": (
+        make((2, 40, 9, 24), 40, 2, 2, dtype="bfloat16", bias=True),
+        {"boxes": True, "k_steps": 1, "split": "turns"},
+        {"boxes": 2, "run": True},
+    ),
+    "operands, a run in parts": (
+        make((2, 72, 20, 40), 70, 2, 2, dtype="float16"),
+        {"boxes": True, "k_steps": 4, "split": "cells"},
+        {"run": True},
+    ),
+    "operands, an image without taps": (
+        make((2, 20, 3, 8), 24, (1, 2), (2, 3), dtype="bfloat16", bias=True),
+        {"boxes": True, "k_steps": 2},
+        {"boxes": 1, "run": True},
+    ),
+    "operands, a volume": (
+        make((2, 24, 4, 6, 4), 40, 2, 2, dtype="float16", bias=True),
+        {"boxes": True, "k_steps": 2},
+        {"run": True},
+    ),
+    "operands, a signal": (
+        make((3, 24, 104), 40, 4, 4, dtype="bfloat16"),
+        {"boxes": True, "cluster": 2},
+        {"run": True},
+    ),
+    "operands, whole images": (
+        make((5, 40, 4, 4, 4), 9, 3, 2, 1, 1, bias=True, dtype="bfloat16"),
+        {"boxes": True, "whole_images": True, "k_steps": 2, "pixels": 128},
+        {"boxes": 2, "run": True, "several": True},
+    ),
+    "operands, whole images shared out": (
+        make((5, 24, 8, 8), 20, 3, 2, 1, 1, dtype="float16"),
+        {"boxes": True, "whole_images": True, "k_steps": 1, "split": "cells"},
+        {"run": True, "several": True},
+    ),
+    "operands, groups": (
+        make((2, 64, 9, 16), 128, 2, 2, groups=2, dtype="bfloat16", bias=True),
+        {"boxes": True, "k_steps": 2},
+        {"run": True},
+    ),
     "last, swizzled by 32": (
         make((2, 40, 9, 9), 24, 3, 1, 1, dtype="bfloat16", channels_last=True),
         {"k_steps": 1, "whole_images": False},
@@ -589,9 +629,9 @@ def boxed(
 def test_products_of_boxes(name: str) -> None:
     case, candidate, launch = boxed(*BOXED[name])
     (boxes,) = launch.boxes
-    last = case.problem.channels_last
-    assert case.variant.boxes is last
-    assert boxes.swizzle == (32 * case.variant.k_steps if last else 16)
+    last, operands = case.problem.channels_last, name.startswith("operands")
+    assert case.variant.boxes is (last or operands)
+    assert boxes.swizzle == (32 * case.variant.k_steps if last else 128 if operands else 16)
     assert boxes.tf32 is (case.variant.parts == 1)
     for order in ("reversed", 5):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))

@@ -28,8 +28,8 @@ from polyphase.algorithms.implicit_gemm_tile import (
     Tile,
     best_tile,
     best_tiles,
-    box_strides,
     boxes,
+    may_take_operands,
     needs_wide_offsets,
     raw_pitch,
     shared_bytes,
@@ -104,7 +104,7 @@ class ImplicitGemm:
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)
         last = gather.src.channels_last
-        by_boxes = last and box_strides(gather) is not None
+        by_boxes = may_take_operands(gather)
 
         def predict(variant: GemmVariant) -> tuple[float, str] | None:
             tile = best_tile(gather, variant, problem.batch, device)
@@ -263,7 +263,7 @@ def ranked(
     members = list(families(problem, device, src_channels_last, boxes))
     offered = [variant._replace(stages=count) for variant, stages in members for count in stages]
     about = f"{problem!r}, input {'channels' if src_channels_last else 'pixels'} last, boxes {boxes}, on {device!r}"
-    return kept(about, offered, lambda: _rank(problem, device, src_channels_last, members))
+    return kept(about, offered, lambda: _rank(problem, device, src_channels_last, boxes, members))
 
 
 @lru_cache(maxsize=4096)
@@ -302,7 +302,7 @@ _Members = Sequence[tuple[GemmVariant, tuple[int, ...]]]
 
 
 def _rank(
-    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, members: _Members
+    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool, members: _Members
 ) -> list[GemmVariant]:
     def gather_of(sized: ConvTransposeProblem) -> Gather:
         return _sized_gather(sized, src_channels_last)
@@ -312,6 +312,8 @@ def _rank(
     order = sorted(predicted, key=predicted.__getitem__)
     chosen = order[:_BEST]
     for gather in map(gather_of, _other_sizes(problem)):
+        if boxes and not may_take_operands(gather):
+            continue  # such images have another list
         predicted = _predictions(gather, members, device)
         fastest = min(predicted, key=predicted.__getitem__, default=None)
         if fastest is None:

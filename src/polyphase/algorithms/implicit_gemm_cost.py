@@ -82,7 +82,7 @@ def _norm(exponent: float, *parts: float) -> float:
 def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> tuple[float, float, float, float]:
     """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
     size = DTYPE_BYTES[gather.dtype]
-    in_place = gather.src.channels_last
+    in_place = gather.src.channels_last or variant.boxes
     stages = product.steps // variant.k_steps
     chunks = 2 * variant.k_steps
     weight_bytes = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
@@ -109,7 +109,7 @@ def _load(gather: Gather, variant: GemmVariant, tile: Tile) -> float:
     size = DTYPE_BYTES[gather.dtype]
     in_place, chunks = gather.src.channels_last, 2 * variant.k_steps
     if variant.boxes:
-        return _COSTS.stage_boxes + _COSTS.box_pixel * tile.halo
+        return _COSTS.stage_boxes + _COSTS.box_pixel * max(tile.halo, tile.boxes * tile.box_pixels)
     warps = variant.loader_threads // 32
     if tile.boxes:
         pieces = math.ceil(tile.halo * size / 128) * chunks * variant.parts

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from polyphase.algorithms.base import Boxes, engine_strides, extent
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.implicit_gemm_variant import (
+    BOX_PIXELS,
     CHUNK_BYTES,
     CONSUMERS,
     ROWS,
@@ -76,7 +77,7 @@ class _SharedBytes:
         chunks = 2 * variant.k_steps
         self.allocated = variant.parts * chunks * CHUNK_BYTES
         self.in_boxes = variant.boxes
-        self.raw = 0 if self.src_channels_last else variant.raw_slots * chunks * CHUNK_BYTES
+        self.raw = 0 if self.src_channels_last or variant.boxes else variant.raw_slots * chunks * CHUNK_BYTES
         self.table = 4 + (8 if needs_wide_offsets(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
@@ -163,6 +164,9 @@ def best_tiles(
     product, shared = Product.of(gather, variant), _SharedBytes(gather, variant)
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
+    transposed = variant.boxes and not gather.src.channels_last
+    if transposed and not may_take_operands(gather):
+        return [None] * len(stages)
     engines = (True,) if variant.boxes else (True, False) if may_take_boxes(gather, variant) else (False,)
     limits = []
     for count in stages:
@@ -174,7 +178,7 @@ def best_tiles(
     found: list[Tile | None] = [None] * len(stages)
     if limits:
         kind = variant.taps_in_rows, variant.whole_images
-        tiles = iter(_tiles(gather, variant.cells, batch, banks, *kind, engines))
+        tiles = iter(_tiles(gather, variant.cells, batch, banks, *kind, engines, transposed))
         tile = next(tiles, None)
         for index, limit in enumerate(limits):
             while tile is not None and shared.of(tile, stages[index], not reserve) > limit:
@@ -192,17 +196,18 @@ def _tiles(
     all_pixels: bool,
     whole_images: bool,
     engines: tuple[bool, ...],
+    transposed: bool,
 ) -> list[Tile]:
     """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
 
     ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
-    copy engine brings them.
+    copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time.
     """
     if whole_images:
-        return list(_whole_images(gather, capacity, batch, banks, engines))
+        return list(_whole_images(gather, capacity, batch, banks, engines, transposed))
     images = _addressable(gather)
-    offered = [*_runs(gather, capacity, batch, banks, images, engines)]
-    if not offered:
+    offered = [*_runs(gather, capacity, batch, banks, images, engines, transposed)]
+    if not offered and not transposed:
         offered = [
             tile
             for engine in engines
@@ -230,7 +235,13 @@ def _work(tile: Tile, capacity: int) -> float:
 
 
 def _runs(
-    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, engines: tuple[bool, ...]
+    gather: Gather,
+    capacity: int,
+    batch: int,
+    banks: int,
+    addressable: int,
+    engines: tuple[bool, ...],
+    transposed: bool,
 ) -> Iterator[Tile]:
     """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
     depth, height, width = gather.cells
@@ -252,12 +263,14 @@ def _runs(
             run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
         else:
             continue
-        boxes = _pieces_of_row(run, gather) if engine else (0, 0)
+        boxes = _operands(run) if transposed else _pieces_of_row(run, gather) if engine else (0, 0)
         allocated = _allocated(capacity, capacity, banks, *boxes)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
 
-def _whole_images(gather: Gather, capacity: int, batch: int, banks: int, engines: tuple[bool, ...]) -> Iterator[Tile]:
+def _whole_images(
+    gather: Gather, capacity: int, batch: int, banks: int, engines: tuple[bool, ...], transposed: bool
+) -> Iterator[Tile]:
     """The pixels of whole images, one after the other."""
     depth, height, width = gather.src.shape[2:]
     pixels = depth * height * width
@@ -271,6 +284,8 @@ def _whole_images(gather: Gather, capacity: int, batch: int, banks: int, engines
         if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
             continue
         boxes = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
+        if transposed:
+            boxes = _operands(run)
         allocated = _allocated(run, capacity, banks, *boxes)
         size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
@@ -293,6 +308,11 @@ def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
     """Boxes that a row of pixels is brought in, and the pixels of each; one of several is turned around as a whole."""
     count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // DTYPE_BYTES[gather.dtype]
     return count, row if count == 1 else math.ceil(row / count / turned) * turned
+
+
+def _operands(pixels: int) -> tuple[int, int]:
+    """Boxes that are operands for so many pixels, and the pixels of each."""
+    return math.ceil(pixels / BOX_PIXELS), BOX_PIXELS
 
 
 @lru_cache(maxsize=4096)
@@ -319,6 +339,16 @@ def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:
     return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
 
 
+def may_take_operands(gather: Gather) -> bool:
+    """Whether the copy engine can bring pixels as the cores take them: with channels last, or in half precision rows of
+    pixels that no tap reads beside. (Rows of 32 bytes, as of 16 pixels, are not swizzled as rows of 128 bytes are.)"""
+    if gather.src.channels_last:
+        return box_strides(gather) is not None
+    if DTYPE_BYTES[gather.dtype] != 2 or not _pixels_join(gather) or box_strides(gather, one_row=True) is None:
+        return False
+    return Taps.stay_in_cells(gather.axes) or math.prod(gather.src.shape[2:]) == BOX_PIXELS
+
+
 def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
     """What the copy engine brings for a stage of the tile, ``tile.boxes`` times."""
     size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
@@ -330,6 +360,8 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
     box = [columns, slab // row, image // slab, tile.images]
     if tile.run:  # pixels are one row: of an image, or of the tensor
         box = [columns, 1, 1, 1] if last or not variant.whole_images else [image, 1, 1, tile.images]
+        if variant.boxes and variant.whole_images and not last:
+            box[3] = 1
         pixel = CHUNK_BYTES if math.prod(sizes) == 1 else gather.src.strides[4] * size
         if last:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
@@ -339,7 +371,8 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
     rounded = variant.parts == 1
     if last:
         return Boxes(gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, rounded)
-    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), CHUNK_BYTES, rounded)
+    swizzle = BOX_PIXELS * size if variant.boxes else CHUNK_BYTES
+    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), swizzle, rounded)
 
 
 def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:

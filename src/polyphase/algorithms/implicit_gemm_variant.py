@@ -17,6 +17,7 @@ from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
 
 ROWS = 64  # of a row block
+BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # warp groups that multiply
 # Pixels of an instruction, by loading groups: its sums must fit the registers that a thread has at launch.
@@ -41,11 +42,12 @@ class GemmVariant(NamedTuple):
     group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
     ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
-    whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come
-    last. With ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and
-    ``channel_blocks`` of these sets are one item's; with ``whole_images`` columns are the pixels of whole images,
-    without a halo. ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A
-    ``cluster`` of thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most.
+    whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels as the cores take
+    them, where channels come last; or in half precision, where no tap reads beside its pixel. With ``row_channels``
+    rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are
+    one item's; with ``whole_images`` columns are the pixels of whole images, without a halo. ``raw_slots`` are for
+    copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of thread blocks shares the
+    weights it loads. ``piece_bytes`` of a row are stored at once, at most.
     """
 
     pixels: int
@@ -268,17 +270,29 @@ def families(
                     continue  # had a fence for each product (C7519), so the model was never fitted to them
                 sums = _accumulators(parts, wgmma, held + 16 * (k_steps == 4 and channel_blocks > 1))
                 fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
-                by_engine = boxes and channels_last and wgmma and parts == 1 and fills
-                for loaders, raw_slots, stages in _BOX_LOADERS if by_engine else _LOADERS[channels_last]:
+                by_engine = boxes and wgmma and parts == 1 and fills
+                ways = [(False, *way) for way in _LOADERS[channels_last]]
+                if by_engine and channels_last:
+                    ways = [(True, *way) for way in _BOX_LOADERS]
+                elif by_engine and _may_be_transposed(problem, whole_images):  # but not images of every size
+                    ways += [(True, *way) for way in _BOX_LOADERS]
+                for in_boxes, loaders, raw_slots, stages in ways:
                     loaders = loaders if wgmma else 1
                     for pixels, pixel_blocks in _widths(2 * sums // row_blocks, wgmma, loaders):
+                        if in_boxes and not channels_last and pixels % BOX_PIXELS:
+                            continue  # boxes are whole
                         if whole_images and pixels * pixel_blocks * (CONSUMERS if split == "cells" else 1) < TINY:
                             continue
                         variant = GemmVariant(
                             pixels, pixel_blocks, channel_blocks, lines, k_steps, 0, parts, split, resident,
-                            loaders, wgmma, row_channels, by_engine, whole_images, raw_slots, cluster,
+                            loaders, wgmma, row_channels, in_boxes, whole_images, raw_slots, cluster,
                         )  # fmt: skip
                         yield variant, stages
+
+
+def _may_be_transposed(problem: ConvTransposeProblem, whole_images: bool) -> bool:
+    """Whether pixels of channels can be an operand: in half precision, and where a tap is no distance."""
+    return DTYPE_BYTES[problem.dtype] == 2 and (whole_images or Taps.stay_in_cells(problem.axes3))
 
 
 def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:

@@ -196,7 +196,7 @@ __device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, 
     for (int block = 0; block < ROW_BLOCKS; ++block) {
 #pragma unroll(UNROLLED)
       for (int i = 0; i < (STRAIGHT || ALIKE ? of_kind.of[block] : counts[block]); ++i) {
-        const unsigned b = of.pixels + step * (BOXES ? 32 : 2 * g.chunk_bytes) + distance;
+        const unsigned b = of.pixels + step * (BOXES ? BOX_STEP : 2 * g.chunk_bytes) + distance;
         distance = *++distances;  // in time for the next operation
         const bool add = PARTS == 2 || of.stage + step + i > 0;
 #pragma unroll

@@ -13,8 +13,8 @@ constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes o
 constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // and in all stages
 constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
-constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // pixels are copied to where they are used
-static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
+constexpr bool IN_PLACE = SRC_CHANNELS_LAST || BOXES;  // pixels are copied to where they are used
+static_assert(!BOXES || (WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
 static_assert(CLUSTER == 1 || (WGMMA_INSTRUCTION && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
 constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stages that are not turned around yet

@@ -5,12 +5,18 @@
 //
 // With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order the copy engine changes (swizzling) so
 // that those of neighbours lie in different banks. The cores undo that by the bits of the address, wherever B begins.
+// Of a source whose pixels are innermost (TRANSPOSED) a box is 64 pixels of every channel of a stage, 128 bytes a
+// channel, swizzled; the cores take columns so in half precision, 64 by 64.
 //
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 constexpr int PIXEL_PITCH = BOXES ? 32 * K_STEPS : 16;
+constexpr bool TRANSPOSED = BOXES && !SRC_CHANNELS_LAST;
+constexpr int BOX_PIXELS = 64, BOX_BYTES = BOX_PIXELS * PIXEL_PITCH;  // of those
+constexpr int BOX_STEP = TRANSPOSED ? STEP_CHANNELS * 128 : 32;       // from a step's channels to the next one's
+static_assert(!TRANSPOSED || (sizeof(scalar_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
 
 // Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
 __device__ __forceinline__ void clear(float& sum) {
@@ -31,9 +37,12 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
     for (int chunk = 0; chunk < 2; ++chunk) {
       const Chunk& left = *(const Chunk*)__cvta_shared_to_generic(a + chunk * A_CHUNK + row * 16);
       for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
-        const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(
-            BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) : b + chunk * b_chunk + column * 16);
-        sum += operand(left.value[i]) * operand(right.value[i]);
+        const int size = sizeof(scalar_t), channel = chunk * (16 / size) + i;
+        const unsigned right = TRANSPOSED
+                                   ? swizzled(b + column / 64 * BOX_BYTES + channel * 128 + column % 64 * size, 128)
+                               : BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) + i * size
+                                       : b + chunk * b_chunk + column * 16 + i * size;
+        sum += operand(left.value[i]) * operand(*(const scalar_t*)__cvta_shared_to_generic(right));
       }
     }
     sums[index] = sum;
@@ -52,7 +61,9 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
 #endif
 #elif WGMMA_INSTRUCTION
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
-  wgmma(sums, describe_matrix<16>(a, A_CHUNK), describe_matrix<PIXEL_PITCH>(b, b_chunk), add);
+  const unsigned long long columns =
+      TRANSPOSED ? describe_columns(b, BOX_BYTES) : describe_matrix<PIXEL_PITCH>(b, b_chunk);
+  wgmma(sums, describe_matrix<16>(a, A_CHUNK), columns, add);
 }
 #else
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {

@@ -2,7 +2,8 @@
 // or by the copy engine where the tensor's strides allow it to take boxes.
 
 #if BOX_COPY
-// Boxes of an item's pixels: with BOXES as the cores take them, else channel by channel as they lie in memory.
+// Boxes of an item's pixels: with BOXES as the cores take them, else to be turned around; channels last pixel by pixel,
+// and else channel by channel.
 struct BoxLoader {
   const Geometry& g;
   const scalar_t* src;
@@ -15,21 +16,23 @@ struct BoxLoader {
     item.locate(g, index, 0);
     const bool one_row = g.run != 0;  // of all pixels: of an image, with channels last of the tensor
     channel = item.group * SRC_CHANNELS;
-    w = one_row ? item.first + (BOXES ? item.n * g.pitch[0] : 0) : item.w + first_offset(AXIS_W) - g.skew;
+    w = one_row ? item.first + (SRC_CHANNELS_LAST ? item.n * g.pitch[0] : 0) : item.w + first_offset(AXIS_W) - g.skew;
     h = one_row ? 0 : item.h + first_offset(AXIS_H);
     d = one_row ? 0 : item.d + first_offset(AXIS_D);
-    n = one_row && BOXES ? 0 : item.n;
+    n = one_row && SRC_CHANNELS_LAST ? 0 : item.n;
   }
   // Of stage `stage` of the item; the barrier is told to wait for them.
   __device__ __forceinline__ void load(int stage, unsigned char* to, unsigned barrier) const {
     const int bytes = g.box_pixels * STAGE_CHANNELS * (int)sizeof(scalar_t), from = channel + stage * STAGE_CHANNELS;
 #pragma unroll 1
     for (int i = 0; i < g.boxes; ++i) {
-      const int column = w + i * g.box_pixels;  // there is one box, or one row
-      if (BOXES)
+      // There is one box, or one row; or as operands whole images are boxes.
+      const bool images = TRANSPOSED && WHOLE_IMAGES;
+      const int column = images ? w : w + i * g.box_pixels, image = images ? n + i : n;
+      if (SRC_CHANNELS_LAST)
         box_copy(shared_address(to + i * bytes), g.box, src, {from, column, h, d, n}, bytes, barrier);
       else
-        box_copy(shared_address(to + i * bytes), g.box, src, {column, h, d, n, from}, bytes, barrier);
+        box_copy(shared_address(to + i * bytes), g.box, src, {column, h, d, image, from}, bytes, barrier);
     }
   }
 };

@@ -22,6 +22,12 @@ __device__ __forceinline__ unsigned long long describe_rows(unsigned address, in
   const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
 }
+// A matrix whose columns lie together, 64 of them in the 128 bytes of a row that follows the row before, in the order
+// that the copy engine gives them; the next 64 columns `bytes` behind.
+__device__ __forceinline__ unsigned long long describe_columns(unsigned address, int bytes) {
+  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(bytes >> 4) << 16 |
+         (unsigned long long)(8 * 128 >> 4) << 32 | 1ull << 62;
+}
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
