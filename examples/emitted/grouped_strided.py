@@ -3388,7 +3388,8 @@ def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "li
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
         declared, inputs = "unsigned long long a", '"l"(a)'
-    transposed = "" if depth != 16 else ", 0" if from_registers else ", 0, 0"
+    columns_together = constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"]
+    transposed = "" if depth != 16 else ", 0" if from_registers else f", 0, {columns_together:d}"
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",

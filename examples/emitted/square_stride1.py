@@ -9,10 +9,10 @@
 # PyTorch 2.2, newer architectures take versions that know them.
 #
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32
-#     sm_90a, forward: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
+#     sm_90a, forward: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
 #         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256)
-#     sm_90a, input_grad: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
+#     sm_90a, input_grad: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
 #         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256)
 #     sm_90a, weight_grad: weight_grad_gemm(row_tiles=4, column_tiles=4, row_warps=1, out_chunk=22, positions=64,
@@ -763,6 +763,12 @@ __device__ __forceinline__ unsigned long long describe_rows(unsigned address, in
   const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
 }
+// A matrix whose columns lie together, 64 of them in the 128 bytes of a row that follows the row before, in the order
+// that the copy engine gives them; the next 64 columns `bytes` behind.
+__device__ __forceinline__ unsigned long long describe_columns(unsigned address, int bytes) {
+  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(bytes >> 4) << 16 |
+         (unsigned long long)(8 * 128 >> 4) << 32 | 1ull << 62;
+}
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
@@ -1077,12 +1083,19 @@ FILES["common/matrix.cuh"] = r"""
 //
 // With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order the copy engine changes (swizzling) so
 // that those of neighbours lie in different banks. The cores undo that by the bits of the address, wherever B begins.
+// Of a source whose pixels are innermost (TRANSPOSED) a box is 64 pixels of every channel of a stage, 128 bytes a
+// channel, swizzled; the cores take columns so in half precision, 64 by 64.
 //
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 constexpr int PIXEL_PITCH = BOXES ? 32 * K_STEPS : 16;
+constexpr bool TRANSPOSED = BOXES && !SRC_CHANNELS_LAST;
+constexpr int BOX_PIXELS = 64, BOX_BYTES = BOX_PIXELS * PIXEL_PITCH;  // of those
+constexpr int BOX_STEP = TRANSPOSED ? STEP_CHANNELS * 128 : 32;       // from a step's channels to the next one's
+static_assert(!TRANSPOSED || (sizeof(scalar_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
+static_assert(!TRANSPOSED || BOX_BYTES % 1024 == 0, "swizzled rows begin with eight of them");
 
 // Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
 __device__ __forceinline__ void clear(float& sum) {
@@ -1103,9 +1116,12 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
     for (int chunk = 0; chunk < 2; ++chunk) {
       const Chunk& left = *(const Chunk*)__cvta_shared_to_generic(a + chunk * A_CHUNK + row * 16);
       for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
-        const Chunk& right = *(const Chunk*)__cvta_shared_to_generic(
-            BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) : b + chunk * b_chunk + column * 16);
-        sum += operand(left.value[i]) * operand(right.value[i]);
+        const int size = sizeof(scalar_t), channel = chunk * (16 / size) + i;
+        const unsigned right = TRANSPOSED
+                                   ? swizzled(b + column / 64 * BOX_BYTES + channel * 128 + column % 64 * size, 128)
+                               : BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) + i * size
+                                       : b + chunk * b_chunk + column * 16 + i * size;
+        sum += operand(left.value[i]) * operand(*(const scalar_t*)__cvta_shared_to_generic(right));
       }
     }
     sums[index] = sum;
@@ -1124,7 +1140,9 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
 #endif
 #elif WGMMA_INSTRUCTION
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
-  wgmma(sums, describe_matrix<16>(a, A_CHUNK), describe_matrix<PIXEL_PITCH>(b, b_chunk), add);
+  const unsigned long long columns =
+      TRANSPOSED ? describe_columns(b, BOX_BYTES) : describe_matrix<PIXEL_PITCH>(b, b_chunk);
+  wgmma(sums, describe_matrix<16>(a, A_CHUNK), columns, add);
 }
 #else
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
@@ -1174,8 +1192,8 @@ constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes o
 constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // and in all stages
 constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
-constexpr bool IN_PLACE = SRC_CHANNELS_LAST;  // pixels are copied to where they are used
-static_assert(!BOXES || (SRC_CHANNELS_LAST && WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
+constexpr bool IN_PLACE = SRC_CHANNELS_LAST || BOXES;  // pixels are copied to where they are used
+static_assert(!BOXES || (WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
 static_assert(CLUSTER == 1 || (WGMMA_INSTRUCTION && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
 constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stages that are not turned around yet
@@ -1293,7 +1311,8 @@ FILES["common/pixel_loader.cuh"] = r"""
 // or by the copy engine where the tensor's strides allow it to take boxes.
 
 #if BOX_COPY
-// Boxes of an item's pixels: with BOXES as the cores take them, else channel by channel as they lie in memory.
+// Boxes of an item's pixels: with BOXES as the cores take them, else to be turned around; channels last pixel by pixel,
+// and else channel by channel.
 struct BoxLoader {
   const Geometry& g;
   const scalar_t* src;
@@ -1306,21 +1325,23 @@ struct BoxLoader {
     item.locate(g, index, 0);
     const bool one_row = g.run != 0;  // of all pixels: of an image, with channels last of the tensor
     channel = item.group * SRC_CHANNELS;
-    w = one_row ? item.first + (BOXES ? item.n * g.pitch[0] : 0) : item.w + first_offset(AXIS_W) - g.skew;
+    w = one_row ? item.first + (SRC_CHANNELS_LAST ? item.n * g.pitch[0] : 0) : item.w + first_offset(AXIS_W) - g.skew;
     h = one_row ? 0 : item.h + first_offset(AXIS_H);
     d = one_row ? 0 : item.d + first_offset(AXIS_D);
-    n = one_row && BOXES ? 0 : item.n;
+    n = one_row && SRC_CHANNELS_LAST ? 0 : item.n;
   }
   // Of stage `stage` of the item; the barrier is told to wait for them.
   __device__ __forceinline__ void load(int stage, unsigned char* to, unsigned barrier) const {
     const int bytes = g.box_pixels * STAGE_CHANNELS * (int)sizeof(scalar_t), from = channel + stage * STAGE_CHANNELS;
 #pragma unroll 1
     for (int i = 0; i < g.boxes; ++i) {
-      const int column = w + i * g.box_pixels;  // there is one box, or one row
-      if (BOXES)
+      // There is one box, or one row; or as operands whole images are boxes.
+      const bool images = TRANSPOSED && WHOLE_IMAGES;
+      const int column = images ? w : w + i * g.box_pixels, image = images ? n + i : n;
+      if (SRC_CHANNELS_LAST)
         box_copy(shared_address(to + i * bytes), g.box, src, {from, column, h, d, n}, bytes, barrier);
       else
-        box_copy(shared_address(to + i * bytes), g.box, src, {column, h, d, n, from}, bytes, barrier);
+        box_copy(shared_address(to + i * bytes), g.box, src, {column, h, d, image, from}, bytes, barrier);
     }
   }
 };
@@ -2088,7 +2109,7 @@ __device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, 
     for (int block = 0; block < ROW_BLOCKS; ++block) {
 #pragma unroll(UNROLLED)
       for (int i = 0; i < (STRAIGHT || ALIKE ? of_kind.of[block] : counts[block]); ++i) {
-        const unsigned b = of.pixels + step * (BOXES ? 32 : 2 * g.chunk_bytes) + distance;
+        const unsigned b = of.pixels + step * (BOXES ? BOX_STEP : 2 * g.chunk_bytes) + distance;
         distance = *++distances;  // in time for the next operation
         const bool add = PARTS == 2 || of.stage + step + i > 0;
 #pragma unroll
@@ -2874,7 +2895,7 @@ constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr bool WHOLE_IMAGES = false;
 constexpr bool BOXES = false;
-constexpr int PIXELS = 160;
+constexpr int PIXELS = 144;
 constexpr int PIXEL_BLOCKS = 2;
 constexpr int CONSUMERS = 2;
 constexpr bool SPLIT_ROWS = false;
@@ -2893,13 +2914,13 @@ constexpr int PIECE = 64;
 #define CLUSTER 2  // thread blocks
 // sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.
 #ifndef EMULATOR
-__device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, unsigned long long b, bool add) {
+__device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, unsigned long long b, bool add) {
   asm volatile(
-      "{ .reg .pred add; setp.ne.b32 add, %82, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n160k8.f32.tf32.tf32 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, "
-      "%80, %81, add, 1, 1; }"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]), "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]), "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79])
+      "{ .reg .pred add; setp.ne.b32 add, %74, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n144k8.f32.tf32.tf32 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, "
+      "%72, %73, add, 1, 1; }"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71])
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
@@ -2958,7 +2979,7 @@ constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr bool WHOLE_IMAGES = false;
 constexpr bool BOXES = false;
-constexpr int PIXELS = 160;
+constexpr int PIXELS = 144;
 constexpr int PIXEL_BLOCKS = 2;
 constexpr int CONSUMERS = 2;
 constexpr bool SPLIT_ROWS = false;
@@ -2977,13 +2998,13 @@ constexpr int PIECE = 64;
 #define CLUSTER 2  // thread blocks
 // sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.
 #ifndef EMULATOR
-__device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, unsigned long long b, bool add) {
+__device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, unsigned long long b, bool add) {
   asm volatile(
-      "{ .reg .pred add; setp.ne.b32 add, %82, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n160k8.f32.tf32.tf32 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, "
-      "%80, %81, add, 1, 1; }"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]), "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]), "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79])
+      "{ .reg .pred add; setp.ne.b32 add, %74, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n144k8.f32.tf32.tf32 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, "
+      "%72, %73, add, 1, 1; }"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71])
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
@@ -3600,7 +3621,8 @@ def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "li
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
         declared, inputs = "unsigned long long a", '"l"(a)'
-    transposed = "" if depth != 16 else ", 0" if from_registers else ", 0, 0"
+    columns_together = constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"]
+    transposed = "" if depth != 16 else ", 0" if from_registers else f", 0, {columns_together:d}"
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
@@ -4356,6 +4378,7 @@ def _stage_cycles(problem: "ConvTransposeProblem", pass_: "Pass", variant: "Grad
 # What `implicit_gemm` can be specialised to: its variants, and what one of them makes of a layer.
 
 ROWS = 64  # of a row block
+BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # warp groups that multiply
 
@@ -4367,11 +4390,12 @@ class GemmVariant(NamedTuple):
     group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
     ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
     ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
-    whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels whose channels come
-    last. With ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and
-    ``channel_blocks`` of these sets are one item's; with ``whole_images`` columns are the pixels of whole images,
-    without a halo. ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A
-    ``cluster`` of thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most.
+    whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels as the cores take
+    them, where channels come last; or in half precision, where no tap reads beside its pixel. With ``row_channels``
+    rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are
+    one item's; with ``whole_images`` columns are the pixels of whole images, without a halo. ``raw_slots`` are for
+    copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of thread blocks shares the
+    weights it loads. ``piece_bytes`` of a row are stored at once, at most.
     """
 
     pixels: int
@@ -4567,7 +4591,7 @@ class _SharedBytes:
         chunks = 2 * variant.k_steps
         self.allocated = variant.parts * chunks * CHUNK_BYTES
         self.in_boxes = variant.boxes
-        self.raw = 0 if self.src_channels_last else variant.raw_slots * chunks * CHUNK_BYTES
+        self.raw = 0 if self.src_channels_last or variant.boxes else variant.raw_slots * chunks * CHUNK_BYTES
         self.table = 4 + (8 if needs_wide_offsets(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
@@ -4654,6 +4678,9 @@ def best_tiles(
     product, shared = Product.of(gather, variant), _SharedBytes(gather, variant)
     # Chunks of a pixel lie in different banks, where they are copied together.
     banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
+    transposed = variant.boxes and not gather.src.channels_last
+    if transposed and not may_take_operands(gather):
+        return [None] * len(stages)
     engines = (True,) if variant.boxes else (True, False) if may_take_boxes(gather, variant) else (False,)
     limits = []
     for count in stages:
@@ -4665,7 +4692,7 @@ def best_tiles(
     found: list[Tile | None] = [None] * len(stages)
     if limits:
         kind = variant.taps_in_rows, variant.whole_images
-        tiles = iter(_implicit_gemm_tile_tiles(gather, variant.cells, batch, banks, *kind, engines))
+        tiles = iter(_implicit_gemm_tile_tiles(gather, variant.cells, batch, banks, *kind, engines, transposed))
         tile = next(tiles, None)
         for index, limit in enumerate(limits):
             while tile is not None and shared.of(tile, stages[index], not reserve) > limit:
@@ -4683,17 +4710,18 @@ def _implicit_gemm_tile_tiles(
     all_pixels: bool,
     whole_images: bool,
     engines: "tuple[bool, ...]",
+    transposed: bool,
 ) -> "list[Tile]":
     """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
 
     ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
-    copy engine brings them.
+    copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time.
     """
     if whole_images:
-        return list(_whole_images(gather, capacity, batch, banks, engines))
+        return list(_whole_images(gather, capacity, batch, banks, engines, transposed))
     images = _addressable(gather)
-    offered = [*_runs(gather, capacity, batch, banks, images, engines)]
-    if not offered:
+    offered = [*_runs(gather, capacity, batch, banks, images, engines, transposed)]
+    if not offered and not transposed:
         offered = [
             tile
             for engine in engines
@@ -4721,7 +4749,13 @@ def _work(tile: "Tile", capacity: int) -> float:
 
 
 def _runs(
-    gather: "Gather", capacity: int, batch: int, banks: int, addressable: int, engines: "tuple[bool, ...]"
+    gather: "Gather",
+    capacity: int,
+    batch: int,
+    banks: int,
+    addressable: int,
+    engines: "tuple[bool, ...]",
+    transposed: bool,
 ) -> "Iterator[Tile]":
     """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
     depth, height, width = gather.cells
@@ -4743,12 +4777,14 @@ def _runs(
             run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
         else:
             continue
-        boxes = _pieces_of_row(run, gather) if engine else (0, 0)
+        boxes = _operands(run) if transposed else _pieces_of_row(run, gather) if engine else (0, 0)
         allocated = _allocated(capacity, capacity, banks, *boxes)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
 
-def _whole_images(gather: "Gather", capacity: int, batch: int, banks: int, engines: "tuple[bool, ...]") -> "Iterator[Tile]":
+def _whole_images(
+    gather: "Gather", capacity: int, batch: int, banks: int, engines: "tuple[bool, ...]", transposed: bool
+) -> "Iterator[Tile]":
     """The pixels of whole images, one after the other."""
     depth, height, width = gather.src.shape[2:]
     pixels = depth * height * width
@@ -4762,6 +4798,8 @@ def _whole_images(gather: "Gather", capacity: int, batch: int, banks: int, engin
         if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
             continue
         boxes = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
+        if transposed:
+            boxes = _operands(run)
         allocated = _allocated(run, capacity, banks, *boxes)
         size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
@@ -4784,6 +4822,11 @@ def _pieces_of_row(row: int, gather: "Gather") -> "tuple[int, int]":
     """Boxes that a row of pixels is brought in, and the pixels of each; one of several is turned around as a whole."""
     count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // DTYPE_BYTES[gather.dtype]
     return count, row if count == 1 else math.ceil(row / count / turned) * turned
+
+
+def _operands(pixels: int) -> "tuple[int, int]":
+    """Boxes that are operands for so many pixels, and the pixels of each."""
+    return math.ceil(pixels / BOX_PIXELS), BOX_PIXELS
 
 
 @lru_cache(maxsize=4096)
@@ -4810,6 +4853,16 @@ def may_take_boxes(gather: "Gather", variant: "GemmVariant") -> bool:
     return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
 
 
+def may_take_operands(gather: "Gather") -> bool:
+    """Whether the copy engine can bring pixels as the cores take them: with channels last, or in half precision rows of
+    pixels that no tap reads beside. (Rows of 32 bytes, as of 16 pixels, are not swizzled as rows of 128 bytes are.)"""
+    if gather.src.channels_last:
+        return box_strides(gather) is not None
+    if DTYPE_BYTES[gather.dtype] != 2 or not _pixels_join(gather) or box_strides(gather, one_row=True) is None:
+        return False
+    return Taps.stay_in_cells(gather.axes) or math.prod(gather.src.shape[2:]) == BOX_PIXELS
+
+
 def boxes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> "Boxes":
     """What the copy engine brings for a stage of the tile, ``tile.boxes`` times."""
     size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
@@ -4821,6 +4874,8 @@ def boxes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> "Boxes":
     box = [columns, slab // row, image // slab, tile.images]
     if tile.run:  # pixels are one row: of an image, or of the tensor
         box = [columns, 1, 1, 1] if last or not variant.whole_images else [image, 1, 1, tile.images]
+        if variant.boxes and variant.whole_images and not last:
+            box[3] = 1
         pixel = CHUNK_BYTES if math.prod(sizes) == 1 else gather.src.strides[4] * size
         if last:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
@@ -4830,7 +4885,8 @@ def boxes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> "Boxes":
     rounded = variant.parts == 1
     if last:
         return Boxes(gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, rounded)
-    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), CHUNK_BYTES, rounded)
+    swizzle = BOX_PIXELS * size if variant.boxes else CHUNK_BYTES
+    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), swizzle, rounded)
 
 
 def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:
@@ -4936,6 +4992,9 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
 #
 # The forward pass on tensor cores, ``kernels/implicit_gemm.cu``: choice and launch of a variant.
 
+_PACKED_ROWS = 512  # that a block packs where taps are rows
+
+
 class ImplicitGemm:
     """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
 
@@ -5039,9 +5098,14 @@ def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "t
 def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") -> "Launch":
     constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
     if variant.taps_in_rows:
-        blocks = product.row_groups * product.steps * product.row_blocks
+        rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
+        sets = product.row_groups // (gather.groups * product.line_groups) * variant.channel_blocks
+        together = max(1, min(sets, _PACKED_ROWS // rows))
+        blocks = gather.groups * product.line_groups * product.steps * math.ceil(sets / together)
+        threads = min(256, round_up(together * rows, 32))
+        constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
         source = KernelSource("pack_taps", gather.dtype, False, tuple(constants))
-        return Launch(source=source, grid=(blocks, 1, 1), block=2 * ROWS, shared_bytes=0, geometry=b"")
+        return Launch(source=source, grid=(blocks, 1, 1), block=threads, shared_bytes=0, geometry=b"")
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
@@ -5430,7 +5494,7 @@ LAYERS = [
                 Pass.FORWARD: Choice(
                     algorithm=ImplicitGemm(),
                     variant=GemmVariant(
-                        pixels=160,
+                        pixels=144,
                         pixel_blocks=2,
                         channel_blocks=1,
                         lines=1,
@@ -5452,7 +5516,7 @@ LAYERS = [
                 Pass.INPUT_GRAD: Choice(
                     algorithm=ImplicitGemm(),
                     variant=GemmVariant(
-                        pixels=160,
+                        pixels=144,
                         pixel_blocks=2,
                         channel_blocks=1,
                         lines=1,
