@@ -55,7 +55,6 @@ _MAX_OPERATIONS = 512
 _MAX_TAPS = 4096
 _OFFERED = 10
 _BEST = 3  # of those, at the typical size
-_COMPARED = 64
 # Batch and sides of other images, by whether they are tiny: few and many, small and large ones.
 _OTHER_SIZES = {
     True: ((128, (16, 4, 2)), (64, (25, 5, 3)), (256, (49, 7, 4)), (256, (64, 8, 4))),
@@ -257,8 +256,8 @@ def ranked(
 ) -> list[GemmVariant]:
     """The variants that compute a layer of typical size: the best ones there, then those that other sizes want.
 
-    Behind these stand all others, the fastest prediction first. Other sizes are few images and many, small and large.
-    They have half the say among the first, and where none of these does well at one its own best is offered.
+    Other sizes are few images and many, small and large; each has its own best offered, where nothing before does as
+    well there. Behind these stand all others, the fastest prediction at the typical size first.
     """
     members = list(families(problem, device, src_channels_last, boxes))
     offered = [variant._replace(stages=count) for variant, stages in members for count in stages]

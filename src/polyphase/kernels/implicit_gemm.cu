@@ -9,13 +9,13 @@
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
 // memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. Where the
 // copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone, groups of
-// them stages in turn; with BOXES they are operands as they come. The others multiply: each its part of the tile's
-// cells; or all cells and its own row group (SPLIT_ROWS); or a tile of its own (TAKE_TURNS), and one stores while the
-// other multiplies. Blocks stay, and take every gridDim.x-th item: the next tile is being loaded while the last one is
-// stored. RESIDENT weights stay, too: then the items of a block are of the same row groups, and stages are pixels
-// alone. Otherwise a CLUSTER of blocks may share weights: each copies a part of them to all, when a slot is free in all
-// of them. The kernel may start while its weights are still being packed, and waits for them when the first pixels are
-// on their way.
+// them stages in turn. With BOXES they are operands as they come: channels last, or in half precision where a tap is no
+// distance. The others multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or
+// a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take every gridDim.x-th
+// item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then the items of a
+// block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may share weights: each
+// copies a part of them to all, when a slot is free in all of them. The kernel may start while its weights are still
+// being packed, and waits for them when the first pixels are on their way.
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
