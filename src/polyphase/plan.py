@@ -163,12 +163,12 @@ def _offers(
 
 @lru_cache(maxsize=4096)
 def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[Algorithm]:
-    """All algorithms, in rising order of the prediction for their first candidate at the size of ``sized``."""
+    """All algorithms, in rising order of the prediction for what they would take at the size of ``sized``."""
     layouts = Layouts.of_call(sized, pass_)
 
     def seconds(algorithm: Algorithm) -> float:
         offers = _offers([algorithm], sized, pass_, device, layouts)
-        return min((next(candidates).seconds for _, candidates in offers), default=math.inf)
+        return min((_by_size(candidates, pass_)[0].seconds for _, candidates in offers), default=math.inf)
 
     about = f"algorithms for the {pass_.value} of {sized!r} on {device!r}"
     order = kept(about, ALGORITHMS, lambda: sorted(ALGORITHMS, key=seconds))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from polyphase.problem import Pass, accumulator_bytes
+from polyphase.problem import DTYPE_BYTES, Pass, accumulator_bytes
 
 if TYPE_CHECKING:
     from polyphase.device import DeviceInfo
@@ -242,9 +242,20 @@ def with_large_images(problem: ConvTransposeProblem) -> ConvTransposeProblem:
 
 
 def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at the size at which algorithms are compared: `standard`, but wide images where channels are few."""
+    """The layer at the size at which algorithms are compared: `standard`, but wide images where channels are few.
+
+    In half precision, where no tap reads beside its pixel, images can be operands as they lie (`implicit_gemm`), unless
+    their pixels are no whole pieces of 16 bytes; nor are those then that stand for them, which are slightly smaller.
+    """
     channels = problem.in_channels_per_group, problem.out_channels_per_group
-    return with_large_images(problem) if all(count in FEW_CHANNELS for count in channels) else standard(problem)
+    if all(count in FEW_CHANNELS for count in channels):
+        return with_large_images(problem)
+    sized = standard(problem)
+    could = DTYPE_BYTES[problem.dtype] == 2 and all(axis.shifts == (0, 0) for axis in problem.axes)
+    if not could or is_tiny(problem) or math.prod(problem.input_size) % 8 == 0:
+        return sized
+    *sides, width = sized.input_size
+    return replace(sized, input_size=(*((side - 1) | 1 for side in sides), width // 8 * 8 - 4))
 
 
 def two_dimensions(blocks: int) -> tuple[int, int]:

@@ -55,9 +55,15 @@ _MAX_OPERATIONS = 512
 _MAX_TAPS = 4096
 _OFFERED = 10
 _BEST = 3  # of those, at the typical size
-# Batch and sides of other images, by whether they are tiny: few and many, small and large ones.
-_OTHER_SIZES = {
-    True: ((128, (16, 4, 2)), (64, (25, 5, 3)), (256, (49, 7, 4)), (256, (64, 8, 4))),
+_COMPARED = 64
+# Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
+# best is offered, too. There are few images and many, small and large ones.
+_HAVING_A_SAY = {
+    True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
+    False: ((5, (2048, 40, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
+}
+_WITH_THEIR_OWN = {
+    True: ((128, (16, 4, 2)), (64, (25, 5, 3)), (32, (64, 8, 4)), (256, (49, 7, 4)), (256, (64, 8, 4))),
     False: (
         (1, (512, 24, 8)),
         (8, (256, 14, 6)),
@@ -256,8 +262,8 @@ def ranked(
 ) -> list[GemmVariant]:
     """The variants that compute a layer of typical size: the best ones there, then those that other sizes want.
 
-    Other sizes are few images and many, small and large; each has its own best offered, where nothing before does as
-    well there. Behind these stand all others, the fastest prediction at the typical size first.
+    Some other sizes have half the say in what is best; more of them have their own best offered, where nothing before
+    does as well there. Behind these stand all others.
     """
     members = list(families(problem, device, src_channels_last, boxes))
     offered = [variant._replace(stages=count) for variant, stages in members for count in stages]
@@ -276,7 +282,8 @@ def _with_long_pieces(
     longer_pieces = list(variant.with_longer_pieces(_sized_gather(problem, src_channels_last)))
     if not longer_pieces:
         return variant
-    gathers = [_sized_gather(sized, src_channels_last) for sized in (problem, *_other_sizes(problem))]
+    others = _sizes(problem, _HAVING_A_SAY[is_tiny(problem)])
+    gathers = [_sized_gather(sized, src_channels_last) for sized in (problem, *others)]
     tiles = [best_tile(gather, variant, gather.src.shape[0], device, _RESERVE) for gather in gathers]
     if tiles[0] is None:
         return variant
@@ -292,9 +299,11 @@ def _with_long_pieces(
     return variant
 
 
-def _other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
-    sizes = (replace(typical(problem, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(problem)])
-    return [sized for sized in sizes if is_tiny(sized) is is_tiny(problem)]
+def _sizes(
+    problem: ConvTransposeProblem, sizes: Sequence[tuple[int, tuple[int, int, int]]]
+) -> list[ConvTransposeProblem]:
+    found = (replace(typical(problem, sides), batch=batch) for batch, sides in sizes)
+    return [sized for sized in found if is_tiny(sized) is is_tiny(problem)]
 
 
 _Members = Sequence[tuple[GemmVariant, tuple[int, ...]]]
@@ -309,8 +318,14 @@ def _rank(
     members = [each for each in members if Product.of(gather_of(problem), each[0]).operations <= _MAX_OPERATIONS]
     predicted = _predictions(gather_of(problem), members, device)
     order = sorted(predicted, key=predicted.__getitem__)
+    compared, others = order[:_COMPARED], _sizes(problem, _HAVING_A_SAY[is_tiny(problem)])
+    scores = {variant: math.log(predicted[variant]) for variant in compared}
+    for gather in map(gather_of, others):
+        for variant in compared:
+            scores[variant] += math.log(_seconds(gather, variant, device)) / len(others)
+    order = sorted(compared, key=scores.__getitem__) + order[_COMPARED:]
     chosen = order[:_BEST]
-    for gather in map(gather_of, _other_sizes(problem)):
+    for gather in map(gather_of, _sizes(problem, _WITH_THEIR_OWN[is_tiny(problem)])):
         if boxes and not may_take_operands(gather):
             continue  # such images have another list
         predicted = _predictions(gather, members, device)

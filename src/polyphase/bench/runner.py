@@ -124,8 +124,11 @@ class Runner:
         if problem.channels_last and problem.dims + 2 not in MEMORY_FORMATS:
             record.status, record.reason = SKIPPED, "PyTorch has no channels_last for one spatial dimension"
             return record
+        from polyphase.jit.launcher import quiet
+
         try:
-            self._measure(case, record)
+            with quiet():
+                self._measure(case, record)
         except Exception as failure:  # recorded with its reason; the other cases must not be lost
             record.status, record.reason = FAILED, environment.first_line(failure)
             self._operands = None

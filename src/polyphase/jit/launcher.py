@@ -175,9 +175,23 @@ def is_loaded(source: KernelSource, arch: str, index: int) -> bool:
     return (source, arch, index) in _loaded
 
 
+_quiet = 0  # how many ask that nothing be compiled meanwhile
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it no thread begins to compile what later calls may need, which would disturb what is timed."""
+    global _quiet
+    _quiet += 1
+    try:
+        yield
+    finally:
+        _quiet -= 1
+
+
 def compile_meanwhile(source: KernelSource, arch: str, index: int) -> None:
     """Has a thread compile a kernel that a later call may need. Failures are that call's."""
-    if is_loaded(source, arch, index) or (source, arch) in _meanwhile:
+    if _quiet or is_loaded(source, arch, index) or (source, arch) in _meanwhile:
         return
     with suppress(RuntimeError):  # the interpreter shuts down
         _meanwhile[source, arch] = _worker.submit(compile_kernel, source, arch)
