@@ -26,7 +26,7 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
 # Another kernel than the first is taken where its prediction is less than that much of the first's.
-_CLEARLY = 0.95
+_CLEARLY = 0.97
 
 # Why an algorithm that computes a layer offers nothing for a call of it.
 _NO_TILE = "no tile fits tensors of this size that lie as these do"
