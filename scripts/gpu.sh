@@ -11,7 +11,7 @@ set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 cd "$root"
 
-STAGES=(tests fuzz sanitizer examples host forward gradients channels_last models strict emitted picture tables)
+STAGES=(tests fuzz sanitizer examples host forward gradients channels_last models strict planner emitted picture tables)
 command -v nvidia-smi > /dev/null || { echo "there is no NVIDIA GPU: nvidia-smi is missing" >&2; exit 2; }
 # "NVIDIA H200" is h200, "NVIDIA GeForce RTX 4090" geforce-rtx-4090.
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | sed 's/^NVIDIA //' | tr 'A-Z ' 'a-z-')
@@ -34,6 +34,10 @@ gradients() { record -gradients --quick --suite all --passes input_grad,weight_g
 channels_last() { record -channels-last --quick --suite all --layouts channels_last; }
 models() { record -models --quick --suite models; }
 strict() { bench --suite kernelbench --strict-fp32 --quick --csv "$RESULTS-strict.csv"; }
+planner() { # its choices beside all candidates; what was measured is not for the other stages
+  POLYPHASE_CACHE_DIR=$(mktemp -d) "$python" -m polyphase tune --suite all --dtypes float32,bfloat16 \
+    --csv "$RESULTS-tune.csv"
+}
 emitted() { "$python" benchmarks/emitted.py; }
 picture() {
   bench --plot-from "$RESULTS.csv" --plot-from "$RESULTS-gradients.csv" --png "$RESULTS.png"
