@@ -257,6 +257,16 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             assert len(found) <= 2 * most
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dilation", [960, 994, 1000, 1012, 1020])
+def test_reaches_that_only_small_images_have_tiles_for(dilation: int, dtype: str) -> None:
+    """At the typical size no tile is wide enough, at others some are."""
+    problem = make((1, 16, 340), 16, 2, dilation=dilation, dtype=dtype, tf32=dtype == "float32")
+    launch = plan.plan(problem, Pass.FORWARD, H200).launch
+    assert launch is not None
+    assert_launchable(problem, Pass.FORWARD, H200, launch)
+
+
 def test_tiny_images_far_apart_share_no_tile() -> None:
     """A view of large images: the offsets of a tile's images have 32 bits."""
     problem = make((64, 256, 1, 1), 128, 4, 2, 1, dtype="float16")

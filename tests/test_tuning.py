@@ -83,6 +83,17 @@ def test_the_fastest_is_taken_at_any_size(pass_: Pass) -> None:
     assert "measured to be the fastest" in plan.explain(LAYER, H200)
 
 
+def test_the_own_choice_is_measured_whatever_its_prediction() -> None:
+    """Its algorithm is chosen at another size, and may do badly here."""
+    layer = ConvTransposeProblem.make((8, 21, 32, 32), 21, 4, 2)
+    case = Case("a small layer", layer, Pass.FORWARD)
+    own = chosen(layer)
+    found = {candidate.describe(): candidate.seconds for candidate, _ in worth_measuring(case, H200)}
+    assert found[own.describe()] > 4 * min(found.values())
+    result = tune(case, measuring(lambda name: 1.0 if name == own.describe() else 2.0), H200)
+    assert result.planned.variant == own.describe()
+
+
 def test_double_precision_is_never_channels_last() -> None:
     doubles = replace(LAYER, dtype="float64")
     last = [candidate.describe() for candidate, _ in plan.launches(doubles, Pass.FORWARD, H200)][-1]

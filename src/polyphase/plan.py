@@ -1,8 +1,9 @@
 """The one place that decides how a pass is computed. Needs neither torch nor a GPU.
 
 Every algorithm says whether it can run, and offers variants with a predicted time; the fastest prediction wins. What is
-offered depends on the layer alone, never on batch or image size. The first of it is what the layer has at most sizes;
-the forward pass has another where that is clearly faster at the size at hand, so that all sizes together need a few.
+offered is a short list that depends on the layer and the kind of its images (tiny, or such as the cores take as they
+lie, or neither), not on their size or the batch's. The first of it is what the layer has at most sizes; the forward
+pass has another of the list where that is clearly faster at the size at hand, so that all sizes together need a few.
 Other passes have one, but for weight gradients that the fastest kernel cannot compute at every size. Nothing is tried
 at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
 """

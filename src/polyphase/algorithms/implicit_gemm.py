@@ -332,7 +332,8 @@ def _rank(
         fastest = min(predicted, key=predicted.__getitem__, default=None)
         if fastest is None:
             continue
-        if predicted[fastest] < _AS_GOOD * min(_seconds(gather, variant, device) for variant in chosen):
+        before = min((_seconds(gather, variant, device) for variant in chosen), default=math.inf)
+        if predicted[fastest] < _AS_GOOD * before:
             chosen.append(fastest)
     return [*chosen, *(variant for variant in order if variant not in chosen)]
 

@@ -20,7 +20,7 @@ from polyphase.jit.source import KernelSource
 CLOSE = 1.1
 """Times the fastest candidate's time up to which a choice is as good."""
 
-_HOPELESS = 4.0  # times the fastest prediction: no prediction errs by that much
+_HOPELESS = 4.0  # times the fastest prediction: such candidates are hardly ever the fastest
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,16 @@ def sources(cases: Iterable[Case], device: DeviceInfo) -> Iterator[KernelSource]
 
 
 def worth_measuring(case: Case, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
-    """The candidates that may be the fastest of a case: those whose predictions are not hopeless."""
+    """The candidates that may be the fastest of a case: those whose predictions are not hopeless.
+
+    The planner's own choice is among them, whose algorithm is chosen at another size.
+    """
     offers = plan.launches(case.problem, case.pass_, device)
+    if not offers:
+        return []
+    own = plan.plan(case.problem, case.pass_, device, by_prediction=True).candidate
     most = _HOPELESS * min(candidate.seconds for candidate, _ in offers)
-    return [(candidate, launch) for candidate, launch in offers if candidate.seconds <= most]
+    return [(candidate, launch) for candidate, launch in offers if candidate.seconds <= most or candidate == own]
 
 
 def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned:
