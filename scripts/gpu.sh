@@ -35,7 +35,7 @@ channels_last() { record -channels-last --quick --suite all --layouts channels_l
 models() { record -models --quick --suite models; }
 strict() { bench --suite kernelbench --strict-fp32 --quick --csv "$RESULTS-strict.csv"; }
 planner() { # its choices beside all candidates; what was measured is not for the other stages
-  POLYPHASE_CACHE_DIR=$(mktemp -d) "$python" -m polyphase tune --suite all --dtypes float32,bfloat16 \
+  POLYPHASE_CACHE_DIR=$root/build/gpu/planner "$python" -m polyphase tune --suite all --dtypes float32,bfloat16 \
     --csv "$RESULTS-tune.csv"
 }
 emitted() { "$python" benchmarks/emitted.py; }

@@ -751,6 +751,7 @@ __device__ __forceinline__ void publish_shared() {}
 #if WGMMA_INSTRUCTION && !defined(EMULATOR)
 // A matrix whose rows are 16 bytes of each of two chunks: PITCH bytes apart, and the second chunk `chunk_bytes` behind
 // the first; with more than 16 of PITCH all chunks of a row are neighbours, whose order the copy engine has changed.
+// Of a transposed matrix, 64 of whose columns are the 128 bytes of PITCH, the next 64 are `chunk_bytes` behind.
 template <int PITCH>
 __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
   constexpr unsigned long long swizzle = PITCH == 128 ? 1 : PITCH == 64 ? 2 : PITCH == 32 ? 3 : 0;
@@ -762,12 +763,6 @@ __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, 
 __device__ __forceinline__ unsigned long long describe_rows(unsigned address, int pitch) {
   const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
-}
-// A matrix whose columns lie together, 64 of them in the 128 bytes of a row that follows the row before, in the order
-// that the copy engine gives them; the next 64 columns `bytes` behind.
-__device__ __forceinline__ unsigned long long describe_columns(unsigned address, int bytes) {
-  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(bytes >> 4) << 16 |
-         (unsigned long long)(8 * 128 >> 4) << 32 | 1ull << 62;
 }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -1141,7 +1136,7 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
 #elif WGMMA_INSTRUCTION
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   const unsigned long long columns =
-      TRANSPOSED ? describe_columns(b, BOX_BYTES) : describe_matrix<PIXEL_PITCH>(b, b_chunk);
+      TRANSPOSED ? describe_matrix<128>(b, BOX_BYTES) : describe_matrix<PIXEL_PITCH>(b, b_chunk);
   wgmma(sums, describe_matrix<16>(a, A_CHUNK), columns, add);
 }
 #else
@@ -4797,9 +4792,8 @@ def _whole_images(
             continue
         if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
             continue
-        boxes = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
-        if transposed:
-            boxes = _operands(run)
+        pieces = _operands(run) if transposed else _pieces_of_row(run, gather) if last else (1, run)
+        boxes = pieces if engine else (0, 0)
         allocated = _allocated(run, capacity, banks, *boxes)
         size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
@@ -4873,9 +4867,7 @@ def boxes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> "Boxes":
     columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
     box = [columns, slab // row, image // slab, tile.images]
     if tile.run:  # pixels are one row: of an image, or of the tensor
-        box = [columns, 1, 1, 1] if last or not variant.whole_images else [image, 1, 1, tile.images]
-        if variant.boxes and variant.whole_images and not last:
-            box[3] = 1
+        box = [columns, 1, 1, 1] if variant.boxes or not variant.whole_images else [image, 1, 1, tile.images]
         pixel = CHUNK_BYTES if math.prod(sizes) == 1 else gather.src.strides[4] * size
         if last:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)

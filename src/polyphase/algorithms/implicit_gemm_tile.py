@@ -283,9 +283,8 @@ def _whole_images(
             continue
         if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
             continue
-        boxes = (0, 0) if not engine else _pieces_of_row(run, gather) if last else (1, run)
-        if transposed:
-            boxes = _operands(run)
+        pieces = _operands(run) if transposed else _pieces_of_row(run, gather) if last else (1, run)
+        boxes = pieces if engine else (0, 0)
         allocated = _allocated(run, capacity, banks, *boxes)
         size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
@@ -359,9 +358,7 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
     columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
     box = [columns, slab // row, image // slab, tile.images]
     if tile.run:  # pixels are one row: of an image, or of the tensor
-        box = [columns, 1, 1, 1] if last or not variant.whole_images else [image, 1, 1, tile.images]
-        if variant.boxes and variant.whole_images and not last:
-            box[3] = 1
+        box = [columns, 1, 1, 1] if variant.boxes or not variant.whole_images else [image, 1, 1, tile.images]
         pixel = CHUNK_BYTES if math.prod(sizes) == 1 else gather.src.strides[4] * size
         if last:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)

@@ -353,12 +353,12 @@ __device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x,
   return value;
 }
 
-// The outputs of a tile on their way from sums to shared memory.
 // Whether the cores may be right about an output.
 __device__ __forceinline__ bool is_trusted(float value) {
   return EXACT ? fabsf(value) <= 3.402823466e+38f : value == value;
 }
 
+// The outputs of a tile on their way from sums to shared memory.
 struct Outputs {
   const Geometry& g;
   const Pair* const pairs;     // of the warp's cells

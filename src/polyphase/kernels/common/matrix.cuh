@@ -63,7 +63,7 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
 #elif WGMMA_INSTRUCTION
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   const unsigned long long columns =
-      TRANSPOSED ? describe_columns(b, BOX_BYTES) : describe_matrix<PIXEL_PITCH>(b, b_chunk);
+      TRANSPOSED ? describe_matrix<128>(b, BOX_BYTES) : describe_matrix<PIXEL_PITCH>(b, b_chunk);
   wgmma(sums, describe_matrix<16>(a, A_CHUNK), columns, add);
 }
 #else

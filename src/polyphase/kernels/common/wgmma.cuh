@@ -10,6 +10,7 @@ __device__ __forceinline__ void publish_shared() {}
 #if WGMMA_INSTRUCTION && !defined(EMULATOR)
 // A matrix whose rows are 16 bytes of each of two chunks: PITCH bytes apart, and the second chunk `chunk_bytes` behind
 // the first; with more than 16 of PITCH all chunks of a row are neighbours, whose order the copy engine has changed.
+// Of a transposed matrix, 64 of whose columns are the 128 bytes of PITCH, the next 64 are `chunk_bytes` behind.
 template <int PITCH>
 __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
   constexpr unsigned long long swizzle = PITCH == 128 ? 1 : PITCH == 64 ? 2 : PITCH == 32 ? 3 : 0;
@@ -21,12 +22,6 @@ __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, 
 __device__ __forceinline__ unsigned long long describe_rows(unsigned address, int pitch) {
   const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
-}
-// A matrix whose columns lie together, 64 of them in the 128 bytes of a row that follows the row before, in the order
-// that the copy engine gives them; the next 64 columns `bytes` behind.
-__device__ __forceinline__ unsigned long long describe_columns(unsigned address, int bytes) {
-  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(bytes >> 4) << 16 |
-         (unsigned long long)(8 * 128 >> 4) << 32 | 1ull << 62;
 }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
