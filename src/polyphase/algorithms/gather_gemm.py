@@ -231,7 +231,7 @@ def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
     part_bytes = 512 * steps * entries
     if parts > 1:
         parts = 3 if 3 * part_bytes <= _MAX_THREE_PARTS else 2
-    return _Product(row_blocks, pixels, entries, parts, steps, parts * part_bytes)
+    return _Product(row_blocks, pixels, entries, parts, steps, min(parts, 2) * part_bytes)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:

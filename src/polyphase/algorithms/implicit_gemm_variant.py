@@ -268,7 +268,7 @@ def families(
                     continue  # registers spill
                 if k_steps == 4 and not row_channels and not taps.are_alike(lines):
                     continue  # had a fence for each product (C7519), so the model was never fitted to them
-                sums = _accumulators(parts, wgmma, held + 16 * (k_steps == 4 and channel_blocks > 1))
+                sums = _accumulators(parts, wgmma, held + 16 * (k_steps >= 2 and channel_blocks > 1))
                 fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
                 by_engine = boxes and wgmma and parts == 1 and fills
                 ways = [(False, *way) for way in _LOADERS[channels_last]]

@@ -10,7 +10,8 @@
 // from memory as the cores take them, nothing is turned around. COLUMNS columns are a chunk; its weights
 // (pack_columns.cu) come stage by stage through shared memory, STAGE_STEPS operations each, or are all there
 // (RESIDENT). One group stores a chunk while the other multiplies. Tiles are dealt out one by one, so that neighbours
-// are stored together; the chunks of those that are left over are shared out.
+// are stored together; the chunks of those that are left over are shared out. A tile's last chunk is stored when the
+// next tile's pixels are on their way.
 //
 // Which of a tile's pixels are which of the product's rows is all the same to it. Where a cell is two elements wide a
 // thread's pixels are neighbours, hence its outputs, too: 16 bytes.
@@ -39,7 +40,7 @@ constexpr int CHUNK_STAGES = STEPS / STAGE_STEPS;
 constexpr int CHUNK_PITCH = COLUMNS * 16, OPERATION_BYTES = 2 * CHUNK_PITCH;
 constexpr int STAGE_BYTES = STAGE_STEPS * OPERATION_BYTES, CHUNK_BYTES = CHUNK_STAGES * STAGE_BYTES;
 constexpr bool NEIGHBOURS = AXIS_W.stride == 2;  // a thread's pixels
-constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
+constexpr int LOADER_REGISTERS = 24, MULTIPLIER_REGISTERS = 240;
 
 static_assert(STEPS % STAGE_STEPS == 0, "stages are whole");
 static_assert(ROW_TILES == WORD, "a thread's outputs are 16 bytes");
@@ -66,32 +67,28 @@ struct Slot {
 // Some chunks of a unit, which is a tile and a group of channels.
 struct Run {
   int unit, first, behind;
+
+  __device__ __forceinline__ bool exists() const { return first < behind; }
 };
 
-// Calls each(run) for the runs of a block, in order.
-template <class Each>
-__device__ __forceinline__ void for_runs(const Geometry& g, const Each& each) {
-  long long index = 0, behind = 0;  // chunks that are left over
-#pragma unroll 1
-  for (int round = 0;; ++round) {
-    Run run;
-    if (round < g.rounds) {
-      run = {round * (int)gridDim.x + (int)blockIdx.x, 0, CHUNKS};
-    } else {
-      if (round == g.rounds) {
-        index = (long long)blockIdx.x * g.share, behind = index + g.share;
-        const long long all = (long long)(g.units - g.rounds * (int)gridDim.x) * CHUNKS;
-        if (behind > all) behind = all;
-      }
-      if (index >= behind) return;
-      const int of_unit = (int)(index / CHUNKS);
-      run.unit = g.rounds * (int)gridDim.x + of_unit, run.first = (int)(index - (long long)of_unit * CHUNKS);
-      run.behind = run.first + (int)(behind - index) < CHUNKS ? run.first + (int)(behind - index) : CHUNKS;
-      index += run.behind - run.first;
-    }
-    each(run);
+// The runs of a block, one after the other: whole units first, then its share of the chunks that are left over.
+class Runs {
+ public:
+  __device__ __forceinline__ explicit Runs(const Geometry& g) : round(0), index((int)blockIdx.x * g.share) {
+    behind = min(index + g.share, (g.units - g.rounds * (int)gridDim.x) * CHUNKS);
   }
-}
+  // One without chunks when there are no more.
+  __device__ __forceinline__ Run next(const Geometry& g) {
+    if (round < g.rounds) return {round++ * (int)gridDim.x + (int)blockIdx.x, 0, CHUNKS};
+    if (index >= behind) return {0, 0, 0};
+    const int of_unit = index / CHUNKS, first = index % CHUNKS, last = min(CHUNKS, first + behind - index);
+    index += last - first;
+    return {g.rounds * (int)gridDim.x + of_unit, first, last};
+  }
+
+ private:
+  int round, index, behind;  // the latter two of the chunks that are left over
+};
 
 // Where one of the pixels lies, and its cell, from a tensor's first channel on.
 struct Pixel {
@@ -114,85 +111,116 @@ __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int first_pixel(int tile) { return tile * TILE + threadIdx.x / 32 * (16 * ROW_TILES); }
 __device__ __forceinline__ int pixel_of(int i) { return NEIGHBOURS ? lane() / 4 * PIXELS + i : lane() / 4 + 8 * i; }
 
+// COUNT elements.
+template <int COUNT>
+using Words = Vector<unsigned, COUNT * ELEMENT / 4>;
+
 // All channels of a thread's pixels, as the cores take them (common/mma.cuh).
 struct Rows {
   unsigned of[ROW_TILES][STEPS][4];
 
-  // `x` is the group's first channel. Pixels that do not exist are read where others lie.
+  // `x` is the group's first channel. Pixels that do not exist are read where others lie. Nothing waits for what is on
+  // its way before settle().
   __device__ __forceinline__ void load(const Geometry& g, const scalar_t* x, int first) {
     const int channel = lane() % 4 * WORD;
-    const scalar_t* from[PIXELS];
+    x += (long long)channel * g.x_stride;
+    if (NEIGHBOURS && g.together) {
+      load_together(x + Pixel(g, first + pixel_of(0)).x, g.x_stride, channel);
+    } else {
 #pragma unroll
-    for (int i = 0; i < PIXELS; ++i) from[i] = x + (long long)channel * g.x_stride + Pixel(g, first + pixel_of(i)).x;
-    if (NEIGHBOURS && g.together)
-      load_all<true>(g.x_stride, from, channel);
-    else
-      load_all<false>(g.x_stride, from, channel);
-    if constexpr (ELEMENT == 4)  // when all are on their way
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) of[0][step][i] = __float_as_uint(round_tf32(__uint_as_float(of[0][step][i])));
-    pin_steps(0, STEPS);
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+        load_apart(tile, x + Pixel(g, first + pixel_of(2 * tile)).x, x + Pixel(g, first + pixel_of(2 * tile + 1)).x,
+                   g.x_stride, channel);
+    }
   }
-  __device__ __forceinline__ void pin_steps(int first, int behind) {
+  __device__ __forceinline__ void settle(const Geometry& g) {
 #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; ++tile)
+    for (int i = 0; i < ROW_TILES * STEPS; ++i) {
+      unsigned (&words)[4] = of[i / STEPS][i % STEPS];
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-        if (step >= first && step < behind) pin(of[tile][step]);
+      for (int j = 0; j < 4; ++j) {
+        if (ELEMENT == 4) {
+          words[j] = __float_as_uint(round_tf32(__uint_as_float(words[j])));
+        } else if (NEIGHBOURS && g.together && j % 2 == 0) {
+          const unsigned one = words[j], other = words[j + 1];
+          words[j] = one & 0xffff | other << 16, words[j + 1] = one >> 16 | other & 0xffff0000;
+        }
+      }
+    }
+    pin_all();
+  }
+  __device__ __forceinline__ void pin_all() {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * STEPS; ++i) pin(of[i / STEPS][i % STEPS]);
   }
 
  private:
-  template <bool TOGETHER>
-  __device__ __forceinline__ void load_all(int stride, const scalar_t* (&from)[PIXELS], int first) {
+  // Where the thread's channels of half a step begin, of which the first is `first`; whether one exists.
+  static __device__ __forceinline__ constexpr int channel_of(int i) { return i / 2 * DEPTH + i % 2 * (DEPTH / 2); }
+  static __device__ __forceinline__ bool exists(int channel) {
+    return IN_CHANNELS % DEPTH == 0 || channel < IN_CHANNELS;
+  }
+
+  // Words are two pixels of a channel still, where they are to be two channels of a pixel.
+  __device__ __forceinline__ void load_together(const scalar_t* from, int stride, int first) {
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
+    for (int i = 0; i < 2 * STEPS; ++i, from += DEPTH / 2 * stride)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Vector<scalar_t, PIXELS> channels[WORD];
-#pragma unroll
-        for (int i = 0; i < WORD; ++i) {
-          const int channel = first + step * DEPTH + half * (DEPTH / 2) + i;
-          channels[i] = {};
-          if (IN_CHANNELS % DEPTH != 0 && channel >= IN_CHANNELS) continue;
-          if constexpr (TOGETHER) {
-            channels[i] = *(const Vector<scalar_t, PIXELS>*)(from[0] + (long long)i * stride);
-          } else {
-#pragma unroll
-            for (int j = 0; j < PIXELS; ++j) channels[i].value[j] = read_now(from[j] + (long long)i * stride);
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < PIXELS; ++j) {
-          of[j / 2][step][2 * half + j % 2] = word(channels, j);
-          from[j] += DEPTH / 2 * stride;
-        }
+      for (int j = 0; j < WORD; ++j) {
+        Words<PIXELS> pixels = {};
+        if (exists(first + channel_of(i) + j)) pixels = *(const Words<PIXELS>*)(from + (long long)j * stride);
+        if (ELEMENT == 4)
+          of[0][i / 2][i % 2 * 2] = pixels.value[0], of[0][i / 2][i % 2 * 2 + 1] = pixels.value[1];
+        else
+          of[0][i / 2][i % 2 * 2 + j] = pixels.value[0], of[ROW_TILES - 1][i / 2][i % 2 * 2 + j] = pixels.value[1];
       }
-      // Halves of a word are registers, too, until both are there.
-      if (ELEMENT == 2 && !TOGETHER) __syncwarp();
+  }
+
+  // Two pixels' channels, each by itself.
+  __device__ __forceinline__ void load_apart(int tile, const scalar_t* one, const scalar_t* other, int stride,
+                                             int first) {
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i, one += DEPTH / 2 * stride, other += DEPTH / 2 * stride) {
+      scalar_t channels[2][WORD];
+#pragma unroll
+      for (int j = 0; j < WORD; ++j) {
+        channels[0][j] = channels[1][j] = zero<scalar_t>();
+        if (!exists(first + channel_of(i) + j)) continue;
+        channels[0][j] = read_now(one + (long long)j * stride);
+        channels[1][j] = read_now(other + (long long)j * stride);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) of[tile][i / 2][i % 2 * 2 + j] = word(channels[j]);
+      // Left to itself the compiler keeps halves of words, and more addresses than there are registers for.
+      if (i % 2 == 1) __syncwarp();
     }
   }
-  static __device__ __forceinline__ float read_now(const float* from) { return read(from); }
+  static __device__ __forceinline__ float read_now(const float* from) {
+#ifndef EMULATOR
+    float value;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+    return value;
+#else
+    return *from;
+#endif
+  }
   template <class T>
   static __device__ __forceinline__ T read_now(const T* from) {
     return T{*(const volatile unsigned short*)from};
   }
-  static __device__ __forceinline__ unsigned word(const Vector<float, PIXELS> (&channels)[1], int pixel) {
-    return __float_as_uint(channels[0].value[pixel]);
-  }
+  static __device__ __forceinline__ unsigned word(const float (&channels)[1]) { return __float_as_uint(channels[0]); }
   template <class T>
-  static __device__ __forceinline__ unsigned word(const Vector<T, PIXELS> (&channels)[2], int pixel) {
-    return channels[0].value[pixel].bits | (unsigned)channels[1].value[pixel].bits << 16;
+  static __device__ __forceinline__ unsigned word(const T (&channels)[2]) {
+    return channels[0].bits | (unsigned)channels[1].bits << 16;
   }
 };
 
-// Has a unit's pixels come to the L2 cache: a warp's, a channel for each lane.
-__device__ __forceinline__ void prefetch(const Geometry& g, const scalar_t* x, int unit) {
+// Has a run's pixels come to the L2 cache: a warp's, a channel for each lane.
+__device__ __forceinline__ void prefetch(const Geometry& g, const scalar_t* x, const Run& run) {
 #ifndef EMULATOR
-  const Pixel pixel(g, first_pixel(unit / g.groups));
-  if (unit >= g.units || !pixel.exists) return;
-  const scalar_t* const from = x + pixel.x + (long long)(unit % g.groups * IN_CHANNELS + lane()) * g.x_stride;
+  const Pixel pixel(g, first_pixel(run.unit / g.groups));
+  if (!run.exists() || !pixel.exists) return;
+  const scalar_t* const from = x + pixel.x + (long long)(run.unit % g.groups * IN_CHANNELS + lane()) * g.x_stride;
 #pragma unroll
   for (int first = 0; first < IN_CHANNELS; first += 32)
     if (first + lane() < IN_CHANNELS)
@@ -227,6 +255,31 @@ struct Columns {
   }
 };
 
+// The bias of a chunk's channels, one or two for each lane of a warp, so that it is there when sums begin with it.
+struct Biases {
+  static constexpr int SPAN = TAPS == 2 ? COLUMNS / 2 : 32;
+  static_assert(COLUMNS <= 128 && (TAPS == 2 || COLUMNS % TAPS == 0 || COLUMNS / TAPS + 2 <= 32), "those of a chunk");
+  scalar_t of[ceil_div(SPAN, 32)];
+
+  // `bias` is of the group's first channel.
+  __device__ __forceinline__ void load(const scalar_t* bias, int chunk) {
+#pragma unroll
+    for (int i = 0; i < ceil_div(SPAN, 32); ++i)
+      of[i] = read(bias + min(chunk * COLUMNS / TAPS + 32 * i + lane(), OUT_CHANNELS - 1));
+  }
+  // Of the thread's columns of each 8.
+  __device__ __forceinline__ float of_column(int chunk, int tile) const {
+    const int channel = Columns::column(chunk, tile) / TAPS - chunk * COLUMNS / TAPS;
+    float bias = 0;
+#pragma unroll
+    for (int i = 0; i < ceil_div(SPAN, 32); ++i) {
+      const float of_lane = __shfl_sync(~0u, widen(of[i]), channel % 32);
+      if (channel / 32 == i) bias = of_lane;
+    }
+    return bias;
+  }
+};
+
 // The weights of a stage, as the cores are told of them.
 struct Stage {
 #ifndef EMULATOR
@@ -238,9 +291,7 @@ struct Stage {
 #endif
 };
 
-// COUNT elements, stored by one instruction: left to itself the compiler takes vectors apart.
-template <int COUNT>
-using Words = Vector<unsigned, COUNT * ELEMENT / 4>;
+// Stored by one instruction: left to itself the compiler takes vectors apart.
 #ifndef EMULATOR
 __device__ __forceinline__ void store_whole(void* to, const Vector<unsigned, 4>& words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.value[0]), "r"(words.value[1]),
@@ -265,13 +316,17 @@ struct Sums {
   float of[ROW_TILES][COLUMNS / 2];
 
   // The bias, to which all is added.
-  __device__ __forceinline__ void begin(int chunk, const scalar_t* biases) {
+  __device__ __forceinline__ void begin(int chunk, const Biases& biases) {
 #pragma unroll
     for (int tile = 0; tile < COLUMN_TILES; ++tile) {
-      const float bias = Columns::exists(chunk, tile) ? widen(read(biases + Columns::column(chunk, tile) / TAPS)) : 0.f;
+      const float bias = biases.of_column(chunk, tile);
 #pragma unroll
       for (int i = 0; i < 4 * ROW_TILES; ++i) of[i / 4][4 * tile + i % 4] = bias;
     }
+    pin_all();
+  }
+
+  __device__ __forceinline__ void pin_all() {
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile) pin(of[tile]);
   }
@@ -352,7 +407,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (threadIdx.x != 128 * GROUPS) return;
     wait_for_prologue();
     int missing = CHUNKS;  // of those that stay
-    for_runs(g, [&](const Run& run) {
+    Runs runs(g);
+    for (Run run = runs.next(g); run.exists() && missing > 0; run = runs.next(g)) {
       if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
       const unsigned char* from = packed + ((long long)(run.unit % g.groups) * CHUNKS + run.first) * CHUNK_BYTES;
       for (int chunk = run.first; chunk < run.behind && missing > 0; ++chunk) {
@@ -364,63 +420,83 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           barrier_arrive(barrier);
         }
       }
-    });
+    }
     return;
   }
 
   registers_claim<MULTIPLIER_REGISTERS>();
   unsigned turn = group;  // the parity of the barrier that tells a group that it is its turn: the first's, at once
-  for_runs(g, [&](const Run& run) {
-    const int first = first_pixel(run.unit / g.groups), channels = run.unit % g.groups;
-    Rows rows;
-    rows.load(g, x + (long long)(channels * IN_CHANNELS) * g.x_stride, first);
-    prefetch(g, x, run.unit + (int)gridDim.x);
-    scalar_t* to[PIXELS];
-    bool exists[PIXELS];
-#pragma unroll
-    for (int i = 0; i < PIXELS; ++i) {
-      const Pixel pixel(g, first + pixel_of(i));
-      to[i] = y + (long long)(channels * OUT_CHANNELS) * g.y_stride[0] + pixel.y, exists[i] = pixel.exists;
-    }
-    if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
+  Runs runs(g);
+  Run run{};
+  Rows rows;
+  Biases biases;
+  Sums sums;
+  Columns columns(g, 0);
+  scalar_t* to[PIXELS] = {};
+  bool exists[PIXELS] = {};
+  // A round stores what the one before has multiplied, when the pixels that come next are on their way.
 #pragma unroll 1
-    for (int chunk = run.first; chunk < run.behind; ++chunk) {
-      Sums sums;
-      if (HAS_BIAS) sums.begin(chunk, bias + channels * OUT_CHANNELS);
-      barrier_wait(turns + 8 * group, turn ^ 1), turn ^= 1;
-#pragma unroll
-      for (int stage = 0; stage < CHUNK_STAGES; ++stage) {
-        barrier_wait(full + 8 * slot.index, slot.parity);
-        const Stage columns(shared_address(weights) + slot.index * STAGE_BYTES);
-        products_begin();
-#pragma unroll
-        for (int step = 0; step < STAGE_STEPS; ++step)
-#pragma unroll
-          for (int tile = 0; tile < ROW_TILES; ++tile)
-            sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], columns, step, HAS_BIAS || stage + step > 0);
-        products_commit();
-        if (!RESIDENT && stage > 0) {
-          products_wait<1>();
-          if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * slot.before());
-        }
-        slot.next();
+  for (int chunk = 0;; ++chunk) {
+    const bool begins = chunk == run.behind;
+    const int before = chunk - 1;
+    const bool stored = run.exists();
+    if (begins) {
+      run = runs.next(g), chunk = run.first;
+      if (run.exists()) {
+        const int channels = run.unit % g.groups;
+        rows.load(g, x + (long long)(channels * IN_CHANNELS) * g.x_stride, first_pixel(run.unit / g.groups));
+        if (HAS_BIAS) biases.load(bias + channels * OUT_CHANNELS, chunk);
       }
-      __syncwarp();
-      if (lane() == 0) barrier_arrive(turns + 8 * (GROUPS - 1 - group));
-      const Columns columns(g, chunk);  // while the last products are on their way
-      products_wait<0>();
-#pragma unroll
-      for (int tile = 0; tile < ROW_TILES; ++tile) pin(sums.of[tile]);
-      rows.pin_steps(0, STEPS);
-      if (!RESIDENT && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * slot.before());
-      if (NEIGHBOURS && g.vector == 2 * PIXELS)
-        sums.store<2 * PIXELS>(g, chunk, columns, to, exists);
-      else if (NEIGHBOURS && PIXELS > 2 && g.vector == 4)
-        sums.store<4>(g, chunk, columns, to, exists);
-      else if (g.vector == 2)
-        sums.store<2>(g, chunk, columns, to, exists);
-      else
-        sums.store<1>(g, chunk, columns, to, exists);
     }
-  });
+    if (stored) {
+      if (NEIGHBOURS && g.vector == 2 * PIXELS)
+        sums.store<2 * PIXELS>(g, before, columns, to, exists);
+      else if (NEIGHBOURS && PIXELS > 2 && g.vector == 4)
+        sums.store<4>(g, before, columns, to, exists);
+      else if (g.vector == 2)
+        sums.store<2>(g, before, columns, to, exists);
+      else
+        sums.store<1>(g, before, columns, to, exists);
+    }
+    if (begins) {
+      if (!run.exists()) break;
+      scalar_t* const first = y + (long long)(run.unit % g.groups * OUT_CHANNELS) * g.y_stride[0];
+#pragma unroll
+      for (int i = 0; i < PIXELS; ++i) {
+        const Pixel pixel(g, first_pixel(run.unit / g.groups) + pixel_of(i));
+        to[i] = first + pixel.y, exists[i] = pixel.exists;
+      }
+      if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
+      rows.settle(g);
+    }
+    if (HAS_BIAS) sums.begin(chunk, biases);
+    barrier_wait(turns + 8 * group, turn ^ 1), turn ^= 1;
+#pragma unroll
+    for (int stage = 0; stage < CHUNK_STAGES; ++stage) {
+      barrier_wait(full + 8 * slot.index, slot.parity);
+      const Stage weights_of_stage(shared_address(weights) + slot.index * STAGE_BYTES);
+      products_begin();
+#pragma unroll
+      for (int step = 0; step < STAGE_STEPS; ++step)
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile)
+          sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights_of_stage, step,
+                   HAS_BIAS || stage + step > 0);
+      products_commit();
+      if (!RESIDENT && stage > 0) {
+        products_wait<1>();
+        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * slot.before());
+      }
+      slot.next();
+    }
+    __syncwarp();
+    if (lane() == 0) barrier_arrive(turns + 8 * (GROUPS - 1 - group));
+    columns = Columns(g, chunk);                                      // while the last products are on their way
+    if (chunk + 1 == run.behind) prefetch(g, x, Runs(runs).next(g));  // all at once, before any is waited for
+    if (HAS_BIAS && chunk + 1 < run.behind) biases.load(bias + run.unit % g.groups * OUT_CHANNELS, chunk + 1);
+    products_wait<0>();
+    sums.pin_all();
+    rows.pin_all();
+    if (!RESIDENT && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * slot.before());
+  }
 }

@@ -46,28 +46,58 @@ struct Body {
       : head(min(row, (SECTOR - misalignment(to)) % SECTOR)), length((row - head) / SECTOR * SECTOR) {}
 };
 
-// That of a row of `length` elements, by the copy engine. Whether there is nothing besides.
-__device__ __forceinline__ bool write_body(scalar_t* to, const scalar_t* from, int length) {
+// That of a row of `length` elements, by the copy engine, or by a warp.
+__device__ __forceinline__ void bulk_store_body(scalar_t* to, const scalar_t* from, int length) {
   const Body body(to, length);
   if (body.length > 0) bulk_store(to + body.head, from + body.head, body.length * (unsigned)sizeof(scalar_t));
-  return body.length == length;
+}
+__device__ __forceinline__ void write_body(scalar_t* to, const scalar_t* from, int length) {
+  const Body body(to, length);
+  typedef Vector<scalar_t, SECTOR / 2> Wide;
+#pragma unroll 4
+  for (int i = threadIdx.x % 32; i < body.length / (SECTOR / 2); i += 32)
+    ((Wide*)(to + body.head))[i] = ((const Wide*)(from + body.head))[i];
 }
 
-// The rest of it, or all of it where there is no copy engine, by a warp.
-__device__ __forceinline__ void write_row(scalar_t* to, const scalar_t* from, int length) {
+// The rest of it, by as many lanes as may be needed. Neighbouring rows that share a sector, written by one instruction,
+// write it whole.
+constexpr int END_LANES = 2 * SECTOR, ENDS_AT_ONCE = 32 / END_LANES;
+__device__ __forceinline__ void write_ends(scalar_t* to, const scalar_t* from, int length) {
   const Body body(to, length);
-  const int lane = threadIdx.x % 32, tail = body.head + body.length;
-  if (!BULK_STORES) {
-    typedef Vector<scalar_t, SECTOR / 2> Wide;
-#pragma unroll 4
-    for (int i = lane; i < body.length / (SECTOR / 2); i += 32)
-      ((Wide*)(to + body.head))[i] = ((const Wide*)(from + body.head))[i];
-  }
+  const int lane = threadIdx.x % END_LANES, tail = body.head + body.length;
   const int end = lane < SECTOR ? body.head : length, edge = lane < SECTOR ? lane : tail + lane - SECTOR;
-  if (lane < 2 * SECTOR && edge < end) to[edge] = from[edge];
+  if (edge < end) to[edge] = from[edge];
 }
 
 // A row whose elements are `stride` apart in memory.
 __device__ __forceinline__ void write_apart(scalar_t* to, const scalar_t* from, int length, long long stride) {
   for (int i = threadIdx.x % 32; i < length; i += 32) to[i * stride] = from[i];
+}
+
+// Calls write(to, from, length) with the row of each of a warp's first `count` lanes, of AT_ONCE in parts of the warp.
+template <int AT_ONCE, class Write>
+__device__ __forceinline__ void for_rows(scalar_t* to, const scalar_t* from, int length, int count,
+                                         const Write& write) {
+#pragma unroll 2
+  for (int i = 0; i < count; i += AT_ONCE) {
+    const int lane = i + threadIdx.x % 32 / (32 / AT_ONCE);
+    const int of_lane = __shfl_sync(~0u, length, lane);
+    scalar_t* const row = (scalar_t*)__shfl_sync(~0u, (long long)to, lane);
+    write(row, (const scalar_t*)__cvta_shared_to_generic(__shfl_sync(~0u, shared_address(from), lane)), of_lane);
+  }
+}
+
+// A row of each of a warp's first `count` lanes, of 0 elements for the others.
+__device__ __forceinline__ void write_rows(scalar_t* to, const scalar_t* from, int length, int count,
+                                           long long stride) {
+  if (stride != 1) {
+    for_rows<1>(to, from, length, count,
+                [=](scalar_t* to, const scalar_t* from, int length) { write_apart(to, from, length, stride); });
+    return;
+  }
+  if (BULK_STORES)
+    bulk_store_body(to, from, length), bulk_stores_commit();
+  else
+    for_rows<1>(to, from, length, count, write_body);
+  if (!__all_sync(~0u, Body(to, length).length == length)) for_rows<ENDS_AT_ONCE>(to, from, length, count, write_ends);
 }
