@@ -1843,30 +1843,60 @@ struct Body {
       : head(min(row, (SECTOR - misalignment(to)) % SECTOR)), length((row - head) / SECTOR * SECTOR) {}
 };
 
-// That of a row of `length` elements, by the copy engine. Whether there is nothing besides.
-__device__ __forceinline__ bool write_body(scalar_t* to, const scalar_t* from, int length) {
+// That of a row of `length` elements, by the copy engine, or by a warp.
+__device__ __forceinline__ void bulk_store_body(scalar_t* to, const scalar_t* from, int length) {
   const Body body(to, length);
   if (body.length > 0) bulk_store(to + body.head, from + body.head, body.length * (unsigned)sizeof(scalar_t));
-  return body.length == length;
+}
+__device__ __forceinline__ void write_body(scalar_t* to, const scalar_t* from, int length) {
+  const Body body(to, length);
+  typedef Vector<scalar_t, SECTOR / 2> Wide;
+#pragma unroll 4
+  for (int i = threadIdx.x % 32; i < body.length / (SECTOR / 2); i += 32)
+    ((Wide*)(to + body.head))[i] = ((const Wide*)(from + body.head))[i];
 }
 
-// The rest of it, or all of it where there is no copy engine, by a warp.
-__device__ __forceinline__ void write_row(scalar_t* to, const scalar_t* from, int length) {
+// The rest of it, by as many lanes as may be needed. Neighbouring rows that share a sector, written by one instruction,
+// write it whole.
+constexpr int END_LANES = 2 * SECTOR, ENDS_AT_ONCE = 32 / END_LANES;
+__device__ __forceinline__ void write_ends(scalar_t* to, const scalar_t* from, int length) {
   const Body body(to, length);
-  const int lane = threadIdx.x % 32, tail = body.head + body.length;
-  if (!BULK_STORES) {
-    typedef Vector<scalar_t, SECTOR / 2> Wide;
-#pragma unroll 4
-    for (int i = lane; i < body.length / (SECTOR / 2); i += 32)
-      ((Wide*)(to + body.head))[i] = ((const Wide*)(from + body.head))[i];
-  }
+  const int lane = threadIdx.x % END_LANES, tail = body.head + body.length;
   const int end = lane < SECTOR ? body.head : length, edge = lane < SECTOR ? lane : tail + lane - SECTOR;
-  if (lane < 2 * SECTOR && edge < end) to[edge] = from[edge];
+  if (edge < end) to[edge] = from[edge];
 }
 
 // A row whose elements are `stride` apart in memory.
 __device__ __forceinline__ void write_apart(scalar_t* to, const scalar_t* from, int length, long long stride) {
   for (int i = threadIdx.x % 32; i < length; i += 32) to[i * stride] = from[i];
+}
+
+// Calls write(to, from, length) with the row of each of a warp's first `count` lanes, of AT_ONCE in parts of the warp.
+template <int AT_ONCE, class Write>
+__device__ __forceinline__ void for_rows(scalar_t* to, const scalar_t* from, int length, int count,
+                                         const Write& write) {
+#pragma unroll 2
+  for (int i = 0; i < count; i += AT_ONCE) {
+    const int lane = i + threadIdx.x % 32 / (32 / AT_ONCE);
+    const int of_lane = __shfl_sync(~0u, length, lane);
+    scalar_t* const row = (scalar_t*)__shfl_sync(~0u, (long long)to, lane);
+    write(row, (const scalar_t*)__cvta_shared_to_generic(__shfl_sync(~0u, shared_address(from), lane)), of_lane);
+  }
+}
+
+// A row of each of a warp's first `count` lanes, of 0 elements for the others.
+__device__ __forceinline__ void write_rows(scalar_t* to, const scalar_t* from, int length, int count,
+                                           long long stride) {
+  if (stride != 1) {
+    for_rows<1>(to, from, length, count,
+                [=](scalar_t* to, const scalar_t* from, int length) { write_apart(to, from, length, stride); });
+    return;
+  }
+  if (BULK_STORES)
+    bulk_store_body(to, from, length), bulk_stores_commit();
+  else
+    for_rows<1>(to, from, length, count, write_body);
+  if (!__all_sync(~0u, Body(to, length).length == length)) for_rows<ENDS_AT_ONCE>(to, from, length, count, write_ends);
 }
 """
 FILES["gather_gemm.cu"] = r"""
@@ -1985,7 +2015,8 @@ struct Entries {
 };
 __device__ constexpr Entries ENTRIES;
 
-constexpr int ENTRY_BYTES = PARTS * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
+constexpr int MATRICES = EXACT ? 2 : 1;  // of an entry
+constexpr int ENTRY_BYTES = MATRICES * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
 constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
 
 // What the cores take of one channel's weight or pixel, or of two neighbouring ones'.
@@ -1997,8 +2028,8 @@ __device__ __forceinline__ unsigned word_of(T value, T next) {
 
 // All operations' weights of a block's channels; `weight` is of the first. What has no tap or no channel is zero. A
 // word is two neighbouring channels' weights, one channel's, or one of PARTS == 3 of two that are half an operation
-// apart. An operation has as many matrices as there are parts: of two the high and the low one; of three those of parts
-// (in the first and in the second half of the depth) 3 and 1, 2 and 1, 1 and 2.
+// apart. Of two parts there is a matrix for each, the high and the low one; of three those of parts (in the first and
+// in the second half of the depth) 3 and 1, and 2 and 1.
 __device__ __forceinline__ void load_weights(const scalar_t* weight, int channels, char* to) {
   constexpr int WORDS = PARTS == 3 ? 2 : 4;  // of a lane: of each row, and of each half of the channels
 #pragma unroll 4
@@ -2022,7 +2053,6 @@ __device__ __forceinline__ void load_weights(const scalar_t* weight, int channel
       unsigned* const word = slot + lane * 4 + i % 2;
       word[0] = parts[2], word[2] = parts[0];
       word[128] = parts[1], word[130] = parts[0];
-      word[256] = parts[0], word[258] = parts[1];
     } else if (PARTS == 2) {
       split(widen(values[0]), slot[i % 128], slot[128 + i % 128]);
     } else {
@@ -2164,8 +2194,8 @@ struct Sums {
       float sums[PIXEL_TILES][4] = {};
 #pragma unroll
       for (int i = 0; i < 3; ++i) {  // the smallest products first
-        const Rows rows = *(const Rows*)(weights + (PARTS == 3 ? i : i == 0) * 512);
-        const int one = PARTS == 2 && i == 1 ? 2 : 0, other = PARTS == 3 && i == 0 ? 2 : one + 1;
+        const Rows rows = *(const Rows*)(weights + (PARTS == 3 ? i > 0 : i == 0) * 512);
+        const int one = PARTS == 3 ? i == 2 : 2 * (i == 1), other = PARTS == 3 ? 2 - i : one + 1;
 #pragma unroll
         for (int j = 0; j < PIXEL_TILES; ++j) mma<part_t>(sums[j], rows.value, words[j][one], words[j][other]);
       }
@@ -2236,6 +2266,13 @@ struct Outputs {
   const Pair* const pairs;     // of the warp's cells
   const scalar_t* const bias;  // of the block's first channel
   const int channels;          // that exist from there on
+  bool whole;                  // whether all outputs of those cells exist, in rows that begin as the tile's first does
+
+  __device__ __forceinline__ Outputs(const Geometry& g, const Pair* pairs, const scalar_t* bias, int channels)
+      : g(g), pairs(pairs), bias(bias), channels(channels), whole(true) {
+    for (int i = 0; i < 4 * PIXEL_TILES; ++i) whole = whole && pairs[i].width[1] == AXIS_W.stride;
+    for (int i = 0; i < 4; ++i) whole = whole && g.shift[i] % 2 == 0 && g.pitch[i] % 2 == 0;
+  }
 
   __device__ __forceinline__ float start(int channel) const {
     return HAS_BIAS ? widen(read(bias + min(channel, channels - 1))) : 0.f;
@@ -2243,21 +2280,17 @@ struct Outputs {
 
   // Whether all of them can be trusted.
   __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const Sums& sums) const {
-    bool trusted = true;
+    float doubt = 0;  // NaN where any may be wrong
     if constexpr (CELLS_AT_ONCE) {
-#pragma unroll
-      for (int j = 0; j < PIXEL_TILES; ++j) {
-        const Pair pair = pairs[4 * j + threadIdx.x % 4];
-#pragma unroll
-        for (int i = 0; i < PHASES / ALONG_W.phases * OUT_CHUNK; i += 8)
-          stage_cells(staged, origin + pair.place, sums, j, pair, i / OUT_CHUNK * ROWS_OF_LINE + i % OUT_CHUNK,
-                      trusted);
-      }
+      if (whole && origin % 2 == 0)
+        stage_cells<true>(staged, origin, sums, doubt);
+      else
+        stage_cells<false>(staged, origin, sums, doubt);
     } else {
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_BLOCKS; ++i) stage_row(staged, origin, sums, i, trusted);
+      for (int i = 0; i < 2 * ROW_BLOCKS; ++i) stage_row(staged, origin, sums, i, doubt);
     }
-    return trusted;
+    return doubt == 0;
   }
 
   // What the thread has staged that cannot be trusted is computed again; `x` is the group's and `weight` the block's
@@ -2284,42 +2317,46 @@ struct Outputs {
   }
 
  private:
-  // Whether a thread holds all elements of two cells' rows. In half precision they are put there two at a time.
-  static constexpr bool CELLS_AT_ONCE = ELEMENT == 2 && OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
-  static constexpr int ROWS_OF_LINE = ALONG_W.phases * OUT_CHUNK;
+  // Whether a thread holds all elements of two cells' rows, which are put there two at a time.
+  static constexpr bool CELLS_AT_ONCE = OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
 
-  __device__ __forceinline__ float finish(float sum, float bias, bool& trusted) const {
+  __device__ __forceinline__ float finish(float sum, float bias, float& doubt) const {
     const float value = HAS_BIAS ? sum + bias : sum;
-    trusted = trusted && is_trusted(value);
+    doubt = fmaf(value, 0.f, doubt);
     return value;
   }
 
-  // Of column tile `j`, those of all phases along the width. `first` is the row of the first phase and lane.
-  __device__ __forceinline__ void stage_cells(scalar_t* staged, int origin, const Sums& sums, int j, const Pair& pair,
-                                              int first, bool& trusted) const {
+  // Those of all phases along the width, of which a lane has one channel.
+  template <bool WHOLE>
+  __device__ __forceinline__ void stage_cells(scalar_t* staged, int origin, const Sums& sums, float& doubt) const {
     constexpr int STRIDE = AXIS_W.stride;
-    const Row row(first / 16, first / 8 % 2);
-    const float bias = start(row.channel);
-    scalar_t* const to = staged + find_place(origin + row.place(g));
-    alignas(2 * ELEMENT) scalar_t values[2 * STRIDE];
 #pragma unroll
-    for (int i = 0; i < 2 * STRIDE; ++i) {
-      const int at = first + i % STRIDE * OUT_CHUNK;
-      narrow(finish(sums.of[at / 16][j][at / 8 % 2 * 2 + i / STRIDE], bias, trusted), values[i]);
-    }
-    if (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0) {
+    for (int index = 0; index < PIXEL_TILES * PHASES / STRIDE * OUT_CHUNK; index += 8) {
+      const int j = index / (PHASES / STRIDE * OUT_CHUNK), i = index % (PHASES / STRIDE * OUT_CHUNK);
+      const int first = i / OUT_CHUNK * (STRIDE * OUT_CHUNK) + i % OUT_CHUNK;  // row of the first phase and lane
+      const Pair& pair = pairs[4 * j + threadIdx.x % 4];
+      const Row row(first / 16, first / 8 % 2);
+      const float bias = start(row.channel);
+      scalar_t* const to = staged + find_place(origin + pair.place + row.place(g));
+      alignas(2 * ELEMENT) scalar_t values[2 * STRIDE];
 #pragma unroll
-      for (int i = 0; i < STRIDE; ++i) ((Vector<scalar_t, 2>*)to)[i] = ((const Vector<scalar_t, 2>*)values)[i];
-    } else {
+      for (int k = 0; k < 2 * STRIDE; ++k) {
+        const int at = first + k % STRIDE * OUT_CHUNK;
+        narrow(finish(sums.of[at / 16][j][at / 8 % 2 * 2 + k / STRIDE], bias, doubt), values[k]);
+      }
+      if (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0)) {
 #pragma unroll
-      for (int i = 0; i < 2 * STRIDE; ++i)
-        if (i % STRIDE < pair.width[i / STRIDE]) to[i] = values[i];
+        for (int k = 0; k < STRIDE; ++k) ((Vector<scalar_t, 2>*)to)[k] = ((const Vector<scalar_t, 2>*)values)[k];
+      } else {
+#pragma unroll
+        for (int k = 0; k < 2 * STRIDE; ++k)
+          if (k % STRIDE < pair.width[k / STRIDE]) to[k] = values[k];
+      }
     }
   }
 
   // Half `i` of the rows of all blocks.
-  __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const Sums& sums, int i,
-                                            bool& trusted) const {
+  __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const Sums& sums, int i, float& doubt) const {
     const Row row(i / 2, i % 2);
     const float bias = start(row.channel);
     const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
@@ -2329,7 +2366,7 @@ struct Outputs {
       scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const float value = finish(sums.of[i / 2][j][i % 2 * 2 + k], bias, trusted);
+        const float value = finish(sums.of[i / 2][j][i % 2 * 2 + k], bias, doubt);
         if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
 #pragma unroll
         for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
@@ -2368,15 +2405,16 @@ struct Writer {
   }
 
  private:
-  // Each lane tells the copy engine of a row, and then the warp sees to the ends of one after the other.
+  // Each warp has neighbouring rows. Each lane tells the copy engine of one, and then the warp sees to their ends.
   __device__ __forceinline__ void write_slab(int image, int slab) const {
     const int warp = threadIdx.x / 32 - (WARPS + LOAD_WARPS), lane = threadIdx.x % 32;
     const int lines = min(g.lanes[2] * AXIS_H.stride, size[2]), row = min(g.lanes[3] * AXIS_W.stride, size[3]);
-    const int length = g.joined > 1 ? lines * g.y.size[2] : row, rows = OUT_CHUNK * (g.joined > 1 ? 1 : lines);
-    const int d = ALONG_D.number[slab % AXIS_D.stride];
+    const int length = g.joined > 1 ? lines * g.y.size[2] : row, of_channel = g.joined > 1 ? 1 : lines;
+    const int each = round_up(ceil_div(OUT_CHUNK * of_channel, STORE_WARPS), ENDS_AT_ONCE);
+    const int behind = min((warp + 1) * each, OUT_CHUNK * of_channel), d = ALONG_D.number[slab % AXIS_D.stride];
 #pragma unroll 1
-    for (int first = warp; first < rows; first += 32 * STORE_WARPS) {
-      const int i = first + lane * STORE_WARPS, channel = i % OUT_CHUNK, line = i / OUT_CHUNK;
+    for (int first = warp * each; first < behind; first += 32) {
+      const int i = first + lane, channel = i / of_channel, line = i % of_channel;
       const int h = ALONG_H.number[line % AXIS_H.stride];
       const int place = place_of_row(g, channel, image, slab / AXIS_D.stride * ALONG_D.phases + d,
                                      line / AXIS_H.stride * ALONG_H.phases + h, slab, line);
@@ -2384,22 +2422,8 @@ struct Writer {
       const scalar_t* from = staged + find_place(staged_place(0, misalignment(y)) + place);
       if (HAS_BARE && (d < 0 || h < 0))
         from = bare + channel * bare_pitch(g.lanes[3] * AXIS_W.stride) + misalignment(to);
-      const int mine = i < rows && channel < channels ? length : 0;
-      if (BULK_STORES && g.y.stride[4] == 1) {
-        const bool all = write_body(to, from, mine);
-        bulk_stores_commit();
-        if (__all_sync(~0u, all)) continue;
-      }
-#pragma unroll 2
-      for (int k = 0; k < min(32, ceil_div(rows - first, STORE_WARPS)); ++k) {
-        const int length = __shfl_sync(~0u, mine, k);
-        scalar_t* const row = (scalar_t*)__shfl_sync(~0u, (long long)to, k);
-        const scalar_t* const outputs = staged + __shfl_sync(~0u, (int)(from - staged), k);
-        if (g.y.stride[4] != 1)
-          write_apart(row, outputs, length, g.y.stride[4]);
-        else
-          write_row(row, outputs, length);
-      }
+      const int mine = i < behind && channel < channels ? length : 0;
+      write_rows(to, from, mine, min(32, behind - first), g.y.stride[4]);
     }
   }
 };
@@ -2614,7 +2638,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
     else
       load_stages(g, stages, tile, barriers, notes, places, buffers, share.input(g, x), y);
   } else {
-    const Outputs outputs{g, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels};
+    const Outputs outputs(g, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels);
     multiply_stages(g, stages, barriers, notes, weights, buffers, staged, outputs, x, weight);
   }
 }
@@ -3830,7 +3854,7 @@ def steps_of(problem: "ConvTransposeProblem") -> int:
 #
 # Layers with few channels in a group on tensor cores, ``kernels/gather_gemm.cu``.
 
-_MAX_THREE_PARTS = 48 << 10  # bytes of weights in three parts; beyond, float32 has two, less accurate ones
+_MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
 _BARRIER_BYTES = 256  # and the notes of stages
 
 
@@ -3985,10 +4009,10 @@ def _product(problem: "ConvTransposeProblem", out_chunk: int) -> "_Product":
         entries += len(set().union(*reads[first : last + 1]))
     pixels = math.prod(len(set().union(*phases)) for phases in taps)
     parts, steps = parts_of(problem), steps_of(problem)
-    part_bytes = 512 * steps * entries
+    weight_bytes = 512 * steps * entries * (2 if parts > 1 else 1)
     if parts > 1:
-        parts = 3 if 3 * part_bytes <= _MAX_THREE_PARTS else 2
-    return _Product(row_blocks, pixels, entries, parts, steps, parts * part_bytes)
+        parts = 3 if weight_bytes <= _MAX_THREE_PARTS else 2
+    return _Product(row_blocks, pixels, entries, parts, steps, weight_bytes)
 
 
 def _gather_gemm_shared_bytes(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", outputs: int) -> int:

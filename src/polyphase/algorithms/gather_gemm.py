@@ -37,7 +37,7 @@ _OFFERED = 6
 _MAX_IN_CHANNELS = 64  # of a group
 _MAX_PRODUCTS = 320  # entries times column tiles: straight-line code
 _MAX_WEIGHT_BYTES = 96 << 10
-_MAX_THREE_PARTS = 48 << 10  # bytes of weights in three parts; beyond, float32 has two, less accurate ones
+_MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
 _BARRIER_BYTES = 256  # and the notes of stages
 _BUFFERS = 3  # of stages
 _OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
@@ -228,10 +228,10 @@ def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
         entries += len(set().union(*reads[first : last + 1]))
     pixels = math.prod(len(set().union(*phases)) for phases in taps)
     parts, steps = parts_of(problem), steps_of(problem)
-    part_bytes = 512 * steps * entries
+    weight_bytes = 512 * steps * entries * (2 if parts > 1 else 1)
     if parts > 1:
-        parts = 3 if 3 * part_bytes <= _MAX_THREE_PARTS else 2
-    return _Product(row_blocks, pixels, entries, parts, steps, min(parts, 2) * part_bytes)
+        parts = 3 if weight_bytes <= _MAX_THREE_PARTS else 2
+    return _Product(row_blocks, pixels, entries, parts, steps, weight_bytes)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
