@@ -492,6 +492,34 @@ def test_products_of_runs(size: tuple[int, int], copied: int, more_rows: int) ->
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(0))
 
 
+# Whole images whose partial products are added up in rounds of several sets: a layer, settings of the variant, sets.
+ROUNDS = {
+    "odd pixels": (make((23, 24, 3, 5), 24, 4, 2, 1, bias=True, dtype="bfloat16"), {"split": "turns"}, 2),
+    "float32": (make((23, 24, 3, 5), 24, 4, 2, 1, bias=True, tf32=True), {"split": "cells"}, 2),
+    "row groups shared out": (make((19, 24, 4, 4), 32, 4, 2, 1, dtype="float16"), {"split": "rows"}, 2),
+    "channels in part": (make((19, 24, 4, 4), 13, 4, 2, 1, 1, bias=True, dtype="bfloat16"), {}, 2),
+    "four sets": (make((23, 24, 3, 5), 16, (4, 8), (2, 1), (1, 3), dtype="bfloat16"), {"channel_blocks": 4}, 4),
+    "two rounds of sets": (make((23, 24, 3, 5), 32, 4, 2, 1, tf32=True), {"channel_blocks": 4}, 2),
+    "an image a round": (make((5, 24, 7, 9), 16, 4, 2, 1, dtype="float16", bias=True), {"split": "turns"}, 2),
+    "lines without taps": (make((23, 24, 3, 5), 24, (2, 8), (3, 2), (0, 3), bias=True, tf32=True), {}, 2),
+    "a volume": (make((9, 20, 2, 3, 3), 16, 4, 2, 1, dtype="bfloat16"), {"channel_blocks": 4}, 4),
+    "in two parts": (make((23, 12, 3, 5), 16, 4, 2, 1, bias=True), {"parts": 2}, 2),
+    "mma.sync": (make((23, 24, 3, 5), 24, 4, 2, 1, bias=True, dtype="bfloat16"), {"wgmma": False}, 2),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_rounds_of_images(name: str) -> None:
+    layer, settings, sets = ROUNDS[name]
+    layer = replace(layer, channels_last=True)
+    settings = {"channel_blocks": 2, "whole_images": True, "wgmma": True, **settings}
+    case = next(case for case in gemm_variants(layer, **settings) if case.layouts == Layouts.dense(layer))
+    for candidate, launch in case.offers(H200):
+        assert dict(launch.source.constants)["SETS"] == sets
+        for order in ("reversed", 3):
+            assert_exact(layer, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
+
+
 # Boxes of pixels that the copy engine brings: a layer, settings of the variant, and what its tiles are to be.
 BOXED = {
     "one box": (

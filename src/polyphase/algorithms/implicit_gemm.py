@@ -185,7 +185,11 @@ class ImplicitGemm:
             ("STORE_VECTOR", 0),
             ("COPY_BYTES", 0),
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
-            *([] if variant.taps_in_rows else [("PIECE", variant.piece(gather))]),
+            *(
+                [("SETS", variant.sets_at_once(gather)), ("ROUND_PIXELS", variant.round_pixels(gather))]
+                if variant.taps_in_rows
+                else [("PIECE", variant.piece(gather))]
+            ),
             ("WGMMA", variant.wgmma),
         )
 

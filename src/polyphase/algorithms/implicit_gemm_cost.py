@@ -18,6 +18,7 @@ class _Costs:
     """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
     shared: float = 1.055 / 128  # a byte through shared memory, beside the products
+    shared_boxes: float = 0.82 / 128  # where the copy engine brings operands, channels last
     issue: float = 8.62  # each matrix instruction, above what the cores and shared memory take
     wait: float = 14.62  # for a stage, by those who multiply
     stage: float = 750.0  # barriers and latencies of a stage, for the group that loads it
@@ -92,7 +93,8 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     instructions *= 3 if variant.parts == 2 else 1
     operand_bytes = instructions * 2 * CHUNK_BYTES * (ROWS + variant.pixels)
     passes = (1 if variant.boxes or (size == 2 and in_place) else 3) * (1 if variant.parts == 1 else 4 / 3)
-    shared = (operand_bytes + passes * pixel_bytes + weight_bytes) * _COSTS.shared
+    shared = operand_bytes + passes * pixel_bytes + weight_bytes
+    shared *= _COSTS.shared_boxes if variant.boxes and gather.src.channels_last else _COSTS.shared
     products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else _COSTS.other_instruction)
     multiply = products + _COSTS.issue * instructions + _COSTS.wait * stages * variant.sharers
 
@@ -135,7 +137,7 @@ def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -
         rows = Taps.of(gather.axes).rows(channels, variant.lines)
         outputs = channels * gather.phases / product.line_groups
         if gather.dst.channels_last and gather.dst_channels > 1:
-            outputs *= tile.tile_cells * _COSTS.scattered
+            outputs *= tile.tile_cells * _COSTS.scattered / variant.sets_at_once(gather)
         elif variant.whole_images:
             outputs *= tile.tile_cells * _COSTS.output
         else:  # a lane has one cell of as many as there are lanes

@@ -116,8 +116,9 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
     """What results pass on their way to the destination (``STORE_BYTES`` in the kernel)."""
     size = DTYPE_BYTES[gather.dtype]
     if variant.taps_in_rows:
-        pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
-        rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
+        sets, columns = variant.sets_at_once(gather), variant.round_pixels(gather)
+        pitch = math.ceil((columns + (2 if sets > 1 else 0) - 8) / 32) * 32 + 8
+        rows = sets * Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
     places = CONSUMERS * variant.group_cells * (16 if needs_wide_offsets(gather) else 8)
     cells, stride = variant.piece(gather), gather.axes[2].stride
@@ -177,7 +178,7 @@ def best_tiles(
         limits.append(limit)
     found: list[Tile | None] = [None] * len(stages)
     if limits:
-        kind = variant.taps_in_rows, variant.whole_images
+        kind = variant.taps_in_rows, variant.round_pixels(gather) if variant.whole_images else 0
         tiles = iter(_tiles(gather, variant.cells, batch, banks, *kind, engines, transposed))
         tile = next(tiles, None)
         for index, limit in enumerate(limits):
@@ -194,16 +195,19 @@ def _tiles(
     batch: int,
     banks: int,
     all_pixels: bool,
-    whole_images: bool,
+    most_pixels: int,
     engines: tuple[bool, ...],
     transposed: bool,
 ) -> list[Tile]:
     """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
 
     ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
-    copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time.
+    copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
+    whole, they have at most ``most_pixels``, which is zero elsewhere.
     """
-    if whole_images:
+    if most_pixels:
+        if math.prod(gather.src.shape[2:]) > most_pixels:
+            return []
         return list(_whole_images(gather, capacity, batch, banks, engines, transposed))
     images = _addressable(gather)
     offered = [*_runs(gather, capacity, batch, banks, images, engines, transposed)]
@@ -457,7 +461,7 @@ def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        wide = math.gcd(variant.row_channels, 16 // size)  # 16 bytes where a row is no tap, and row_channels zero
+        wide = math.gcd(variant.sets_at_once(gather) * variant.row_channels, 16 // size)  # 16 bytes where a row is no tap, and row_channels zero
         while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > 16:
             wide //= 2
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1

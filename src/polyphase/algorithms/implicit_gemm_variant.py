@@ -26,6 +26,8 @@ _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
 _MAX_LONG_PIECE_STRIDE = 5  # output columns of a cell beside which registers are left for longer pieces
 _BIAS_REGISTERS = 12  # beside those, as stores of long pieces were seen to spill
 _STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: results, and where to store them
+_SECTOR_BYTES = 32
+_HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
 # Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
@@ -82,6 +84,23 @@ class GemmVariant(NamedTuple):
     def cells(self) -> int:
         """Cells of a tile, those in its halo included."""
         return self.group_cells * (CONSUMERS if self.split == "cells" else 1)
+
+    def sets_at_once(self, gather: Gather) -> int:
+        """Sets whose partial products of some images are in shared memory at once, and not one's of all: where channels
+        come last, so many as make a sector of memory or keep a thread's sums few."""
+        sets, channels = 1, self.row_channels
+        if not (self.whole_images and gather.dst.channels_last) or channels & (channels - 1):
+            return sets
+        size, stride = DTYPE_BYTES[gather.dtype], gather.axes[2].stride
+        most = min(_SECTOR_BYTES // size, _MAX_CELL_WIDTH // stride) // channels
+        while self.channel_blocks % (2 * sets) == 0 and 2 * sets <= most:
+            sets *= 2
+        return sets
+
+    def round_pixels(self, gather: Gather) -> int:
+        """Columns of those images; with one set at once all of a tile."""
+        sets = self.sets_at_once(gather)
+        return self.cells if sets == 1 else max(self.cells // sets, TINY)
 
     def piece(self, gather: Gather) -> int:
         """Cells whose results pass through shared memory at once, on their way to the destination."""
@@ -249,7 +268,7 @@ def families(
         shapes += [(sets, len(taps.lines), sets, row_channels, True) for sets in (1, 2, 4)]
     for wgmma in (True, False) if device.has_wgmma else (False,):
         for channel_blocks, lines, row_blocks, row_channels, whole_images in shapes:
-            held = 0
+            held = _HELD_BY_CHANNELS if whole_images else 0
             if not row_channels:
                 held = _held_by_stores(taps.owned_w, lines, channels, channels_last)
                 held = max(held, _held_by_partial_blocks(problem, lines, channel_blocks))

@@ -32,7 +32,12 @@ struct Shared {
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
-constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 : 48;  // of each thread
+// Of each thread.
+constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 : 48;
+constexpr int MULTIPLIER_REGISTERS = LOADER_THREADS == 128 ? 224 : 208;
+static_assert(!WGMMA_INSTRUCTION ||
+                  registers_suffice(CONSUMERS * 128, MULTIPLIER_REGISTERS, LOADER_THREADS, LOADER_REGISTERS),
+              "too few registers");
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
 constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
@@ -394,7 +399,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     copies_wait<0>();
   } else {
-    registers_claim<LOADER_REGISTERS == 56 ? 224 : 208>();
+    registers_claim<MULTIPLIER_REGISTERS>();
     Slot<STAGES> slot;
     Sums sums, totals;  // the latter for PARTS = 2
     const int turn = TAKE_TURNS ? warp_group : 0;

@@ -41,10 +41,9 @@ constexpr int CHUNK_PITCH = COLUMNS * 16, OPERATION_BYTES = 2 * CHUNK_PITCH;
 constexpr int STAGE_BYTES = STAGE_STEPS * OPERATION_BYTES, CHUNK_BYTES = CHUNK_STAGES * STAGE_BYTES;
 constexpr bool NEIGHBOURS = AXIS_W.stride == 2;  // a thread's pixels
 constexpr int LOADER_REGISTERS = 24, MULTIPLIER_REGISTERS = 240;
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;  // of a thread, until they change hands
 
 static_assert(STEPS % STAGE_STEPS == 0, "stages are whole");
-static_assert(GROUPS * MULTIPLIER_REGISTERS + LOADER_REGISTERS <= (GROUPS + 1) * LAUNCH_REGISTERS, "or none comes");
+static_assert(registers_suffice(128 * GROUPS, MULTIPLIER_REGISTERS, 128, LOADER_REGISTERS), "too few registers");
 static_assert(ROW_TILES == WORD, "a thread's outputs are 16 bytes");
 static_assert(!RESIDENT || STAGES == CHUNKS * CHUNK_STAGES, "all stages are there");
 static_assert(TAPS == LINES * AXIS_W.stride, "the kernel is the stride");

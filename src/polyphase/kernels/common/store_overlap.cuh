@@ -5,24 +5,35 @@
 // its neighbours the neighbouring ones, and adds up for every output of one row of the cell the taps of its phase, each
 // from the pixel that the tap reads. Those who write the rows wait for those who have added up the rows before, and the
 // other way round. With WHOLE_IMAGES there is no halo among the columns: taps that read beside the image are left out.
+// Memory is for the columns of an item and a set; or where channels come last for SETS sets and the images of
+// ROUND_PIXELS columns, round by round, so that more channels of a pixel are written at once.
 
 constexpr int PARTIAL_ROWS = most_rows();
-constexpr int CELLS = CELL_PARTS * GROUP_CELLS;             // of an item, those in its halo included
-constexpr int PARTIAL_PITCH = round_up(CELLS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
-constexpr int PARTIALS = PARTIAL_ROWS * PARTIAL_PITCH;      // of a set
+constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of an item, those in its halo included
+static_assert(SETS == 1 ? ROUND_PIXELS == CELLS : WHOLE_IMAGES && DST_CHANNELS_LAST && CHANNEL_BLOCKS % SETS == 0,
+              "rounds are whole images, and whole sets");
+constexpr int ROUND_COLUMNS = ROUND_PIXELS + (SETS > 1 ? 2 : 0);    // pairs may begin before and end behind the pixels
+constexpr int PARTIAL_PITCH = round_up(ROUND_COLUMNS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
+constexpr int PARTIALS = SETS * PARTIAL_ROWS * PARTIAL_PITCH;       // of a round
 constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;            // warp groups store for themselves
 constexpr int PARTIAL_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
 constexpr int STORE_BYTES = PARTIAL_BYTES + CELLS * (int)sizeof(unsigned);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
-// Neighbours in memory that a lane stores together: of a cell's row; channels last channels of a set, no more than
-// leave a lane 16 sums at a time.
-__host__ __device__ constexpr int together(int channels) {
-  return channels == 1 || channels * DST_W <= 16 ? channels : together(channels / 2);
+// Channels that a lane adds up at a time, none of which waits for another: of a round as many as leave it 16 sums;
+// without WHOLE_IMAGES, where registers are few, those that it stores together.
+constexpr int ROUND_CHANNELS = SETS * ROW_CHANNELS;
+__host__ __device__ constexpr int at_a_time(int channels, int most) {
+  int found = 1;
+  for (int i = 1; i <= channels && i * DST_W <= most; ++i)
+    if (channels % i == 0) found = i;
+  return found;
 }
-constexpr int WIDE = DST_CHANNELS_LAST ? together(gcd(ROW_CHANNELS, 16 / (int)sizeof(scalar_t)))
-                                       : gcd(DST_W, 16 / (int)sizeof(scalar_t));
-constexpr int CHANNELS = DST_CHANNELS_LAST ? WIDE : 1;  // at a time
+constexpr int VECTOR_ELEMENTS = 16 / (int)sizeof(scalar_t);
+constexpr int CHANNELS = at_a_time(
+    WHOLE_IMAGES ? ROUND_CHANNELS : DST_CHANNELS_LAST ? gcd(ROW_CHANNELS, VECTOR_ELEMENTS) : 1, 16);
+// Neighbours in memory, of those or of a cell's row, that it stores together.
+constexpr int WIDE = gcd(DST_CHANNELS_LAST ? CHANNELS : DST_W, VECTOR_ELEMENTS);
 
 struct Store {
   const Geometry& g;
@@ -32,7 +43,7 @@ struct Store {
   const unsigned* cells;  // positions of the tile's cells
   scalar_t* dst;          // the item's first channel, the tile's first batch entry
   const scalar_t* bias;   // of the item's first channel
-  float* partials;        // of a set
+  float* partials;        // of a round
 
   static constexpr int STORERS = ALONE ? 128 : CONSUMERS * 128;
 
@@ -63,23 +74,27 @@ struct Store {
     }
   }
 
-  template <int SET>
-  __device__ __forceinline__ void write_partials() const {
+  // A round of the sets from FIRST on: columns from `begin`, an even one, to before `end`.
+  template <int FIRST>
+  __device__ __forceinline__ void write_partials(int begin, int end) const {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    float* const to = partials + first_cell + lane % 4 * 2;
+    const int first_column = first_cell + lane % 4 * 2 - begin;
 #pragma unroll
-    for (int block = 0; block < SET_BLOCKS; ++block)
+    for (int block = 0; block < SETS * SET_BLOCKS; ++block)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = block * ROWS + first_row + 8 * half;
+        const int row = block % SET_BLOCKS * ROWS + first_row + 8 * half;
         if (row >= PARTIAL_ROWS) continue;
+        float* const to = partials + (block / SET_BLOCKS * PARTIAL_ROWS + row) * PARTIAL_PITCH + first_column;
 #pragma unroll
         for (int part = 0; part < PIXEL_BLOCKS; ++part)
 #pragma unroll
           for (int j = 0; j < PIXELS / 8; ++j) {
-            const float (&sum)[SUMS] = sums[SET * SET_BLOCKS + block][part];
+            const int column = part * PIXELS + 8 * j;
+            if (SETS > 1 && (unsigned)(first_column + column) >= (unsigned)(end - begin)) continue;
+            const float (&sum)[SUMS] = sums[FIRST * SET_BLOCKS + block][part];
             const Vector<float, 2> pair = {sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1]};
-            *(Vector<float, 2>*)(to + row * PARTIAL_PITCH + part * PIXELS + 8 * j) = pair;
+            *(Vector<float, 2>*)(to + column) = pair;
           }
       }
   }
@@ -87,29 +102,31 @@ struct Store {
   // The elements of a cell's row, of which the first `columns` exist, for as many of CHANNELS as exist.
   __device__ __forceinline__ void write(const float (&value)[CHANNELS][DST_W], scalar_t* to, int columns,
                                         int channels) const {
+    constexpr bool LAST = DST_CHANNELS_LAST;
+    constexpr int INNER = LAST ? CHANNELS : DST_W;
+    const int inner = LAST ? channels : columns, outer = LAST ? columns : channels;  // that exist
+    const long long inner_stride = LAST ? 1 : g.dst.stride[4], outer_stride = g.dst.stride[LAST ? 4 : 1];
     alignas(16) scalar_t narrowed[DST_W * CHANNELS];  // as they lie in memory
 #pragma unroll
-    for (int i = 0; i < DST_W; ++i)
-#pragma unroll
-      for (int channel = 0; channel < CHANNELS; ++channel) narrow(value[channel][i], narrowed[i * CHANNELS + channel]);
-    const bool whole = DST_CHANNELS_LAST ? channels >= CHANNELS : columns == DST_W;
-    if (WIDE > 1 && whole && store_vector(g) == WIDE) {
+    for (int i = 0; i < DST_W * CHANNELS; ++i)
+      narrow(LAST ? value[i % INNER][i / INNER] : value[i / INNER][i % INNER], narrowed[i]);
+    if (WIDE > 1 && inner >= INNER && store_vector(g) == WIDE) {
 #pragma unroll
       for (int i = 0; i < DST_W * CHANNELS; i += WIDE)
-        if (i / CHANNELS < columns)
-          *(Vector<scalar_t, WIDE>*)(to + i / CHANNELS * g.dst.stride[4]) =
+        if (i / INNER < outer)
+          *(Vector<scalar_t, WIDE>*)(to + i / INNER * outer_stride + i % INNER) =
               *(const Vector<scalar_t, WIDE>*)(narrowed + i);
     } else {
 #pragma unroll
       for (int i = 0; i < DST_W * CHANNELS; ++i)
-        if (i / CHANNELS < columns && i % CHANNELS < channels)
-          to[i / CHANNELS * g.dst.stride[4] + i % CHANNELS] = narrowed[i];
+        if (i / INNER < outer && i % INNER < inner)
+          to[i / INNER * outer_stride + i % INNER * inner_stride] = narrowed[i];
     }
   }
 
-  // The end of a set's channels, counted like `first` from the item's.
+  // The end of a round's channels, counted like `first` from the item's.
   __device__ __forceinline__ int channels_behind(int first) const {
-    return min(first + ROW_CHANNELS, DST_CHANNELS - item.channel_group * GROUP_CHANNELS);
+    return min(first + ROUND_CHANNELS, DST_CHANNELS - item.channel_group * GROUP_CHANNELS);
   }
   // Bias of the channels from `channel` to before `behind`.
   __device__ __forceinline__ void read_bias(float (&of)[CHANNELS], int channel, int behind) const {
@@ -195,7 +212,8 @@ struct Store {
 #pragma unroll
               for (int j = 0; j < CHANNELS; ++j)
                 value[j][phase_of(AXIS_W, tap)] +=
-                    pixels[(j * ROWS_OF_CHANNEL + i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
+                    pixels[(j / ROW_CHANNELS * PARTIAL_ROWS + j % ROW_CHANNELS * ROWS_OF_CHANNEL + i * AXIS_W.kernel +
+                            tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
         }
         write(value, to, cell.columns, behind - channel);
         row += CHANNELS * ROWS_OF_CHANNEL * PARTIAL_PITCH;
@@ -223,20 +241,35 @@ struct Store {
     }
   }
 
-  template <int SET = 0>
-  __device__ __forceinline__ void store_sets() const {
-    const int barrier = FIRST_STORE_BARRIER + (ALONE ? threadIdx.x / 128 : 0), first_channel = SET * ROW_CHANNELS;
-    threads_sync(barrier, STORERS);
-    write_partials<SET>();
-    threads_sync(barrier, STORERS);
+  // The cells from `i` to before `behind`, STORERS at a time. Partials of column `begin` are the first.
+  __device__ __forceinline__ void add_cells(int i, int behind, int begin, int first_channel) const {
 #pragma unroll 1
-    for (int i = threadIdx.x % STORERS; i < tile(); i += STORERS) {
+    for (i += threadIdx.x % STORERS; i < behind; i += STORERS) {
       Cell cell;
       if (!locate(i, cell)) continue;
+      cell.from -= begin;
       add_lines(cell, first_channel);
       if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) fill_lines(cell, first_channel);
     }
-    if constexpr (SET + 1 < CHANNEL_BLOCKS) store_sets<SET + 1>();
+  }
+
+  template <int SET = 0>
+  __device__ __forceinline__ void store_sets() const {
+    const int barrier = FIRST_STORE_BARRIER + (ALONE ? threadIdx.x / 128 : 0), first_channel = SET * ROW_CHANNELS;
+    const int images = SETS > 1 ? ROUND_PIXELS / g.pitch[0] : g.images;  // of a round
+#pragma unroll 1
+    for (int image = 0; image < g.images; image += images) {
+      const int begin = SETS > 1 ? image * g.pitch[0] & ~1 : 0, end = (image + images) * g.pitch[0];
+      const int cells = tile() / g.images;
+      threads_sync(barrier, STORERS);
+      write_partials<SET>(begin, end);
+      threads_sync(barrier, STORERS);
+      if (SETS > 1)
+        add_cells(image * cells, min(image + images, g.images) * cells, begin, first_channel);
+      else
+        add_cells(0, tile(), 0, first_channel);
+    }
+    if constexpr (SET + SETS < CHANNEL_BLOCKS) store_sets<SET + SETS>();
   }
 
   __device__ __forceinline__ void operator()() const { store_sets(); }
