@@ -1491,7 +1491,12 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
 #endif
 #endif
 
-// Loaders need few registers, those who multiply need many: the block's registers change hands.
+// Loaders need few registers, those who multiply need many: the block's registers change hands. All that are claimed
+// must have been there when the block began, or those who claim them wait for ever.
+__host__ __device__ constexpr bool registers_suffice(int multipliers, int claimed, int loaders, int kept) {
+  const int threads = multipliers + loaders, at_launch = 65536 / threads / 8 * 8;
+  return multipliers * claimed + loaders * kept <= threads * at_launch;
+}
 #if WGMMA_INSTRUCTION && !defined(EMULATOR)
 template <int KEPT>
 __device__ __forceinline__ void registers_release() {

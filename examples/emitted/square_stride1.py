@@ -977,7 +977,12 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
 #endif
 #endif
 
-// Loaders need few registers, those who multiply need many: the block's registers change hands.
+// Loaders need few registers, those who multiply need many: the block's registers change hands. All that are claimed
+// must have been there when the block began, or those who claim them wait for ever.
+__host__ __device__ constexpr bool registers_suffice(int multipliers, int claimed, int loaders, int kept) {
+  const int threads = multipliers + loaders, at_launch = 65536 / threads / 8 * 8;
+  return multipliers * claimed + loaders * kept <= threads * at_launch;
+}
 #if WGMMA_INSTRUCTION && !defined(EMULATOR)
 template <int KEPT>
 __device__ __forceinline__ void registers_release() {
@@ -1940,7 +1945,12 @@ struct Shared {
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
-constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 : 48;  // of each thread
+// Of each thread.
+constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 : 48;
+constexpr int MULTIPLIER_REGISTERS = LOADER_THREADS == 128 ? 224 : 208;
+static_assert(!WGMMA_INSTRUCTION ||
+                  registers_suffice(CONSUMERS * 128, MULTIPLIER_REGISTERS, LOADER_THREADS, LOADER_REGISTERS),
+              "too few registers");
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
 constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
@@ -2302,7 +2312,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     copies_wait<0>();
   } else {
-    registers_claim<LOADER_REGISTERS == 56 ? 224 : 208>();
+    registers_claim<MULTIPLIER_REGISTERS>();
     Slot<STAGES> slot;
     Sums sums, totals;  // the latter for PARTS = 2
     const int turn = TAKE_TURNS ? warp_group : 0;
@@ -3652,6 +3662,10 @@ def _declare(name: str, value: "Constant") -> str:
 ALIGNMENT = 32
 
 
+#: Pixels of an image up to which it is tiny: a kernel may take such images as a whole.
+TINY = 64
+
+
 # Planes of partial sums take at most this many bytes, or as much as the weight itself.
 _MAX_PLANES_BYTES = 64 << 20
 
@@ -4376,6 +4390,8 @@ ROWS = 64  # of a row block
 BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # warp groups that multiply
+_SECTOR_BYTES = 32
+_MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
 
 class GemmVariant(NamedTuple):
@@ -4425,6 +4441,23 @@ class GemmVariant(NamedTuple):
     def cells(self) -> int:
         """Cells of a tile, those in its halo included."""
         return self.group_cells * (CONSUMERS if self.split == "cells" else 1)
+
+    def sets_at_once(self, gather: "Gather") -> int:
+        """Sets whose partial products of some images are in shared memory at once, and not one's of all: where channels
+        come last, so many as make a sector of memory or keep a thread's sums few."""
+        sets, channels = 1, self.row_channels
+        if not (self.whole_images and gather.dst.channels_last) or channels & (channels - 1):
+            return sets
+        size, stride = DTYPE_BYTES[gather.dtype], gather.axes[2].stride
+        most = min(_SECTOR_BYTES // size, _MAX_CELL_WIDTH // stride) // channels
+        while self.channel_blocks % (2 * sets) == 0 and 2 * sets <= most:
+            sets *= 2
+        return sets
+
+    def round_pixels(self, gather: "Gather") -> int:
+        """Columns of those images; with one set at once all of a tile."""
+        sets = self.sets_at_once(gather)
+        return self.cells if sets == 1 else max(self.cells // sets, TINY)
 
     def piece(self, gather: "Gather") -> int:
         # Cells whose results pass through shared memory at once, on their way to the destination.
@@ -4625,8 +4658,9 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
     # What results pass on their way to the destination (``STORE_BYTES`` in the kernel).
     size = DTYPE_BYTES[gather.dtype]
     if variant.taps_in_rows:
-        pitch = math.ceil((variant.cells - 8) / 32) * 32 + 8
-        rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
+        sets, columns = variant.sets_at_once(gather), variant.round_pixels(gather)
+        pitch = math.ceil((columns + (2 if sets > 1 else 0) - 8) / 32) * 32 + 8
+        rows = sets * Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
     places = CONSUMERS * variant.group_cells * (16 if needs_wide_offsets(gather) else 8)
     cells, stride = variant.piece(gather), gather.axes[2].stride
@@ -4686,7 +4720,7 @@ def best_tiles(
         limits.append(limit)
     found: list[Tile | None] = [None] * len(stages)
     if limits:
-        kind = variant.taps_in_rows, variant.whole_images
+        kind = variant.taps_in_rows, variant.round_pixels(gather) if variant.whole_images else 0
         tiles = iter(_implicit_gemm_tile_tiles(gather, variant.cells, batch, banks, *kind, engines, transposed))
         tile = next(tiles, None)
         for index, limit in enumerate(limits):
@@ -4703,16 +4737,19 @@ def _implicit_gemm_tile_tiles(
     batch: int,
     banks: int,
     all_pixels: bool,
-    whole_images: bool,
+    most_pixels: int,
     engines: "tuple[bool, ...]",
     transposed: bool,
 ) -> "list[Tile]":
     """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
 
     ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
-    copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time.
+    copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
+    whole, they have at most ``most_pixels``, which is zero elsewhere.
     """
-    if whole_images:
+    if most_pixels:
+        if math.prod(gather.src.shape[2:]) > most_pixels:
+            return []
         return list(_whole_images(gather, capacity, batch, banks, engines, transposed))
     images = _addressable(gather)
     offered = [*_runs(gather, capacity, batch, banks, images, engines, transposed)]
@@ -4966,7 +5003,8 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        wide = math.gcd(variant.row_channels, 16 // size)  # 16 bytes where a row is no tap, and row_channels zero
+        channels = variant.sets_at_once(gather) * variant.row_channels  # zero where a row is no tap: then 16 bytes
+        wide = math.gcd(channels, 16 // size)
         while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > 16:
             wide //= 2
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
@@ -5058,7 +5096,11 @@ class ImplicitGemm:
             ("STORE_VECTOR", 0),
             ("COPY_BYTES", 0),
             ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
-            *([] if variant.taps_in_rows else [("PIECE", variant.piece(gather))]),
+            *(
+                [("SETS", variant.sets_at_once(gather)), ("ROUND_PIXELS", variant.round_pixels(gather))]
+                if variant.taps_in_rows
+                else [("PIECE", variant.piece(gather))]
+            ),
             ("WGMMA", variant.wgmma),
         )
 

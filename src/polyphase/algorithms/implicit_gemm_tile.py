@@ -461,7 +461,8 @@ def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        wide = math.gcd(variant.sets_at_once(gather) * variant.row_channels, 16 // size)  # 16 bytes where a row is no tap, and row_channels zero
+        channels = variant.sets_at_once(gather) * variant.row_channels  # zero where a row is no tap: then 16 bytes
+        wide = math.gcd(channels, 16 // size)
         while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > 16:
             wide //= 2
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1

@@ -15,13 +15,13 @@ static_assert(SETS == 1 ? ROUND_PIXELS == CELLS : WHOLE_IMAGES && DST_CHANNELS_L
 constexpr int ROUND_COLUMNS = ROUND_PIXELS + (SETS > 1 ? 2 : 0);    // pairs may begin before and end behind the pixels
 constexpr int PARTIAL_PITCH = round_up(ROUND_COLUMNS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
 constexpr int PARTIALS = SETS * PARTIAL_ROWS * PARTIAL_PITCH;       // of a round
-constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;            // warp groups store for themselves
+constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;                    // warp groups store for themselves
 constexpr int PARTIAL_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
 constexpr int STORE_BYTES = PARTIAL_BYTES + CELLS * (int)sizeof(unsigned);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
-// Channels that a lane adds up at a time, none of which waits for another: of a round as many as leave it 16 sums;
-// without WHOLE_IMAGES, where registers are few, those that it stores together.
+// Channels that a lane adds up at a time, none of which waits for another, as many as leave it 16 sums: of SETS or, of
+// whole images, of a set; elsewhere those that it stores together.
 constexpr int ROUND_CHANNELS = SETS * ROW_CHANNELS;
 __host__ __device__ constexpr int at_a_time(int channels, int most) {
   int found = 1;
@@ -30,10 +30,11 @@ __host__ __device__ constexpr int at_a_time(int channels, int most) {
   return found;
 }
 constexpr int VECTOR_ELEMENTS = 16 / (int)sizeof(scalar_t);
-constexpr int CHANNELS = at_a_time(
-    WHOLE_IMAGES ? ROUND_CHANNELS : DST_CHANNELS_LAST ? gcd(ROW_CHANNELS, VECTOR_ELEMENTS) : 1, 16);
+constexpr bool APART = !DST_CHANNELS_LAST;
+constexpr int STORED_CHANNELS = APART ? 1 : gcd(ROW_CHANNELS, VECTOR_ELEMENTS);
+constexpr int CHANNELS = at_a_time(SETS > 1 || (APART && WHOLE_IMAGES) ? ROUND_CHANNELS : STORED_CHANNELS, 16);
 // Neighbours in memory, of those or of a cell's row, that it stores together.
-constexpr int WIDE = gcd(DST_CHANNELS_LAST ? CHANNELS : DST_W, VECTOR_ELEMENTS);
+constexpr int WIDE = gcd(APART ? DST_W : CHANNELS, VECTOR_ELEMENTS);
 
 struct Store {
   const Geometry& g;
@@ -102,14 +103,13 @@ struct Store {
   // The elements of a cell's row, of which the first `columns` exist, for as many of CHANNELS as exist.
   __device__ __forceinline__ void write(const float (&value)[CHANNELS][DST_W], scalar_t* to, int columns,
                                         int channels) const {
-    constexpr bool LAST = DST_CHANNELS_LAST;
-    constexpr int INNER = LAST ? CHANNELS : DST_W;
-    const int inner = LAST ? channels : columns, outer = LAST ? columns : channels;  // that exist
-    const long long inner_stride = LAST ? 1 : g.dst.stride[4], outer_stride = g.dst.stride[LAST ? 4 : 1];
+    constexpr int INNER = APART ? DST_W : CHANNELS;
+    const int inner = APART ? columns : channels, outer = APART ? channels : columns;  // that exist
+    const long long inner_stride = APART ? g.dst.stride[4] : 1, outer_stride = g.dst.stride[APART ? 1 : 4];
     alignas(16) scalar_t narrowed[DST_W * CHANNELS];  // as they lie in memory
 #pragma unroll
     for (int i = 0; i < DST_W * CHANNELS; ++i)
-      narrow(LAST ? value[i % INNER][i / INNER] : value[i / INNER][i % INNER], narrowed[i]);
+      narrow(APART ? value[i / INNER][i % INNER] : value[i % INNER][i / INNER], narrowed[i]);
     if (WIDE > 1 && inner >= INNER && store_vector(g) == WIDE) {
 #pragma unroll
       for (int i = 0; i < DST_W * CHANNELS; i += WIDE)
@@ -210,10 +210,11 @@ struct Store {
           for (int tap = 0; tap < AXIS_W.kernel; ++tap)
             if (reads(AXIS_W, cell.w, tap, g.src.size[2]))
 #pragma unroll
-              for (int j = 0; j < CHANNELS; ++j)
+              for (int j = 0; j < CHANNELS; ++j) {
+                const int first = j / ROW_CHANNELS * PARTIAL_ROWS + j % ROW_CHANNELS * ROWS_OF_CHANNEL;
                 value[j][phase_of(AXIS_W, tap)] +=
-                    pixels[(j / ROW_CHANNELS * PARTIAL_ROWS + j % ROW_CHANNELS * ROWS_OF_CHANNEL + i * AXIS_W.kernel +
-                            tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
+                    pixels[(first + i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
+              }
         }
         write(value, to, cell.columns, behind - channel);
         row += CHANNELS * ROWS_OF_CHANNEL * PARTIAL_PITCH;
