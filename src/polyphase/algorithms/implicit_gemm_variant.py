@@ -86,8 +86,10 @@ class GemmVariant(NamedTuple):
         return self.group_cells * (CONSUMERS if self.split == "cells" else 1)
 
     def sets_at_once(self, gather: Gather) -> int:
-        """Sets whose partial products of some images are in shared memory at once, and not one's of all: where channels
-        come last, so many as make a sector of memory or keep a thread's sums few."""
+        """Sets whose partial products are in shared memory at once, of some images; or a single one, of all images.
+
+        Where channels come last they are as many as fill a sector of memory, or as a thread has sums for.
+        """
         sets, channels = 1, self.row_channels
         if not (self.whole_images and gather.dst.channels_last) or channels & (channels - 1):
             return sets

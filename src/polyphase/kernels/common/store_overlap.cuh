@@ -242,35 +242,36 @@ struct Store {
     }
   }
 
-  // The cells from `i` to before `behind`, STORERS at a time. Partials of column `begin` are the first.
-  __device__ __forceinline__ void add_cells(int i, int behind, int begin, int first_channel) const {
+  // A round of the sets from FIRST on: cells from `cell` to before `behind`, whose partial products are those of the
+  // columns from `begin`, an even one, to before `end`.
+  template <int FIRST>
+  __device__ __forceinline__ void store_round(int begin, int end, int cell, int behind) const {
+    const int barrier = FIRST_STORE_BARRIER + (ALONE ? threadIdx.x / 128 : 0), first_channel = FIRST * ROW_CHANNELS;
+    threads_sync(barrier, STORERS);
+    write_partials<FIRST>(begin, end);
+    threads_sync(barrier, STORERS);
 #pragma unroll 1
-    for (i += threadIdx.x % STORERS; i < behind; i += STORERS) {
-      Cell cell;
-      if (!locate(i, cell)) continue;
-      cell.from -= begin;
-      add_lines(cell, first_channel);
-      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) fill_lines(cell, first_channel);
+    for (int i = cell + threadIdx.x % STORERS; i < behind; i += STORERS) {
+      Cell here;
+      if (!locate(i, here)) continue;
+      here.from -= begin;
+      add_lines(here, first_channel);
+      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) fill_lines(here, first_channel);
     }
   }
 
-  template <int SET = 0>
+  template <int FIRST = 0>
   __device__ __forceinline__ void store_sets() const {
-    const int barrier = FIRST_STORE_BARRIER + (ALONE ? threadIdx.x / 128 : 0), first_channel = SET * ROW_CHANNELS;
-    const int images = SETS > 1 ? ROUND_PIXELS / g.pitch[0] : g.images;  // of a round
+    if constexpr (SETS == 1) {
+      store_round<FIRST>(0, CELLS, 0, tile());
+    } else {
+      const int images = ROUND_PIXELS / g.pitch[0], cells = tile() / g.images;  // of a round, and of an image
 #pragma unroll 1
-    for (int image = 0; image < g.images; image += images) {
-      const int begin = SETS > 1 ? image * g.pitch[0] & ~1 : 0, end = (image + images) * g.pitch[0];
-      const int cells = tile() / g.images;
-      threads_sync(barrier, STORERS);
-      write_partials<SET>(begin, end);
-      threads_sync(barrier, STORERS);
-      if (SETS > 1)
-        add_cells(image * cells, min(image + images, g.images) * cells, begin, first_channel);
-      else
-        add_cells(0, tile(), 0, first_channel);
+      for (int image = 0; image < g.images; image += images)
+        store_round<FIRST>(image * g.pitch[0] & ~1, (image + images) * g.pitch[0], image * cells,
+                           min(image + images, g.images) * cells);
     }
-    if constexpr (SET + SETS < CHANNEL_BLOCKS) store_sets<SET + SETS>();
+    if constexpr (FIRST + SETS < CHANNEL_BLOCKS) store_sets<FIRST + SETS>();
   }
 
   __device__ __forceinline__ void operator()() const { store_sets(); }

@@ -25,7 +25,8 @@ constexpr int LOADERS_MEET = 1, MULTIPLIERS_MEET = 2;
 
 // Registers of each thread: those who multiply need theirs before they find their rows.
 constexpr int LOADER_REGISTERS = 72, MULTIPLIER_REGISTERS = 216;
-static_assert(registers_suffice(MULTIPLIERS, MULTIPLIER_REGISTERS, 32 * LOAD_WARPS, LOADER_REGISTERS), "too few registers");
+static_assert(registers_suffice(MULTIPLIERS, MULTIPLIER_REGISTERS, 32 * LOAD_WARPS, LOADER_REGISTERS),
+              "too few registers");
 
 static_assert(LOAD_WARPS == 4 && FIRST_LOAD_WARP == 4 * GROUPS, "the last group loads");
 
