@@ -3453,6 +3453,10 @@ def _declare(name: str, value: "Constant") -> str:
 ALIGNMENT = 32
 
 
+#: What memory is read and written in.
+SECTOR_BYTES = 32
+
+
 # Planes of partial sums take at most this many bytes, or as much as the weight itself.
 _MAX_PLANES_BYTES = 64 << 20
 
@@ -4097,7 +4101,7 @@ def _tiles(
     pitch += (32 - pitch) % 128 if size == 4 else (16 - pitch) % 64
     part = Part(window, piece, pitch, places)
 
-    sector = 32 // size
+    sector = SECTOR_BYTES // size
     columns = gather.dst.shape[4]
     batch_stride, channel_stride, depth_stride, height_stride, _ = gather.dst.strides
     bare = any(along.owned < along.dst for along in (depth, height))
@@ -4137,7 +4141,7 @@ def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
 
     Lanes are 8 channels by 4 pairs of cells; channels begin ``shift`` elements further behind a sector's first.
     """
-    sector = 32 // size
+    sector = SECTOR_BYTES // size
 
     def rounds(padding: int) -> int:
         words: dict[int, set[tuple[int, int]]] = {}

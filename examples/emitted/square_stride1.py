@@ -3662,6 +3662,10 @@ def _declare(name: str, value: "Constant") -> str:
 ALIGNMENT = 32
 
 
+#: What memory is read and written in.
+SECTOR_BYTES = 32
+
+
 #: Pixels of an image up to which it is tiny: a kernel may take such images as a whole.
 TINY = 64
 
@@ -4390,8 +4394,7 @@ ROWS = 64  # of a row block
 BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # warp groups that multiply
-_SECTOR_BYTES = 32
-_MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
+SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in rows, and then stores
 
 
 class GemmVariant(NamedTuple):
@@ -4451,7 +4454,7 @@ class GemmVariant(NamedTuple):
         if not (self.whole_images and gather.dst.channels_last) or channels & (channels - 1):
             return sets
         size, stride = DTYPE_BYTES[gather.dtype], gather.axes[2].stride
-        most = min(_SECTOR_BYTES // size, _MAX_CELL_WIDTH // stride) // channels
+        most = min(SECTOR_BYTES // size, SUMS_AT_ONCE // stride) // channels
         while self.channel_blocks % (2 * sets) == 0 and 2 * sets <= most:
             sets *= 2
         return sets
@@ -5007,7 +5010,7 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
     if gather.dst.channels_last:
         channels = variant.sets_at_once(gather) * variant.row_channels  # zero where a row is no tap: then 16 bytes
         wide = math.gcd(channels, 16 // size)
-        while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > 16:
+        while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > SUMS_AT_ONCE:
             wide //= 2
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride

@@ -27,6 +27,9 @@ Four = tuple[int, int, int, int]
 #: Bytes that the widest vector access needs a tensor to be aligned to: four doubles.
 ALIGNMENT = 32
 
+#: What memory is read and written in.
+SECTOR_BYTES = 32
+
 #: Pixels of an image up to which it is tiny: a kernel may take such images as a whole.
 TINY = 64
 

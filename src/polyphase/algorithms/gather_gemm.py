@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from polyphase.algorithms.base import (
     FEW_CHANNELS,
+    SECTOR_BYTES,
     Candidate,
     Launch,
     Layouts,
@@ -311,7 +312,7 @@ def _tiles(
     pitch += (32 - pitch) % 128 if size == 4 else (16 - pitch) % 64
     part = Part(window, piece, pitch, places)
 
-    sector = 32 // size
+    sector = SECTOR_BYTES // size
     columns = gather.dst.shape[4]
     batch_stride, channel_stride, depth_stride, height_stride, _ = gather.dst.strides
     bare = any(along.owned < along.dst for along in (depth, height))
@@ -351,7 +352,7 @@ def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
 
     Lanes are 8 channels by 4 pairs of cells; channels begin ``shift`` elements further behind a sector's first.
     """
-    sector = 32 // size
+    sector = SECTOR_BYTES // size
 
     def rounds(padding: int) -> int:
         words: dict[int, set[tuple[int, int]]] = {}

@@ -14,6 +14,7 @@ from polyphase.algorithms.implicit_gemm_variant import (
     CHUNK_BYTES,
     CONSUMERS,
     ROWS,
+    SUMS_AT_ONCE,
     GemmVariant,
     Product,
     Taps,
@@ -463,7 +464,7 @@ def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
     if gather.dst.channels_last:
         channels = variant.sets_at_once(gather) * variant.row_channels  # zero where a row is no tap: then 16 bytes
         wide = math.gcd(channels, 16 // size)
-        while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > 16:
+        while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > SUMS_AT_ONCE:
             wide //= 2
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride

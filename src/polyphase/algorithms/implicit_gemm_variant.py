@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from polyphase.algorithms.base import TINY, is_tiny
+from polyphase.algorithms.base import SECTOR_BYTES, TINY, is_tiny
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.tensor_cores import parts_of
 from polyphase.device import DeviceInfo
@@ -26,7 +26,7 @@ _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
 _MAX_LONG_PIECE_STRIDE = 5  # output columns of a cell beside which registers are left for longer pieces
 _BIAS_REGISTERS = 12  # beside those, as stores of long pieces were seen to spill
 _STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: results, and where to store them
-_SECTOR_BYTES = 32
+SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in rows, and then stores
 _HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
@@ -94,7 +94,7 @@ class GemmVariant(NamedTuple):
         if not (self.whole_images and gather.dst.channels_last) or channels & (channels - 1):
             return sets
         size, stride = DTYPE_BYTES[gather.dtype], gather.axes[2].stride
-        most = min(_SECTOR_BYTES // size, _MAX_CELL_WIDTH // stride) // channels
+        most = min(SECTOR_BYTES // size, SUMS_AT_ONCE // stride) // channels
         while self.channel_blocks % (2 * sets) == 0 and 2 * sets <= most:
             sets *= 2
         return sets

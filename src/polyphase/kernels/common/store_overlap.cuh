@@ -20,21 +20,23 @@ constexpr int PARTIAL_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(f
 constexpr int STORE_BYTES = PARTIAL_BYTES + CELLS * (int)sizeof(unsigned);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
-// Channels that a lane adds up at a time, none of which waits for another, as many as leave it 16 sums: of SETS or, of
-// whole images, of a set; elsewhere those that it stores together.
+// Channels that a lane adds up at a time, none of which waits for another: those of several sets, all of them; of a
+// set, where images are whole and channels come first, as many as leave it 16 sums; elsewhere those that it stores
+// together.
 constexpr int ROUND_CHANNELS = SETS * ROW_CHANNELS;
-__host__ __device__ constexpr int at_a_time(int channels, int most) {
+__host__ __device__ constexpr int at_a_time(int channels) {
   int found = 1;
-  for (int i = 1; i <= channels && i * DST_W <= most; ++i)
+  for (int i = 1; i <= channels && i * DST_W <= 16; ++i)
     if (channels % i == 0) found = i;
   return found;
 }
 constexpr int VECTOR_ELEMENTS = 16 / (int)sizeof(scalar_t);
-constexpr bool APART = !DST_CHANNELS_LAST;
-constexpr int STORED_CHANNELS = APART ? 1 : gcd(ROW_CHANNELS, VECTOR_ELEMENTS);
-constexpr int CHANNELS = at_a_time(SETS > 1 || (APART && WHOLE_IMAGES) ? ROUND_CHANNELS : STORED_CHANNELS, 16);
+constexpr int CHANNELS = SETS > 1            ? ROUND_CHANNELS
+                         : DST_CHANNELS_LAST ? at_a_time(gcd(ROW_CHANNELS, VECTOR_ELEMENTS))
+                         : WHOLE_IMAGES      ? at_a_time(ROW_CHANNELS)
+                                             : 1;
 // Neighbours in memory, of those or of a cell's row, that it stores together.
-constexpr int WIDE = gcd(APART ? DST_W : CHANNELS, VECTOR_ELEMENTS);
+constexpr int WIDE = gcd(DST_CHANNELS_LAST ? CHANNELS : DST_W, VECTOR_ELEMENTS);
 
 struct Store {
   const Geometry& g;
@@ -103,13 +105,14 @@ struct Store {
   // The elements of a cell's row, of which the first `columns` exist, for as many of CHANNELS as exist.
   __device__ __forceinline__ void write(const float (&value)[CHANNELS][DST_W], scalar_t* to, int columns,
                                         int channels) const {
-    constexpr int INNER = APART ? DST_W : CHANNELS;
-    const int inner = APART ? columns : channels, outer = APART ? channels : columns;  // that exist
-    const long long inner_stride = APART ? g.dst.stride[4] : 1, outer_stride = g.dst.stride[APART ? 1 : 4];
+    constexpr bool LAST = DST_CHANNELS_LAST;
+    constexpr int INNER = LAST ? CHANNELS : DST_W;
+    const int inner = LAST ? channels : columns, outer = LAST ? columns : channels;  // that exist
+    const long long inner_stride = LAST ? 1 : g.dst.stride[4], outer_stride = g.dst.stride[LAST ? 4 : 1];
     alignas(16) scalar_t narrowed[DST_W * CHANNELS];  // as they lie in memory
 #pragma unroll
     for (int i = 0; i < DST_W * CHANNELS; ++i)
-      narrow(APART ? value[i / INNER][i % INNER] : value[i % INNER][i / INNER], narrowed[i]);
+      narrow(LAST ? value[i % INNER][i / INNER] : value[i / INNER][i % INNER], narrowed[i]);
     if (WIDE > 1 && inner >= INNER && store_vector(g) == WIDE) {
 #pragma unroll
       for (int i = 0; i < DST_W * CHANNELS; i += WIDE)
