@@ -34,6 +34,7 @@ from helpers import (
 from kernel_harness import DTYPES, Gpu, assert_exact, formats, strange_layouts
 from polyphase import plan, runtime
 from polyphase.algorithms.base import Candidate, Launch, Layouts
+from polyphase.algorithms.gather_channels import GatherChannels
 from polyphase.algorithms.gather_gemm import GatherGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.phase_gemm import PhaseGemm
@@ -46,6 +47,7 @@ from polyphase.jit.source import KernelSource
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
 from processes import run_python
+from test_gather_channels import LAYERS as CHANNELS_LAYERS
 from test_gather_gemm import INF_AND_NAN
 from test_gather_gemm import LAYERS as GATHER_LAYERS
 from test_gather_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
@@ -159,6 +161,12 @@ def strange_cases() -> Iterator[ParameterSet]:
             for name, layer in PIXEL_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16")
         ),
+        *(
+            (f"{name}, channels", replace(layer, dtype=dtype), (pass_, GatherChannels()))
+            for name, layer in CHANNELS_LAYERS.items()
+            for dtype in ("float32", "float16", "bfloat16", "float64")
+            for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD)
+        ),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
         *(
             (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, algorithm))
@@ -172,7 +180,7 @@ def strange_cases() -> Iterator[ParameterSet]:
         ),
     ]
     for name, layer, (pass_, algorithm) in layers:
-        for problem in [layer] if isinstance(algorithm, (GatherGemm, PixelGemm)) else formats(layer):
+        for problem in [layer] if isinstance(algorithm, (GatherGemm, PixelGemm, GatherChannels)) else formats(layer):
             for number, layouts in enumerate(strange_layouts(problem)):
                 order = "last" if problem.channels_last else "first"
                 label = f"{name}-{order}-{number}-{pass_.value}-{problem.dtype}"

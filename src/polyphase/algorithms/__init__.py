@@ -1,6 +1,7 @@
 """Ways to compute a pass, one file each; `polyphase.plan` chooses among `ALGORITHMS`."""
 
 from polyphase.algorithms.base import Algorithm
+from polyphase.algorithms.gather_channels import GatherChannels
 from polyphase.algorithms.gather_gemm import GatherGemm
 from polyphase.algorithms.gather_general import GatherGeneral
 from polyphase.algorithms.gather_tiled import GatherTiled
@@ -22,6 +23,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     InputGradWgmma(),
     WeightGradGemm(),
     WeightGradWgmma(),
+    GatherChannels(),
     GatherTiled(),
     GatherGeneral(),
     WeightGrad(),

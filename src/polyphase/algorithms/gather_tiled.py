@@ -23,13 +23,13 @@ _MAX_ACCUMULATORS = 96
 _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 _OFFERED = 8
 
-# Measured over predicted time, in a forward pass by whether channels come last (docs/performance.md): the model ranks
+# Measured over predicted time, by whether channels come last (docs/performance.md): the model ranks
 # variants, and is held against another algorithm's here. Outputs without taps cost less than it says, and fewer than
 # four output channels share less of what they load.
 _MEASURED_FORWARD = {False: 0.95, True: 2.2}
 _MEASURED_BARE = {False: 0.6, True: 2.2}
 _MEASURED_FEW_CHANNELS = {False: 0.9, True: 1.7}
-_MEASURED_INPUT_GRAD = 0.7
+_MEASURED_INPUT_GRAD = {False: 0.7, True: 1.8}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class GatherTiled:
                     bare = _MEASURED_BARE if gather.owned < gather.phases else _MEASURED_FORWARD
                     cycles *= (_MEASURED_FEW_CHANNELS if few else bare)[problem.channels_last]
                 else:
-                    cycles *= _MEASURED_INPUT_GRAD
+                    cycles *= _MEASURED_INPUT_GRAD[problem.channels_last]
                 seconds, bound = cost_seconds(problem, device, work * cycles / _busy(problem, gather, variant, device))
                 yield Candidate(self.name, variant, seconds, bound)
 

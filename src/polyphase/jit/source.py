@@ -28,6 +28,7 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async", "operand"),
+    "gather_channels": ("operand", "taps"),
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
         "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
