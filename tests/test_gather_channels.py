@@ -75,7 +75,7 @@ def test_layers(problem: ConvTransposeProblem, pass_: Pass) -> None:
 
 
 def test_layers_take_every_path() -> None:
-    """Every branch that a variant or a tiling decides is taken by some of the layers, but that of `test_blocks_go_on`."""
+    """Every branch that a variant or a tiling decides is taken by some layer; `test_blocks_go_on` takes another."""
     taken = set()
     for parameters in cases():
         problem, pass_ = parameters.values

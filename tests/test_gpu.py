@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.device import DeviceInfo
-from polyphase.jit import compiler, launcher
+from polyphase.jit import launcher
 from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.source import KernelSource
 from polyphase.plan import launches
@@ -591,48 +590,36 @@ def test_more_than_2_31_elements() -> None:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("layer", VIEWED)
-def test_new_sizes_compile_little(layer: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_sizes_compile_little(layer: str, channels_last: bool) -> None:
     """Gradients have one kernel for all sizes; the forward pass has few, of which a size may want another than most."""
-    planned: list[plan.Plan] = []
 
-    def planning(*arguments: Any) -> plan.Plan:
-        planned.append(plan.plan(*arguments))
-        return planned[-1]
+    def call(batch: int, height: int, width: int, all_passes: bool) -> None:
+        problem = replace(VIEWED[layer], batch=batch, input_size=(height, width))
+        operands = make_operands(problem, torch.float32, DEVICE)
+        if channels_last:
+            last = torch.channels_last
+            operands = operands.map(lambda t: t.contiguous(memory_format=last) if t.dim() == 4 else t)
+        if all_passes:
+            assert_right(problem, operands, passes(problem, operands))
+        else:
+            forward(problem, operands)
 
-    monkeypatch.setattr(runtime, "plan", planning)
+    def kernels() -> set[KernelSource]:
+        """Those that were loaded, or compiled for later calls."""
+        return {source for source, *_ in (*launcher._loaded, *launcher._meanwhile)}
 
-    def kernels(pass_: Pass, sizes: list[tuple[int, int, int]]) -> tuple[set[KernelSource], int]:
-        """Those that plans at some sizes name, and how many were compiled by calls of the forward pass, or of all."""
-        planned.clear()
-        before = compilations()
-        for batch, height, width in sizes:
-            problem = replace(VIEWED[layer], batch=batch, input_size=(height, width))
-            operands = make_operands(problem, torch.float32, DEVICE)
-            if channels_last:
-                operands = operands.map(
-                    lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
-                )
-            if pass_ is Pass.FORWARD:
-                forward(problem, operands)
-            else:
-                assert_right(problem, operands, passes(problem, operands))
-        launches = [launch for each in planned for launch in each.launches]
-        one_way = {launch.one_way for launch in launches if launch.one_way is not None}
-        return one_way.union(*(launch.sources for launch in launches)), compilations() - before
-
-    def compilations() -> int:
-        for compiling in list(launcher._meanwhile.values()):
-            compiling.result()
-        return compiler.compilations
-
-    first = [(2, 8, 8), (2, 8, 9), (0, 9, 9)]  # tiny images, and others; an empty tensor has every format
+    for size in ((2, 8, 8), (2, 8, 9), (0, 9, 9)):  # tiny images, and others; an empty tensor has every format
+        call(*size, all_passes=True)
+    first = kernels()
     sizes = [(1, 8, 8), (3, 7, 9), (2, 2, 3), (1, 64, 64), (5, 33, 4), (2, 4, 130), (1, 5, 257), (17, 3, 5),
              (2, 40, 24), (300, 2, 2), (0, 5, 7)]  # fmt: skip
-    known, _ = kernels(Pass.INPUT_GRAD, first)
-    named, compiled = kernels(Pass.FORWARD, sizes)
-    assert compiled <= len(named - known) <= 3
-    _, compiled = kernels(Pass.INPUT_GRAD, sizes)
-    assert compiled == 0, "gradients compile nothing"
+    for size in sizes:
+        call(*size, all_passes=False)
+    further = kernels()
+    assert len(further - first) <= 3
+    for size in sizes:
+        call(*size, all_passes=True)
+    assert kernels() == further, "gradients need no others"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

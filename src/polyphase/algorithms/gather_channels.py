@@ -173,7 +173,7 @@ def _variants(gather: Gather, device: DeviceInfo) -> list[tuple[ChannelsVariant,
         # With a few registers less the compiler often does without spills; else it settles for fewer blocks.
         hoped = min(8, shared, _resident(needed - 16))
         if hoped:
-            cycles = _cycles(gather, vector, cells) * (1 + 2 / max(1, min(hoped, _resident(needed))))
+            cycles = _cycles(gather, vector, cells, lanes) * (1 + 2 / max(1, min(hoped, _resident(needed))))
             found.append((ChannelsVariant(vector, cells, lanes, hoped), cycles))
     return sorted(found, key=lambda each: each[1] / (each[0].vector * each[0].cells))[:_OFFERED]
 
@@ -210,7 +210,7 @@ def _resident(registers: int) -> int:
     return REGISTERS // (_THREADS * round_up(registers, 8))
 
 
-def _cycles(gather: Gather, vector: int, cells: int) -> float:
+def _cycles(gather: Gather, vector: int, cells: int, lanes: int) -> float:
     """What a warp takes of a multiprocessor for its cells, were it never to wait for memory.
 
     Fitted to 568 measured times of 12 layers (docs/performance.md).
@@ -226,5 +226,12 @@ def _cycles(gather: Gather, vector: int, cells: int) -> float:
     widened = columns * read + stores * vector if size == 2 else 0
     instructions = weights * (vector * cells * words + 1) + 3 * columns + loads + 3 * stores + widened + 20 * rows
     from_shared = weights * vector * words
-    through_l1 = loads * max(1, at_once * size / 4) + stores * max(1, vector * size / 4)
+
+    def lines(side: Side, elements: int, apart: int) -> float:
+        """Lines of 128 bytes that a warp meets at once, whose rows of ``lanes`` threads are ``apart`` pixels apart."""
+        together, from_others = lanes * elements * size, apart * _pixel(side) * size
+        return 32 / lanes * max(together, min(from_others, 128)) / 128
+
+    through_l1 = loads * lines(gather.src, at_once, cells * width.src)
+    through_l1 += stores * lines(gather.dst, vector, cells * width.dst)
     return 0.5 * instructions / 4 + 0.25 * from_shared + 0.5 * through_l1 + 30 * rows

@@ -13,6 +13,9 @@ from polyphase.device import DeviceInfo
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
+# Measured over predicted time of input gradients in channels_last (docs/performance.md).
+_MEASURED_INPUT_GRAD_LAST = 2.3
+
 
 class GeneralVariant(NamedTuple):
     """The compile-time shape of ``gather_general.cu``."""
@@ -46,6 +49,8 @@ class GatherGeneral:
             instructions = 150 + steps * (14 + 4 * dst)
             wavefronts = steps * (2 + 3 * dst)
             cycles = threads / 32 * max(instructions / 4, wavefronts)
+            if problem.channels_last and not gather.forward:
+                cycles *= _MEASURED_INPUT_GRAD_LAST
             seconds, bound = cost_seconds(problem, device, cycles)
             result.append(Candidate(self.name, GeneralVariant(dst), seconds, bound))
         yield from sorted(result, key=lambda candidate: (candidate.seconds, -candidate.variant.dst_per_thread))
