@@ -647,22 +647,13 @@ def test_gpus_are_like_the_known_ones(
     assert plan.plan(make((4, 8, 16, 16), 12, 4, 2, 1), Pass.FORWARD, info).launch is not None
 
 
-@pytest.mark.parametrize(
-    ("clock", "bits", "rate"), [(3_201_000, 6144, 4.28e12), (2_619_000, 5120, 2.92e12), (10_501_000, 384, 8.77e11)]
-)
-def test_the_rate_of_memory(monkeypatch: pytest.MonkeyPatch, clock: int, bits: int, rate: float) -> None:
-    """An H200's, an H100's and an RTX 4090's."""
-    fake(monkeypatch, (9, 0), memory_clock_rate=clock, memory_bus_width=bits)
-    assert _of_cuda.__wrapped__(0).copy_bytes_per_second == rate
-
-
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, (7, 0))
     with pytest.raises(UnsupportedError, match=r"Fake has compute capability 7\.0; .* need 7\.5 or newer"):
         _of_cuda.__wrapped__(0)
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **others: int) -> None:
+def fake(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     properties: dict[str, Any] = {
         "name": "Fake",
         "major": capability[0],
@@ -670,7 +661,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **others:
         "multi_processor_count": 77,
         "shared_memory_per_block_optin": 99 << 10,
         "shared_memory_per_multiprocessor": 100 << 10,
-        **others,
     }
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
 

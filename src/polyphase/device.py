@@ -1,8 +1,7 @@
 """What a GPU offers: the figures the planner and the compiler need, known without a GPU present.
 
-The rates serve the cost model alone: they rank candidates, and no result depends on them. Of a kind of device without
-a machine at hand the H200's are measured (`python -m polyphase bench` measures the ceilings of the machine that it runs
-on), the others the vendor's; of this machine's GPU, that of its memory follows from what the driver says.
+The rates serve the cost model alone: they rank candidates, and no result depends on them. The H200's are measured
+(`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's.
 """
 
 from __future__ import annotations
@@ -99,15 +98,6 @@ _TYPICAL = (
 )
 
 
-def copy_rate(memory_clock_khz: int, bus_bits: int) -> float:
-    """What a copy attains of the memory's rate, in bytes read and written per second, to three digits.
-
-    It is 87 % on an H200 and 90 % on an H100 (`python -m polyphase bench` measures it).
-    """
-    attained = 0.87 * 2 * memory_clock_khz * 1e3 * bus_bits / 8
-    return float(f"{attained:.2e}")
-
-
 @lru_cache(maxsize=64)
 def _of_cuda(index: int) -> DeviceInfo:
     import torch
@@ -121,13 +111,11 @@ def _of_cuda(index: int) -> DeviceInfo:
     arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
     not_newer = (info for info in _TYPICAL if info.capability <= capability_of(arch))
     typical = max(not_newer, key=lambda info: info.capability)
-    # PyTorch gives the memory's clock in kHz and its width in bits, of which there are two a cycle; older ones do not.
-    clock, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     return DeviceInfo(
         arch=arch,
         multiprocessors=properties.multi_processor_count,
         clock_hz=typical.clock_hz,
-        copy_bytes_per_second=copy_rate(clock, bits) or typical.copy_bytes_per_second,
+        copy_bytes_per_second=typical.copy_bytes_per_second,
         shared_bytes_per_block=getattr(properties, "shared_memory_per_block_optin", typical.shared_bytes_per_block),
         shared_bytes_per_multiprocessor=getattr(
             properties, "shared_memory_per_multiprocessor", typical.shared_bytes_per_multiprocessor

@@ -33,7 +33,7 @@ _LANES = (32, 16, 8, 4, 2, 1)
 _OFFERED = 4
 
 # Measured over predicted work, where a group has several source channels.
-_MEASURED_SEVERAL = 0.8
+_MEASURED_SEVERAL = 0.65
 
 
 class ChannelsVariant(NamedTuple):
@@ -173,7 +173,7 @@ def _variants(gather: Gather, device: DeviceInfo) -> list[tuple[ChannelsVariant,
         # With a few registers less the compiler often does without spills; else it settles for fewer blocks.
         hoped = min(8, shared, _resident(needed - 16))
         if hoped:
-            cycles = _cycles(gather, vector, cells, lanes) * (1 + 2 / max(1, min(hoped, _resident(needed))))
+            cycles = _cycles(gather, vector, cells, lanes) * (1 + 1 / max(1, min(hoped, _resident(needed))))
             found.append((ChannelsVariant(vector, cells, lanes, hoped), cycles))
     return sorted(found, key=lambda each: each[1] / (each[0].vector * each[0].cells))[:_OFFERED]
 
@@ -213,7 +213,7 @@ def _resident(registers: int) -> int:
 def _cycles(gather: Gather, vector: int, cells: int, lanes: int) -> float:
     """What a warp takes of a multiprocessor for its cells, were it never to wait for memory.
 
-    Fitted to 568 measured times of 12 layers (docs/performance.md).
+    Fitted to 765 measured times of 73 cases (docs/performance.md).
     """
     size, words = DTYPE_BYTES[gather.dtype], accumulator_bytes(gather.dtype) // 4
     width = gather.cell_axes[2]
@@ -234,4 +234,4 @@ def _cycles(gather: Gather, vector: int, cells: int, lanes: int) -> float:
 
     through_l1 = loads * lines(gather.src, at_once, cells * width.src)
     through_l1 += stores * lines(gather.dst, vector, cells * width.dst)
-    return 0.5 * instructions / 4 + 0.25 * from_shared + 0.5 * through_l1 + 30 * rows
+    return instructions / 4 + 0.5 * from_shared + 0.75 * through_l1 + 15 * rows
