@@ -3321,6 +3321,7 @@ SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
 # Building blocks under kernels/common that a kernel needs behind those that all need.
 _BUILDING_BLOCKS = {
     "gather_tiled": ("copy_async", "operand"),
+    "gather_channels": ("operand", "taps"),
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
         "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
@@ -3603,6 +3604,7 @@ def round_up(value: int, multiple: int) -> int:
 #
 # Both passes gather: every destination element sums what it needs of the source, so nothing is written twice and no sum
 # depends on timing. `polyphase.algorithms.gather_tiled` unrolls the whole kernel for a tile of cells;
+# `polyphase.algorithms.gather_channels` is for few channels in a group, in channels_last;
 # `polyphase.algorithms.gather_general` has no limits.
 
 @dataclass(frozen=True)

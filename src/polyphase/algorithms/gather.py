@@ -2,6 +2,7 @@
 
 Both passes gather: every destination element sums what it needs of the source, so nothing is written twice and no sum
 depends on timing. `polyphase.algorithms.gather_tiled` unrolls the whole kernel for a tile of cells;
+`polyphase.algorithms.gather_channels` is for few channels in a group, in channels_last;
 `polyphase.algorithms.gather_general` has no limits.
 """
 
