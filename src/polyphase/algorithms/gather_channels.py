@@ -6,6 +6,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator
+from functools import reduce
 from typing import NamedTuple
 
 from polyphase.algorithms.base import (
@@ -146,7 +147,7 @@ def _src_vector(gather: Gather, variant: ChannelsVariant) -> int:
         return 1
     most = 16 // DTYPE_BYTES[gather.dtype]
     batch, _, *spatial = gather.src.strides
-    return math.gcd(most, _src_read(gather, variant.vector), batch, *spatial)
+    return reduce(math.gcd, (most, _src_read(gather, variant.vector), batch, *spatial))
 
 
 def _pixel(side: Side) -> int:
