@@ -46,7 +46,7 @@ def random_sizes(problem: ConvTransposeProblem, seed: int) -> list[ConvTranspose
 def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
     """Grid, block, shared memory, geometry, boxes, workspace and constants, as the package has them.
 
-    That is: of what its planner chooses at a typical size, and of aligned tensors where they come in boxes.
+    That is: of what its planner chooses at a typical size, and of aligned tensors where the kernel is for those.
     """
     compared, by_boxes = 0, 0
     for seed, (name, text) in enumerate((name, emitted(name)) for name in names()):
@@ -59,7 +59,9 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
                 for aligned in (True, False):
                     copies = not aligned and bool(expected.boxes)
                     if not aligned and not copies:
-                        expected = expected_launch(other, pass_, arch, aligned=False)
+                        unaligned = expected_launch(other, pass_, arch, aligned=False)
+                        copies = unaligned.source != expected.source
+                        expected = expected if copies else unaligned
                     call = module.prepare(
                         module.Pass[pass_.name],
                         module.LAYERS[0],

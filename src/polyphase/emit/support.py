@@ -163,7 +163,9 @@ def prepare(
     launch = launch_on(aligned=True)
     copies = not aligned and bool(launch.boxes)  # whose tensors must be aligned
     if not aligned and not copies:
-        launch = launch_on(aligned=False)
+        other = launch_on(aligned=False)
+        copies = other.source != launch.source  # the kernel for others is not in this file
+        launch = launch if copies else other
     shapes = {
         Pass.FORWARD: problem.output_shape,
         Pass.INPUT_GRAD: problem.input_shape,
