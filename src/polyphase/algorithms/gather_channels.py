@@ -63,7 +63,10 @@ class GatherChannels:
         if gather.dtype == "float32" and terms > _MAX_TERMS:
             return f"{terms} products are too many to be added up in one chain (at most {_MAX_TERMS})"
         if not _variants(gather, device):
-            return f"neither do its taps unroll, or the weights of a block's channels exceed {_MAX_WEIGHT_BYTES} bytes"
+            return (
+                f"its taps along the width do not unroll, to at most {_MAX_UNROLLED} products and {_MAX_SUMS} sums, "
+                f"or the weights of a block's channels exceed {_MAX_WEIGHT_BYTES} bytes"
+            )
         return None
 
     def candidates(
@@ -75,8 +78,8 @@ class GatherChannels:
         depths, heights, widths = gather.cells
         moving = problem.bytes / device.copy_bytes_per_second
         for variant, cycles in _variants(gather, device):
-            blocks = math.ceil(_vectors(gather, variant) / variant.lanes)
-            warps = blocks * variant.lanes / 32 * problem.batch * depths * heights * math.ceil(widths / variant.cells)
+            lanes = round_up(_vectors(gather, variant), variant.lanes)
+            warps = lanes / 32 * problem.batch * depths * heights * math.ceil(widths / variant.cells)
             work = warps * cycles / (device.multiprocessors * device.clock_hz)
             if gather.src_channels > 1:
                 work *= _MEASURED_SEVERAL
@@ -141,13 +144,17 @@ def _src_read(gather: Gather, vector: int) -> int:
     return max(1, vector // gather.dst_channels) * gather.src_channels
 
 
+def _at_once(gather: Gather, vector: int) -> int:
+    """Those of them that are read at once, where pixels are aligned."""
+    return math.gcd(_src_read(gather, vector), 16 // DTYPE_BYTES[gather.dtype])
+
+
 def _src_vector(gather: Gather, variant: ChannelsVariant) -> int:
-    """Those of them that are read at once."""
+    """Those of them that are read at once, as the source lies."""
     if not gather.aligned:
         return 1
-    most = 16 // DTYPE_BYTES[gather.dtype]
     batch, _, *spatial = gather.src.strides
-    return reduce(math.gcd, (most, _src_read(gather, variant.vector), batch, *spatial))
+    return reduce(math.gcd, (_at_once(gather, variant.vector), batch, *spatial))
 
 
 def _pixel(side: Side) -> int:
@@ -168,6 +175,9 @@ def _variants(gather: Gather, device: DeviceInfo) -> list[tuple[ChannelsVariant,
         width = gather.cell_axes[2]
         products = gather.axes[2].kernel * _src_held(gather, vector) * vector * cells
         if lanes is None or products > _MAX_UNROLLED or width.dst * vector * cells > _MAX_SUMS:
+            continue
+        # The kernel has distances within a row of cells as constants of 32 bits.
+        if max(_pixel(gather.src) * width.window(cells), _pixel(gather.dst) * width.dst * cells) >= 2**31:
             continue
         shared = device.shared_bytes_per_multiprocessor // (_weight_bytes(gather, vector, lanes) + 1024)
         needed = _registers(gather, vector, cells)
@@ -195,8 +205,7 @@ def _lanes(gather: Gather, vector: int) -> int | None:
 
 def _src_held(gather: Gather, vector: int) -> int:
     """Source channels of a pixel that a thread holds at a time."""
-    read = _src_read(gather, vector)
-    return read if vector > gather.dst_channels else math.gcd(read, 16 // DTYPE_BYTES[gather.dtype])
+    return (_src_read if vector > gather.dst_channels else _at_once)(gather, vector)
 
 
 def _registers(gather: Gather, vector: int, cells: int) -> int:
@@ -219,8 +228,7 @@ def _cycles(gather: Gather, vector: int, cells: int, lanes: int) -> float:
     size, words = DTYPE_BYTES[gather.dtype], accumulator_bytes(gather.dtype) // 4
     width = gather.cell_axes[2]
     weights = gather.src_channels * gather.taps
-    read = _src_read(gather, vector)
-    at_once = math.gcd(16 // size, read)
+    read, at_once = _src_read(gather, vector), _at_once(gather, vector)
     rows = gather.axes[0].kernel * gather.axes[1].kernel
     columns = rows * width.window_used(cells)
     loads, stores = columns * read // at_once, gather.phases * cells

@@ -23,9 +23,9 @@ _MAX_ACCUMULATORS = 96
 _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 _OFFERED = 8
 
-# Measured over predicted time, by whether channels come last (docs/performance.md): the model ranks
-# variants, and is held against another algorithm's here. Outputs without taps cost less than it says, and fewer than
-# four output channels share less of what they load.
+# Measured over predicted time, by whether channels come last (docs/performance.md): the model ranks variants, and is
+# held against another algorithm's here. Outputs without taps cost less than it says, and fewer than four output
+# channels share less of what they load.
 _MEASURED_FORWARD = {False: 0.95, True: 2.2}
 _MEASURED_BARE = {False: 0.6, True: 2.2}
 _MEASURED_FEW_CHANNELS = {False: 0.9, True: 1.7}

@@ -37,6 +37,7 @@ constexpr int SRC_HELD = GROUPS_HELD > 1 ? SRC_READ : SRC_VECTOR;
 constexpr int DST_W = dst_cell(AXIS_W), SRC_W = src_cell(AXIS_W);
 constexpr int WINDOW = window(AXIS_W, CELLS);
 
+static_assert(DST_CHANNELS_LAST, "lanes run along channels");
 static_assert(VECTOR % DST_CHANNELS == 0 || DST_CHANNELS % VECTOR == 0, "a vector is of whole groups, or of one");
 static_assert(SRC_HELD % SRC_VECTOR == 0 && SRC_READ % SRC_HELD == 0, "source channels are read in whole vectors");
 
