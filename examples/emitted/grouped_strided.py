@@ -1345,6 +1345,24 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// True for one thread of a warp, of which all are here, and always the same one.
+__device__ __forceinline__ bool elect() {
+#if __CUDA_ARCH__ >= 900
+  int chosen;
+  asm volatile("{ .reg .pred chosen; elect.sync _|chosen, 0xffffffff; selp.b32 %0, 1, 0, chosen; }" : "=r"(chosen));
+  return chosen;
+#else
+  return threadIdx.x % 32 == 0;
+#endif
+}
+// What all threads of a warp have, for the compiler to know that it is the same.
+__device__ __forceinline__ int uniform(int value) {
+#if __CUDA_ARCH__ >= 900
+  return __reduce_max_sync(~0u, value);
+#else
+  return value;
+#endif
+}
 // Makes initialised barriers known to the copy engine.
 __device__ __forceinline__ void barriers_publish() {
 #if BULK_COPY
@@ -1385,6 +1403,18 @@ __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int block) {
       "r"(block)
       : "memory");
 }
+#if BULK_COPY
+// A word to another block's shared memory, or to this one's, where the barrier is told of its bytes.
+__device__ __forceinline__ void store_async(unsigned to, int value, unsigned barrier, int block) {
+  asm volatile(
+      "{ .reg .b32 there, barrier;\n"
+      "mapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [barrier]; }" ::"r"(to),
+      "r"(value), "r"(barrier), "r"(block)
+      : "memory");
+}
+#endif
 // All threads of the cluster's blocks but those that have exited.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
@@ -1403,6 +1433,8 @@ __device__ __forceinline__ emulator::Barrier* barrier_at(unsigned barrier) {
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   emulator::barrier_init(barrier_at(barrier), arrivals);
 }
+__device__ __forceinline__ bool elect() { return threadIdx.x % 32 == 0; }
+__device__ __forceinline__ int uniform(int value) { return value; }
 __device__ __forceinline__ void barriers_publish() {}
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
 __device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
@@ -3325,7 +3357,7 @@ _BUILDING_BLOCKS = {
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
         "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
-        "gemm_tile", "pixel_loader",
+        "gemm_tile", "item_queue", "pixel_loader",
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
@@ -3340,8 +3372,8 @@ _BUILDING_BLOCKS = {
     "weight_grad_wgmma": (
         "tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window_rows", "window", "window_wgmma",
     ),
-    "pack_weights": ("tensor_float", "row_blocks", "dependent"),
-    "pack_taps": ("tensor_float", "row_blocks", "dependent"),
+    "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
+    "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
 }  # fmt: skip
 

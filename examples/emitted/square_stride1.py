@@ -557,6 +557,17 @@ __device__ __forceinline__ void wait_for_prologue() {
 #endif
 }
 """
+FILES["common/counters.cuh"] = r"""
+// Counters in front of the packed weights, by which blocks share their work (item_queue.cuh). Packing sets them to
+// zero.
+
+// Where the weights begin, for the kernel that packs them.
+__device__ __forceinline__ unsigned char* clear_counters(unsigned char* packed) {
+  if (blockIdx.x == 0)
+    for (int i = threadIdx.x; i * (int)sizeof(unsigned) < COUNTER_BYTES; i += blockDim.x) ((unsigned*)packed)[i] = 0;
+  return packed + COUNTER_BYTES;
+}
+"""
 FILES["pack_weights.cu"] = r"""
 // The weights as the tensor cores take them (row_blocks.cuh): for every group, block of channels and group of lines
 //
@@ -640,6 +651,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ scalar_t slab[CHUNK][SLAB_CHANNELS * PITCH];
   __shared__ int places[SLAB_TAPS];
   let_dependents_start();
+  packed = clear_counters(packed);
   const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;
   const int chunk = blockIdx.x / (ROW_SLABS * TAP_SLABS) % (2 * STEPS);
   const int group = blockIdx.x / (ROW_SLABS * TAP_SLABS) / (2 * STEPS);
@@ -831,6 +843,24 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// True for one thread of a warp, of which all are here, and always the same one.
+__device__ __forceinline__ bool elect() {
+#if __CUDA_ARCH__ >= 900
+  int chosen;
+  asm volatile("{ .reg .pred chosen; elect.sync _|chosen, 0xffffffff; selp.b32 %0, 1, 0, chosen; }" : "=r"(chosen));
+  return chosen;
+#else
+  return threadIdx.x % 32 == 0;
+#endif
+}
+// What all threads of a warp have, for the compiler to know that it is the same.
+__device__ __forceinline__ int uniform(int value) {
+#if __CUDA_ARCH__ >= 900
+  return __reduce_max_sync(~0u, value);
+#else
+  return value;
+#endif
+}
 // Makes initialised barriers known to the copy engine.
 __device__ __forceinline__ void barriers_publish() {
 #if BULK_COPY
@@ -871,6 +901,18 @@ __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int block) {
       "r"(block)
       : "memory");
 }
+#if BULK_COPY
+// A word to another block's shared memory, or to this one's, where the barrier is told of its bytes.
+__device__ __forceinline__ void store_async(unsigned to, int value, unsigned barrier, int block) {
+  asm volatile(
+      "{ .reg .b32 there, barrier;\n"
+      "mapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [barrier]; }" ::"r"(to),
+      "r"(value), "r"(barrier), "r"(block)
+      : "memory");
+}
+#endif
 // All threads of the cluster's blocks but those that have exited.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
@@ -889,6 +931,8 @@ __device__ __forceinline__ emulator::Barrier* barrier_at(unsigned barrier) {
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   emulator::barrier_init(barrier_at(barrier), arrivals);
 }
+__device__ __forceinline__ bool elect() { return threadIdx.x % 32 == 0; }
+__device__ __forceinline__ int uniform(int value) { return value; }
 __device__ __forceinline__ void barriers_publish() {}
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
 __device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
@@ -1200,6 +1244,8 @@ constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stag
 constexpr int TURNERS = (LOADER_THREADS / 32 - 1) / TURNING_GROUPS;  // warps that turn a stage of boxes around together
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
+// Of an item's pixels, and of the next ones', that are on their way before weights are waited for.
+constexpr int AHEAD_OF_WEIGHTS = BOXES ? STAGES : IN_PLACE ? LOOKAHEAD * LOADER_GROUPS : RAW_SLOTS;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
@@ -1220,6 +1266,7 @@ struct Geometry {
   Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_PARTS at a time
   Divisor pitch[3];    // pixels of the run from one image, slab and row to the next
   int items;           // tiles, CLUSTER at a time, by the items of each
+  int own;             // items of a block that no other can take
   int halo;            // pixels of the run that are loaded
   int raw_pitch;       // pixels of the run in a copied stage, or of a box there
   int chunk_bytes;     // of the run in a stage
@@ -1305,6 +1352,138 @@ __device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& to
 #pragma unroll
   for (int block = 0; block < ROW_BLOCKS; ++block) for_each(function, sums[block], totals[block]);
 }
+"""
+FILES["common/item_queue.cuh"] = r"""
+// Which items a block computes. The first `own` are its own; behind these it takes the next that no block has, when it
+// is about to load the one before. So what is being computed at a time is neighbours, however fast each block is, and
+// what tiles share (halos, sectors of which each stores a part) is still in the L2 cache when the other one wants it.
+// Blocks that each took every n-th item would drift apart, and ever faster: those behind would find nothing there.
+//
+// One thread of a block, or of a cluster, takes items: from a counter in front of the packed weights, which packing
+// sets to zero, or from one for each of the row groups that blocks stay with. The others learn of them through a ring,
+// and walk through all, whichever they work on.
+
+// Other groups of loaders learn of items that the one with that thread has not come to, or they would wait for one
+// another.
+constexpr int FURTHER = ceil_div(LOADER_GROUPS - 1, STAGES_OF_ITEM);
+// The ring holds more items than pixels are loaded ahead of those who multiply, of whom one may be an item behind.
+constexpr int QUEUE = ceil_div(2 * STAGES + RAW_SLOTS + 2 * LOADER_GROUPS, STAGES_OF_ITEM) + 4;
+static_assert(AHEAD_OF_WEIGHTS <= STAGES || AHEAD_OF_WEIGHTS <= RAW_SLOTS, "more are loaded ahead");
+
+struct QueueMemory {
+  unsigned long long known[QUEUE];  // barriers
+  int items[QUEUE];
+};
+
+struct Items {
+  const Geometry& g;
+  unsigned* counters;
+  QueueMemory& memory;
+  int next = 0;  // of the thread that takes them: the item behind those that are known
+
+  // By one thread, before the others begin.
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < QUEUE; ++i) barrier_init(shared_address(memory.known + i), 1);
+  }
+  // By the same one, when barriers are ready.
+  __device__ __forceinline__ void begin() const {
+    for (int i = 0; i < QUEUE; ++i) expect(i);
+  }
+
+  // The block's item number `ordinal`; not below g.items behind the last.
+  __device__ __forceinline__ int of(int ordinal) const {
+    if (ordinal < g.own) return first_item() + ordinal * item_step();
+    const int turn = ordinal - g.own;
+    barrier_wait(shared_address(memory.known + turn % QUEUE), turn / QUEUE & 1);
+    return *(volatile int*)(memory.items + turn % QUEUE);
+  }
+
+  // Makes the item known that is FURTHER behind number `ordinal`, by the one thread, which takes them in order.
+  __device__ __forceinline__ void take(int ordinal) {
+    const int turn = ordinal + FURTHER - g.own;
+    if (turn >= 0) publish(turn % QUEUE);
+    if (turn >= -1) next = claim();
+  }
+  // By the same one, behind the last: what others write here has come.
+  __device__ __forceinline__ void settle(int ordinal) const {
+    for (int i = 1; CLUSTER > 1 && i <= FURTHER; ++i) of(ordinal + i);
+  }
+  // By the same one, when it has learnt of it from `of`.
+  __device__ __forceinline__ void taken(int ordinal) const {
+    if (ordinal >= g.own) expect((ordinal - g.own) % QUEUE);
+  }
+
+ private:
+  // The compiler waits for the counter where the item is used, at the next one.
+  __device__ __forceinline__ int claim() const {
+    const int first = g.own * item_step(), row_group = RESIDENT ? (int)blockIdx.x % g.tile_items : 0;
+#ifndef EMULATOR
+    if (blockIdx.x % CLUSTER) return 0;  // the first block tells
+    unsigned* const counter = counters + row_group;
+#else
+    unsigned* const counter = counters + row_group + blockIdx.x % CLUSTER;  // each for itself
+#endif
+    wait_for_prologue();
+    return first + (int)atomicAdd(counter, 1u) * (RESIDENT ? g.tile_items.value : 1) + row_group;
+  }
+
+#if CLUSTER == 1 || !BULK_COPY || defined(EMULATOR)
+  __device__ __forceinline__ void publish(int slot) const {
+    *(volatile int*)(memory.items + slot) = next;
+    barrier_arrive(shared_address(memory.known + slot));
+  }
+  __device__ __forceinline__ void expect(int) const {}
+#else
+  __device__ __forceinline__ void publish(int slot) const {
+    if (blockIdx.x % CLUSTER == 0)
+      for (int block = 0; block < CLUSTER; ++block)
+        store_async(shared_address(memory.items + slot), next, shared_address(memory.known + slot), block);
+  }
+  // The barrier's next phase ends with the item.
+  __device__ __forceinline__ void expect(int slot) const {
+    barrier_expect(shared_address(memory.known + slot), sizeof(int));
+    barrier_arrive(shared_address(memory.known + slot));
+  }
+#endif
+};
+
+// An item and a stage of it; `index` is not below g.items behind the last.
+struct Cursor {
+  int index, stage = 0, ordinal = 0;
+
+  __device__ __forceinline__ Cursor() : index(first_item()) {}
+
+  // `count` stages on; true where that is another item.
+  __device__ __forceinline__ bool skip(const Items& items, int count) {
+    return walk(count, items.g, [&]() { return items.of(ordinal); });
+  }
+  // The same behind another cursor, which often knows already.
+  __device__ __forceinline__ bool skip_behind(const Cursor& ahead, const Items& items, int count) {
+    return walk(count, items.g, [&]() { return ordinal == ahead.ordinal ? ahead.index : items.of(ordinal); });
+  }
+  // The same for a warp whose first lane takes the items.
+  __device__ __forceinline__ bool skip_and_take(Items& items, int count, bool takes) {
+    return walk(count, items.g, [&]() {
+      if (takes) items.take(ordinal);
+      __syncwarp();
+      const int item = items.of(ordinal);
+      if (takes) items.taken(ordinal);
+      return item;
+    });
+  }
+
+ private:
+  template <class Next>
+  __device__ __forceinline__ bool walk(int count, const Geometry& g, const Next& next) {
+    const int before = ordinal;
+#pragma unroll 1
+    for (stage += count; stage >= STAGES_OF_ITEM && index < g.items; stage -= STAGES_OF_ITEM) {
+      ++ordinal;
+      index = uniform(next());
+    }
+    return ordinal != before;
+  }
+};
 """
 FILES["common/pixel_loader.cuh"] = r"""
 // From the source tensor to the operands of tensor cores: a stage of an item's pixels, loaded by one group of threads,
@@ -1809,13 +1988,12 @@ struct Store {
   }
 
   // Channels last: a thread's two rows are neighbouring channels, eight lanes hold 16 of them, and four warps all 64.
-  // The warp group turns one phase of a piece around, so that a lane stores 16 bytes and its neighbours those beside
-  // them; where those are not aligned, element by element.
+  // The warp group turns one phase of a piece around, so that a lane stores 16 bytes, or the COUNT elements that are
+  // aligned, and its neighbours those beside them.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
-    constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
     Share<WIDE> share;
-    describe(piece, share);
+    if constexpr (COUNT == WIDE) describe(piece, share);
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
@@ -1839,31 +2017,49 @@ struct Store {
           }
         }
         group_sync();
-        const int from_channel = lane() % LANES * WIDE, remaining = DST_CHANNELS - first_channel - from_channel;
-        const scalar_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + from_channel;
-        scalar_t* const to = line + phase * g.dst.stride[4] + first_channel + from_channel;
-        bool exists[VECTORS];
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
-          exists[i] = phase < Place::columns(share.reach[i]) && remaining > 0 && share.has_line(i, depth, height);
-        if constexpr (COUNT == WIDE) {
-#pragma unroll
-          for (int i = 0; i < VECTORS; i += 2) {  // two vectors on their way together
-            const Bits<WIDE> first = *(const Bits<WIDE>*)(from + i * AT_ONCE * STAGING_PITCH);
-            const Bits<WIDE> second = *(const Bits<WIDE>*)(from + (i + 1) * AT_ONCE * STAGING_PITCH);
-            store_if(exists[i], to + share.offset[i], first);
-            store_if(exists[i + 1], to + share.offset[i + 1], second);
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < VECTORS; ++i)
-            if (exists[i])
-#pragma unroll 1
-              for (int k = 0; k < min(WIDE, remaining); ++k)
-                to[share.offset[i] + k] = from[i * AT_ONCE * STAGING_PITCH + k];
-        }
+        scalar_t* const to = line + phase * g.dst.stride[4] + first_channel;
+        if constexpr (COUNT == WIDE)
+          store_wide(share, to, DST_CHANNELS - first_channel, phase, depth, height);
+        else
+          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, phase, depth, height);
         group_sync();
       }
+    }
+  }
+
+  // What a warp group has put down of a phase, 16 bytes at a time.
+  __device__ __forceinline__ void store_wide(const Share<WIDE>& share, scalar_t* to, int channels, int phase, int depth,
+                                             int height) const {
+    constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
+    const int of_channel = lane() % LANES * WIDE;
+    const scalar_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + of_channel;
+    to += of_channel;
+    bool exists[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      exists[i] = phase < Place::columns(share.reach[i]) && of_channel < channels && share.has_line(i, depth, height);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i += 2) {  // two vectors on their way together
+      const Bits<WIDE> first = *(const Bits<WIDE>*)(from + i * AT_ONCE * STAGING_PITCH);
+      const Bits<WIDE> second = *(const Bits<WIDE>*)(from + (i + 1) * AT_ONCE * STAGING_PITCH);
+      store_if(exists[i], to + share.offset[i], first);
+      store_if(exists[i + 1], to + share.offset[i + 1], second);
+    }
+  }
+
+  // The same, COUNT elements at a time: lanes run along the channels that there are, and on to the next cell.
+  template <int COUNT>
+  __device__ __forceinline__ void store_narrow(int piece, scalar_t* to, int channels, int phase, int depth,
+                                               int height) const {
+    constexpr int OF_CELL = ceil_div(DST_CHANNELS < ROWS ? DST_CHANNELS : ROWS, COUNT);
+#pragma unroll 4
+    for (int i = threadIdx.x % 128; i < PIECE * OF_CELL; i += 128) {
+      const int cell = i / OF_CELL, of_channel = i % OF_CELL * COUNT;
+      if (piece * PIECE + cell >= GROUP_CELLS) break;
+      const Place place = places[piece * PIECE + cell];
+      const bool exists = phase < Place::columns(place.reach) && Place::has_line(place.reach, depth, height);
+      store_if(exists && of_channel < channels, to + place.offset + of_channel,
+               *(const Bits<COUNT>*)(staging + cell * STAGING_PITCH + of_channel));
     }
   }
 
@@ -1898,12 +2094,17 @@ struct Store {
     }
   }
 
+  // Channels last, all elements of a pixel are stored so many at a time, or one by one where they are not aligned.
+  static __device__ constexpr bool may_store(int count) {
+    return !DST_CHANNELS_LAST || count == gcd(DST_CHANNELS, WIDE);
+  }
+
   __device__ __forceinline__ void operator()() const {
-    if (store_vector(g) == WIDE)
+    if (may_store(WIDE) && store_vector(g) == WIDE)
       store_all<WIDE>();
-    else if (!DST_CHANNELS_LAST && store_vector(g) == WIDE / 2)
+    else if (may_store(WIDE / 2) && store_vector(g) == WIDE / 2)
       store_all<WIDE / 2>();
-    else if (!DST_CHANNELS_LAST && WIDE > 4 && store_vector(g) == 2)
+    else if (WIDE > 4 && may_store(2) && store_vector(g) == 2)
       store_all<2>();
     else
       store_all<1>();
@@ -1924,11 +2125,11 @@ FILES["implicit_gemm.cu"] = r"""
 // copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone, groups of
 // them stages in turn. With BOXES they are operands as they come: channels last, or in half precision where a tap is no
 // distance. The others multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or
-// a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take every gridDim.x-th
-// item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then the items of a
-// block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may share weights: each
-// copies a part of them to all, when a slot is free in all of them. The kernel may start while its weights are still
-// being packed, and waits for them when the first pixels are on their way.
+// a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take one item after the
+// other (item_queue.cuh): the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then
+// the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may share
+// weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while its
+// weights are still being packed, and waits for them when the first pixels are on their way.
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
@@ -1937,10 +2138,11 @@ FILES["implicit_gemm.cu"] = r"""
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[CONSUMERS];            // of each warp group to multiply
-  unsigned long long resident;                   // weights have come
-  unsigned long long come[RAW_SLOTS];            // boxes that are to be turned around
-  unsigned long long turned[RAW_SLOTS];          // and their slots, free again
+  unsigned long long turn[CONSUMERS];    // of each warp group to multiply
+  unsigned long long resident;           // weights have come
+  unsigned long long come[RAW_SLOTS];    // boxes that are to be turned around
+  unsigned long long turned[RAW_SLOTS];  // and their slots, free again
+  QueueMemory queue;
   int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
@@ -1988,19 +2190,6 @@ struct Slot {
   }
 };
 
-// An item and a stage of it; `index` is not below g.items behind the last.
-struct Cursor {
-  int index, stage;
-
-  // `count` stages on; true where that is another item.
-  __device__ __forceinline__ bool skip(int count) {
-    const int before = index;
-#pragma unroll 1
-    for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += item_step();
-    return index != before;
-  }
-};
-
 #if BULK_COPY
 // A stage's weights of a row group, by one thread.
 __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* from, unsigned barrier) {
@@ -2012,57 +2201,65 @@ __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* f
 #endif
 
 #if BOX_COPY
-// Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
+// Where the copy engine brings boxes, one warp tells it to: pixels are as far ahead as they have slots, those of
 // stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
 // are waited for.
 constexpr int PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
 
-__device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* src, const unsigned char* packed,
-                                           unsigned char* stages, int stage_bytes, unsigned char* pixels,
-                                           int pixel_bytes, unsigned full, unsigned empty, unsigned come,
-                                           unsigned turned) {
+__device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, const scalar_t* src,
+                                           const unsigned char* packed, unsigned char* stages, int stage_bytes,
+                                           unsigned char* pixels, int pixel_bytes, unsigned full, unsigned empty,
+                                           unsigned come, unsigned turned) {
   BoxLoader loader(g, src);
-  Cursor ahead{first_item(), 0};
+  const bool first_lane = threadIdx.x % 32 == 0;
+  Cursor ahead, now;
   Slot<PIXEL_SLOTS> slot_ahead;
   auto load_pixels = [&]() {
     if (ahead.stage == 0) loader.locate(ahead.index);
     const unsigned barrier = (BOXES ? full : come) + 8 * slot_ahead.index;
-    loader.load(ahead.stage, pixels + slot_ahead.index * pixel_bytes, barrier);
-    if (!BOXES) barrier_arrive(barrier);
-    ahead.skip(1), slot_ahead.skip(1);
+    if (elect()) {
+      loader.load(ahead.stage, pixels + slot_ahead.index * pixel_bytes, barrier);
+      if (!BOXES) barrier_arrive(barrier);
+    }
+    __syncwarp();
+    ahead.skip_and_take(items, 1, first_lane), slot_ahead.skip(1);
   };
   for (int i = 0; i < PIXEL_SLOTS && ahead.index < g.items; ++i) load_pixels();
   wait_for_prologue();
   Slot<STAGES> slot;
   int loaded = 0;  // stages, up to PIXEL_SLOTS
-  for (Cursor now{first_item(), 0}; now.index < g.items; now.skip(1)) {
+  for (; now.index < g.items; now.skip_behind(ahead, items, 1)) {
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
     if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
     const unsigned char* const weights =
         packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + now.stage * WEIGHT_STAGE;
-    for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
-      copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
-                   weights + part * WEIGHT_ITEM, full + 8 * slot.index);
-    barrier_arrive(full + 8 * slot.index);
+    if (elect()) {
+      for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
+        copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
+                     weights + part * WEIGHT_ITEM, full + 8 * slot.index);
+      barrier_arrive(full + 8 * slot.index);
+    }
+    __syncwarp();
     slot.skip(1);
     if (!BOXES && ahead.index < g.items) {
       barrier_wait(turned + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
       load_pixels();
     }
   }
+  if (first_lane) items.settle(ahead.ordinal);
 }
 
 // One of the warps that turn boxes around, each at its own pace: of a group of TURNERS that takes every
 // TURNING_GROUPS-th stage.
-__device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigned char* stages, int stage_bytes,
-                                            const unsigned char* raw, int raw_stage, unsigned full, unsigned empty,
-                                            unsigned come, unsigned turned) {
+__device__ __forceinline__ void turn_stages(const Geometry& g, const Items& items, int warp, unsigned char* stages,
+                                            int stage_bytes, const unsigned char* raw, int raw_stage, unsigned full,
+                                            unsigned empty, unsigned come, unsigned turned) {
   const int group = warp / TURNERS;
-  Cursor now{first_item(), 0};
+  Cursor now;
   Slot<STAGES> slot;
   Slot<RAW_SLOTS> slot_raw;
-  now.skip(group), slot.skip(group), slot_raw.skip(group);
+  now.skip(items, group), slot.skip(group), slot_raw.skip(group);
   while (now.index < g.items) {
     barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
@@ -2071,7 +2268,7 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigne
     publish_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
-    now.skip(TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
+    now.skip(items, TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
   }
 }
 #endif
@@ -2173,6 +2370,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
+  Items items{g, (unsigned*)packed, shared.queue};
+  packed += COUNTER_BYTES;
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, !takes_boxes(g) ? LOADERS : BOXES ? 1 : TURNERS + 1);
@@ -2184,7 +2383,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       barrier_init(shared_address(shared.come + i), 1);
       barrier_init(shared_address(shared.turned + i), TURNERS);
     }
+    items.init();
     barriers_publish();
+    items.begin();
   }
   // Positions are the same for every tile.
   const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(g) / (int)sizeof(scalar_t);
@@ -2227,11 +2428,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
     if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
-      turn_stages(g, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
-    } else if (thread == THREADS - 32) {
+      turn_stages(g, items, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
+    } else if (warp == LOADER_THREADS / 32 - 1) {
       unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;
-      load_boxes(g, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage, full, empty, come,
-                 turned);
+      load_boxes(g, items, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage, full,
+                 empty, come, turned);
     }
     return;
   }
@@ -2245,8 +2446,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int table = ceil_div(g.halo, copied);
     const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
                         loader_thread % LOADERS};
-    Cursor ahead{first_item(), 0}, now{first_item(), 0};
-    ahead.skip(loader_group), now.skip(loader_group);
+    Cursor ahead, now;
+    ahead.skip(items, loader_group), now.skip(items, loader_group);
     Slot<STAGES> slot, slot_ahead;
     slot.skip(loader_group), slot_ahead.skip(loader_group);
     Slot<RAW_STAGES> copy_ahead, copy_now;
@@ -2272,7 +2473,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
           loader.load(base, ahead.stage, raw + copy_ahead.index * raw_stage);
           copy_ahead.skip(1);
         }
-        new_item = ahead.skip(LOADER_GROUPS);
+        new_item = ahead.skip_and_take(items, LOADER_GROUPS, loader_thread == 0);
       }
       copies_commit();
     };
@@ -2308,9 +2509,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       barrier_arrive(full + 8 * slot.index);
       slot.skip(LOADER_GROUPS);
       copy_now.skip(1);
-      new_weights = now.skip(LOADER_GROUPS);
+      new_weights = now.skip_behind(ahead, items, LOADER_GROUPS);
     }
     copies_wait<0>();
+    if (loader_thread == 0) items.settle(ahead.ordinal);
   } else {
     registers_claim<MULTIPLIER_REGISTERS>();
     Slot<STAGES> slot;
@@ -2331,9 +2533,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       barrier_wait(come, 0);
     }
 #endif
-    for (int index = first_item() + turn * item_step(); index < g.items; index += CONSUMERS / SHARERS * item_step()) {
+    Cursor now;
+    for (now.skip(items, turn * STAGES_OF_ITEM); now.index < g.items;
+         now.skip(items, CONSUMERS / SHARERS * STAGES_OF_ITEM)) {
       Item item;
-      item.locate(g, index, row_part);
+      item.locate(g, now.index, row_part);
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)
@@ -2868,11 +3072,12 @@ constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
 constexpr int ROW_CHANNELS = 0;
 constexpr int OPERATIONS = 9;
+constexpr int COUNTER_BYTES = 128;
 constexpr int MIN_BLOCKS = 1;
 constexpr int SLAB_CHANNELS = 16;
 constexpr int SLAB_TAPS = 9;
 constexpr int SLAB_THREADS = 160;
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "pack_weights.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/counters.cuh", "pack_weights.cu")),
     ("implicit_gemm", r"""
 // implicit_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -2896,6 +3101,7 @@ constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
 constexpr int ROW_CHANNELS = 0;
 constexpr int OPERATIONS = 9;
+constexpr int COUNTER_BYTES = 128;
 constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr bool WHOLE_IMAGES = false;
@@ -2929,7 +3135,7 @@ __device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, u
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/item_queue.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
     ("pack_weights", r"""
 // pack_weights, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -2952,11 +3158,12 @@ constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
 constexpr int ROW_CHANNELS = 0;
 constexpr int OPERATIONS = 9;
+constexpr int COUNTER_BYTES = 128;
 constexpr int MIN_BLOCKS = 1;
 constexpr int SLAB_CHANNELS = 16;
 constexpr int SLAB_TAPS = 9;
 constexpr int SLAB_THREADS = 160;
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "pack_weights.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/counters.cuh", "pack_weights.cu")),
     ("implicit_gemm", r"""
 // implicit_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -2980,6 +3187,7 @@ constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
 constexpr int ROW_CHANNELS = 0;
 constexpr int OPERATIONS = 9;
+constexpr int COUNTER_BYTES = 128;
 constexpr int MIN_BLOCKS = 1;
 constexpr bool SRC_CHANNELS_LAST = false;
 constexpr bool WHOLE_IMAGES = false;
@@ -3013,7 +3221,7 @@ __device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, u
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/item_queue.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
     ("weight_grad_gemm", r"""
 // weight_grad_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -3383,6 +3591,16 @@ class ConvTransposeProblem:
         """Taps of the whole kernel."""
         return math.prod(self.kernel_size)
 
+    @cached_property
+    def elements(self) -> "tuple[int, int, int]":
+        """Elements of the input, the weight and the output."""
+        return math.prod(self.input_shape), math.prod(self.weight_shape), math.prod(self.output_shape)
+
+    @property
+    def bytes(self) -> int:
+        # The fewest bytes a pass can move: input, weight and output once each, the same for all three passes.
+        return sum(self.elements) * DTYPE_BYTES[self.dtype]
+
     def __str__(self) -> str:
         parts = [f"{'×'.join(map(str, self.input_shape))} → {self.out_channels}", f"k={_short(self.kernel_size)}"]
         for name, values, default in (
@@ -3530,7 +3748,7 @@ _BUILDING_BLOCKS = {
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
         "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
-        "gemm_tile", "pixel_loader",
+        "gemm_tile", "item_queue", "pixel_loader",
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
@@ -3545,8 +3763,8 @@ _BUILDING_BLOCKS = {
     "weight_grad_wgmma": (
         "tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window_rows", "window", "window_wgmma",
     ),
-    "pack_weights": ("tensor_float", "row_blocks", "dependent"),
-    "pack_taps": ("tensor_float", "row_blocks", "dependent"),
+    "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
+    "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
 }  # fmt: skip
 
@@ -3791,6 +4009,11 @@ class Launch:
     one_way: "KernelSource | None" = None
 
 
+def slower_of(work: float, moving: float) -> "tuple[float, str]":
+    """Predicted time from the seconds that instructions and bytes take, and which of them bound it."""
+    return max(work, moving), "bytes" if moving > work else "instructions"
+
+
 def padded(geometry: bytes, multiple: int = 8) -> bytes:
     """A kernel's parameter filled up to what its next member, or itself, is aligned to."""
     return geometry + bytes(-len(geometry) % multiple)
@@ -3974,6 +4197,11 @@ class Gather:
     def owned(self) -> int:
         """Destination elements of a cell that own taps."""
         return math.prod(axis.owned for axis in self.cell_axes)
+
+    @cached_property
+    def phases(self) -> int:
+        """Destination elements of a cell."""
+        return math.prod(axis.dst for axis in self.cell_axes)
 
     @cached_property
     def cells(self) -> "tuple[int, int, int]":
@@ -4481,6 +4709,11 @@ class GemmVariant(NamedTuple):
         return CONSUMERS if self.split == "rows" else 1
 
     @property
+    def sharers(self) -> int:
+        """Warp groups that multiply the same item."""
+        return 1 if self.split == "turns" else CONSUMERS
+
+    @property
     def loader_threads(self) -> int:
         """Threads that load; the registers of those who multiply leave no more."""
         return 256 if self.wgmma and self.loader_groups > 1 else 128
@@ -4565,6 +4798,10 @@ class Product:
         """Packed weights of a row group."""
         return self.steps * self.step_bytes(variant)
 
+    def counter_bytes(self, variant: "GemmVariant") -> int:
+        """What lies in front of the packed weights: counters of the items that blocks have taken."""
+        return round_up(4 * (self.row_groups // variant.row_parts if variant.resident else variant.cluster), 128)
+
 
 def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
     """Whether the last stage of a group's ``channels`` does not reach into the next group."""
@@ -4595,6 +4832,11 @@ class Tile(NamedTuple):
     boxes: int = 0  # that the copy engine brings for a stage; none where threads copy
     box_pixels: int = 0
     run: int = 0  # cells of any rows, and images up to ``images``, one after the other
+
+    @property
+    def tile_cells(self) -> int:
+        """Cells of a tile; of whole images their pixels."""
+        return self.run or self.images * math.prod(self.cells)
 
     @property
     def total(self) -> int:
@@ -4648,8 +4890,11 @@ class _SharedBytes:
 
 
 def _static_shared_bytes(variant: "GemmVariant", product: "Product", stages: int) -> int:
-    """The kernel's ``Shared``: barriers, distances of operations; what follows is aligned."""
+    """The kernel's ``Shared``: barriers, items that are known, distances of operations; what follows is aligned."""
     barriers = 8 * (2 * (stages + variant.raw_slots) + CONSUMERS + 1)
+    ahead = 2 * (stages + variant.loader_groups) + variant.raw_slots
+    items = math.ceil(ahead * variant.k_steps / product.steps) + 4
+    barriers += round_up(12 * items, 8)
     alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
@@ -5010,7 +5255,7 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        channels = variant.sets_at_once(gather) * variant.row_channels  # zero where a row is no tap: then 16 bytes
+        channels = variant.sets_at_once(gather) * variant.row_channels if variant.taps_in_rows else gather.dst_channels
         wide = math.gcd(channels, 16 // size)
         while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > SUMS_AT_ONCE:
             wide //= 2
@@ -5024,11 +5269,169 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
     return 1
 
 # =====================================================================================================================
+# polyphase/algorithms/implicit_gemm_cost.py
+# =====================================================================================================================
+#
+# How long a variant of `implicit_gemm` takes, predicted from what it counts of a layer (docs/performance.md).
+
+@dataclass(frozen=True)
+class _Costs:
+    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
+
+    shared: float = 1.055 / 128  # a byte through shared memory, beside the products
+    shared_boxes: float = 0.82 / 128  # where the copy engine brings operands, channels last
+    issue: float = 8.62  # each matrix instruction, above what the cores and shared memory take
+    wait: float = 14.62  # for a stage, by those who multiply
+    stage: float = 750.0  # barriers and latencies of a stage, for the group that loads it
+    stage_in_place: float = 727.8
+    stage_turned: float = 725.3  # where the copy engine brings boxes that are turned around
+    turn: float = 114.6  # and 128 bytes of each channel of a chunk, for each warp
+    stage_boxes: float = 314.5  # and where it brings operands
+    box_pixel: float = 1.27  # of those, each pixel
+    copy_rows: float = 99.0  # a warp's copies, channels first
+    copy_pixels: float = 340.0  # and channels last
+    convert: float = 178.0  # a chunk of 32 pixels turned around, for each warp
+    moved: float = 1 / 46.75  # a byte from the L2 cache
+    slot: float = 1128.0  # from a stage that is free to the same stage full, beside the products
+    slot_in_place: float = 1695.0
+    slot_shared: float = 146.2  # more, where it is to be free in all blocks of a cluster
+    slot_use: float = 1.36  # of the products of a stage, what its slot is held for them
+    value_rows: float = 16.68  # a thread's value stored, channels first
+    value_pixels: float = 20.32  # and channels last
+    partial_lines: float = 0.9119  # times that, where an item stores every other line, channels first
+    partial_pixels: float = 2.45  # and channels last
+    crowding: float = 0.09875  # share of that more for every four warps that load, beyond the first four
+    odd_stride: float = 1.56  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
+    edges: float = 24.89  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
+    partial: float = 0.04658  # with taps in rows: a partial product stored and added up
+    output: float = 0.1027  # and a result of whole images stored
+    lane_output: float = 0.5  # or one of others, by lanes, whether they have a cell or not
+    scattered: float = 3.04  # or one where lanes' results lie apart
+    launch: float = 13090.0
+    overlap: float = 2.74  # exponents of the norms that add what goes on at the same time
+    turns: float = 3.8
+    other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
+
+
+_COSTS = _Costs()
+
+
+def estimate(
+    gather: "Gather", variant: "GemmVariant", tile: "Tile", device: "DeviceInfo", layer_bytes: int
+) -> "tuple[float, str]":
+    """Predicted seconds of a variant, and whether ``layer_bytes`` or instructions bound it."""
+    product = Product.of(gather, variant)
+    multiply, load, moved, slots = _main_loop(gather, variant, tile, product)
+    main = _norm(_COSTS.overlap, multiply, load, moved, slots)
+    store = _store(gather, variant, tile, product)
+    item = main + store
+    tiles = math.ceil(tile.total / variant.cluster) * variant.cluster
+    waves = tiles * product.row_groups / variant.row_parts / device.multiprocessors
+    if waves < 8:
+        waves = math.ceil(waves)
+    if variant.split == "turns" and (waves > 1 or variant.whole_images):
+        item, waves = _norm(_COSTS.turns, main, (multiply + store) / 2), max(waves, 2)
+    resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
+    busy = (waves * item + resident + _COSTS.launch) / device.clock_hz
+    floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
+    return slower_of(busy, floor)
+
+
+def _norm(exponent: float, *parts: float) -> float:
+    return float(sum(part**exponent for part in parts) ** (1 / exponent))
+
+
+def _main_loop(gather: "Gather", variant: "GemmVariant", tile: "Tile", product: "Product") -> "tuple[float, float, float, float]":
+    """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
+    size = DTYPE_BYTES[gather.dtype]
+    in_place = gather.src.channels_last or variant.boxes
+    stages = product.steps // variant.k_steps
+    chunks = 2 * variant.k_steps
+    weight_bytes = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
+    pixel_bytes = stages * tile.halo * chunks * CHUNK_BYTES
+
+    instructions = product.steps * product.operations * variant.pixel_blocks * variant.sharers
+    instructions *= 3 if variant.parts == 2 else 1
+    operand_bytes = instructions * 2 * CHUNK_BYTES * (ROWS + variant.pixels)
+    passes = (1 if variant.boxes or (size == 2 and in_place) else 3) * (1 if variant.parts == 1 else 4 / 3)
+    shared = operand_bytes + passes * pixel_bytes + weight_bytes
+    shared *= _COSTS.shared_boxes if variant.boxes and gather.src.channels_last else _COSTS.shared
+    products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else _COSTS.other_instruction)
+    multiply = products + _COSTS.issue * instructions + _COSTS.wait * stages * variant.sharers
+
+    load = stages * _load(gather, variant, tile)
+    free = variant.stages - (variant.loader_groups if in_place and not variant.boxes else 0)
+    slot = _COSTS.slot_in_place if in_place else _COSTS.slot
+    slot += _COSTS.slot_shared if variant.cluster > 1 else 0
+    slots = (stages * slot + _COSTS.slot_use * multiply) / free
+    return multiply, load, (pixel_bytes + weight_bytes / variant.cluster) * _COSTS.moved, slots
+
+
+def _load(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> float:
+    """Cycles until a stage is loaded, of as many as are loaded at a time."""
+    size = DTYPE_BYTES[gather.dtype]
+    in_place, chunks = gather.src.channels_last, 2 * variant.k_steps
+    if variant.boxes:
+        return _COSTS.stage_boxes + _COSTS.box_pixel * max(tile.halo, tile.boxes * tile.box_pixels)
+    warps = variant.loader_threads // 32
+    if tile.boxes:
+        pieces = math.ceil(tile.halo * size / 128) * chunks * variant.parts
+        turners = (warps - 1) // variant.turning_groups
+        return (_COSTS.stage_turned + _COSTS.turn * math.ceil(pieces / turners)) / variant.turning_groups
+    warps //= variant.loader_groups
+    vectors = tile.halo / (tile.copy_bytes // size)
+    if in_place:
+        pieces = CHUNK_BYTES // tile.copy_bytes
+        copies = _COSTS.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
+    else:
+        copies = _COSTS.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
+    turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
+    latency = _COSTS.stage_in_place if in_place else _COSTS.stage
+    return (latency + copies + _COSTS.convert * turned) / variant.loader_groups
+
+
+def _store(gather: "Gather", variant: "GemmVariant", tile: "Tile", product: "Product") -> float:
+    """Cycles of an item's stores."""
+    stride, size = gather.axes[2].stride, DTYPE_BYTES[gather.dtype]
+    if variant.taps_in_rows:
+        channels = min(gather.dst_channels, variant.channel_blocks * variant.row_channels) * variant.row_parts
+        rows = Taps.of(gather.axes).rows(channels, variant.lines)
+        outputs = channels * gather.phases / product.line_groups
+        if gather.dst.channels_last and gather.dst_channels > 1:
+            outputs *= tile.tile_cells * _COSTS.scattered / variant.sets_at_once(gather)
+        elif variant.whole_images:
+            outputs *= tile.tile_cells * _COSTS.output
+        else:  # a lane has one cell of as many as there are lanes
+            lanes = 128 * variant.sharers // variant.row_parts
+            outputs *= math.ceil(tile.tile_cells / lanes) * lanes * _COSTS.lane_output
+        return _COSTS.partial * rows * variant.cells + outputs
+    owned = product.row_blocks // variant.channel_blocks * product.line_groups
+    values = variant.group_cells / 2 * product.row_blocks * gather.phases / owned
+    if gather.dst.channels_last:
+        value = _COSTS.value_pixels
+    elif stride & (stride - 1):
+        value = _COSTS.value_rows * _COSTS.odd_stride * (2 + size / 2)
+    else:
+        value = _COSTS.value_rows
+    if not gather.dst.channels_last and tile.tiles[3] > 1:
+        value *= 1 + _COSTS.edges / (tile.cells[2] * stride * size)
+    if product.line_groups > 1:
+        value *= _COSTS.partial_pixels if gather.dst.channels_last else _COSTS.partial_lines
+    return values * value * (1 + _COSTS.crowding * (variant.loader_threads / 128 - 1))
+
+# =====================================================================================================================
 # polyphase/algorithms/implicit_gemm.py
 # =====================================================================================================================
 #
 # The forward pass on tensor cores, ``kernels/implicit_gemm.cu``: choice and launch of a variant.
 
+# Blocks share items where each would have so many at least, of so many cycles, and where these take at most so many
+# times what the layer's bytes take, by the destination's memory format: bytes must be what blocks compete for.
+_SHARED_ROUNDS = 32
+
+
+_SHARED_CYCLES = 1800
+_SHARED_FIRST, _SHARED_LAST = 3.0, 1.2
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 
 
@@ -5048,12 +5451,14 @@ class ImplicitGemm:
         tile_items = product.row_groups // variant.row_parts
         items = math.ceil(tile.total / variant.cluster) * tile_items
         vector = store_vector(gather, variant, tile)
+        clusters = _clusters(items, tile_items, device, variant)
         geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
         geometry += struct.pack("<2i", problem.batch, tile.images)
         geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
         geometry += struct.pack(
-            "<10i",
+            "<11i",
             items,
+            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
             tile.halo,
             tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             tile.allocated * CHUNK_BYTES,
@@ -5070,12 +5475,12 @@ class ImplicitGemm:
         )
         return Launch(
             source=source,
-            grid=(_blocks(items, tile_items, device, variant), 1, 1),
+            grid=(variant.cluster * clusters, 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
             geometry=geometry,
             prologue=_pack_weights(gather, variant, product),
-            workspace_bytes=product.row_groups * product.weight_bytes(variant),
+            workspace_bytes=product.counter_bytes(variant) + product.row_groups * product.weight_bytes(variant),
             boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
@@ -5132,6 +5537,7 @@ def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "t
         TAPS_IN_ROWS=variant.taps_in_rows,
         ROW_CHANNELS=variant.row_channels,
         OPERATIONS=product.operations,
+        COUNTER_BYTES=product.counter_bytes(variant),
         MIN_BLOCKS=1,
     )
 
@@ -5170,12 +5576,26 @@ def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") 
     )
 
 
-def _blocks(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
-    """Thread blocks; those with resident weights stay with their row groups, however few multiprocessors there are."""
+def _clusters(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:
+    """Clusters of blocks; those with resident weights stay with their row groups, however few multiprocessors."""
     clusters = max(1, device.multiprocessors // variant.cluster)
     if variant.resident:
         clusters = max(1, clusters // tile_items) * tile_items
-    return variant.cluster * min(items, clusters)
+    return min(items, clusters)
+
+
+def _own_items(
+    gather: "Gather", variant: "GemmVariant", tile: "Tile", device: "DeviceInfo", problem: "ConvTransposeProblem", rounds: int
+) -> int:
+    """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
+    seconds, _ = estimate(gather, variant, tile, device, 0)
+    most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
+    most *= problem.bytes / device.copy_bytes_per_second
+    if rounds < _SHARED_ROUNDS or seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
+        return rounds + 1  # with one that does not exist
+    stages = Product.of(gather, variant).steps // variant.k_steps
+    ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
+    return 1 + math.ceil((variant.loader_groups - 1) / stages) + math.ceil(ahead / stages)
 
 # =====================================================================================================================
 # What this file does when it runs

@@ -75,6 +75,11 @@ _WITH_THEIR_OWN = {
     ),
 }
 _AS_GOOD = 0.99  # of the prediction at another size: what is offered already does there
+# Blocks share items where each would have so many at least, of so many cycles, and where these take at most so many
+# times what the layer's bytes take, by the destination's memory format: bytes must be what blocks compete for.
+_SHARED_ROUNDS = 32
+_SHARED_CYCLES = 1800
+_SHARED_FIRST, _SHARED_LAST = 3.0, 1.2
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
@@ -130,12 +135,14 @@ class ImplicitGemm:
         tile_items = product.row_groups // variant.row_parts
         items = math.ceil(tile.total / variant.cluster) * tile_items
         vector = store_vector(gather, variant, tile)
+        clusters = _clusters(items, tile_items, device, variant)
         geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
         geometry += struct.pack("<2i", problem.batch, tile.images)
         geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
         geometry += struct.pack(
-            "<10i",
+            "<11i",
             items,
+            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
             tile.halo,
             tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             tile.allocated * CHUNK_BYTES,
@@ -152,12 +159,12 @@ class ImplicitGemm:
         )
         return Launch(
             source=source,
-            grid=(_blocks(items, tile_items, device, variant), 1, 1),
+            grid=(variant.cluster * clusters, 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
             geometry=geometry,
             prologue=_pack_weights(gather, variant, product),
-            workspace_bytes=product.row_groups * product.weight_bytes(variant),
+            workspace_bytes=product.counter_bytes(variant) + product.row_groups * product.weight_bytes(variant),
             boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
@@ -214,6 +221,7 @@ def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tu
         TAPS_IN_ROWS=variant.taps_in_rows,
         ROW_CHANNELS=variant.row_channels,
         OPERATIONS=product.operations,
+        COUNTER_BYTES=product.counter_bytes(variant),
         MIN_BLOCKS=1,
     )
 
@@ -252,12 +260,26 @@ def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Lau
     )
 
 
-def _blocks(items: int, tile_items: int, device: DeviceInfo, variant: GemmVariant) -> int:
-    """Thread blocks; those with resident weights stay with their row groups, however few multiprocessors there are."""
+def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVariant) -> int:
+    """Clusters of blocks; those with resident weights stay with their row groups, however few multiprocessors."""
     clusters = max(1, device.multiprocessors // variant.cluster)
     if variant.resident:
         clusters = max(1, clusters // tile_items) * tile_items
-    return variant.cluster * min(items, clusters)
+    return min(items, clusters)
+
+
+def _own_items(
+    gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
+) -> int:
+    """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
+    seconds, _ = estimate(gather, variant, tile, device, 0)
+    most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
+    most *= problem.bytes / device.copy_bytes_per_second
+    if rounds < _SHARED_ROUNDS or seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
+        return rounds + 1  # with one that does not exist
+    stages = Product.of(gather, variant).steps // variant.k_steps
+    ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
+    return 1 + math.ceil((variant.loader_groups - 1) / stages) + math.ceil(ahead / stages)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Boxes, engine_strides, extent
+from polyphase.algorithms.base import Boxes, engine_strides, extent, round_up
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.implicit_gemm_variant import (
     BOX_PIXELS,
@@ -100,8 +100,11 @@ class _SharedBytes:
 
 
 def _static_shared_bytes(variant: GemmVariant, product: Product, stages: int) -> int:
-    """The kernel's ``Shared``: barriers, distances of operations; what follows is aligned."""
+    """The kernel's ``Shared``: barriers, items that are known, distances of operations; what follows is aligned."""
     barriers = 8 * (2 * (stages + variant.raw_slots) + CONSUMERS + 1)
+    ahead = 2 * (stages + variant.loader_groups) + variant.raw_slots
+    items = math.ceil(ahead * variant.k_steps / product.steps) + 4
+    barriers += round_up(12 * items, 8)
     alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
@@ -462,7 +465,7 @@ def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        channels = variant.sets_at_once(gather) * variant.row_channels  # zero where a row is no tap: then 16 bytes
+        channels = variant.sets_at_once(gather) * variant.row_channels if variant.taps_in_rows else gather.dst_channels
         wide = math.gcd(channels, 16 // size)
         while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > SUMS_AT_ONCE:
             wide //= 2

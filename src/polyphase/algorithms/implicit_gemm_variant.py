@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from polyphase.algorithms.base import SECTOR_BYTES, TINY, is_tiny
+from polyphase.algorithms.base import SECTOR_BYTES, TINY, is_tiny, round_up
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.tensor_cores import parts_of
 from polyphase.device import DeviceInfo
@@ -233,6 +233,10 @@ class Product:
     def weight_bytes(self, variant: GemmVariant) -> int:
         """Packed weights of a row group."""
         return self.steps * self.step_bytes(variant)
+
+    def counter_bytes(self, variant: GemmVariant) -> int:
+        """What lies in front of the packed weights: counters of the items that blocks have taken."""
+        return round_up(4 * (self.row_groups // variant.row_parts if variant.resident else variant.cluster), 128)
 
 
 def variants(

@@ -32,7 +32,7 @@ _BUILDING_BLOCKS = {
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
         "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
-        "gemm_tile", "pixel_loader",
+        "gemm_tile", "item_queue", "pixel_loader",
     ),
     "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
@@ -47,8 +47,8 @@ _BUILDING_BLOCKS = {
     "weight_grad_wgmma": (
         "tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window_rows", "window", "window_wgmma",
     ),
-    "pack_weights": ("tensor_float", "row_blocks", "dependent"),
-    "pack_taps": ("tensor_float", "row_blocks", "dependent"),
+    "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
+    "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
 }  # fmt: skip
 

@@ -11,11 +11,11 @@
 // copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone, groups of
 // them stages in turn. With BOXES they are operands as they come: channels last, or in half precision where a tap is no
 // distance. The others multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or
-// a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take every gridDim.x-th
-// item: the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then the items of a
-// block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may share weights: each
-// copies a part of them to all, when a slot is free in all of them. The kernel may start while its weights are still
-// being packed, and waits for them when the first pixels are on their way.
+// a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take one item after the
+// other (item_queue.cuh): the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then
+// the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may share
+// weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while its
+// weights are still being packed, and waits for them when the first pixels are on their way.
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
@@ -24,10 +24,11 @@
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[CONSUMERS];            // of each warp group to multiply
-  unsigned long long resident;                   // weights have come
-  unsigned long long come[RAW_SLOTS];            // boxes that are to be turned around
-  unsigned long long turned[RAW_SLOTS];          // and their slots, free again
+  unsigned long long turn[CONSUMERS];    // of each warp group to multiply
+  unsigned long long resident;           // weights have come
+  unsigned long long come[RAW_SLOTS];    // boxes that are to be turned around
+  unsigned long long turned[RAW_SLOTS];  // and their slots, free again
+  QueueMemory queue;
   int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
@@ -75,19 +76,6 @@ struct Slot {
   }
 };
 
-// An item and a stage of it; `index` is not below g.items behind the last.
-struct Cursor {
-  int index, stage;
-
-  // `count` stages on; true where that is another item.
-  __device__ __forceinline__ bool skip(int count) {
-    const int before = index;
-#pragma unroll 1
-    for (stage += count; stage >= STAGES_OF_ITEM; stage -= STAGES_OF_ITEM) index += item_step();
-    return index != before;
-  }
-};
-
 #if BULK_COPY
 // A stage's weights of a row group, by one thread.
 __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* from, unsigned barrier) {
@@ -99,57 +87,65 @@ __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* f
 #endif
 
 #if BOX_COPY
-// Where the copy engine brings boxes, one thread tells it to: pixels are as far ahead as they have slots, those of
+// Where the copy engine brings boxes, one warp tells it to: pixels are as far ahead as they have slots, those of
 // stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
 // are waited for.
 constexpr int PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
 
-__device__ __forceinline__ void load_boxes(const Geometry& g, const scalar_t* src, const unsigned char* packed,
-                                           unsigned char* stages, int stage_bytes, unsigned char* pixels,
-                                           int pixel_bytes, unsigned full, unsigned empty, unsigned come,
-                                           unsigned turned) {
+__device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, const scalar_t* src,
+                                           const unsigned char* packed, unsigned char* stages, int stage_bytes,
+                                           unsigned char* pixels, int pixel_bytes, unsigned full, unsigned empty,
+                                           unsigned come, unsigned turned) {
   BoxLoader loader(g, src);
-  Cursor ahead{first_item(), 0};
+  const bool first_lane = threadIdx.x % 32 == 0;
+  Cursor ahead, now;
   Slot<PIXEL_SLOTS> slot_ahead;
   auto load_pixels = [&]() {
     if (ahead.stage == 0) loader.locate(ahead.index);
     const unsigned barrier = (BOXES ? full : come) + 8 * slot_ahead.index;
-    loader.load(ahead.stage, pixels + slot_ahead.index * pixel_bytes, barrier);
-    if (!BOXES) barrier_arrive(barrier);
-    ahead.skip(1), slot_ahead.skip(1);
+    if (elect()) {
+      loader.load(ahead.stage, pixels + slot_ahead.index * pixel_bytes, barrier);
+      if (!BOXES) barrier_arrive(barrier);
+    }
+    __syncwarp();
+    ahead.skip_and_take(items, 1, first_lane), slot_ahead.skip(1);
   };
   for (int i = 0; i < PIXEL_SLOTS && ahead.index < g.items; ++i) load_pixels();
   wait_for_prologue();
   Slot<STAGES> slot;
   int loaded = 0;  // stages, up to PIXEL_SLOTS
-  for (Cursor now{first_item(), 0}; now.index < g.items; now.skip(1)) {
+  for (; now.index < g.items; now.skip_behind(ahead, items, 1)) {
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
     if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
     const unsigned char* const weights =
         packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + now.stage * WEIGHT_STAGE;
-    for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
-      copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
-                   weights + part * WEIGHT_ITEM, full + 8 * slot.index);
-    barrier_arrive(full + 8 * slot.index);
+    if (elect()) {
+      for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
+        copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
+                     weights + part * WEIGHT_ITEM, full + 8 * slot.index);
+      barrier_arrive(full + 8 * slot.index);
+    }
+    __syncwarp();
     slot.skip(1);
     if (!BOXES && ahead.index < g.items) {
       barrier_wait(turned + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
       load_pixels();
     }
   }
+  if (first_lane) items.settle(ahead.ordinal);
 }
 
 // One of the warps that turn boxes around, each at its own pace: of a group of TURNERS that takes every
 // TURNING_GROUPS-th stage.
-__device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigned char* stages, int stage_bytes,
-                                            const unsigned char* raw, int raw_stage, unsigned full, unsigned empty,
-                                            unsigned come, unsigned turned) {
+__device__ __forceinline__ void turn_stages(const Geometry& g, const Items& items, int warp, unsigned char* stages,
+                                            int stage_bytes, const unsigned char* raw, int raw_stage, unsigned full,
+                                            unsigned empty, unsigned come, unsigned turned) {
   const int group = warp / TURNERS;
-  Cursor now{first_item(), 0};
+  Cursor now;
   Slot<STAGES> slot;
   Slot<RAW_SLOTS> slot_raw;
-  now.skip(group), slot.skip(group), slot_raw.skip(group);
+  now.skip(items, group), slot.skip(group), slot_raw.skip(group);
   while (now.index < g.items) {
     barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
@@ -158,7 +154,7 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, int warp, unsigne
     publish_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
-    now.skip(TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
+    now.skip(items, TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
   }
 }
 #endif
@@ -260,6 +256,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
+  Items items{g, (unsigned*)packed, shared.queue};
+  packed += COUNTER_BYTES;
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, !takes_boxes(g) ? LOADERS : BOXES ? 1 : TURNERS + 1);
@@ -271,7 +269,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       barrier_init(shared_address(shared.come + i), 1);
       barrier_init(shared_address(shared.turned + i), TURNERS);
     }
+    items.init();
     barriers_publish();
+    items.begin();
   }
   // Positions are the same for every tile.
   const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(g) / (int)sizeof(scalar_t);
@@ -314,11 +314,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
     if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
-      turn_stages(g, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
-    } else if (thread == THREADS - 32) {
+      turn_stages(g, items, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
+    } else if (warp == LOADER_THREADS / 32 - 1) {
       unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;
-      load_boxes(g, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage, full, empty, come,
-                 turned);
+      load_boxes(g, items, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage, full,
+                 empty, come, turned);
     }
     return;
   }
@@ -332,8 +332,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int table = ceil_div(g.halo, copied);
     const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
                         loader_thread % LOADERS};
-    Cursor ahead{first_item(), 0}, now{first_item(), 0};
-    ahead.skip(loader_group), now.skip(loader_group);
+    Cursor ahead, now;
+    ahead.skip(items, loader_group), now.skip(items, loader_group);
     Slot<STAGES> slot, slot_ahead;
     slot.skip(loader_group), slot_ahead.skip(loader_group);
     Slot<RAW_STAGES> copy_ahead, copy_now;
@@ -359,7 +359,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
           loader.load(base, ahead.stage, raw + copy_ahead.index * raw_stage);
           copy_ahead.skip(1);
         }
-        new_item = ahead.skip(LOADER_GROUPS);
+        new_item = ahead.skip_and_take(items, LOADER_GROUPS, loader_thread == 0);
       }
       copies_commit();
     };
@@ -395,9 +395,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       barrier_arrive(full + 8 * slot.index);
       slot.skip(LOADER_GROUPS);
       copy_now.skip(1);
-      new_weights = now.skip(LOADER_GROUPS);
+      new_weights = now.skip_behind(ahead, items, LOADER_GROUPS);
     }
     copies_wait<0>();
+    if (loader_thread == 0) items.settle(ahead.ordinal);
   } else {
     registers_claim<MULTIPLIER_REGISTERS>();
     Slot<STAGES> slot;
@@ -418,9 +419,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       barrier_wait(come, 0);
     }
 #endif
-    for (int index = first_item() + turn * item_step(); index < g.items; index += CONSUMERS / SHARERS * item_step()) {
+    Cursor now;
+    for (now.skip(items, turn * STAGES_OF_ITEM); now.index < g.items;
+         now.skip(items, CONSUMERS / SHARERS * STAGES_OF_ITEM)) {
       Item item;
-      item.locate(g, index, row_part);
+      item.locate(g, now.index, row_part);
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)

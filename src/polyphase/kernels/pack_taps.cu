@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     pack_taps(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
   __shared__ scalar_t slab[STEP_CHANNELS][SLAB_SETS * PITCH];
   let_dependents_start();
+  packed = clear_counters(packed);
   const int first_set = blockIdx.x % SLABS * SLAB_SETS, step = blockIdx.x / SLABS % STEPS;
   const int line_group = blockIdx.x / (SLABS * STEPS) % LINE_GROUPS, group = blockIdx.x / (SLABS * STEPS) / LINE_GROUPS;
   const int first_in = step * STEP_CHANNELS, first_out = first_set * ROW_CHANNELS;

@@ -80,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ scalar_t slab[CHUNK][SLAB_CHANNELS * PITCH];
   __shared__ int places[SLAB_TAPS];
   let_dependents_start();
+  packed = clear_counters(packed);
   const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;
   const int chunk = blockIdx.x / (ROW_SLABS * TAP_SLABS) % (2 * STEPS);
   const int group = blockIdx.x / (ROW_SLABS * TAP_SLABS) / (2 * STEPS);

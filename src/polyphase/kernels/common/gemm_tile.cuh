@@ -21,6 +21,8 @@ constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stag
 constexpr int TURNERS = (LOADER_THREADS / 32 - 1) / TURNING_GROUPS;  // warps that turn a stage of boxes around together
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
+// Of an item's pixels, and of the next ones', that are on their way before weights are waited for.
+constexpr int AHEAD_OF_WEIGHTS = BOXES ? STAGES : IN_PLACE ? LOOKAHEAD * LOADER_GROUPS : RAW_SLOTS;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
@@ -41,6 +43,7 @@ struct Geometry {
   Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_PARTS at a time
   Divisor pitch[3];    // pixels of the run from one image, slab and row to the next
   int items;           // tiles, CLUSTER at a time, by the items of each
+  int own;             // items of a block that no other can take
   int halo;            // pixels of the run that are loaded
   int raw_pitch;       // pixels of the run in a copied stage, or of a box there
   int chunk_bytes;     // of the run in a stage

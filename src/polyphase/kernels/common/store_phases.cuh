@@ -264,13 +264,12 @@ struct Store {
   }
 
   // Channels last: a thread's two rows are neighbouring channels, eight lanes hold 16 of them, and four warps all 64.
-  // The warp group turns one phase of a piece around, so that a lane stores 16 bytes and its neighbours those beside
-  // them; where those are not aligned, element by element.
+  // The warp group turns one phase of a piece around, so that a lane stores 16 bytes, or the COUNT elements that are
+  // aligned, and its neighbours those beside them.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
-    constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
     Share<WIDE> share;
-    describe(piece, share);
+    if constexpr (COUNT == WIDE) describe(piece, share);
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
@@ -294,31 +293,49 @@ struct Store {
           }
         }
         group_sync();
-        const int from_channel = lane() % LANES * WIDE, remaining = DST_CHANNELS - first_channel - from_channel;
-        const scalar_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + from_channel;
-        scalar_t* const to = line + phase * g.dst.stride[4] + first_channel + from_channel;
-        bool exists[VECTORS];
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
-          exists[i] = phase < Place::columns(share.reach[i]) && remaining > 0 && share.has_line(i, depth, height);
-        if constexpr (COUNT == WIDE) {
-#pragma unroll
-          for (int i = 0; i < VECTORS; i += 2) {  // two vectors on their way together
-            const Bits<WIDE> first = *(const Bits<WIDE>*)(from + i * AT_ONCE * STAGING_PITCH);
-            const Bits<WIDE> second = *(const Bits<WIDE>*)(from + (i + 1) * AT_ONCE * STAGING_PITCH);
-            store_if(exists[i], to + share.offset[i], first);
-            store_if(exists[i + 1], to + share.offset[i + 1], second);
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < VECTORS; ++i)
-            if (exists[i])
-#pragma unroll 1
-              for (int k = 0; k < min(WIDE, remaining); ++k)
-                to[share.offset[i] + k] = from[i * AT_ONCE * STAGING_PITCH + k];
-        }
+        scalar_t* const to = line + phase * g.dst.stride[4] + first_channel;
+        if constexpr (COUNT == WIDE)
+          store_wide(share, to, DST_CHANNELS - first_channel, phase, depth, height);
+        else
+          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, phase, depth, height);
         group_sync();
       }
+    }
+  }
+
+  // What a warp group has put down of a phase, 16 bytes at a time.
+  __device__ __forceinline__ void store_wide(const Share<WIDE>& share, scalar_t* to, int channels, int phase, int depth,
+                                             int height) const {
+    constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
+    const int of_channel = lane() % LANES * WIDE;
+    const scalar_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + of_channel;
+    to += of_channel;
+    bool exists[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      exists[i] = phase < Place::columns(share.reach[i]) && of_channel < channels && share.has_line(i, depth, height);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i += 2) {  // two vectors on their way together
+      const Bits<WIDE> first = *(const Bits<WIDE>*)(from + i * AT_ONCE * STAGING_PITCH);
+      const Bits<WIDE> second = *(const Bits<WIDE>*)(from + (i + 1) * AT_ONCE * STAGING_PITCH);
+      store_if(exists[i], to + share.offset[i], first);
+      store_if(exists[i + 1], to + share.offset[i + 1], second);
+    }
+  }
+
+  // The same, COUNT elements at a time: lanes run along the channels that there are, and on to the next cell.
+  template <int COUNT>
+  __device__ __forceinline__ void store_narrow(int piece, scalar_t* to, int channels, int phase, int depth,
+                                               int height) const {
+    constexpr int OF_CELL = ceil_div(DST_CHANNELS < ROWS ? DST_CHANNELS : ROWS, COUNT);
+#pragma unroll 4
+    for (int i = threadIdx.x % 128; i < PIECE * OF_CELL; i += 128) {
+      const int cell = i / OF_CELL, of_channel = i % OF_CELL * COUNT;
+      if (piece * PIECE + cell >= GROUP_CELLS) break;
+      const Place place = places[piece * PIECE + cell];
+      const bool exists = phase < Place::columns(place.reach) && Place::has_line(place.reach, depth, height);
+      store_if(exists && of_channel < channels, to + place.offset + of_channel,
+               *(const Bits<COUNT>*)(staging + cell * STAGING_PITCH + of_channel));
     }
   }
 
@@ -353,12 +370,17 @@ struct Store {
     }
   }
 
+  // Channels last, all elements of a pixel are stored so many at a time, or one by one where they are not aligned.
+  static __device__ constexpr bool may_store(int count) {
+    return !DST_CHANNELS_LAST || count == gcd(DST_CHANNELS, WIDE);
+  }
+
   __device__ __forceinline__ void operator()() const {
-    if (store_vector(g) == WIDE)
+    if (may_store(WIDE) && store_vector(g) == WIDE)
       store_all<WIDE>();
-    else if (!DST_CHANNELS_LAST && store_vector(g) == WIDE / 2)
+    else if (may_store(WIDE / 2) && store_vector(g) == WIDE / 2)
       store_all<WIDE / 2>();
-    else if (!DST_CHANNELS_LAST && WIDE > 4 && store_vector(g) == 2)
+    else if (WIDE > 4 && may_store(2) && store_vector(g) == 2)
       store_all<2>();
     else
       store_all<1>();

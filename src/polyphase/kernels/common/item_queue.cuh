@@ -1,0 +1,130 @@
+// Which items a block computes. The first `own` are its own; behind these it takes the next that no block has, when it
+// is about to load the one before. So what is being computed at a time is neighbours, however fast each block is, and
+// what tiles share (halos, sectors of which each stores a part) is still in the L2 cache when the other one wants it.
+// Blocks that each took every n-th item would drift apart, and ever faster: those behind would find nothing there.
+//
+// One thread of a block, or of a cluster, takes items: from a counter in front of the packed weights, which packing
+// sets to zero, or from one for each of the row groups that blocks stay with. The others learn of them through a ring,
+// and walk through all, whichever they work on.
+
+// Other groups of loaders learn of items that the one with that thread has not come to, or they would wait for one
+// another.
+constexpr int FURTHER = ceil_div(LOADER_GROUPS - 1, STAGES_OF_ITEM);
+// The ring holds more items than pixels are loaded ahead of those who multiply, of whom one may be an item behind.
+constexpr int QUEUE = ceil_div(2 * STAGES + RAW_SLOTS + 2 * LOADER_GROUPS, STAGES_OF_ITEM) + 4;
+static_assert(AHEAD_OF_WEIGHTS <= STAGES || AHEAD_OF_WEIGHTS <= RAW_SLOTS, "more are loaded ahead");
+
+struct QueueMemory {
+  unsigned long long known[QUEUE];  // barriers
+  int items[QUEUE];
+};
+
+struct Items {
+  const Geometry& g;
+  unsigned* counters;
+  QueueMemory& memory;
+  int next = 0;  // of the thread that takes them: the item behind those that are known
+
+  // By one thread, before the others begin.
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < QUEUE; ++i) barrier_init(shared_address(memory.known + i), 1);
+  }
+  // By the same one, when barriers are ready.
+  __device__ __forceinline__ void begin() const {
+    for (int i = 0; i < QUEUE; ++i) expect(i);
+  }
+
+  // The block's item number `ordinal`; not below g.items behind the last.
+  __device__ __forceinline__ int of(int ordinal) const {
+    if (ordinal < g.own) return first_item() + ordinal * item_step();
+    const int turn = ordinal - g.own;
+    barrier_wait(shared_address(memory.known + turn % QUEUE), turn / QUEUE & 1);
+    return *(volatile int*)(memory.items + turn % QUEUE);
+  }
+
+  // Makes the item known that is FURTHER behind number `ordinal`, by the one thread, which takes them in order.
+  __device__ __forceinline__ void take(int ordinal) {
+    const int turn = ordinal + FURTHER - g.own;
+    if (turn >= 0) publish(turn % QUEUE);
+    if (turn >= -1) next = claim();
+  }
+  // By the same one, behind the last: what others write here has come.
+  __device__ __forceinline__ void settle(int ordinal) const {
+    for (int i = 1; CLUSTER > 1 && i <= FURTHER; ++i) of(ordinal + i);
+  }
+  // By the same one, when it has learnt of it from `of`.
+  __device__ __forceinline__ void taken(int ordinal) const {
+    if (ordinal >= g.own) expect((ordinal - g.own) % QUEUE);
+  }
+
+ private:
+  // The compiler waits for the counter where the item is used, at the next one.
+  __device__ __forceinline__ int claim() const {
+    const int first = g.own * item_step(), row_group = RESIDENT ? (int)blockIdx.x % g.tile_items : 0;
+#ifndef EMULATOR
+    if (blockIdx.x % CLUSTER) return 0;  // the first block tells
+    unsigned* const counter = counters + row_group;
+#else
+    unsigned* const counter = counters + row_group + blockIdx.x % CLUSTER;  // each for itself
+#endif
+    wait_for_prologue();
+    return first + (int)atomicAdd(counter, 1u) * (RESIDENT ? g.tile_items.value : 1) + row_group;
+  }
+
+#if CLUSTER == 1 || !BULK_COPY || defined(EMULATOR)
+  __device__ __forceinline__ void publish(int slot) const {
+    *(volatile int*)(memory.items + slot) = next;
+    barrier_arrive(shared_address(memory.known + slot));
+  }
+  __device__ __forceinline__ void expect(int) const {}
+#else
+  __device__ __forceinline__ void publish(int slot) const {
+    if (blockIdx.x % CLUSTER == 0)
+      for (int block = 0; block < CLUSTER; ++block)
+        store_async(shared_address(memory.items + slot), next, shared_address(memory.known + slot), block);
+  }
+  // The barrier's next phase ends with the item.
+  __device__ __forceinline__ void expect(int slot) const {
+    barrier_expect(shared_address(memory.known + slot), sizeof(int));
+    barrier_arrive(shared_address(memory.known + slot));
+  }
+#endif
+};
+
+// An item and a stage of it; `index` is not below g.items behind the last.
+struct Cursor {
+  int index, stage = 0, ordinal = 0;
+
+  __device__ __forceinline__ Cursor() : index(first_item()) {}
+
+  // `count` stages on; true where that is another item.
+  __device__ __forceinline__ bool skip(const Items& items, int count) {
+    return walk(count, items.g, [&]() { return items.of(ordinal); });
+  }
+  // The same behind another cursor, which often knows already.
+  __device__ __forceinline__ bool skip_behind(const Cursor& ahead, const Items& items, int count) {
+    return walk(count, items.g, [&]() { return ordinal == ahead.ordinal ? ahead.index : items.of(ordinal); });
+  }
+  // The same for a warp whose first lane takes the items.
+  __device__ __forceinline__ bool skip_and_take(Items& items, int count, bool takes) {
+    return walk(count, items.g, [&]() {
+      if (takes) items.take(ordinal);
+      __syncwarp();
+      const int item = items.of(ordinal);
+      if (takes) items.taken(ordinal);
+      return item;
+    });
+  }
+
+ private:
+  template <class Next>
+  __device__ __forceinline__ bool walk(int count, const Geometry& g, const Next& next) {
+    const int before = ordinal;
+#pragma unroll 1
+    for (stage += count; stage >= STAGES_OF_ITEM && index < g.items; stage -= STAGES_OF_ITEM) {
+      ++ordinal;
+      index = uniform(next());
+    }
+    return ordinal != before;
+  }
+};
