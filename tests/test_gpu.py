@@ -55,6 +55,7 @@ from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
 from test_gradient_wgmma import ALGORITHMS as WGMMA_ALGORITHMS
 from test_gradient_wgmma import LAYERS as WGMMA_LAYERS
 from test_kernels import PROBLEMS, WIDE_LAYERS, GemmCase, gemm_cases, wide
+from test_kernels import items_to_take as items_to_take  # a fixture, of these tests as well
 from test_phase_gemm import LAYERS as PHASE_LAYERS
 from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_nan
 from test_pixel_gemm import LAYERS as PIXEL_LAYERS
