@@ -336,10 +336,10 @@ class GemmCase:
         return [(Candidate("implicit_gemm", self.variant, 0.0, ""), launch)]
 
     def numbers(self, device: DeviceInfo) -> list[int]:
-        """The kernel's `Geometry` behind the tensors; of divisors the value, and without the items of a block."""
+        """The kernel's `Geometry` behind the tensors; of divisors the value."""
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant)
-        found = struct.unpack_from("<2i" + 11 * "iIi" + "11i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56)
-        return [*found[:2], *found[2:35:3], found[35], *found[37:]]
+        found = struct.unpack_from("<2i" + 11 * "iIi" + "10i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56)
+        return [*found[:2], *found[2:35:3], *found[35:]]
 
     def kinds(self) -> set[tuple[object, ...]]:
         """What a sample should meet: settings with every instruction, layout and element size; and kinds of tiles."""
@@ -743,7 +743,7 @@ def test_boxes_of_strange_tensors(name: str) -> None:
 def test_boxes_begin_at_multiples_of_16_bytes() -> None:
     """The emulator does not let the copy engine begin elsewhere, which it cannot."""
     case, candidate, launch = boxed(*BOXED["one box"])
-    skew = TENSOR_MAP_BYTES + 2 * 56 + 40 * 4
+    skew = TENSOR_MAP_BYTES + 2 * 56 + 39 * 4
     assert struct.unpack_from("<i", launch.geometry, skew)[0] == case.numbers(H200)[17]
     moved = struct.pack("<i", case.numbers(H200)[17] + 1)
     launch = replace(launch, geometry=launch.geometry[:skew] + moved + launch.geometry[skew + 4 :])

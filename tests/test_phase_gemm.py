@@ -77,6 +77,7 @@ def test_layers_take_every_path() -> None:
                 "four row tiles": variant.row_tiles == 4,
                 "one row tile": variant.row_tiles == 1,
                 "a single column of warps": variant.warp_columns == 1,
+                "channels innermost": ("CHANNELS_INNERMOST", True) in launch.source.constants,
             }
             taken |= set(facts.items())
     assert taken == {(fact, value) for fact in facts for value in (False, True)}

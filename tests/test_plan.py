@@ -446,7 +446,9 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
         (30, 64, False, 2, 2),
         (31, 64, False, 1, 1),
         (31, 64, True, 4, 8),
-        (32, 66, True, 1, 1),
+        (32, 65, True, 1, 1),
+        (32, 66, True, 2, 2),
+        (32, 68, True, 4, 4),
     ],
 )
 def test_stores_are_as_wide_as_rows_allow(
@@ -476,6 +478,31 @@ def test_division_by_a_reciprocal_rounds_down(value: int, number: int, beside: i
         assert each * reciprocal < 2**64
         assert each * reciprocal >> shift == each // value
     assert stored == value
+
+
+@pytest.mark.parametrize(
+    ("layer", "last", "shared"),
+    [
+        (make((8, 64, 1024, 1024), 64, 3), False, True),  # bytes
+        (make((8, 64, 1024, 1024), 64, 3), True, False),  # products, and rows of whole sectors
+        (make((16, 128, 256, 256), 64, 2, 2, bias=True), True, True),
+        (make((16, 48, 32, 32, 32), 48, 3), False, False),  # products
+        (make((1, 128, 64, 64), 64, 2, 2), False, False),  # few items
+        (make((0, 128, 64, 64), 64, 2, 2), False, False),  # none
+    ],
+)
+def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: bool, shared: bool) -> None:
+    """And never take one before it is told of the others' (FURTHER in item_queue.cuh)."""
+    problem = replace(layer, channels_last=last, dtype="bfloat16")
+    planned = plan.plan(problem, Pass.FORWARD, H200, by_prediction=True)
+    assert planned.algorithm == "implicit_gemm"
+    assert planned.launch is not None
+    variant = planned.launch.source.constants
+    items, *_, own = struct.unpack_from("<11i", planned.launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 35 * 4)
+    clusters = planned.launch.grid[0] // dict(variant)["CLUSTER"]
+    assert (own * clusters < items) is shared
+    assert own > math.ceil(items / max(1, clusters)) or shared
+    assert own >= 2 + (dict(variant)["LOADER_GROUPS"] > 1)
 
 
 def test_clusters_are_whole() -> None:

@@ -1266,7 +1266,6 @@ struct Geometry {
   Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_PARTS at a time
   Divisor pitch[3];    // pixels of the run from one image, slab and row to the next
   int items;           // tiles, CLUSTER at a time, by the items of each
-  int own;             // items of a block that no other can take
   int halo;            // pixels of the run that are loaded
   int raw_pitch;       // pixels of the run in a copied stage, or of a box there
   int chunk_bytes;     // of the run in a stage
@@ -1276,6 +1275,7 @@ struct Geometry {
   int boxes;           // of a stage, one behind the other along the width; none where threads copy
   int box_pixels;      // of each; the halo behind the last is padding
   int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
+  int own;             // items of a block that no other can take
 };
 
 // How tensors lie decides how they are loaded and stored, and may differ from launch to launch. A kernel that is
@@ -5458,7 +5458,6 @@ class ImplicitGemm:
         geometry += struct.pack(
             "<11i",
             items,
-            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
             tile.halo,
             tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             tile.allocated * CHUNK_BYTES,
@@ -5468,6 +5467,7 @@ class ImplicitGemm:
             tile.boxes,
             tile.box_pixels,
             tile.run,
+            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
         )
         geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
         source = KernelSource(
@@ -5591,11 +5591,12 @@ def _own_items(
     seconds, _ = estimate(gather, variant, tile, device, 0)
     most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
     most *= problem.bytes / device.copy_bytes_per_second
-    if rounds < _SHARED_ROUNDS or seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
-        return rounds + 1  # with one that does not exist
     stages = Product.of(gather, variant).steps // variant.k_steps
-    ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
-    return 1 + math.ceil((variant.loader_groups - 1) / stages) + math.ceil(ahead / stages)
+    told_ahead = 1 + math.ceil((variant.loader_groups - 1) / stages)
+    if rounds < _SHARED_ROUNDS or seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
+        return rounds + 1 + told_ahead  # the first that does not exist is told, too
+    loaded_ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
+    return told_ahead + math.ceil(loaded_ahead / stages)
 
 # =====================================================================================================================
 # What this file does when it runs

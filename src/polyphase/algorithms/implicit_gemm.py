@@ -142,7 +142,6 @@ class ImplicitGemm:
         geometry += struct.pack(
             "<11i",
             items,
-            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
             tile.halo,
             tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             tile.allocated * CHUNK_BYTES,
@@ -152,6 +151,7 @@ class ImplicitGemm:
             tile.boxes,
             tile.box_pixels,
             tile.run,
+            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
         )
         geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
         source = KernelSource(
@@ -275,11 +275,12 @@ def _own_items(
     seconds, _ = estimate(gather, variant, tile, device, 0)
     most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
     most *= problem.bytes / device.copy_bytes_per_second
-    if rounds < _SHARED_ROUNDS or seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
-        return rounds + 1  # with one that does not exist
     stages = Product.of(gather, variant).steps // variant.k_steps
-    ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
-    return 1 + math.ceil((variant.loader_groups - 1) / stages) + math.ceil(ahead / stages)
+    told_ahead = 1 + math.ceil((variant.loader_groups - 1) / stages)
+    if rounds < _SHARED_ROUNDS or seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
+        return rounds + 1 + told_ahead  # the first that does not exist is told, too
+    loaded_ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
+    return told_ahead + math.ceil(loaded_ahead / stages)
 
 
 @lru_cache(maxsize=4096)

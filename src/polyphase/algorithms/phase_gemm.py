@@ -119,6 +119,7 @@ class PhaseGemm:
             ("ROW_TILES", variant.row_tiles),
             ("STAGE_STEPS", variant.stage_steps),
             ("PARTS", parts_of(problem)),
+            ("CHANNELS_INNERMOST", gather.dst.channels_last),
             ("MIN_BLOCKS", variant.min_blocks),
         )
         return Launch(
@@ -165,7 +166,6 @@ def _shared_bytes(problem: ConvTransposeProblem, variant: PhaseGemmVariant) -> i
 # are stored together, alone amid a row, and alone; for those whose rows are short, times that; and for the launch.
 _MULTIPLY, _STAGE, _MOVE, _WAIT = 3.05, 31.0, 2.0, 112.0
 _VECTORS, _ROWS, _ALONE, _SHORT = 5.0, 12.0, 23.4, 3.3
-_APART = 255.0  # for 32 outputs of which each is in a sector of its own: one layer, on an H100
 _LAUNCH = 18600.0
 _PARTIAL = 1.55  # a word, where the last stage of a reach has fewer channels
 _LINES = 1.5  # all, where a cell has several lines: predictions of such layers are too low
@@ -185,11 +185,9 @@ def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: 
     stage = variant.stage_steps * (products * _MULTIPLY + words * _MOVE) + variant.warps * _STAGE
     run = problem.axes3[2].stride
     output = _ALONE
-    if run % _RUN == 0:
+    if run % _RUN == 0 and not (problem.channels_last and problem.out_channels > 1):
         vectors = _vector(problem, Layouts.dense(problem)) * size >= 8
         output = (_VECTORS if vectors else _ROWS) + _SHORT * (max(1.0, 32 / run) - 1)
-    if problem.channels_last and problem.out_channels > 1:
-        output = _APART
     outputs = problem.out_channels_per_group * phases / column_tiles * variant.rows / 32
     work = stages * stage + outputs * output
     seconds = (rounds * max(resident * work, stages * _WAIT + work) + _LAUNCH) / device.clock_hz

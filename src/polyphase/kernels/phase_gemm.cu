@@ -7,10 +7,10 @@
 //   y[co, cell·stride + phase]  =  bias[co]  +  Σ_reach Σ_ci x[cell - reach, ci] · w[ci, co, phase + reach·stride]
 //
 // (with dilation, the tap whose distance from the first is that sum, where there is one). Neighbouring columns are
-// neighbours in the weight and in the output. Nothing is unrolled over phases or taps.
+// neighbours in the output, and in a weight of the same memory format. Nothing is unrolled over phases or taps.
 //
 // Index mapping. A block owns ROWS cells, of all images one after the other, and COLUMNS columns of one group, in the
-// order (output channel, phase along d, h, w). A stage is one reach and the channels of STAGE_STEPS instructions. Words
+// order (output channel, phase along d, h, w), or with CHANNELS_INNERMOST (d, h, w, channel). A stage is one reach and the channels of STAGE_STEPS instructions. Words
 // of four bytes, one channel or two, come through registers: those of the next stage are on their way while one is
 // multiplied. Of a warp's columns a lane has the 8 neighbours from `lane % 4` · 8 on: column i of
 // instruction j is column i / 2 · 8 + 2·j + i % 2 of the warp.
@@ -37,7 +37,7 @@ constexpr int ALL_COLUMNS = OUT_CHANNELS * PHASES, COLUMN_TILES_OF_GROUP = ceil_
 constexpr int ROW_PITCH = ROWS + 8, COLUMN_PITCH = COLUMNS + 2;  // 4 words by 8 rows, or columns, in different banks
 constexpr int STAGE_WORDS = PARTS * DEPTH * (ROW_PITCH + COLUMN_PITCH);
 constexpr int RUN = 8;  // columns of a lane, neighbours in an output row where they are of one channel and line
-constexpr bool RUNS = AXIS_W.stride % RUN == 0;
+constexpr bool RUNS = AXIS_W.stride % RUN == 0 && !CHANNELS_INNERMOST;
 
 // Pixels that a cell reads along a dimension.
 __host__ __device__ constexpr int reach(Axis axis) {
@@ -99,9 +99,11 @@ struct Column {
   bool exists;
 
   __device__ __forceinline__ explicit Column(int index) : exists(index < ALL_COLUMNS) {
+    if (CHANNELS_INNERMOST) channel = index % OUT_CHANNELS, index /= OUT_CHANNELS;
     w = index % AXIS_W.stride, index /= AXIS_W.stride;
     h = index % AXIS_H.stride, index /= AXIS_H.stride;
-    d = index % AXIS_D.stride, channel = index / AXIS_D.stride;
+    d = index % AXIS_D.stride, index /= AXIS_D.stride;
+    if (!CHANNELS_INNERMOST) channel = index;
   }
 };
 

@@ -43,7 +43,6 @@ struct Geometry {
   Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_PARTS at a time
   Divisor pitch[3];    // pixels of the run from one image, slab and row to the next
   int items;           // tiles, CLUSTER at a time, by the items of each
-  int own;             // items of a block that no other can take
   int halo;            // pixels of the run that are loaded
   int raw_pitch;       // pixels of the run in a copied stage, or of a box there
   int chunk_bytes;     // of the run in a stage
@@ -53,6 +52,7 @@ struct Geometry {
   int boxes;           // of a stage, one behind the other along the width; none where threads copy
   int box_pixels;      // of each; the halo behind the last is padding
   int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
+  int own;             // items of a block that no other can take
 };
 
 // How tensors lie decides how they are loaded and stored, and may differ from launch to launch. A kernel that is
