@@ -10,10 +10,10 @@
 // neighbours in the output, and in a weight of the same memory format. Nothing is unrolled over phases or taps.
 //
 // Index mapping. A block owns ROWS cells, of all images one after the other, and COLUMNS columns of one group, in the
-// order (output channel, phase along d, h, w), or with CHANNELS_INNERMOST (d, h, w, channel). A stage is one reach and the channels of STAGE_STEPS instructions. Words
-// of four bytes, one channel or two, come through registers: those of the next stage are on their way while one is
-// multiplied. Of a warp's columns a lane has the 8 neighbours from `lane % 4` · 8 on: column i of
-// instruction j is column i / 2 · 8 + 2·j + i % 2 of the warp.
+// order (output channel, phase along d, h, w), or with CHANNELS_INNERMOST (d, h, w, channel). A stage is one reach and
+// the channels of STAGE_STEPS instructions. Words of four bytes, one channel or two, come through registers: those of
+// the next stage are on their way while one is multiplied. Of a warp's columns a lane has the 8 neighbours from `lane %
+// 4` · 8 on: column i of instruction j is column i / 2 · 8 + 2·j + i % 2 of the warp.
 //
 // float32 comes in two parts of TF32, and each step's sum leaves the cores at once, since they round towards zero. What
 // is not finite makes NaN of columns without that tap. Where an output is NaN it is therefore computed again, plainly.
