@@ -6,6 +6,7 @@ bodies run every variant on a GPU in ``test_gpu.py``.
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 import zlib
@@ -25,7 +26,7 @@ from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gather_tiled import GatherTiled, legal_variants
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.implicit_gemm_tile import best_tile, may_take_operands
-from polyphase.algorithms.implicit_gemm_variant import GemmVariant
+from polyphase.algorithms.implicit_gemm_variant import GemmVariant, Product
 from polyphase.device import DeviceInfo
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -292,8 +293,13 @@ def test_offsets_widen_at_4_gib() -> None:
 def items_to_take(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every other test blocks take from each other what they take only where there are many items."""
     if zlib.crc32(request.node.name.encode()) % 2:
-        for name, least in (("ROUNDS", 1), ("CYCLES", 0), ("FIRST", 1e9), ("LAST", 1e9)):
-            monkeypatch.setattr(implicit_gemm, f"_SHARED_{name}", least)
+        share_all_items(monkeypatch)
+
+
+def share_all_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All those that are not a block's own because they are loaded before any can be taken."""
+    for name, value in (("ROUNDS", 1), ("CYCLES", 0), ("FIRST", 1e9), ("LAST", 1e9)):
+        monkeypatch.setattr(implicit_gemm, f"_SHARED_{name}", value)
 
 
 GEMM_LAYERS = {
@@ -459,6 +465,38 @@ def test_products_of_whole_blocks_that_do_not_exist(channels: int, channel_block
     case = gemm_case(problem, wgmma=True, channel_blocks=channel_blocks)
     for candidate, launch in case.offers(H200):
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(0))
+
+
+RINGS = {
+    "four groups of loaders, items of a stage": (8, True, {"loader_groups": 4, "k_steps": 1}),
+    "four groups of loaders, items of several": (40, True, {"loader_groups": 4, "k_steps": 1}),
+    "two groups of loaders": (24, False, {"loader_groups": 2, "k_steps": 1, "split": "turns"}),
+    "a cluster": (24, False, {"loader_groups": 2, "k_steps": 1, "cluster": 2}),
+    "resident weights": (8, False, {"k_steps": 1, "resident": True}),
+    "all multiply an item": (16, False, {"k_steps": 2, "split": "cells"}),
+    "warps that multiply alone": (16, True, {"wgmma": False}),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_items_are_taken_all_around_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many that each slot in which blocks learn of an item is used again."""
+    share_all_items(monkeypatch)
+    channels, channels_last, settings = RINGS[name]
+    layer = make((1, channels, 4, 8), 70, 1, bias=True, channels_last=channels_last, tf32=True)
+    for batch in (64, 128, 256, 512, 1024):
+        case = gemm_case(replace(layer, batch=batch), **{"wgmma": True, **settings})
+        ((candidate, launch),) = case.offers(H200)
+        product = Product.of(Gather.of(case.problem, Pass.FORWARD, case.layouts), case.variant)
+        ring = math.ceil(case.variant.k_steps * (2 * case.variant.stages + 12) / product.steps) + 4
+        items, *_, own = struct.unpack_from("<11i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 35 * 4)
+        blocks = launch.grid[0] // case.variant.cluster
+        if (items - own * blocks) / (product.row_groups if case.variant.resident else 1) > 1.2 * ring:
+            break
+    else:
+        pytest.fail("too few items")
+    for order in (3, "reversed"):
+        assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -497,12 +497,14 @@ def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: 
     planned = plan.plan(problem, Pass.FORWARD, H200, by_prediction=True)
     assert planned.algorithm == "implicit_gemm"
     assert planned.launch is not None
-    variant = planned.launch.source.constants
+    constants = dict(planned.launch.source.constants)
+    variant = planned.candidate.variant
     items, *_, own = struct.unpack_from("<11i", planned.launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 35 * 4)
-    clusters = planned.launch.grid[0] // dict(variant)["CLUSTER"]
+    clusters = planned.launch.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared
-    assert own >= 2 + (dict(variant)["LOADER_GROUPS"] > 1)
+    stages = Product.of(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), variant).steps // variant.k_steps
+    assert own >= 2 + math.ceil((constants["LOADER_GROUPS"] - 1) / stages)
 
 
 def test_clusters_are_whole() -> None:

@@ -1244,8 +1244,6 @@ constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stag
 constexpr int TURNERS = (LOADER_THREADS / 32 - 1) / TURNING_GROUPS;  // warps that turn a stage of boxes around together
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
-// Of an item's pixels, and of the next ones', that are on their way before weights are waited for.
-constexpr int AHEAD_OF_WEIGHTS = BOXES ? STAGES : IN_PLACE ? LOOKAHEAD * LOADER_GROUPS : RAW_SLOTS;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
@@ -1275,7 +1273,7 @@ struct Geometry {
   int boxes;           // of a stage, one behind the other along the width; none where threads copy
   int box_pixels;      // of each; the halo behind the last is padding
   int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
-  int own;             // items of a block that no other can take
+  int own;             // items of a block that no other can take; at least FURTHER + 2 (item_queue.cuh)
 };
 
 // How tensors lie decides how they are loaded and stored, and may differ from launch to launch. A kernel that is
@@ -1360,15 +1358,17 @@ FILES["common/item_queue.cuh"] = r"""
 // Blocks that each took every n-th item would drift apart, and ever faster: those behind would find nothing there.
 //
 // One thread of a block, or of a cluster, takes items: from a counter in front of the packed weights, which packing
-// sets to zero, or from one for each of the row groups that blocks stay with. The others learn of them through a ring,
-// and walk through all, whichever they work on.
+// sets to zero and only atomic operations touch then, or from one for each of the row groups that blocks stay with. The
+// others learn of them through a ring, and walk through all, whichever they work on.
 
-// Other groups of loaders learn of items that the one with that thread has not come to, or they would wait for one
-// another.
+// How many items earlier the others learn of one than that thread comes to it. A group of loaders waits for its next
+// item before it turns the stage around that it has; the first group comes there a stage later, and may have to wait
+// for a slot that is free only when that stage has been multiplied.
 constexpr int FURTHER = ceil_div(LOADER_GROUPS - 1, STAGES_OF_ITEM);
-// The ring holds more items than pixels are loaded ahead of those who multiply, of whom one may be an item behind.
+// Those who multiply in turns may have an item to learn of that is two behind the one whose pixels have not been
+// multiplied; from there on pixels are loaded ahead, as many stages as there are slots of both kinds.
 constexpr int QUEUE = ceil_div(2 * STAGES + RAW_SLOTS + 2 * LOADER_GROUPS, STAGES_OF_ITEM) + 4;
-static_assert(AHEAD_OF_WEIGHTS <= STAGES || AHEAD_OF_WEIGHTS <= RAW_SLOTS, "more are loaded ahead");
+static_assert(2 + ceil_div(STAGES + RAW_SLOTS + LOADER_GROUPS, STAGES_OF_ITEM) + FURTHER < QUEUE, "a short ring");
 
 struct QueueMemory {
   unsigned long long known[QUEUE];  // barriers
@@ -1385,7 +1385,8 @@ struct Items {
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < QUEUE; ++i) barrier_init(shared_address(memory.known + i), 1);
   }
-  // By the same one, when barriers are ready.
+  // By the same one, when barriers are ready. In a cluster the one arrival that a barrier waits for is the block's own:
+  // items may come before.
   __device__ __forceinline__ void begin() const {
     for (int i = 0; i < QUEUE; ++i) expect(i);
   }
@@ -1398,13 +1399,14 @@ struct Items {
     return *(volatile int*)(memory.items + turn % QUEUE);
   }
 
-  // Makes the item known that is FURTHER behind number `ordinal`, by the one thread, which takes them in order.
+  // Makes the item known that is FURTHER behind number `ordinal`, by the one thread, which takes them in order, from
+  // number 1 on: `own` is at least FURTHER + 2.
   __device__ __forceinline__ void take(int ordinal) {
     const int turn = ordinal + FURTHER - g.own;
     if (turn >= 0) publish(turn % QUEUE);
     if (turn >= -1) next = claim();
   }
-  // By the same one, behind the last: what others write here has come.
+  // By the same one, behind the last: a block must not end while items are on their way to it.
   __device__ __forceinline__ void settle(int ordinal) const {
     for (int i = 1; CLUSTER > 1 && i <= FURTHER; ++i) of(ordinal + i);
   }
@@ -4799,7 +4801,10 @@ class Product:
         return self.steps * self.step_bytes(variant)
 
     def counter_bytes(self, variant: "GemmVariant") -> int:
-        """What lies in front of the packed weights: counters of the items that blocks have taken."""
+        """What lies in front of the packed weights: counters of the items that blocks have taken.
+
+        A cluster has one; the emulator, which runs blocks one by one, has one for each of its blocks.
+        """
         return round_up(4 * (self.row_groups // variant.row_parts if variant.resident else variant.cluster), 128)
 
 
@@ -5588,13 +5593,16 @@ def _own_items(
     gather: "Gather", variant: "GemmVariant", tile: "Tile", device: "DeviceInfo", problem: "ConvTransposeProblem", rounds: int
 ) -> int:
     """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
+    stages = Product.of(gather, variant).steps // variant.k_steps
+    told_ahead = 1 + math.ceil((variant.loader_groups - 1) / stages)
+    every_one = rounds + 1 + told_ahead  # the first that does not exist is told, too
+    if rounds < _SHARED_ROUNDS:
+        return every_one
     seconds, _ = estimate(gather, variant, tile, device, 0)
     most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
     most *= problem.bytes / device.copy_bytes_per_second
-    stages = Product.of(gather, variant).steps // variant.k_steps
-    told_ahead = 1 + math.ceil((variant.loader_groups - 1) / stages)
-    if rounds < _SHARED_ROUNDS or seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
-        return rounds + 1 + told_ahead  # the first that does not exist is told, too
+    if seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
+        return every_one
     loaded_ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
     return told_ahead + math.ceil(loaded_ahead / stages)
 

@@ -272,13 +272,16 @@ def _own_items(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
     """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
+    stages = Product.of(gather, variant).steps // variant.k_steps
+    told_ahead = 1 + math.ceil((variant.loader_groups - 1) / stages)
+    every_one = rounds + 1 + told_ahead  # the first that does not exist is told, too
+    if rounds < _SHARED_ROUNDS:
+        return every_one
     seconds, _ = estimate(gather, variant, tile, device, 0)
     most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
     most *= problem.bytes / device.copy_bytes_per_second
-    stages = Product.of(gather, variant).steps // variant.k_steps
-    told_ahead = 1 + math.ceil((variant.loader_groups - 1) / stages)
-    if rounds < _SHARED_ROUNDS or seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
-        return rounds + 1 + told_ahead  # the first that does not exist is told, too
+    if seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
+        return every_one
     loaded_ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
     return told_ahead + math.ceil(loaded_ahead / stages)
 

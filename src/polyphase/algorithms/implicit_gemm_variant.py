@@ -235,7 +235,10 @@ class Product:
         return self.steps * self.step_bytes(variant)
 
     def counter_bytes(self, variant: GemmVariant) -> int:
-        """What lies in front of the packed weights: counters of the items that blocks have taken."""
+        """What lies in front of the packed weights: counters of the items that blocks have taken.
+
+        A cluster has one; the emulator, which runs blocks one by one, has one for each of its blocks.
+        """
         return round_up(4 * (self.row_groups // variant.row_parts if variant.resident else variant.cluster), 128)
 
 

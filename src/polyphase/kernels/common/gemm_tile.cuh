@@ -21,8 +21,6 @@ constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stag
 constexpr int TURNERS = (LOADER_THREADS / 32 - 1) / TURNING_GROUPS;  // warps that turn a stage of boxes around together
 // Stages of its own that a loading group copies ahead of the one it turns around.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
-// Of an item's pixels, and of the next ones', that are on their way before weights are waited for.
-constexpr int AHEAD_OF_WEIGHTS = BOXES ? STAGES : IN_PLACE ? LOOKAHEAD * LOADER_GROUPS : RAW_SLOTS;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
@@ -52,7 +50,7 @@ struct Geometry {
   int boxes;           // of a stage, one behind the other along the width; none where threads copy
   int box_pixels;      // of each; the halo behind the last is padding
   int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
-  int own;             // items of a block that no other can take
+  int own;             // items of a block that no other can take; at least FURTHER + 2 (item_queue.cuh)
 };
 
 // How tensors lie decides how they are loaded and stored, and may differ from launch to launch. A kernel that is

@@ -4,15 +4,17 @@
 // Blocks that each took every n-th item would drift apart, and ever faster: those behind would find nothing there.
 //
 // One thread of a block, or of a cluster, takes items: from a counter in front of the packed weights, which packing
-// sets to zero, or from one for each of the row groups that blocks stay with. The others learn of them through a ring,
-// and walk through all, whichever they work on.
+// sets to zero and only atomic operations touch then, or from one for each of the row groups that blocks stay with. The
+// others learn of them through a ring, and walk through all, whichever they work on.
 
-// Other groups of loaders learn of items that the one with that thread has not come to, or they would wait for one
-// another.
+// How many items earlier the others learn of one than that thread comes to it. A group of loaders waits for its next
+// item before it turns the stage around that it has; the first group comes there a stage later, and may have to wait
+// for a slot that is free only when that stage has been multiplied.
 constexpr int FURTHER = ceil_div(LOADER_GROUPS - 1, STAGES_OF_ITEM);
-// The ring holds more items than pixels are loaded ahead of those who multiply, of whom one may be an item behind.
+// Those who multiply in turns may have an item to learn of that is two behind the one whose pixels have not been
+// multiplied; from there on pixels are loaded ahead, as many stages as there are slots of both kinds.
 constexpr int QUEUE = ceil_div(2 * STAGES + RAW_SLOTS + 2 * LOADER_GROUPS, STAGES_OF_ITEM) + 4;
-static_assert(AHEAD_OF_WEIGHTS <= STAGES || AHEAD_OF_WEIGHTS <= RAW_SLOTS, "more are loaded ahead");
+static_assert(2 + ceil_div(STAGES + RAW_SLOTS + LOADER_GROUPS, STAGES_OF_ITEM) + FURTHER < QUEUE, "a short ring");
 
 struct QueueMemory {
   unsigned long long known[QUEUE];  // barriers
@@ -29,7 +31,8 @@ struct Items {
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < QUEUE; ++i) barrier_init(shared_address(memory.known + i), 1);
   }
-  // By the same one, when barriers are ready.
+  // By the same one, when barriers are ready. In a cluster the one arrival that a barrier waits for is the block's own:
+  // items may come before.
   __device__ __forceinline__ void begin() const {
     for (int i = 0; i < QUEUE; ++i) expect(i);
   }
@@ -42,13 +45,14 @@ struct Items {
     return *(volatile int*)(memory.items + turn % QUEUE);
   }
 
-  // Makes the item known that is FURTHER behind number `ordinal`, by the one thread, which takes them in order.
+  // Makes the item known that is FURTHER behind number `ordinal`, by the one thread, which takes them in order, from
+  // number 1 on: `own` is at least FURTHER + 2.
   __device__ __forceinline__ void take(int ordinal) {
     const int turn = ordinal + FURTHER - g.own;
     if (turn >= 0) publish(turn % QUEUE);
     if (turn >= -1) next = claim();
   }
-  // By the same one, behind the last: what others write here has come.
+  // By the same one, behind the last: a block must not end while items are on their way to it.
   __device__ __forceinline__ void settle(int ordinal) const {
     for (int i = 1; CLUSTER > 1 && i <= FURTHER; ++i) of(ordinal + i);
   }
