@@ -186,6 +186,12 @@ def run(
     return dst.read()
 
 
+def items_of(launch: Launch) -> tuple[int, int]:
+    """How many items a launch of implicit_gemm has, and how many of these a block does not share."""
+    items, *_, own = struct.unpack_from("<11i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 35 * 4)
+    return items, own
+
+
 def operand_shapes(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of a pass's two operands."""
     return {

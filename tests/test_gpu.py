@@ -54,7 +54,7 @@ from test_gradient_gemm import ALGORITHMS, MIRRORED
 from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
 from test_gradient_wgmma import ALGORITHMS as WGMMA_ALGORITHMS
 from test_gradient_wgmma import LAYERS as WGMMA_LAYERS
-from test_kernels import PROBLEMS, WIDE_LAYERS, GemmCase, gemm_cases, wide
+from test_kernels import PROBLEMS, RINGS, WIDE_LAYERS, GemmCase, gemm_cases, ring_case, share_all_items, wide
 from test_kernels import items_to_take as items_to_take  # a fixture, of these tests as well
 from test_phase_gemm import LAYERS as PHASE_LAYERS
 from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_nan
@@ -217,6 +217,17 @@ def test_every_variant_is_exact(case: Case, variants: Gpu) -> None:
 def test_products(case: GemmCase, variants: Gpu) -> None:
     """Settings of implicit_gemm beyond what the planner likes best, blocks that take many tiles each."""
     for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
+        for _ in range(3):
+            assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, variants)
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_items_are_taken_all_around_the_ring(name: str, variants: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In clusters, too, whose blocks the emulator runs one by one."""
+    share_all_items(monkeypatch)
+    device = DeviceInfo.of(variants.device)
+    case = ring_case(name, device)
+    for candidate, launch in case.offers(device):
         for _ in range(3):
             assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, variants)
 

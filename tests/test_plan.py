@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import random_problem
-from kernel_harness import formats
+from kernel_harness import formats, items_of
 from polyphase import UnsupportedError, plan, runtime
 from polyphase.algorithms import ALGORITHMS, implicit_gemm_variant
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny, packed_divisor
@@ -499,11 +499,11 @@ def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: 
     assert planned.launch is not None
     constants = dict(planned.launch.source.constants)
     variant = planned.candidate.variant
-    items, *_, own = struct.unpack_from("<11i", planned.launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 35 * 4)
+    items, own = items_of(planned.launch)
     clusters = planned.launch.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared
-    stages = Product.of(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), variant).steps // variant.k_steps
+    stages = Product.of(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), variant).stages(variant)
     assert own >= 2 + math.ceil((constants["LOADER_GROUPS"] - 1) / stages)
 
 

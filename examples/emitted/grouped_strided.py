@@ -1345,24 +1345,6 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// True for one thread of a warp, of which all are here, and always the same one.
-__device__ __forceinline__ bool elect() {
-#if __CUDA_ARCH__ >= 900
-  int chosen;
-  asm volatile("{ .reg .pred chosen; elect.sync _|chosen, 0xffffffff; selp.b32 %0, 1, 0, chosen; }" : "=r"(chosen));
-  return chosen;
-#else
-  return threadIdx.x % 32 == 0;
-#endif
-}
-// What all threads of a warp have, for the compiler to know that it is the same.
-__device__ __forceinline__ int uniform(int value) {
-#if __CUDA_ARCH__ >= 900
-  return __reduce_max_sync(~0u, value);
-#else
-  return value;
-#endif
-}
 // Makes initialised barriers known to the copy engine.
 __device__ __forceinline__ void barriers_publish() {
 #if BULK_COPY
@@ -1433,8 +1415,6 @@ __device__ __forceinline__ emulator::Barrier* barrier_at(unsigned barrier) {
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   emulator::barrier_init(barrier_at(barrier), arrivals);
 }
-__device__ __forceinline__ bool elect() { return threadIdx.x % 32 == 0; }
-__device__ __forceinline__ int uniform(int value) { return value; }
 __device__ __forceinline__ void barriers_publish() {}
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
 __device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
@@ -1522,6 +1502,25 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
 }
 #endif
 #endif
+
+// True for one thread of a warp, of which all are here, and always the same one.
+__device__ __forceinline__ bool elect() {
+#if __CUDA_ARCH__ >= 900
+  int chosen;
+  asm volatile("{ .reg .pred chosen; elect.sync _|chosen, 0xffffffff; selp.b32 %0, 1, 0, chosen; }" : "=r"(chosen));
+  return chosen;
+#else
+  return threadIdx.x % 32 == 0;
+#endif
+}
+// What all threads of a warp have, for the compiler to know that it is the same.
+__device__ __forceinline__ int uniform(int value) {
+#if __CUDA_ARCH__ >= 900
+  return __reduce_max_sync(~0u, value);
+#else
+  return value;
+#endif
+}
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands. All that are claimed
 // must have been there when the block began, or those who claim them wait for ever.

@@ -843,24 +843,6 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// True for one thread of a warp, of which all are here, and always the same one.
-__device__ __forceinline__ bool elect() {
-#if __CUDA_ARCH__ >= 900
-  int chosen;
-  asm volatile("{ .reg .pred chosen; elect.sync _|chosen, 0xffffffff; selp.b32 %0, 1, 0, chosen; }" : "=r"(chosen));
-  return chosen;
-#else
-  return threadIdx.x % 32 == 0;
-#endif
-}
-// What all threads of a warp have, for the compiler to know that it is the same.
-__device__ __forceinline__ int uniform(int value) {
-#if __CUDA_ARCH__ >= 900
-  return __reduce_max_sync(~0u, value);
-#else
-  return value;
-#endif
-}
 // Makes initialised barriers known to the copy engine.
 __device__ __forceinline__ void barriers_publish() {
 #if BULK_COPY
@@ -931,8 +913,6 @@ __device__ __forceinline__ emulator::Barrier* barrier_at(unsigned barrier) {
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   emulator::barrier_init(barrier_at(barrier), arrivals);
 }
-__device__ __forceinline__ bool elect() { return threadIdx.x % 32 == 0; }
-__device__ __forceinline__ int uniform(int value) { return value; }
 __device__ __forceinline__ void barriers_publish() {}
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
 __device__ __forceinline__ void barrier_arrive_with_copies(unsigned barrier) {
@@ -1020,6 +1000,25 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
 }
 #endif
 #endif
+
+// True for one thread of a warp, of which all are here, and always the same one.
+__device__ __forceinline__ bool elect() {
+#if __CUDA_ARCH__ >= 900
+  int chosen;
+  asm volatile("{ .reg .pred chosen; elect.sync _|chosen, 0xffffffff; selp.b32 %0, 1, 0, chosen; }" : "=r"(chosen));
+  return chosen;
+#else
+  return threadIdx.x % 32 == 0;
+#endif
+}
+// What all threads of a warp have, for the compiler to know that it is the same.
+__device__ __forceinline__ int uniform(int value) {
+#if __CUDA_ARCH__ >= 900
+  return __reduce_max_sync(~0u, value);
+#else
+  return value;
+#endif
+}
 
 // Loaders need few registers, those who multiply need many: the block's registers change hands. All that are claimed
 // must have been there when the block began, or those who claim them wait for ever.
@@ -1352,8 +1351,8 @@ __device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& to
 }
 """
 FILES["common/item_queue.cuh"] = r"""
-// Which items a block computes. The first `own` are its own; behind these it takes the next that no block has, when it
-// is about to load the one before. So what is being computed at a time is neighbours, however fast each block is, and
+// Which items a block computes. The first `own` are its own; behind these it takes the next that no block has, some
+// items before it loads that one. So what is being computed at a time is neighbours, however fast each block is, and
 // what tiles share (halos, sectors of which each stores a part) is still in the L2 cache when the other one wants it.
 // Blocks that each took every n-th item would drift apart, and ever faster: those behind would find nothing there.
 //
@@ -2102,14 +2101,13 @@ struct Store {
   }
 
   __device__ __forceinline__ void operator()() const {
-    if (may_store(WIDE) && store_vector(g) == WIDE)
-      store_all<WIDE>();
-    else if (may_store(WIDE / 2) && store_vector(g) == WIDE / 2)
-      store_all<WIDE / 2>();
-    else if (WIDE > 4 && may_store(2) && store_vector(g) == 2)
-      store_all<2>();
-    else
-      store_all<1>();
+    if constexpr (may_store(WIDE))
+      if (store_vector(g) == WIDE) return store_all<WIDE>();
+    if constexpr (may_store(WIDE / 2))
+      if (store_vector(g) == WIDE / 2) return store_all<WIDE / 2>();
+    if constexpr (WIDE > 4 && may_store(2))
+      if (store_vector(g) == 2) return store_all<2>();
+    store_all<1>();
   }
 };
 """
@@ -2124,7 +2122,7 @@ FILES["implicit_gemm.cu"] = r"""
 //
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
 // memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. Where the
-// copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone, groups of
+// copy engine can take boxes of the source (g.boxes), one warp has it load and others turn around alone, groups of
 // them stages in turn. With BOXES they are operands as they come: channels last, or in half precision where a tap is no
 // distance. The others multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or
 // a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take one item after the
@@ -4800,6 +4798,10 @@ class Product:
         """Packed weights of a row group."""
         return self.steps * self.step_bytes(variant)
 
+    def stages(self, variant: "GemmVariant") -> int:
+        """Stages of an item."""
+        return self.steps // variant.k_steps
+
     def counter_bytes(self, variant: "GemmVariant") -> int:
         """What lies in front of the packed weights: counters of the items that blocks have taken.
 
@@ -4894,12 +4896,16 @@ class _SharedBytes:
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
 
 
+def items_known(variant: "GemmVariant", product: "Product", stages: int) -> int:
+    """The slots in which a block learns of its items (``QUEUE`` in the kernel)."""
+    ahead = 2 * (stages + variant.loader_groups) + variant.raw_slots
+    return math.ceil(ahead / product.stages(variant)) + 4
+
+
 def _static_shared_bytes(variant: "GemmVariant", product: "Product", stages: int) -> int:
     """The kernel's ``Shared``: barriers, items that are known, distances of operations; what follows is aligned."""
     barriers = 8 * (2 * (stages + variant.raw_slots) + CONSUMERS + 1)
-    ahead = 2 * (stages + variant.loader_groups) + variant.raw_slots
-    items = math.ceil(ahead * variant.k_steps / product.steps) + 4
-    barriers += round_up(12 * items, 8)
+    barriers += round_up(12 * items_known(variant, product, stages), 8)
     alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
@@ -5350,7 +5356,7 @@ def _main_loop(gather: "Gather", variant: "GemmVariant", tile: "Tile", product: 
     """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
     size = DTYPE_BYTES[gather.dtype]
     in_place = gather.src.channels_last or variant.boxes
-    stages = product.steps // variant.k_steps
+    stages = product.stages(variant)
     chunks = 2 * variant.k_steps
     weight_bytes = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
     pixel_bytes = stages * tile.halo * chunks * CHUNK_BYTES
@@ -5437,6 +5443,7 @@ _SHARED_ROUNDS = 32
 
 _SHARED_CYCLES = 1800
 _SHARED_FIRST, _SHARED_LAST = 3.0, 1.2
+_ALL = 2**31 - 1
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 
 
@@ -5593,18 +5600,17 @@ def _own_items(
     gather: "Gather", variant: "GemmVariant", tile: "Tile", device: "DeviceInfo", problem: "ConvTransposeProblem", rounds: int
 ) -> int:
     """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
-    stages = Product.of(gather, variant).steps // variant.k_steps
-    told_ahead = 1 + math.ceil((variant.loader_groups - 1) / stages)
-    every_one = rounds + 1 + told_ahead  # the first that does not exist is told, too
     if rounds < _SHARED_ROUNDS:
-        return every_one
+        return _ALL
     seconds, _ = estimate(gather, variant, tile, device, 0)
     most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
     most *= problem.bytes / device.copy_bytes_per_second
     if seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
-        return every_one
+        return _ALL
+    stages = Product.of(gather, variant).stages(variant)
+    told_ahead = math.ceil((variant.loader_groups - 1) / stages)
     loaded_ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
-    return told_ahead + math.ceil(loaded_ahead / stages)
+    return 1 + told_ahead + math.ceil(loaded_ahead / stages)
 
 # =====================================================================================================================
 # What this file does when it runs

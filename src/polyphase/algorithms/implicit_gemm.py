@@ -80,6 +80,7 @@ _AS_GOOD = 0.99  # of the prediction at another size: what is offered already do
 _SHARED_ROUNDS = 32
 _SHARED_CYCLES = 1800
 _SHARED_FIRST, _SHARED_LAST = 3.0, 1.2
+_ALL = 2**31 - 1
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
@@ -272,18 +273,17 @@ def _own_items(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
     """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
-    stages = Product.of(gather, variant).steps // variant.k_steps
-    told_ahead = 1 + math.ceil((variant.loader_groups - 1) / stages)
-    every_one = rounds + 1 + told_ahead  # the first that does not exist is told, too
     if rounds < _SHARED_ROUNDS:
-        return every_one
+        return _ALL
     seconds, _ = estimate(gather, variant, tile, device, 0)
     most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
     most *= problem.bytes / device.copy_bytes_per_second
     if seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
-        return every_one
+        return _ALL
+    stages = Product.of(gather, variant).stages(variant)
+    told_ahead = math.ceil((variant.loader_groups - 1) / stages)
     loaded_ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
-    return told_ahead + math.ceil(loaded_ahead / stages)
+    return 1 + told_ahead + math.ceil(loaded_ahead / stages)
 
 
 @lru_cache(maxsize=4096)

@@ -84,7 +84,7 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
     size = DTYPE_BYTES[gather.dtype]
     in_place = gather.src.channels_last or variant.boxes
-    stages = product.steps // variant.k_steps
+    stages = product.stages(variant)
     chunks = 2 * variant.k_steps
     weight_bytes = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
     pixel_bytes = stages * tile.halo * chunks * CHUNK_BYTES

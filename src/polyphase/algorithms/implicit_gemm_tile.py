@@ -99,12 +99,16 @@ class _SharedBytes:
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
 
 
+def items_known(variant: GemmVariant, product: Product, stages: int) -> int:
+    """The slots in which a block learns of its items (``QUEUE`` in the kernel)."""
+    ahead = 2 * (stages + variant.loader_groups) + variant.raw_slots
+    return math.ceil(ahead / product.stages(variant)) + 4
+
+
 def _static_shared_bytes(variant: GemmVariant, product: Product, stages: int) -> int:
     """The kernel's ``Shared``: barriers, items that are known, distances of operations; what follows is aligned."""
     barriers = 8 * (2 * (stages + variant.raw_slots) + CONSUMERS + 1)
-    ahead = 2 * (stages + variant.loader_groups) + variant.raw_slots
-    items = math.ceil(ahead * variant.k_steps / product.steps) + 4
-    barriers += round_up(12 * items, 8)
+    barriers += round_up(12 * items_known(variant, product, stages), 8)
     alignment = 1024 if variant.boxes else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment

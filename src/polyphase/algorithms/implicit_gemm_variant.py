@@ -234,6 +234,10 @@ class Product:
         """Packed weights of a row group."""
         return self.steps * self.step_bytes(variant)
 
+    def stages(self, variant: GemmVariant) -> int:
+        """Stages of an item."""
+        return self.steps // variant.k_steps
+
     def counter_bytes(self, variant: GemmVariant) -> int:
         """What lies in front of the packed weights: counters of the items that blocks have taken.
 

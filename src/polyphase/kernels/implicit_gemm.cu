@@ -8,7 +8,7 @@
 //
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
 // memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. Where the
-// copy engine can take boxes of the source (g.boxes), one thread has it load and warps turn around alone, groups of
+// copy engine can take boxes of the source (g.boxes), one warp has it load and others turn around alone, groups of
 // them stages in turn. With BOXES they are operands as they come: channels last, or in half precision where a tap is no
 // distance. The others multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or
 // a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take one item after the

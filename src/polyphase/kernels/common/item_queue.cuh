@@ -1,5 +1,5 @@
-// Which items a block computes. The first `own` are its own; behind these it takes the next that no block has, when it
-// is about to load the one before. So what is being computed at a time is neighbours, however fast each block is, and
+// Which items a block computes. The first `own` are its own; behind these it takes the next that no block has, some
+// items before it loads that one. So what is being computed at a time is neighbours, however fast each block is, and
 // what tiles share (halos, sectors of which each stores a part) is still in the L2 cache when the other one wants it.
 // Blocks that each took every n-th item would drift apart, and ever faster: those behind would find nothing there.
 //

@@ -376,13 +376,12 @@ struct Store {
   }
 
   __device__ __forceinline__ void operator()() const {
-    if (may_store(WIDE) && store_vector(g) == WIDE)
-      store_all<WIDE>();
-    else if (may_store(WIDE / 2) && store_vector(g) == WIDE / 2)
-      store_all<WIDE / 2>();
-    else if (WIDE > 4 && may_store(2) && store_vector(g) == 2)
-      store_all<2>();
-    else
-      store_all<1>();
+    if constexpr (may_store(WIDE))
+      if (store_vector(g) == WIDE) return store_all<WIDE>();
+    if constexpr (may_store(WIDE / 2))
+      if (store_vector(g) == WIDE / 2) return store_all<WIDE / 2>();
+    if constexpr (WIDE > 4 && may_store(2))
+      if (store_vector(g) == 2) return store_all<2>();
+    store_all<1>();
   }
 };
