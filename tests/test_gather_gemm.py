@@ -23,6 +23,7 @@ from kernel_harness import (
     reference,
     run,
 )
+from polyphase.algorithms import gather_gemm
 from polyphase.algorithms.base import Layouts
 from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _tiling
 from polyphase.algorithms.tensor_cores import steps_of
@@ -105,23 +106,39 @@ def test_layers_take_every_path() -> None:
     assert missing <= {("several tiles a block", True), ("several images a tile", True)}  # those come below
 
 
+def share_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ROUNDS", 0), ("CYCLES", 0), ("MOST", math.inf)):
+        monkeypatch.setattr(gather_gemm, f"_SHARED_{name}", value)
+
+
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("room", "outputs"), [(H200.shared_bytes_per_block, 2), (101376, 1)])
 @pytest.mark.parametrize("name", ["grouped, every parameter", "six channels", "tiny images"])
-def test_blocks_take_tile_after_tile(name: str, room: int, outputs: int) -> None:
-    """On a device of one multiprocessor blocks take several tiles, and in turn the outputs that there is room for."""
-    device = replace(H200, multiprocessors=1, shared_bytes_per_block=room, shared_bytes_per_multiprocessor=room + 1024)
-    problem = replace(LAYERS[name], batch=40 if name == "tiny images" else 5)
+def test_blocks_take_tile_after_tile(
+    name: str, room: int, outputs: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device of few multiprocessors blocks take several tiles, and in turn the outputs that there is room for."""
+    if shared:
+        share_all_tiles(monkeypatch)
+    count = 6 if shared else 1
+    device = replace(
+        H200, multiprocessors=count, shared_bytes_per_block=room, shared_bytes_per_multiprocessor=room + 1024
+    )
+    batch = 40 if name == "tiny images" else 5
+    problem = replace(LAYERS[name], batch=4 * batch if shared else batch)
     dense = Layouts.dense(problem)
     candidate = next(GatherGemm().candidates(problem, Pass.FORWARD, device, dense))
     launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
     tiling = _tiling(problem, dense, candidate.variant, device)
     assert tiling is not None
     assert tiling.total * problem.groups > launch.grid[0]
+    assert (launch.prologue is not None) is shared
     if name == "tiny images":
         assert tiling.lanes[0] > 1
     elif name == "grouped, every parameter":
         assert _outputs(problem, candidate.variant, tiling, device) == outputs
-    assert_exact(problem, Pass.FORWARD, candidate, launch)
+    for order in ("forward", 1, 2) if shared else ("forward",):
+        assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order))
 
 
 #: Dtype, input and output channels of layers whose outputs come from three parts, two parts, row by row, cell by cell.

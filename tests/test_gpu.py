@@ -47,7 +47,7 @@ from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
 from processes import run_python
 from test_gather_channels import LAYERS as CHANNELS_LAYERS
-from test_gather_gemm import INF_AND_NAN
+from test_gather_gemm import INF_AND_NAN, share_all_tiles
 from test_gather_gemm import LAYERS as GATHER_LAYERS
 from test_gather_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
 from test_gradient_gemm import ALGORITHMS, MIRRORED
@@ -230,6 +230,21 @@ def test_items_are_taken_all_around_the_ring(name: str, variants: Gpu, monkeypat
     for candidate, launch in case.offers(device):
         for _ in range(3):
             assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, variants)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["grouped, every parameter", "rows without taps", "tiny images", "1-D"])
+def test_tiles_are_shared(name: str, dtype: str, variants: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of gather_gemm, some hundred of each block."""
+    share_all_tiles(monkeypatch)
+    device = replace(DeviceInfo.of(variants.device), multiprocessors=16)
+    problem = replace(GATHER_LAYERS[name], batch=40 * GATHER_LAYERS[name].batch, dtype=dtype)
+    layouts = Layouts.dense(problem)
+    for candidate in GatherGemm().candidates(problem, Pass.FORWARD, device, layouts):
+        launch = GatherGemm().launch(problem, Pass.FORWARD, device, layouts, candidate.variant)
+        assert launch.prologue is not None
+        for _ in range(3):
+            assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, variants)
 
 
 # Layers that keep every multiprocessor busy: races show there, if anywhere.

@@ -480,6 +480,16 @@ def test_division_by_a_reciprocal_rounds_down(value: int, number: int, beside: i
     assert stored == value
 
 
+@pytest.mark.parametrize(("dtype", "shared"), [("float32", True), ("bfloat16", False)])
+def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
+    """Of gather_gemm: KernelBench 75, whose tiles in bfloat16 are short."""
+    (layer,) = (each.problem for each in suite("all") if each.name == "KernelBench 75")
+    planned = plan.plan(replace(layer, dtype=dtype, tf32=True), Pass.FORWARD, H200, by_prediction=True)
+    assert planned.algorithm == "gather_gemm"
+    assert planned.launch is not None
+    assert (planned.launch.prologue is not None) is shared
+
+
 @pytest.mark.parametrize(
     ("layer", "last", "shared"),
     [

@@ -19,6 +19,7 @@ from polyphase.algorithms.base import (
     first_candidates,
     layer_constants,
     out_blocks,
+    packed_divisor,
     padded,
     round_up,
     slower_of,
@@ -39,10 +40,16 @@ _MAX_IN_CHANNELS = 64  # of a group
 _MAX_PRODUCTS = 320  # entries times column tiles: straight-line code
 _MAX_WEIGHT_BYTES = 96 << 10
 _MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
-_BARRIER_BYTES = 256  # and the notes of stages
+_BARRIER_BYTES = 384  # and the notes of tiles
 _BUFFERS = 3  # of stages
+
+# Blocks take the next tile that none has, instead of every n-th, where each has so many, of so many cycles, and the
+# predicted time is at most so many times that of the bytes.
+_SHARED_ROUNDS, _SHARED_CYCLES, _SHARED_MOST = 16, 5000.0, 1.5
+_COUNTER_ALIGNMENT = 128  # bytes
 _OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
 _MAX_PHASES = 64  # elements of a cell
+_COPY_THREADS = 256
 
 
 class GatherGemmVariant(NamedTuple):
@@ -166,16 +173,17 @@ class GatherGemm:
         assert tiling is not None
         gather = forward_gather(problem, layouts)
         blocks = out_blocks(problem, variant.out_chunk)
-        at_once = max(1, min(tiling.total, device.multiprocessors * variant.min_blocks // blocks))  # tiles
-        apart = [at_once // math.prod(tiling.tiles[1 + i :]) % max(1, tiling.tiles[i]) for i in range(4)]
+        at_once = _at_once(problem, variant, tiling, device)
+        behind = [max(1, math.prod(tiling.tiles[i:])) for i in range(5)]
+        apart = [at_once // behind[1], *(at_once % behind[i] // behind[i + 1] for i in (1, 2, 3))]
         outputs = _outputs(problem, variant, tiling, device)
+        counter_bytes = round_up(4 * blocks, _COUNTER_ALIGNMENT) if _shares(problem, variant, tiling, device) else 0
+        weight_bytes = math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
         geometry = gather.src.packed() + gather.dst.packed() + tiling.window.packed()
+        geometry += struct.pack("<6i", problem.batch, problem.groups, *tiling.lanes)
+        geometry += b"".join(map(packed_divisor, tiling.tiles))
         geometry += struct.pack(
-            "<33i",
-            problem.batch,
-            problem.groups,
-            *tiling.lanes,
-            *tiling.tiles,
+            "<25i",
             *apart,
             *tiling.first,
             tiling.skew,
@@ -183,6 +191,8 @@ class GatherGemm:
             *tiling.shift,
             tiling.joined,
             outputs,
+            at_once,
+            counter_bytes,
             tiling.staged_bytes,
             tiling.bare_bytes,
             tiling.table_bytes,
@@ -211,7 +221,27 @@ class GatherGemm:
             block=32 * variant.all_warps,
             shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
             geometry=geometry,
+            prologue=_copy_weights(problem, counter_bytes) if counter_bytes else None,
+            workspace_bytes=counter_bytes + weight_bytes if counter_bytes else 0,
         )
+
+
+def _copy_weights(problem: ConvTransposeProblem, counter_bytes: int) -> Launch:
+    elements = math.prod(problem.weight_shape)
+    constants: tuple[tuple[str, Constant], ...] = (
+        *layer_constants(problem, Pass.FORWARD, False),
+        ("COUNTER_BYTES", counter_bytes),
+        ("ELEMENTS", elements),
+        ("THREADS", _COPY_THREADS),
+        ("MIN_BLOCKS", 1),
+    )
+    return Launch(
+        source=KernelSource("copy_weights", problem.dtype, False, constants),
+        grid=(math.ceil(elements / _COPY_THREADS), 1, 1),
+        block=_COPY_THREADS,
+        shared_bytes=0,
+        geometry=b"",
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -428,6 +458,23 @@ def _estimate(
     moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
     floor = moved / (device.copy_bytes_per_second * _BANDWIDTH)
     return slower_of(work, floor)
+
+
+def _shares(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
+    """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
+    rounds = tiling.total / max(1, _at_once(problem, variant, tiling, device))
+    seconds, _ = _estimate(problem, variant, tiling, device)
+    return (
+        rounds >= _SHARED_ROUNDS
+        and seconds * device.clock_hz >= rounds * _SHARED_CYCLES
+        and seconds <= _SHARED_MOST * problem.bytes / device.copy_bytes_per_second
+    )
+
+
+def _at_once(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+    """Tiles, one of each block with the same output channels."""
+    blocks = device.multiprocessors * variant.min_blocks // out_blocks(problem, variant.out_chunk)
+    return max(1, min(tiling.total, blocks))
 
 
 def _seconds(problem: ConvTransposeProblem, variant: GatherGemmVariant, device: DeviceInfo) -> float:

@@ -34,7 +34,10 @@ _BUILDING_BLOCKS = {
         "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
         "gemm_tile", "item_queue", "pixel_loader",
     ),
-    "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
+    "gather_gemm": (
+        "tensor_float", "dependent", "divisor", "split", "copy_async", "async", "mma", "stages", "staged_rows",
+        "phase_taps",
+    ),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
     "pixel_gemm": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "mma", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
@@ -50,6 +53,7 @@ _BUILDING_BLOCKS = {
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
+    "copy_weights": ("dependent", "counters"),
 }  # fmt: skip
 
 # Depth in elements and operand type of the tensor cores' instructions.

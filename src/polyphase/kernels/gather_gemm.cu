@@ -31,7 +31,7 @@ struct Geometry {
   Part window;
   int batch, groups;
   int lanes[4];  // cells of a tile along n, d, h, w; two neighbours along w are of one row
-  int tiles[4];  // tiles along n, d, h, w
+  Divisor tiles[4];  // tiles along n, d, h, w
   int apart[4];  // tiles along n, d, h, w from one of a block's to its next
   int first[4];  // the window's first pixel, counted from the tile's first cell
   int skew;      // pixels from there to the first that any tap reads
@@ -39,6 +39,8 @@ struct Geometry {
   int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
   int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
   int outputs;   // tiles whose outputs there is room for, 1 or 2
+  int at_once;   // tiles, or blocks that take the same ones
+  int counters;  // bytes in front of the weights, with a counter for all blocks that take the same tiles; 0: none
   int staged_bytes, bare_bytes, table_bytes, stage_bytes;
 };
 
@@ -49,69 +51,6 @@ constexpr bool EXACT = PARTS > 1;
 constexpr int ALL_WARPS = WARPS + LOAD_WARPS + STORE_WARPS, BLOCK = 32 * ALL_WARPS;
 constexpr int LOAD_SPAN = LOAD_WARPS == 4 ? 7 : LOAD_WARPS == 2 ? 6 : 5;
 static_assert(LOADERS == 1 << LOAD_SPAN && FIRST_LOAD_WARP == WARPS, "the last warps are those that store");
-
-// One dimension: outputs of a cell that have taps, pixels that these read, and the tap of a pair, -1 where it has none.
-template <int KERNEL, int STRIDE>
-struct Dimension {
-  int phases = 0, pixels = 0;
-  int phase[STRIDE] = {}, pixel[KERNEL] = {}, tap[STRIDE][KERNEL] = {};
-  int number[STRIDE] = {};  // of a phase among those, -1 for one without taps
-
-  __host__ __device__ constexpr Dimension(Axis axis) {
-    for (int i = 0; i < STRIDE; ++i) {
-      number[i] = has_taps(axis, i) ? phases : -1;
-      if (has_taps(axis, i)) phase[phases++] = i;
-    }
-    for (int i = KERNEL - 1; i >= 0; --i)  // the last tap reads the first pixel
-      if (pixels == 0 || pixel[pixels - 1] != src_offset(axis, i)) pixel[pixels++] = src_offset(axis, i);
-    for (int i = 0; i < STRIDE * KERNEL; ++i) {
-      tap[i / KERNEL][i % KERNEL] = -1;
-      for (int j = 0; j < KERNEL; ++j)
-        if (i / KERNEL < phases && i % KERNEL < pixels && phase_of(axis, j) == phase[i / KERNEL] &&
-            src_offset(axis, j) == pixel[i % KERNEL])
-          tap[i / KERNEL][i % KERNEL] = j;
-    }
-  }
-};
-__device__ constexpr Dimension<AXIS_D.kernel, AXIS_D.stride> ALONG_D(AXIS_D);
-__device__ constexpr Dimension<AXIS_H.kernel, AXIS_H.stride> ALONG_H(AXIS_H);
-__device__ constexpr Dimension<AXIS_W.kernel, AXIS_W.stride> ALONG_W(AXIS_W);
-
-constexpr int PHASES = ALONG_D.phases * ALONG_H.phases * ALONG_W.phases;
-constexpr int PIXELS_READ = ALONG_D.pixels * ALONG_H.pixels * ALONG_W.pixels;
-constexpr int ROWS = PHASES * OUT_CHUNK, ROW_BLOCKS = ceil_div(ROWS, 16);
-
-// The tap of phase `phase` and pixel `pixel`, of those that have or are read by any; -1 where there is none.
-__host__ __device__ constexpr int tap_of(int phase, int pixel) {
-  const int d = ALONG_D.tap[phase / (ALONG_H.phases * ALONG_W.phases)][pixel / (ALONG_H.pixels * ALONG_W.pixels)];
-  const int h = ALONG_H.tap[phase / ALONG_W.phases % ALONG_H.phases][pixel / ALONG_W.pixels % ALONG_H.pixels];
-  const int w = ALONG_W.tap[phase % ALONG_W.phases][pixel % ALONG_W.pixels];
-  return d < 0 || h < 0 || w < 0 ? -1 : (d * AXIS_H.kernel + h) * AXIS_W.kernel + w;
-}
-
-// Which blocks of rows have a tap at a pixel.
-struct Entries {
-  int count = 0;
-  int pixel[PIXELS_READ * ROW_BLOCKS] = {}, block[PIXELS_READ * ROW_BLOCKS] = {};
-  int of[PIXELS_READ][ROW_BLOCKS] = {};  // -1 for none
-  int first[ROW_BLOCKS] = {};            // a block's first pixel
-
-  __host__ __device__ constexpr Entries() {
-    for (int i = 0; i < PIXELS_READ; ++i)
-      for (int j = 0; j < ROW_BLOCKS; ++j) {
-        bool any = false;
-        for (int k = 16 * j / OUT_CHUNK; k <= (16 * j + 15) / OUT_CHUNK && k < PHASES; ++k) any |= tap_of(k, i) >= 0;
-        of[i][j] = any ? count : -1;
-        if (!any) continue;
-        bool before = false;
-        for (int k = 0; k < i; ++k) before |= of[k][j] >= 0;
-        if (!before) first[j] = i;
-        pixel[count] = i, block[count] = j;
-        ++count;
-      }
-  }
-};
-__device__ constexpr Entries ENTRIES;
 
 constexpr int MATRICES = EXACT ? 2 : 1;  // of an entry
 constexpr int ENTRY_BYTES = MATRICES * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
@@ -530,71 +469,30 @@ struct Writer {
 struct Stage {
   int number = 0;
 
+  __device__ __forceinline__ int tile() const { return number / STAGES; }
   __device__ __forceinline__ int of_tile() const { return number % STAGES; }
   __device__ __forceinline__ bool is_last() const { return of_tile() == STAGES - 1; }
   // Its buffer, and the parity of that one's barriers.
   __device__ __forceinline__ int slot() const { return number % BUFFERS; }
   __device__ __forceinline__ int parity() const { return number / BUFFERS % 2; }
   // The tile's outputs, and the parity of their barriers.
-  __device__ __forceinline__ int output(const Geometry& g) const { return number / STAGES & (g.outputs - 1); }
-  __device__ __forceinline__ int output_parity(const Geometry& g) const {
-    return number / STAGES >> (g.outputs - 1) & 1;
-  }
+  __device__ __forceinline__ int output(const Geometry& g) const { return tile() & (g.outputs - 1); }
+  __device__ __forceinline__ int output_parity(const Geometry& g) const { return tile() >> (g.outputs - 1) & 1; }
 };
 
-// A tile, by its number along n, d, h and w.
-struct Tile {
-  int at[4];
-
-  // On to the block's next.
-  __device__ __forceinline__ void advance(const Geometry& g) {
-    int carry = 0;
-#pragma unroll
-    for (int i = 3; i >= 0; --i) {
-      at[i] += g.apart[i] + carry;
-      carry = i > 0 && at[i] >= g.tiles[i];
-      if (carry) at[i] -= g.tiles[i];
-    }
-  }
-  __device__ __forceinline__ void first_cell(const Geometry& g, int (&cell)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) cell[i] = at[i] * g.lanes[i];
-  }
-  __device__ __forceinline__ void first_output(const Geometry& g, int (&output)[4]) const {
-    first_cell(g, output);
-    output[1] *= AXIS_D.stride, output[2] *= AXIS_H.stride, output[3] *= AXIS_W.stride;
-  }
-};
-
-// What those who load say to those who multiply: where a stage's tile lies, and the place of its outputs.
+// What those who load say to the others: a tile's first cell, and the place of its outputs, NOWHERE behind the last.
 struct Note {
   int cell[4], place;
 };
+struct Notes {
+  // Those who load are at most BUFFERS stages ahead of those who multiply, and these two tiles ahead of those who store.
+  static constexpr int COUNT = 8;
+  static_assert(BUFFERS + 2 <= COUNT, "a short ring");
+  Note of[COUNT];
+  int taken[2];  // numbers of tiles
 
-// Barriers, 8 bytes each: of every stage full and empty, of every tile's outputs whole and gone.
-struct Barriers {
-  unsigned first;
-
-  __device__ __forceinline__ unsigned full(int slot) const { return first + 8 * slot; }
-  __device__ __forceinline__ unsigned empty(int slot) const { return first + 8 * (BUFFERS + slot); }
-  __device__ __forceinline__ unsigned whole(int output) const { return first + 16 * BUFFERS + 8 * output; }
-  __device__ __forceinline__ unsigned gone(int output) const { return first + 16 * BUFFERS + 16 + 8 * output; }
-
-  __device__ __forceinline__ void init() const {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < BUFFERS; ++i) barrier_init(full(i), LOADERS), barrier_init(empty(i), WARPS);
-      for (int i = 0; i < 2; ++i) barrier_init(whole(i), THREADS), barrier_init(gone(i), 32 * STORE_WARPS);
-    }
-  }
+  __device__ __forceinline__ Note& of_tile(const Stage& stage) { return of[stage.tile() % COUNT]; }
 };
-constexpr int NOTES_AT = 128, BARRIER_BYTES = 256;  // with the notes of every stage
-static_assert(16 * BUFFERS + 32 <= NOTES_AT && BUFFERS * (int)sizeof(Note) <= BARRIER_BYTES - NOTES_AT, "BUFFERS");
-
-// A warp's arrival, after all of its lanes.
-__device__ __forceinline__ void arrive(unsigned barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
 
 // What a block owns: output channels from `first_out` on of a group, and its first tile's number.
 struct Share {
@@ -613,34 +511,109 @@ struct Share {
     return weight + (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN + first_out * WEIGHT_STRIDE_OUT;
   }
 };
+// The tiles of a block, one after the other, as those who load walk through them: every n-th, or the next that no block
+// has taken. In the latter case what is computed at a time is neighbours, however fast each block is.
+struct Tiles {
+  const Geometry& g;
+  unsigned* const counter;  // or none
+  int* const taken;
+  int at[4];      // the tile, by its number along n, d, h and w
+  int ahead = 0;  // of the thread that takes them: the next, counted from the blocks' first ones on
+  int parity = 0;
+
+  __device__ __forceinline__ Tiles(const Geometry& g, unsigned* counter, Notes& notes, int first)
+      : g(g), counter(counter), taken(notes.taken) {
+    decode(g.tiles, first, at);
+    if (counter && threadIdx.x == THREADS) ahead = (int)atomicAdd(counter, 1u);
+  }
+  __device__ __forceinline__ bool exists() const { return at[0] < g.tiles[0]; }
+  __device__ __forceinline__ void advance() {
+    if (counter) {
+      // What the counter says is waited for at the next tile.
+      if (threadIdx.x == THREADS) taken[parity] = g.at_once + ahead, ahead = (int)atomicAdd(counter, 1u);
+      threads_sync(1, LOADERS);
+      decode(g.tiles, *(volatile int*)(taken + parity), at);
+      parity ^= 1;
+      return;
+    }
+    int carry = 0;
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {
+      at[i] += g.apart[i] + carry;
+      carry = i > 0 && at[i] >= g.tiles[i];
+      if (carry) at[i] -= g.tiles[i];
+    }
+  }
+  __device__ __forceinline__ void first_cell(int (&cell)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) cell[i] = at[i] * g.lanes[i];
+  }
+};
+
+// The first output of a tile.
+__device__ __forceinline__ void first_output(const int (&cell)[4], int (&output)[4]) {
+  output[0] = cell[0], output[1] = cell[1] * AXIS_D.stride;
+  output[2] = cell[2] * AXIS_H.stride, output[3] = cell[3] * AXIS_W.stride;
+}
+
+// Barriers, 8 bytes each: of every stage full and empty, of every tile's outputs whole and gone.
+struct Barriers {
+  unsigned first;
+
+  __device__ __forceinline__ unsigned full(int slot) const { return first + 8 * slot; }
+  __device__ __forceinline__ unsigned empty(int slot) const { return first + 8 * (BUFFERS + slot); }
+  __device__ __forceinline__ unsigned whole(int output) const { return first + 16 * BUFFERS + 8 * output; }
+  __device__ __forceinline__ unsigned gone(int output) const { return first + 16 * BUFFERS + 16 + 8 * output; }
+
+  __device__ __forceinline__ void init() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < BUFFERS; ++i) barrier_init(full(i), LOADERS), barrier_init(empty(i), WARPS);
+      for (int i = 0; i < 2; ++i) barrier_init(whole(i), THREADS), barrier_init(gone(i), 32 * STORE_WARPS);
+    }
+  }
+};
+constexpr int NOTES_AT = 128, BARRIER_BYTES = 384;  // with the notes
+static_assert(16 * BUFFERS + 32 <= NOTES_AT && (int)sizeof(Notes) <= BARRIER_BYTES - NOTES_AT, "BUFFERS");
+
+// A warp's arrival, after all of its lanes.
+__device__ __forceinline__ void arrive(unsigned barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
 
 // What the three kinds of warps do.
 
-__device__ __forceinline__ void load_stages(const Geometry& g, int stages, Tile tile, const Barriers& barriers,
-                                            Note* notes, Place* places, char* buffers, const scalar_t* x,
-                                            const scalar_t* y) {
+__device__ __forceinline__ void load_stages(const Geometry& g, Tiles tiles, const Barriers& barriers, Notes& notes,
+                                            Place* places, char* buffers, const scalar_t* x, const scalar_t* y) {
   PartLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(g.x, g.window);
   loader.init(places, elements(g.window));
   threads_sync(1, LOADERS);
-  // What is on its way is waited for once BUFFERS - 2 stages follow it.
+  // What is on its way is waited for once BUFFERS - 2 stages follow it. Behind the last tile comes a note of its own.
   constexpr int BEHIND = BUFFERS - 2;
-  for (Stage stage; stage.number < stages + BEHIND; ++stage.number) {
+  int behind = 1 << 30;  // the stage behind that note
+  for (Stage stage; stage.number < behind + BEHIND; ++stage.number) {
     const int slot = stage.slot();
-    if (stage.number < stages) {
+    if (stage.number < behind) {
       barrier_wait(barriers.empty(slot), stage.parity() ^ 1);
       int at[4];
-      if (threadIdx.x == THREADS) {
-        Note& note = notes[slot];
-        tile.first_output(g, at);
-        note.place = staged_place(0, misalignment(y + offset_of(g.y, at)));
-        tile.first_cell(g, note.cell);
-      }
-      tile.first_cell(g, at);
+      tiles.first_cell(at);
+      if (threadIdx.x == THREADS && stage.of_tile() == 0) {
+        Note& note = notes.of_tile(stage);
+        int output[4];
+        first_output(at, output);
+        note.place = tiles.exists() ? staged_place(0, misalignment(y + offset_of(g.y, output))) : NOWHERE;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) at[i] += g.first[i];
-      const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
-      loader.load(x + channel * g.x.stride[1], IN_CHANNELS - channel, buffers + slot * g.stage_bytes, g.batch, at);
-      if (stage.is_last()) tile.advance(g);
+        for (int i = 0; i < 4; ++i) note.cell[i] = at[i];
+      }
+      if (tiles.exists()) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) at[i] += g.first[i];
+        const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
+        loader.load(x + channel * g.x.stride[1], IN_CHANNELS - channel, buffers + slot * g.stage_bytes, g.batch, at);
+        if (stage.is_last()) tiles.advance();
+      } else {
+        behind = stage.number + 1;
+      }
     }
     copies_commit();
     if (stage.number < BEHIND) continue;
@@ -649,45 +622,53 @@ __device__ __forceinline__ void load_stages(const Geometry& g, int stages, Tile 
   }
 }
 
-__device__ __forceinline__ void multiply_stages(const Geometry& g, int stages, const Barriers& barriers,
-                                                const Note* notes, const char* weights, const char* buffers,
-                                                scalar_t* staged, const Outputs& outputs, const scalar_t* x,
-                                                const scalar_t* weight) {
+__device__ __forceinline__ void multiply_stages(const Geometry& g, const Barriers& barriers, Notes& notes,
+                                                const char* weights, const char* buffers, scalar_t* staged,
+                                                const Outputs& outputs, const scalar_t* x, const scalar_t* weight) {
   Sums sums;
   sums.clear();
 #pragma unroll 1
-  for (Stage stage; stage.number < stages; ++stage.number) {
+  for (Stage stage;; ++stage.number) {
     barrier_wait(barriers.full(stage.slot()), stage.parity());
-    const char* const window = buffers + stage.slot() * g.stage_bytes;
-    const char* const from = weights + stage.of_tile() * (STAGE_STEPS * ENTRIES.count * ENTRY_BYTES);
+    const Note& note = notes.of_tile(stage);
+    const bool exists = *(volatile const int*)&note.place != NOWHERE;
+    if (exists) {
+      const char* const window = buffers + stage.slot() * g.stage_bytes;
+      const char* const from = weights + stage.of_tile() * (STAGE_STEPS * ENTRIES.count * ENTRY_BYTES);
 #pragma unroll 1
-    for (int i = 0; i < min(STAGE_STEPS, STEPS - stage.of_tile() * STAGE_STEPS); ++i)
-      sums.add(g, window + i * OPERATION * g.window.pitch, outputs.pairs, from + i * (ENTRIES.count * ENTRY_BYTES));
-    if (stage.is_last()) {
-      const Note& note = notes[stage.slot()];
-      scalar_t* const to = (scalar_t*)((char*)staged + stage.output(g) * g.staged_bytes);
-      barrier_wait(barriers.gone(stage.output(g)), stage.output_parity(g) ^ 1);
-      if (!outputs.stage(to, note.place, sums)) {
-        const Share share(g);
-        outputs.mend(to, note.place, note.cell, share.input(g, x), share.weights(weight));
+      for (int i = 0; i < min(STAGE_STEPS, STEPS - stage.of_tile() * STAGE_STEPS); ++i)
+        sums.add(g, window + i * OPERATION * g.window.pitch, outputs.pairs, from + i * (ENTRIES.count * ENTRY_BYTES));
+    }
+    if (!exists || stage.is_last()) {
+      const int output = stage.output(g);
+      barrier_wait(barriers.gone(output), stage.output_parity(g) ^ 1);
+      if (exists) {
+        scalar_t* const to = (scalar_t*)((char*)staged + output * g.staged_bytes);
+        if (!outputs.stage(to, note.place, sums)) {
+          const Share share(g);
+          outputs.mend(to, note.place, note.cell, share.input(g, x), share.weights(weight));
+        }
+        publish_rows();
       }
-      publish_rows();
-      barrier_arrive(barriers.whole(stage.output(g)));
+      barrier_arrive(barriers.whole(output));
+      if (!exists) break;
       sums.clear();
     }
     arrive(barriers.empty(stage.slot()));
   }
 }
 
-__device__ __forceinline__ void store_tiles(const Geometry& g, int stages, Tile tile, const Barriers& barriers,
+__device__ __forceinline__ void store_tiles(const Geometry& g, const Barriers& barriers, Notes& notes,
                                             const scalar_t* staged, const scalar_t* bare, scalar_t* y, int channels) {
-  for (Stage stage; stage.number < stages; stage.number += STAGES, tile.advance(g)) {
+  for (Stage stage;; stage.number += STAGES) {
+    barrier_wait(barriers.whole(stage.output(g)), stage.output_parity(g));
+    const Note note = notes.of_tile(stage);
+    if (note.place == NOWHERE) break;
     int at[4], size[4];
-    tile.first_output(g, at);
+    first_output(note.cell, at);
     size[0] = g.batch - at[0];
 #pragma unroll
     for (int i = 0; i < 3; ++i) size[1 + i] = g.y.size[i] - at[1 + i];
-    barrier_wait(barriers.whole(stage.output(g)), stage.output_parity(g));
     const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(g) * g.staged_bytes);
     Writer{g, outputs, bare, y + offset_of(g.y, at), channels, size}.write();
     bulk_stores_wait();
@@ -701,13 +682,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
   extern __shared__ __align__(128) char shared_memory[];
   const Share share(g);
   const int channels = OUT_CHANNELS - share.first_out, first_bias = share.group * OUT_CHANNELS + share.first_out;
-  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
-  const int apart = gridDim.x / (OUT_BLOCKS * g.groups);  // from one of the block's tiles to the next
-  const int stages = share.tile < tiles ? ceil_div(tiles - share.tile, apart) * STAGES : 0;
   y += first_bias * g.y.stride[1];
 
   const Barriers barriers = {shared_address(shared_memory)};
-  Note* const notes = (Note*)(shared_memory + NOTES_AT);
+  Notes& notes = *(Notes*)(shared_memory + NOTES_AT);
   Pair* const pairs = (Pair*)(shared_memory + BARRIER_BYTES);
   char* const weights = (char*)pairs + PAIR_BYTES;
   scalar_t* const staged = (scalar_t*)(weights + WEIGHT_BYTES);
@@ -721,6 +699,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
     decode(g.lanes, 2 * i, at);
     pairs[i] = Pair(g, at);
   }
+  unsigned* counter = nullptr;
+  if (g.counters) {
+    counter = (unsigned*)weight + (share.group * OUT_BLOCKS + share.first_out / OUT_CHUNK);
+    weight = (const scalar_t*)((const char*)weight + g.counters);
+    wait_for_prologue();
+  }
   load_weights(share.weights(weight), channels, weights);
   if (HAS_BARE) {
     fill_bare_rows(g, bias + first_bias, channels, bare);
@@ -728,15 +712,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
   }
   __syncthreads();
 
-  if (threadIdx.x >= THREADS) {
-    Tile tile;
-    decode(g.tiles, share.tile, tile.at);
-    if (threadIdx.x >= THREADS + LOADERS)
-      store_tiles(g, stages, tile, barriers, staged, bare, y, channels);
-    else
-      load_stages(g, stages, tile, barriers, notes, places, buffers, share.input(g, x), y);
+  if (threadIdx.x >= THREADS + LOADERS) {
+    store_tiles(g, barriers, notes, staged, bare, y, channels);
+  } else if (threadIdx.x >= THREADS) {
+    load_stages(g, Tiles(g, counter, notes, share.tile), barriers, notes, places, buffers, share.input(g, x), y);
   } else {
     const Outputs outputs(g, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels);
-    multiply_stages(g, stages, barriers, notes, weights, buffers, staged, outputs, x, weight);
+    multiply_stages(g, barriers, notes, weights, buffers, staged, outputs, x, weight);
   }
 }
