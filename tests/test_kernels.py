@@ -25,7 +25,7 @@ from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gather_tiled import GatherTiled, legal_variants
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.implicit_gemm_tile import best_tile, items_known, may_take_operands
-from polyphase.algorithms.implicit_gemm_variant import GemmVariant, Product
+from polyphase.algorithms.implicit_gemm_variant import GemmVariant, Product, Taps
 from polyphase.device import DeviceInfo
 from polyphase.plan import launches
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -316,6 +316,9 @@ GEMM_LAYERS = {
     "images without gaps": make((23, 20, 4, 4), 16, 2, 2),
     "1-D": make((2, 70, 77), 16, 4, 2, 1),
     "1-D, long reach": make((1, 20, 340), 16, 2, dilation=700),
+    "1-D, wide cells": make((2, 36, 70), 70, 16, 8, 4, bias=True),
+    "1-D, cells of four": make((2, 20, 90), 40, 8, 4, 2),
+    "wide cells": make((1, 20, 4, 6), 20, (4, 24), (2, 12), (1, 6), bias=True),
     "3-D": make((2, 17, 3, 4, 5), 16, (3, 2, 4), (1, 1, 2), (1, 0, 1), bias=True),
     "3-D, long reach": make((1, 16, 4, 2, 4), 16, (2, 1, 1), dilation=(80, 1, 1)),
 }
@@ -424,6 +427,20 @@ def test_products(case: GemmCase) -> None:
     seed = zlib.crc32(str(case).encode())
     for candidate, launch in case.offers(H200):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("split", ["turns", "rows", "cells"])
+@pytest.mark.parametrize("name", ["1-D, wide cells", "1-D, cells of four", "wide cells"])
+def test_parts_of_wide_cells(name: str, split: str, dtype: str) -> None:
+    """Row groups have some of the phases along the width each, and store these parts of rows."""
+    for layer in formats(replace(GEMM_LAYERS[name], dtype=dtype, tf32=True)):
+        parts = Taps.width_parts(layer.axes3)
+        assert parts == max(2, layer.stride[-1] // 4)
+        found = gemm_variants(layer, rng=random.Random(str(layer)), width_parts=parts, split=split, wgmma=True)
+        for case in islice(found, 2):
+            for candidate, launch in case.offers(H200):
+                assert_exact(layer, Pass.FORWARD, candidate, launch, case.layouts, Emulator(1))
 
 
 def gemm_case(problem: ConvTransposeProblem, **settings: object) -> GemmCase:

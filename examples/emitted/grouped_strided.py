@@ -296,7 +296,7 @@ __device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, i
 #pragma unroll
   for (int i = 3; i > 0; --i) {
     at[i] = (int)(index % extent[i]);
-    index /= extent[i];
+    index = index / extent[i];
   }
   at[0] = (int)index;
 }
@@ -1269,6 +1269,37 @@ __device__ __forceinline__ void prepare(float value, float (&parts)[PARTS][4], i
   if (PARTS == 2) parts[PARTS - 1][i] = low;
 }
 """
+FILES["common/dependent.cuh"] = r"""
+// Two kernels in a row, of which the second may start before the first has ended (programmatic dependent launch, from
+// Hopper on). Where it was launched otherwise, both do nothing.
+
+// The first kernel: all its blocks run, so that those of the second may be placed beside them.
+__device__ __forceinline__ void let_dependents_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The second: what the first has written is there.
+__device__ __forceinline__ void wait_for_prologue() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+"""
+FILES["common/divisor.cuh"] = r"""
+// A number that numbers from 0 to 2³¹ - 1 are divided by, known when the kernel is launched.
+struct Divisor {
+  int value;
+  unsigned reciprocal;  // 2^shift / value, rounded up
+  int shift;            // 31 and the logarithm of the value to the base of 2, rounded up
+  __device__ __forceinline__ operator int() const { return value; }
+};
+__device__ __forceinline__ int operator/(int number, const Divisor& by) {
+  return (int)((unsigned long long)(unsigned)number * by.reciprocal >> by.shift);
+}
+__device__ __forceinline__ int operator%(int number, const Divisor& by) { return number - number / by * by.value; }
+"""
 FILES["common/split.cuh"] = r"""
 // float32 in two parts of TF32 or three of bfloat16, where there are more of them than products to hide them behind;
 // PARTS says how many.
@@ -1935,58 +1966,9 @@ __device__ __forceinline__ void write_rows(scalar_t* to, const scalar_t* from, i
   if (!__all_sync(~0u, Body(to, length).length == length)) for_rows<ENDS_AT_ONCE>(to, from, length, count, write_ends);
 }
 """
-FILES["gather_gemm.cu"] = r"""
-// Forward pass of layers with few channels in a group on tensor cores: all phases of a tile as one product of few rows,
-// put together in shared memory as they are to lie, and written as whole rows.
-//
-//   y[co, i·stride + phase]  =  bias[co]  +  Σ_ci Σ_pixel   w[ci, co, tap(phase, pixel)] · x[ci, i + pixel]
-//
-// where pixels are those that a cell i reads, counted from its own, and some pairs of phase and pixel have no tap.
-//
-// Rows of outputs without any tap are bias alone, and are written from rows that stay.
-//
-// Who does what. LOAD_WARPS bring stage after stage, WARPS multiply and put a tile's outputs together, STORE_WARPS
-// write those. Barriers of shared memory pass on each stage (full, and empty again), and the outputs (whole, and gone).
-//
-// Index mapping. A block owns OUT_CHUNK output channels of one group, and takes tile after tile of cells
-// (common/geometry.cuh). Rows of the product are pairs of a phase that has taps and a channel, in blocks of 16; its
-// columns are cells, of which a warp owns PIXEL_TILES tiles of 8. A stage is STAGE_STEPS operations' channels of the
-// window that the tile reads. For each pixel, a warp takes the operands of its columns once, for all blocks of rows of
-// which any has a tap there: an entry.
-//
-// Without TF32 a float32 comes in PARTS (common/split.cuh): three of bfloat16, whose instruction is twice as deep and
-// multiplies with one part of the weights in its first half and with another in its second; or two of TF32, less
-// accurate, where the weights would take too much room. Each operation's sum leaves the cores at once, since they round
-// towards zero. The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of pairs
-// without a tap; the product of two parts that were rounded up may overflow where that of the whole does not. Where an
-// output may be wrong for that it is therefore computed again, plainly.
-//
-// Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
-// one tile or two (common/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
-
-struct Geometry {
-  Tensor5 x, y;
-  Part window;
-  int batch, groups;
-  int lanes[4];  // cells of a tile along n, d, h, w; two neighbours along w are of one row
-  int tiles[4];  // tiles along n, d, h, w
-  int apart[4];  // tiles along n, d, h, w from one of a block's to its next
-  int first[4];  // the window's first pixel, counted from the tile's first cell
-  int skew;      // pixels from there to the first that any tap reads
-  int pitch[4];  // of staged outputs: elements from one channel, image, slab and row that has taps to the next
-  int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
-  int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
-  int outputs;   // tiles whose outputs there is room for, 1 or 2
-  int staged_bytes, bare_bytes, table_bytes, stage_bytes;
-};
-
-constexpr int CHANNELS = OPERATION / 8;  // neighbours in four bytes
-constexpr int STEPS = ceil_div(IN_CHANNELS, OPERATION), STAGES = ceil_div(STEPS, STAGE_STEPS);
-constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
-constexpr bool EXACT = PARTS > 1;
-constexpr int ALL_WARPS = WARPS + LOAD_WARPS + STORE_WARPS, BLOCK = 32 * ALL_WARPS;
-constexpr int LOAD_SPAN = LOAD_WARPS == 4 ? 7 : LOAD_WARPS == 2 ? 6 : 5;
-static_assert(LOADERS == 1 << LOAD_SPAN && FIRST_LOAD_WARP == WARPS, "the last warps are those that store");
+FILES["common/phase_taps.cuh"] = r"""
+// All phases of a cell as one product: its rows are pairs of a phase that has taps and one of OUT_CHUNK output
+// channels, its depth the pixels that these read, and some pairs of phase and pixel have no tap.
 
 // One dimension: outputs of a cell that have taps, pixels that these read, and the tap of a pair, -1 where it has none.
 template <int KERNEL, int STRIDE>
@@ -2050,6 +2032,61 @@ struct Entries {
   }
 };
 __device__ constexpr Entries ENTRIES;
+"""
+FILES["gather_gemm.cu"] = r"""
+// Forward pass of layers with few channels in a group on tensor cores: all phases of a tile as one product of few rows,
+// put together in shared memory as they are to lie, and written as whole rows.
+//
+//   y[co, i·stride + phase]  =  bias[co]  +  Σ_ci Σ_pixel   w[ci, co, tap(phase, pixel)] · x[ci, i + pixel]
+//
+// where pixels are those that a cell i reads, counted from its own, and some pairs of phase and pixel have no tap.
+//
+// Rows of outputs without any tap are bias alone, and are written from rows that stay.
+//
+// Who does what. LOAD_WARPS bring stage after stage, WARPS multiply and put a tile's outputs together, STORE_WARPS
+// write those. Barriers of shared memory pass on each stage (full, and empty again), and the outputs (whole, and gone).
+//
+// Index mapping. A block owns OUT_CHUNK output channels of one group, and takes tile after tile of cells
+// (common/geometry.cuh). Rows of the product are pairs of a phase that has taps and a channel, in blocks of 16; its
+// columns are cells, of which a warp owns PIXEL_TILES tiles of 8. A stage is STAGE_STEPS operations' channels of the
+// window that the tile reads. For each pixel, a warp takes the operands of its columns once, for all blocks of rows of
+// which any has a tap there: an entry.
+//
+// Without TF32 a float32 comes in PARTS (common/split.cuh): three of bfloat16, whose instruction is twice as deep and
+// multiplies with one part of the weights in its first half and with another in its second; or two of TF32, less
+// accurate, where the weights would take too much room. Each operation's sum leaves the cores at once, since they round
+// towards zero. The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of pairs
+// without a tap; the product of two parts that were rounded up may overflow where that of the whole does not. Where an
+// output may be wrong for that it is therefore computed again, plainly.
+//
+// Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
+// one tile or two (common/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
+
+struct Geometry {
+  Tensor5 x, y;
+  Part window;
+  int batch, groups;
+  int lanes[4];      // cells of a tile along n, d, h, w; two neighbours along w are of one row
+  Divisor tiles[4];  // tiles along n, d, h, w
+  int apart[4];      // tiles along n, d, h, w from one of a block's to its next
+  int first[4];      // the window's first pixel, counted from the tile's first cell
+  int skew;          // pixels from there to the first that any tap reads
+  int pitch[4];      // of staged outputs: elements from one channel, image, slab and row that has taps to the next
+  int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
+  int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
+  int outputs;   // tiles whose outputs there is room for, 1 or 2
+  int at_once;   // tiles, or blocks that take the same ones
+  int counters;  // bytes in front of the weights, with a counter for all blocks that take the same tiles; 0: none
+  int staged_bytes, bare_bytes, table_bytes, stage_bytes;
+};
+
+constexpr int CHANNELS = OPERATION / 8;  // neighbours in four bytes
+constexpr int STEPS = ceil_div(IN_CHANNELS, OPERATION), STAGES = ceil_div(STEPS, STAGE_STEPS);
+constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr bool EXACT = PARTS > 1;
+constexpr int ALL_WARPS = WARPS + LOAD_WARPS + STORE_WARPS, BLOCK = 32 * ALL_WARPS;
+constexpr int LOAD_SPAN = LOAD_WARPS == 4 ? 7 : LOAD_WARPS == 2 ? 6 : 5;
+static_assert(LOADERS == 1 << LOAD_SPAN && FIRST_LOAD_WARP == WARPS, "the last warps are those that store");
 
 constexpr int MATRICES = EXACT ? 2 : 1;  // of an entry
 constexpr int ENTRY_BYTES = MATRICES * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
@@ -2468,71 +2505,31 @@ struct Writer {
 struct Stage {
   int number = 0;
 
+  __device__ __forceinline__ int tile() const { return number / STAGES; }
   __device__ __forceinline__ int of_tile() const { return number % STAGES; }
   __device__ __forceinline__ bool is_last() const { return of_tile() == STAGES - 1; }
   // Its buffer, and the parity of that one's barriers.
   __device__ __forceinline__ int slot() const { return number % BUFFERS; }
   __device__ __forceinline__ int parity() const { return number / BUFFERS % 2; }
   // The tile's outputs, and the parity of their barriers.
-  __device__ __forceinline__ int output(const Geometry& g) const { return number / STAGES & (g.outputs - 1); }
-  __device__ __forceinline__ int output_parity(const Geometry& g) const {
-    return number / STAGES >> (g.outputs - 1) & 1;
-  }
+  __device__ __forceinline__ int output(const Geometry& g) const { return tile() & (g.outputs - 1); }
+  __device__ __forceinline__ int output_parity(const Geometry& g) const { return tile() >> (g.outputs - 1) & 1; }
 };
 
-// A tile, by its number along n, d, h and w.
-struct Tile {
-  int at[4];
-
-  // On to the block's next.
-  __device__ __forceinline__ void advance(const Geometry& g) {
-    int carry = 0;
-#pragma unroll
-    for (int i = 3; i >= 0; --i) {
-      at[i] += g.apart[i] + carry;
-      carry = i > 0 && at[i] >= g.tiles[i];
-      if (carry) at[i] -= g.tiles[i];
-    }
-  }
-  __device__ __forceinline__ void first_cell(const Geometry& g, int (&cell)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) cell[i] = at[i] * g.lanes[i];
-  }
-  __device__ __forceinline__ void first_output(const Geometry& g, int (&output)[4]) const {
-    first_cell(g, output);
-    output[1] *= AXIS_D.stride, output[2] *= AXIS_H.stride, output[3] *= AXIS_W.stride;
-  }
-};
-
-// What those who load say to those who multiply: where a stage's tile lies, and the place of its outputs.
+// What those who load say to the others: a tile's first cell, and the place of its outputs, NOWHERE behind the last.
 struct Note {
   int cell[4], place;
 };
+struct Notes {
+  // Those who load are at most BUFFERS stages ahead of those who multiply, and these two tiles ahead of those who
+  // store.
+  static constexpr int COUNT = 8;
+  static_assert(BUFFERS + 2 <= COUNT, "a short ring");
+  Note of[COUNT];
+  int taken[2];  // numbers of tiles
 
-// Barriers, 8 bytes each: of every stage full and empty, of every tile's outputs whole and gone.
-struct Barriers {
-  unsigned first;
-
-  __device__ __forceinline__ unsigned full(int slot) const { return first + 8 * slot; }
-  __device__ __forceinline__ unsigned empty(int slot) const { return first + 8 * (BUFFERS + slot); }
-  __device__ __forceinline__ unsigned whole(int output) const { return first + 16 * BUFFERS + 8 * output; }
-  __device__ __forceinline__ unsigned gone(int output) const { return first + 16 * BUFFERS + 16 + 8 * output; }
-
-  __device__ __forceinline__ void init() const {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < BUFFERS; ++i) barrier_init(full(i), LOADERS), barrier_init(empty(i), WARPS);
-      for (int i = 0; i < 2; ++i) barrier_init(whole(i), THREADS), barrier_init(gone(i), 32 * STORE_WARPS);
-    }
-  }
+  __device__ __forceinline__ Note& of_tile(const Stage& stage) { return of[stage.tile() % COUNT]; }
 };
-constexpr int NOTES_AT = 128, BARRIER_BYTES = 256;  // with the notes of every stage
-static_assert(16 * BUFFERS + 32 <= NOTES_AT && BUFFERS * (int)sizeof(Note) <= BARRIER_BYTES - NOTES_AT, "BUFFERS");
-
-// A warp's arrival, after all of its lanes.
-__device__ __forceinline__ void arrive(unsigned barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
 
 // What a block owns: output channels from `first_out` on of a group, and its first tile's number.
 struct Share {
@@ -2551,34 +2548,109 @@ struct Share {
     return weight + (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN + first_out * WEIGHT_STRIDE_OUT;
   }
 };
+// The tiles of a block, one after the other, as those who load walk through them: every n-th, or the next that no block
+// has taken. In the latter case what is computed at a time is neighbours, however fast each block is.
+struct Tiles {
+  const Geometry& g;
+  unsigned* const counter;  // or none
+  int* const taken;
+  int at[4];      // the tile, by its number along n, d, h and w
+  int ahead = 0;  // of the thread that takes them: the next, counted from the blocks' first ones on
+  int parity = 0;
+
+  __device__ __forceinline__ Tiles(const Geometry& g, unsigned* counter, Notes& notes, int first)
+      : g(g), counter(counter), taken(notes.taken) {
+    decode(g.tiles, first, at);
+    if (counter && threadIdx.x == THREADS) ahead = (int)atomicAdd(counter, 1u);
+  }
+  __device__ __forceinline__ bool exists() const { return at[0] < g.tiles[0]; }
+  __device__ __forceinline__ void advance() {
+    if (counter) {
+      // What the counter says is waited for at the next tile.
+      if (threadIdx.x == THREADS) taken[parity] = g.at_once + ahead, ahead = (int)atomicAdd(counter, 1u);
+      threads_sync(1, LOADERS);
+      decode(g.tiles, *(volatile int*)(taken + parity), at);
+      parity ^= 1;
+      return;
+    }
+    int carry = 0;
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {
+      at[i] += g.apart[i] + carry;
+      carry = i > 0 && at[i] >= g.tiles[i];
+      if (carry) at[i] -= g.tiles[i];
+    }
+  }
+  __device__ __forceinline__ void first_cell(int (&cell)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) cell[i] = at[i] * g.lanes[i];
+  }
+};
+
+// The first output of a tile.
+__device__ __forceinline__ void first_output(const int (&cell)[4], int (&output)[4]) {
+  output[0] = cell[0], output[1] = cell[1] * AXIS_D.stride;
+  output[2] = cell[2] * AXIS_H.stride, output[3] = cell[3] * AXIS_W.stride;
+}
+
+// Barriers, 8 bytes each: of every stage full and empty, of every tile's outputs whole and gone.
+struct Barriers {
+  unsigned first;
+
+  __device__ __forceinline__ unsigned full(int slot) const { return first + 8 * slot; }
+  __device__ __forceinline__ unsigned empty(int slot) const { return first + 8 * (BUFFERS + slot); }
+  __device__ __forceinline__ unsigned whole(int output) const { return first + 16 * BUFFERS + 8 * output; }
+  __device__ __forceinline__ unsigned gone(int output) const { return first + 16 * BUFFERS + 16 + 8 * output; }
+
+  __device__ __forceinline__ void init() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < BUFFERS; ++i) barrier_init(full(i), LOADERS), barrier_init(empty(i), WARPS);
+      for (int i = 0; i < 2; ++i) barrier_init(whole(i), THREADS), barrier_init(gone(i), 32 * STORE_WARPS);
+    }
+  }
+};
+constexpr int NOTES_AT = 128, BARRIER_BYTES = 384;  // with the notes
+static_assert(16 * BUFFERS + 32 <= NOTES_AT && (int)sizeof(Notes) <= BARRIER_BYTES - NOTES_AT, "BUFFERS");
+
+// A warp's arrival, after all of its lanes.
+__device__ __forceinline__ void arrive(unsigned barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
 
 // What the three kinds of warps do.
 
-__device__ __forceinline__ void load_stages(const Geometry& g, int stages, Tile tile, const Barriers& barriers,
-                                            Note* notes, Place* places, char* buffers, const scalar_t* x,
-                                            const scalar_t* y) {
+__device__ __forceinline__ void load_stages(const Geometry& g, Tiles tiles, const Barriers& barriers, Notes& notes,
+                                            Place* places, char* buffers, const scalar_t* x, const scalar_t* y) {
   PartLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(g.x, g.window);
   loader.init(places, elements(g.window));
   threads_sync(1, LOADERS);
-  // What is on its way is waited for once BUFFERS - 2 stages follow it.
+  // What is on its way is waited for once BUFFERS - 2 stages follow it. Behind the last tile comes a note of its own.
   constexpr int BEHIND = BUFFERS - 2;
-  for (Stage stage; stage.number < stages + BEHIND; ++stage.number) {
+  int behind = 1 << 30;  // the stage behind that note
+  for (Stage stage; stage.number < behind + BEHIND; ++stage.number) {
     const int slot = stage.slot();
-    if (stage.number < stages) {
+    if (stage.number < behind) {
       barrier_wait(barriers.empty(slot), stage.parity() ^ 1);
       int at[4];
-      if (threadIdx.x == THREADS) {
-        Note& note = notes[slot];
-        tile.first_output(g, at);
-        note.place = staged_place(0, misalignment(y + offset_of(g.y, at)));
-        tile.first_cell(g, note.cell);
-      }
-      tile.first_cell(g, at);
+      tiles.first_cell(at);
+      if (threadIdx.x == THREADS && stage.of_tile() == 0) {
+        Note& note = notes.of_tile(stage);
+        int output[4];
+        first_output(at, output);
+        note.place = tiles.exists() ? staged_place(0, misalignment(y + offset_of(g.y, output))) : NOWHERE;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) at[i] += g.first[i];
-      const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
-      loader.load(x + channel * g.x.stride[1], IN_CHANNELS - channel, buffers + slot * g.stage_bytes, g.batch, at);
-      if (stage.is_last()) tile.advance(g);
+        for (int i = 0; i < 4; ++i) note.cell[i] = at[i];
+      }
+      if (tiles.exists()) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) at[i] += g.first[i];
+        const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
+        loader.load(x + channel * g.x.stride[1], IN_CHANNELS - channel, buffers + slot * g.stage_bytes, g.batch, at);
+        if (stage.is_last()) tiles.advance();
+      } else {
+        behind = stage.number + 1;
+      }
     }
     copies_commit();
     if (stage.number < BEHIND) continue;
@@ -2587,45 +2659,53 @@ __device__ __forceinline__ void load_stages(const Geometry& g, int stages, Tile 
   }
 }
 
-__device__ __forceinline__ void multiply_stages(const Geometry& g, int stages, const Barriers& barriers,
-                                                const Note* notes, const char* weights, const char* buffers,
-                                                scalar_t* staged, const Outputs& outputs, const scalar_t* x,
-                                                const scalar_t* weight) {
+__device__ __forceinline__ void multiply_stages(const Geometry& g, const Barriers& barriers, Notes& notes,
+                                                const char* weights, const char* buffers, scalar_t* staged,
+                                                const Outputs& outputs, const scalar_t* x, const scalar_t* weight) {
   Sums sums;
   sums.clear();
 #pragma unroll 1
-  for (Stage stage; stage.number < stages; ++stage.number) {
+  for (Stage stage;; ++stage.number) {
     barrier_wait(barriers.full(stage.slot()), stage.parity());
-    const char* const window = buffers + stage.slot() * g.stage_bytes;
-    const char* const from = weights + stage.of_tile() * (STAGE_STEPS * ENTRIES.count * ENTRY_BYTES);
+    const Note& note = notes.of_tile(stage);
+    const bool exists = *(volatile const int*)&note.place != NOWHERE;
+    if (exists) {
+      const char* const window = buffers + stage.slot() * g.stage_bytes;
+      const char* const from = weights + stage.of_tile() * (STAGE_STEPS * ENTRIES.count * ENTRY_BYTES);
 #pragma unroll 1
-    for (int i = 0; i < min(STAGE_STEPS, STEPS - stage.of_tile() * STAGE_STEPS); ++i)
-      sums.add(g, window + i * OPERATION * g.window.pitch, outputs.pairs, from + i * (ENTRIES.count * ENTRY_BYTES));
-    if (stage.is_last()) {
-      const Note& note = notes[stage.slot()];
-      scalar_t* const to = (scalar_t*)((char*)staged + stage.output(g) * g.staged_bytes);
-      barrier_wait(barriers.gone(stage.output(g)), stage.output_parity(g) ^ 1);
-      if (!outputs.stage(to, note.place, sums)) {
-        const Share share(g);
-        outputs.mend(to, note.place, note.cell, share.input(g, x), share.weights(weight));
+      for (int i = 0; i < min(STAGE_STEPS, STEPS - stage.of_tile() * STAGE_STEPS); ++i)
+        sums.add(g, window + i * OPERATION * g.window.pitch, outputs.pairs, from + i * (ENTRIES.count * ENTRY_BYTES));
+    }
+    if (!exists || stage.is_last()) {
+      const int output = stage.output(g);
+      barrier_wait(barriers.gone(output), stage.output_parity(g) ^ 1);
+      if (exists) {
+        scalar_t* const to = (scalar_t*)((char*)staged + output * g.staged_bytes);
+        if (!outputs.stage(to, note.place, sums)) {
+          const Share share(g);
+          outputs.mend(to, note.place, note.cell, share.input(g, x), share.weights(weight));
+        }
+        publish_rows();
       }
-      publish_rows();
-      barrier_arrive(barriers.whole(stage.output(g)));
+      barrier_arrive(barriers.whole(output));
+      if (!exists) break;
       sums.clear();
     }
     arrive(barriers.empty(stage.slot()));
   }
 }
 
-__device__ __forceinline__ void store_tiles(const Geometry& g, int stages, Tile tile, const Barriers& barriers,
+__device__ __forceinline__ void store_tiles(const Geometry& g, const Barriers& barriers, Notes& notes,
                                             const scalar_t* staged, const scalar_t* bare, scalar_t* y, int channels) {
-  for (Stage stage; stage.number < stages; stage.number += STAGES, tile.advance(g)) {
+  for (Stage stage;; stage.number += STAGES) {
+    barrier_wait(barriers.whole(stage.output(g)), stage.output_parity(g));
+    const Note note = notes.of_tile(stage);
+    if (note.place == NOWHERE) break;
     int at[4], size[4];
-    tile.first_output(g, at);
+    first_output(note.cell, at);
     size[0] = g.batch - at[0];
 #pragma unroll
     for (int i = 0; i < 3; ++i) size[1 + i] = g.y.size[i] - at[1 + i];
-    barrier_wait(barriers.whole(stage.output(g)), stage.output_parity(g));
     const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(g) * g.staged_bytes);
     Writer{g, outputs, bare, y + offset_of(g.y, at), channels, size}.write();
     bulk_stores_wait();
@@ -2639,13 +2719,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
   extern __shared__ __align__(128) char shared_memory[];
   const Share share(g);
   const int channels = OUT_CHANNELS - share.first_out, first_bias = share.group * OUT_CHANNELS + share.first_out;
-  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
-  const int apart = gridDim.x / (OUT_BLOCKS * g.groups);  // from one of the block's tiles to the next
-  const int stages = share.tile < tiles ? ceil_div(tiles - share.tile, apart) * STAGES : 0;
   y += first_bias * g.y.stride[1];
 
   const Barriers barriers = {shared_address(shared_memory)};
-  Note* const notes = (Note*)(shared_memory + NOTES_AT);
+  Notes& notes = *(Notes*)(shared_memory + NOTES_AT);
   Pair* const pairs = (Pair*)(shared_memory + BARRIER_BYTES);
   char* const weights = (char*)pairs + PAIR_BYTES;
   scalar_t* const staged = (scalar_t*)(weights + WEIGHT_BYTES);
@@ -2659,6 +2736,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
     decode(g.lanes, 2 * i, at);
     pairs[i] = Pair(g, at);
   }
+  unsigned* counter = nullptr;
+  if (g.counters) {
+    counter = (unsigned*)weight + (share.group * OUT_BLOCKS + share.first_out / OUT_CHUNK);
+    weight = (const scalar_t*)((const char*)weight + g.counters);
+    wait_for_prologue();
+  }
   load_weights(share.weights(weight), channels, weights);
   if (HAS_BARE) {
     fill_bare_rows(g, bias + first_bias, channels, bare);
@@ -2666,16 +2749,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
   }
   __syncthreads();
 
-  if (threadIdx.x >= THREADS) {
-    Tile tile;
-    decode(g.tiles, share.tile, tile.at);
-    if (threadIdx.x >= THREADS + LOADERS)
-      store_tiles(g, stages, tile, barriers, staged, bare, y, channels);
-    else
-      load_stages(g, stages, tile, barriers, notes, places, buffers, share.input(g, x), y);
+  if (threadIdx.x >= THREADS + LOADERS) {
+    store_tiles(g, barriers, notes, staged, bare, y, channels);
+  } else if (threadIdx.x >= THREADS) {
+    load_stages(g, Tiles(g, counter, notes, share.tile), barriers, notes, places, buffers, share.input(g, x), y);
   } else {
     const Outputs outputs(g, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels);
-    multiply_stages(g, stages, barriers, notes, weights, buffers, staged, outputs, x, weight);
+    multiply_stages(g, barriers, notes, weights, buffers, staged, outputs, x, weight);
   }
 }
 """
@@ -2801,7 +2881,7 @@ constexpr int MIN_BLOCKS = 2;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
 #define WGMMA_INSTRUCTION 0
 #define CLUSTER 1  // thread blocks
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/split.cuh", "common/copy_async.cuh", "common/async.cuh", "common/mma.cuh", "common/stages.cuh", "common/staged_rows.cuh", "gather_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/dependent.cuh", "common/divisor.cuh", "common/split.cuh", "common/copy_async.cuh", "common/async.cuh", "common/mma.cuh", "common/stages.cuh", "common/staged_rows.cuh", "common/phase_taps.cuh", "gather_gemm.cu")),
     ("gather_tiled", r"""
 // gather_tiled, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -3358,7 +3438,10 @@ _BUILDING_BLOCKS = {
         "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
         "gemm_tile", "item_queue", "pixel_loader",
     ),
-    "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
+    "gather_gemm": (
+        "tensor_float", "dependent", "divisor", "split", "copy_async", "async", "mma", "stages", "staged_rows",
+        "phase_taps",
+    ),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
     "pixel_gemm": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "mma", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
@@ -3374,6 +3457,7 @@ _BUILDING_BLOCKS = {
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
+    "copy_weights": ("dependent", "counters"),
 }  # fmt: skip
 
 
@@ -3616,6 +3700,18 @@ def layer_constants(
 def out_blocks(problem: "ConvTransposeProblem", out_chunk: int) -> int:
     """Blocks that so many output channels each come to, of all groups."""
     return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
+
+
+@lru_cache(maxsize=4096)
+def packed_divisor(value: int) -> bytes:
+    """The kernel's ``Divisor``: for 0 ≤ n < 2³¹, n · reciprocal / 2^shift rounds down to n // value.
+
+    T. Granlund and P. Montgomery, Division by Invariant Integers using Multiplication, 1994. Nothing divides by zero:
+    an empty batch has no tiles, and is not launched.
+    """
+    value = max(1, value)
+    shift = 31 + (value - 1).bit_length()
+    return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
 def affordable_planes(problem: "ConvTransposeProblem") -> int:
@@ -3897,7 +3993,16 @@ def steps_of(problem: "ConvTransposeProblem") -> int:
 # Layers with few channels in a group on tensor cores, ``kernels/gather_gemm.cu``.
 
 _MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
-_BARRIER_BYTES = 256  # and the notes of stages
+_BARRIER_BYTES = 384  # and the notes of tiles
+
+
+# Blocks take the next tile that none has, instead of every n-th, where each has so many, of so many cycles, and the
+# predicted time is at most so many times that of the bytes.
+_SHARED_ROUNDS, _SHARED_CYCLES, _SHARED_MOST = 16, 5000.0, 1.5
+
+
+_COUNTER_ALIGNMENT = 128  # bytes
+_COPY_THREADS = 256
 
 
 class GatherGemmVariant(NamedTuple):
@@ -3988,16 +4093,17 @@ class GatherGemm:
         assert tiling is not None
         gather = forward_gather(problem, layouts)
         blocks = out_blocks(problem, variant.out_chunk)
-        at_once = max(1, min(tiling.total, device.multiprocessors * variant.min_blocks // blocks))  # tiles
-        apart = [at_once // math.prod(tiling.tiles[1 + i :]) % max(1, tiling.tiles[i]) for i in range(4)]
+        at_once = _at_once(problem, variant, tiling, device)
+        behind = [max(1, math.prod(tiling.tiles[i:])) for i in range(5)]
+        apart = [at_once // behind[1], *(at_once % behind[i] // behind[i + 1] for i in (1, 2, 3))]
         outputs = _outputs(problem, variant, tiling, device)
+        counter_bytes = round_up(4 * blocks, _COUNTER_ALIGNMENT) if _shares(problem, variant, tiling, device) else 0
+        weight_bytes = math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
         geometry = gather.src.packed() + gather.dst.packed() + tiling.window.packed()
+        geometry += struct.pack("<6i", problem.batch, problem.groups, *tiling.lanes)
+        geometry += b"".join(map(packed_divisor, tiling.tiles))
         geometry += struct.pack(
-            "<33i",
-            problem.batch,
-            problem.groups,
-            *tiling.lanes,
-            *tiling.tiles,
+            "<25i",
             *apart,
             *tiling.first,
             tiling.skew,
@@ -4005,6 +4111,8 @@ class GatherGemm:
             *tiling.shift,
             tiling.joined,
             outputs,
+            at_once,
+            counter_bytes,
             tiling.staged_bytes,
             tiling.bare_bytes,
             tiling.table_bytes,
@@ -4033,7 +4141,27 @@ class GatherGemm:
             block=32 * variant.all_warps,
             shared_bytes=_gather_gemm_shared_bytes(problem, variant, tiling, outputs),
             geometry=geometry,
+            prologue=_copy_weights(problem, counter_bytes) if counter_bytes else None,
+            workspace_bytes=counter_bytes + weight_bytes if counter_bytes else 0,
         )
+
+
+def _copy_weights(problem: "ConvTransposeProblem", counter_bytes: int) -> "Launch":
+    elements = math.prod(problem.weight_shape)
+    constants: tuple[tuple[str, Constant], ...] = (
+        *layer_constants(problem, Pass.FORWARD, False),
+        ("COUNTER_BYTES", counter_bytes),
+        ("ELEMENTS", elements),
+        ("THREADS", _COPY_THREADS),
+        ("MIN_BLOCKS", 1),
+    )
+    return Launch(
+        source=KernelSource("copy_weights", problem.dtype, False, constants),
+        grid=(math.ceil(elements / _COPY_THREADS), 1, 1),
+        block=_COPY_THREADS,
+        shared_bytes=0,
+        geometry=b"",
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -4252,6 +4380,23 @@ def _estimate(
     moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
     floor = moved / (device.copy_bytes_per_second * _BANDWIDTH)
     return slower_of(work, floor)
+
+
+def _shares(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", device: "DeviceInfo") -> bool:
+    """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
+    rounds = tiling.total / max(1, _at_once(problem, variant, tiling, device))
+    seconds, _ = _estimate(problem, variant, tiling, device)
+    return (
+        rounds >= _SHARED_ROUNDS
+        and seconds * device.clock_hz >= rounds * _SHARED_CYCLES
+        and seconds <= _SHARED_MOST * problem.bytes / device.copy_bytes_per_second
+    )
+
+
+def _at_once(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", device: "DeviceInfo") -> int:
+    """Tiles, one of each block with the same output channels."""
+    blocks = device.multiprocessors * variant.min_blocks // out_blocks(problem, variant.out_chunk)
+    return max(1, min(tiling.total, blocks))
 
 # =====================================================================================================================
 # polyphase/algorithms/gather_tiled_cost.py

@@ -11,10 +11,10 @@
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32
 #     sm_90a, forward: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
-#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256)
+#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256, width_parts=1)
 #     sm_90a, input_grad: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
-#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256)
+#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256, width_parts=1)
 #     sm_90a, weight_grad: weight_grad_gemm(row_tiles=4, column_tiles=4, row_warps=1, out_chunk=22, positions=64,
 #         buffers=4, min_blocks=2)
 #     The forward pass rounds float32 to TF32 as PyTorch's own does by default, and gradients may, whatever PyTorch's
@@ -292,7 +292,7 @@ __device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, i
 #pragma unroll
   for (int i = 3; i > 0; --i) {
     at[i] = (int)(index % extent[i]);
-    index /= extent[i];
+    index = index / extent[i];
   }
   at[0] = (int)index;
 }
@@ -358,8 +358,8 @@ FILES["common/row_blocks.cuh"] = r"""
 //
 // A phase of the output that owns taps is a product of its own: 64 output channels (rows) by input channels, summed
 // over the taps of the phase. A row block is 64 channels of one phase. A thread block computes CHANNEL_BLOCKS · LINES ·
-// OWNED_W of them: all phases along the width, so that lines of the output are written whole; LINES of the phases along
-// depth and height that own taps.
+// LINE_PHASES of them: all phases along the width, so that lines of the output are written whole, or one of WIDTH_PARTS
+// of these, as if its elements were a line of their own; LINES of the phases along depth and height that own taps.
 //
 // An operation is one tap of one row block. `find_operation` numbers those of a thread block.
 //
@@ -402,14 +402,29 @@ __host__ __device__ constexpr int owned_phase(Axis axis, int index) {
 }
 
 constexpr int OWNED_H = owned_phases(AXIS_H), OWNED_W = owned_phases(AXIS_W);
-constexpr int OWNED_LINES = owned_phases(AXIS_D) * OWNED_H;  // phases along depth and height
+constexpr int LINE_PHASES = OWNED_W / WIDTH_PARTS;
+constexpr int OWNED_LINES = owned_phases(AXIS_D) * OWNED_H * WIDTH_PARTS;  // phases along depth and height, in parts
 constexpr int LINE_GROUPS = ceil_div(OWNED_LINES, LINES);
 
-// Taps along depth and height of one of those phases.
+// The phases of a line along depth and height, and along the width that of one of its row blocks.
+__host__ __device__ constexpr int depth_of_line(int line) { return owned_phase(AXIS_D, line / WIDTH_PARTS / OWNED_H); }
+__host__ __device__ constexpr int height_of_line(int line) { return owned_phase(AXIS_H, line / WIDTH_PARTS % OWNED_H); }
+__host__ __device__ constexpr int width_of_block(int line, int block) {
+  return owned_phase(AXIS_W, line % WIDTH_PARTS * LINE_PHASES + block % LINE_PHASES);
+}
+
+// Parts are alike: as many taps, without elements that own none.
+__host__ __device__ constexpr bool parts_are_alike() {
+  for (int phase = 0; phase < AXIS_W.stride; ++phase)
+    if (tap_count(AXIS_W, phase) * AXIS_W.stride != AXIS_W.kernel) return false;
+  return OWNED_LINES == AXIS_D.stride * AXIS_H.stride * WIDTH_PARTS && OWNED_W % WIDTH_PARTS == 0;
+}
+static_assert(WIDTH_PARTS == 1 || parts_are_alike(), "a layer whose phases along the width are one part");
+
+// Taps along depth and height of a line.
 __host__ __device__ constexpr int taps_of_line(int line) {
   if (line >= OWNED_LINES) return 0;
-  return tap_count(AXIS_D, owned_phase(AXIS_D, line / OWNED_H)) *
-         tap_count(AXIS_H, owned_phase(AXIS_H, line % OWNED_H));
+  return tap_count(AXIS_D, depth_of_line(line)) * tap_count(AXIS_H, height_of_line(line));
 }
 
 // With TAPS_IN_ROWS, rows of the lines from `first` to before `last`, and of the group of lines that has most.
@@ -427,7 +442,7 @@ __host__ __device__ constexpr int most_rows() {
   return most;
 }
 
-constexpr int SET_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : LINES * OWNED_W;
+constexpr int SET_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : LINES * LINE_PHASES;
 constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * SET_BLOCKS;
 constexpr int GROUP_CHANNELS = CHANNEL_BLOCKS * (TAPS_IN_ROWS ? ROW_CHANNELS : ROWS);
 constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, GROUP_CHANNELS);
@@ -439,8 +454,8 @@ struct Operation {
 // Taps of row block `block` of a thread block whose first line is `first_line`.
 __host__ __device__ constexpr int operations_of(int block, int first_line) {
   if (TAPS_IN_ROWS) return 1;
-  const int line = first_line + block / OWNED_W % LINES;
-  return taps_of_line(line) * tap_count(AXIS_W, owned_phase(AXIS_W, block % OWNED_W));
+  const int line = first_line + block / LINE_PHASES % LINES;
+  return taps_of_line(line) * tap_count(AXIS_W, width_of_block(line, block));
 }
 
 // `taps_of_line` of all lines at once: compilers evaluate only so much.
@@ -454,7 +469,7 @@ __host__ __device__ constexpr LineTaps taps_of_lines() {
   for (int tap = 0; tap < AXIS_H.kernel; ++tap) ++height[phase_of(AXIS_H, tap)];
   for (int d = 0; d < AXIS_D.stride; ++d)
     for (int h = 0; h < AXIS_H.stride; ++h)
-      if (depth[d] * height[h] > 0) taps.of[line++] = depth[d] * height[h];
+      for (int part = 0; depth[d] * height[h] > 0 && part < WIDTH_PARTS; ++part) taps.of[line++] = depth[d] * height[h];
   return taps;
 }
 
@@ -466,7 +481,7 @@ __host__ __device__ constexpr Counts counts_of(int group) {
   const LineTaps taps = taps_of_lines();
   Counts counts{};
   for (int block = 0; block < ROW_BLOCKS; ++block) {
-    const int line = group * LINES + block / OWNED_W % LINES, width = owned_phase(AXIS_W, block % OWNED_W);
+    const int line = group * LINES + block / LINE_PHASES % LINES, width = width_of_block(line, block);
     counts.of[block] = TAPS_IN_ROWS ? 1 : line < OWNED_LINES ? taps.of[line] * tap_count(AXIS_W, width) : 0;
   }
   return counts;
@@ -507,11 +522,10 @@ __device__ __forceinline__ bool find_operation(int index, int first_line, Operat
       index -= count;
       continue;
     }
-    const int line = first_line + block / OWNED_W % LINES;
-    const int depth = owned_phase(AXIS_D, line / OWNED_H), height = owned_phase(AXIS_H, line % OWNED_H);
-    const int width = owned_phase(AXIS_W, block % OWNED_W);
+    const int line = first_line + block / LINE_PHASES % LINES;
+    const int depth = depth_of_line(line), height = height_of_line(line), width = width_of_block(line, block);
     const int along_w = tap_count(AXIS_W, width), along_h = tap_count(AXIS_H, height);
-    operation.channel_block = block / (OWNED_W * LINES);
+    operation.channel_block = block / (LINE_PHASES * LINES);
     operation.width_tap = first_tap(AXIS_W, width) + index % along_w * tap_step(AXIS_W);
     operation.height_tap = first_tap(AXIS_H, height) + index / along_w % along_h * tap_step(AXIS_H);
     operation.depth_tap = first_tap(AXIS_D, depth) + index / (along_w * along_h) * tap_step(AXIS_D);
@@ -597,6 +611,8 @@ static_assert(SLAB_CHANNELS % 16 == 0, "channel_of_row keeps 16 rows together");
 __device__ __forceinline__ int out_of(int pair) { return TAPS_INNERMOST ? pair / STAGED : pair % SLAB_CHANNELS; }
 __device__ __forceinline__ int tap_of(int pair) { return TAPS_INNERMOST ? pair % STAGED : pair / SLAB_CHANNELS; }
 
+constexpr int LINE_TAPS = AXIS_W.kernel / WIDTH_PARTS;  // along the width
+
 // A tap of an axis, and the phases that own taps.
 struct Standing {
   int phase;   // how many come before its own
@@ -620,7 +636,7 @@ __device__ __forceinline__ Standing standing_of(Axis axis, int tap) {
 __device__ __forceinline__ int existing_operations(int line_group) {
   int taps = 0;
   for (int i = 0; i < LINES; ++i) taps += taps_of_line(line_group * LINES + i);
-  return LINE_GROUPS == 1 ? TAPS : taps * AXIS_W.kernel;
+  return LINE_GROUPS == 1 ? TAPS : taps * LINE_TAPS;
 }
 
 // The inverse of `find_operation`: the operation of a tap, counted from the first of the first group of lines as the
@@ -638,12 +654,13 @@ __device__ __forceinline__ int place_of(int tap, int channel_block) {
   const Standing d = standing_of(AXIS_D, tap / (AXIS_H.kernel * AXIS_W.kernel));
   const Standing h = standing_of(AXIS_H, tap / AXIS_W.kernel % AXIS_H.kernel);
   const Standing w = standing_of(AXIS_W, tap % AXIS_W.kernel);
-  const int line = d.phase * OWNED_H + h.phase, line_group = line / LINES;
+  const int part = w.phase / LINE_PHASES;
+  const int line = (d.phase * OWNED_H + h.phase) * WIDTH_PARTS + part, line_group = line / LINES;
   int before = 0;
   for (int other = line_group * LINES; other < line; ++other) before += taps_of_line(other);
   const int index = (d.index * h.count + h.index) * w.count + w.index;
-  return line_group * LINE_GROUP + channel_block * existing_operations(line_group) + before * AXIS_W.kernel +
-         d.count * h.count * w.before + index;
+  return line_group * LINE_GROUP + channel_block * existing_operations(line_group) + before * LINE_TAPS +
+         d.count * h.count * (w.before - part * LINE_TAPS) + index;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -1728,13 +1745,17 @@ FILES["common/store_phases.cuh"] = r"""
 // PIECE cells of the run are stored at once.
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
-// Elements that a thread puts down at once, of the 2 · DST_W neighbours of a row that are its own.
-constexpr int STAGED = gcd(2 * DST_W, WIDE);
+constexpr int COLUMNS = DST_W / WIDTH_PARTS;      // elements of a cell's line, or of its part of the width
+// Whether warp groups have all parts between them: channels first, two warps then turn the same lines around.
+constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_PARTS && !DST_CHANNELS_LAST;
+constexpr int ROW_COLUMNS = JOINT ? DST_W : COLUMNS;  // of a cell, that are stored together
+// Elements that a thread puts down at once, of the 2 · COLUMNS neighbours of a row that are its own.
+constexpr int STAGED = gcd(JOINT ? COLUMNS : 2 * COLUMNS, WIDE);
 // What a warp turns around at a time, 8 channels of a piece; channels last a warp group, the 64 channels of its cells.
 // A pitch lets neighbours lie in different banks.
-constexpr int STAGING_PITCH = DST_CHANNELS_LAST
-                                  ? ROWS + WIDE
-                                  : round_up(PIECE * DST_W, (PIECE * DST_W > 16 * WIDE ? 32 : 16) * WIDE) + 4 * STAGED;
+constexpr int STAGING_PITCH =
+    DST_CHANNELS_LAST ? ROWS + WIDE
+                      : round_up(PIECE * ROW_COLUMNS, (PIECE * ROW_COLUMNS > 16 * WIDE ? 32 : 16) * WIDE) + 4 * STAGED;
 constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
 constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
@@ -1811,7 +1832,7 @@ struct Store {
         sums(sums),
         first_cell(first_cell),
         dst(dst),
-        staging((scalar_t*)memory + threadIdx.x / STAGERS * STAGING),
+        staging((scalar_t*)memory + (JOINT ? warp() : threadIdx.x / STAGERS) * STAGING),
         places((Place*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
     find_places();
 #pragma unroll
@@ -1850,19 +1871,19 @@ struct Store {
   __device__ __forceinline__ int channel(int block, int row) const {
     return (item.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
   }
-  // The 2 · DST_W elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and is
-  // bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
+  // The 2 · COLUMNS elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and
+  // is bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
   template <int LINE, int I = 0>
-  __device__ __forceinline__ void run(float (&value)[2 * DST_W], int block, int j, int half, float start) const {
-    constexpr bool owned = LINE >= 0 && has_taps(AXIS_W, I % DST_W);
-    constexpr int index = owned_before(AXIS_W, I % DST_W);
+  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half, float start) const {
+    constexpr bool owned = LINE >= 0 && (WIDTH_PARTS > 1 || has_taps(AXIS_W, I % COLUMNS));
+    constexpr int index = owned_before(AXIS_W, I % COLUMNS);
     value[I] = start;
     if constexpr (owned) {
-      const float (&sum)[SUMS] = sums[(block * LINES + LINE) * OWNED_W + index][j / (PIXELS / 8)];
-      value[I] = sum[j % (PIXELS / 8) * 4 + 2 * half + I / DST_W];
+      const float (&sum)[SUMS] = sums[(block * LINES + LINE) * LINE_PHASES + index][j / (PIXELS / 8)];
+      value[I] = sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
       if (HAS_BIAS) value[I] += start;
     }
-    if constexpr (I + 1 < 2 * DST_W) run<LINE, I + 1>(value, block, j, half, start);
+    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, start);
   }
   static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
@@ -1870,9 +1891,9 @@ struct Store {
   // channels last, those of a warp group the 64 channels of each cell.
   template <int COUNT>
   struct Share {
-    static constexpr int LANES = DST_CHANNELS_LAST ? ROWS / COUNT : PIECE * DST_W <= 16 * COUNT ? 16 : 32;
+    static constexpr int LANES = DST_CHANNELS_LAST ? ROWS / COUNT : PIECE * ROW_COLUMNS <= 16 * COUNT ? 16 : 32;
     static constexpr int AT_ONCE = STAGERS / LANES;  // rows, or cells
-    static constexpr int VECTORS = DST_CHANNELS_LAST ? PIECE / AT_ONCE : ceil_div(PIECE * DST_W, LANES* COUNT);
+    static constexpr int VECTORS = DST_CHANNELS_LAST ? PIECE / AT_ONCE : ceil_div(PIECE * ROW_COLUMNS, LANES* COUNT);
     offset_t offset[VECTORS];
     unsigned reach[VECTORS];  // of the cell; nothing where the vector is not stored
 
@@ -1883,6 +1904,13 @@ struct Store {
 
   // The threads of a warp group.
   static __device__ __forceinline__ void group_sync() { threads_sync(FIRST_BARRIER + threadIdx.x / 128, 128); }
+  // The warps that turn the same lines around.
+  static __device__ __forceinline__ void lines_sync() {
+    if (JOINT)
+      threads_sync(FIRST_BARRIER + CONSUMERS + warp(), 32 * ROW_PARTS);
+    else
+      __syncwarp();
+  }
 
   // By the warp group together, while its last products are on their way.
   __device__ __forceinline__ void find_places() const {
@@ -1902,12 +1930,13 @@ struct Store {
   }
 
   template <int COUNT>
-  __device__ __forceinline__ void describe(int piece, Share<COUNT>& share) const {
+  __device__ __forceinline__ void describe(int piece, int first, Share<COUNT>& share) const {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE;
 #pragma unroll
     for (int i = 0; i < Share<COUNT>::VECTORS; ++i) {
-      const int element = (lane() % LANES + LANES * i) * COUNT, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
-      const int of_piece = DST_CHANNELS_LAST ? threadIdx.x % 128 / LANES + AT_ONCE * i : element / DST_W;
+      const int element = (lane() % LANES + LANES * i) * COUNT,
+                phase = DST_CHANNELS_LAST ? 0 : first + element % ROW_COLUMNS;
+      const int of_piece = DST_CHANNELS_LAST ? threadIdx.x % 128 / LANES + AT_ONCE * i : element / ROW_COLUMNS;
       const int cell = piece * PIECE + of_piece;
       const bool ours = of_piece < PIECE && cell < GROUP_CELLS;
       const Place place = places[ours ? cell : 0];
@@ -1917,17 +1946,19 @@ struct Store {
   }
 
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
-  // neighbouring elements of a row: whole lines are written. The host has seen to it (store_vector in
-  // implicit_gemm_tile.py) that COUNT elements exist together or not at all.
+  // neighbouring elements of a row: whole lines are written. Where those are JOINT it has the columns from `first` on
+  // of all channels, and stores those of some. The host has seen to it (store_vector in implicit_gemm_tile.py) that
+  // COUNT elements exist together or not at all.
   template <int COUNT, int LINE>
-  __device__ __forceinline__ void store_piece(int piece, int depth, int height) const {
+  __device__ __forceinline__ void store_piece(int piece, int depth, int height, int first) const {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE, VECTORS = Share<COUNT>::VECTORS;
-    const int ahead = lane() / LANES;  // rows
-    scalar_t* to[VECTORS];             // in the warp's first row
+    constexpr int STORED = JOINT ? 8 / ROW_PARTS : 8;                           // rows
+    const int ahead = lane() / LANES + (JOINT ? first / COLUMNS * STORED : 0);  // of those
+    scalar_t* to[VECTORS];                                                      // in the warp's first row
     bool exists[VECTORS];
     {
       Share<COUNT> share;
-      describe(piece, share);
+      describe(piece, JOINT ? 0 : first, share);
       scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
@@ -1935,7 +1966,8 @@ struct Store {
         exists[i] = share.has_line(i, depth, height);
       }
     }
-    scalar_t* const to_shared = staging + lane() / 4 * STAGING_PITCH + lane() % 4 * 2 * DST_W;
+    scalar_t* const to_shared =
+        staging + lane() / 4 * STAGING_PITCH + lane() % 4 * 2 * ROW_COLUMNS + (JOINT ? first : 0);
     const scalar_t* const from = staging + ahead * STAGING_PITCH + lane() % LANES * COUNT;
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
@@ -1943,33 +1975,34 @@ struct Store {
       for (int half = 0; half < 2; ++half) {
         const int first_channel = channel(block, 8 * half);
         if (DST_CHANNELS % GROUP_CHANNELS && first_channel >= DST_CHANNELS) continue;
-        Bits<STAGED> values[PIECE / 8][2 * DST_W / STAGED];
+        Bits<STAGED> values[PIECE / 8][2 * COLUMNS / STAGED];
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
-          float value[2 * DST_W];
-          alignas(16) scalar_t narrowed[2 * DST_W];
+          float value[2 * COLUMNS];
+          alignas(16) scalar_t narrowed[2 * COLUMNS];
           run<LINE>(value, block, piece * (PIECE / 8) + j, half, starts[block][half]);
 #pragma unroll
-          for (int i = 0; i < 2 * DST_W; ++i) narrow(value[i], narrowed[i]);
+          for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
 #pragma unroll
-          for (int i = 0; i < 2 * DST_W / STAGED; ++i) {
+          for (int i = 0; i < 2 * COLUMNS / STAGED; ++i) {
             values[j][i] = *(const Bits<STAGED>*)(narrowed + i * STAGED);
             compute_now(values[j][i]);
           }
         }
-        __syncwarp();
+        lines_sync();
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
 #pragma unroll
-          for (int i = 0; i < 2 * DST_W / STAGED; ++i)
-            *(Bits<STAGED>*)(to_shared + 8 * j * DST_W + i * STAGED) = values[j][i];
+          for (int i = 0; i < 2 * COLUMNS / STAGED; ++i)
+            *(Bits<STAGED>*)(to_shared + (8 * j + i * STAGED / COLUMNS) * ROW_COLUMNS + i * STAGED % COLUMNS) =
+                values[j][i];
         }
-        __syncwarp();
-        constexpr int ROWS_AT_ONCE = 8 / AT_ONCE / (VECTORS > 2 ? 4 : VECTORS);
+        lines_sync();
+        constexpr int ROWS_AT_ONCE = ceil_div(STORED / AT_ONCE, VECTORS > 2 ? 4 : VECTORS);
 #pragma unroll
-        for (int row = 0; row < 8; row += AT_ONCE * ROWS_AT_ONCE) {
+        for (int row = 0; row < STORED; row += AT_ONCE * ROWS_AT_ONCE) {
           Bits<COUNT> bits[ROWS_AT_ONCE][VECTORS];
 #pragma unroll
           for (int k = 0; k < ROWS_AT_ONCE; ++k)
@@ -1992,19 +2025,19 @@ struct Store {
   // The warp group turns one phase of a piece around, so that a lane stores 16 bytes, or the COUNT elements that are
   // aligned, and its neighbours those beside them.
   template <int COUNT, int LINE>
-  __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
+  __device__ __forceinline__ void store_pixels(int piece, int depth, int height, int first) const {
     Share<WIDE> share;
-    if constexpr (COUNT == WIDE) describe(piece, share);
+    if constexpr (COUNT == WIDE) describe(piece, first, share);
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
       const int first_channel = (item.channel_group * CHANNEL_BLOCKS + block) * ROWS;
 #pragma unroll
-      for (int phase = 0; phase < DST_W; ++phase) {
+      for (int phase = 0; phase < COLUMNS; ++phase) {
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
-          float value[2][2 * DST_W];
+          float value[2][2 * COLUMNS];
 #pragma unroll
           for (int half = 0; half < 2; ++half)
             run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, starts[block][half]);
@@ -2012,17 +2045,17 @@ struct Store {
           for (int cell = 0; cell < 2; ++cell) {
             Vector<scalar_t, 2> pair;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + phase], pair.value[half]);
+            for (int half = 0; half < 2; ++half) narrow(value[half][cell * COLUMNS + phase], pair.value[half]);
             *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + 16 * warp() +
                                     lane() / 4 * 2) = pair;
           }
         }
         group_sync();
-        scalar_t* const to = line + phase * g.dst.stride[4] + first_channel;
+        scalar_t* const to = line + (first + phase) * g.dst.stride[4] + first_channel;
         if constexpr (COUNT == WIDE)
-          store_wide(share, to, DST_CHANNELS - first_channel, phase, depth, height);
+          store_wide(share, to, DST_CHANNELS - first_channel, first + phase, depth, height);
         else
-          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, phase, depth, height);
+          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, first + phase, depth, height);
         group_sync();
       }
     }
@@ -2065,18 +2098,18 @@ struct Store {
   }
 
   template <int COUNT, int LINE>
-  __device__ __forceinline__ void store_line(int piece, int depth, int height) const {
+  __device__ __forceinline__ void store_line(int piece, int depth, int height, int first) const {
     if constexpr (DST_CHANNELS_LAST)
-      store_pixels<COUNT, LINE>(piece, depth, height);
+      store_pixels<COUNT, LINE>(piece, depth, height, first);
     else
-      store_piece<COUNT, LINE>(piece, depth, height);
+      store_piece<COUNT, LINE>(piece, depth, height, first);
   }
 
   template <int COUNT, int LINE = 0>
   __device__ __forceinline__ void store_lines(int piece) const {
     const int owned = item.line_group * LINES + LINE;
     if (owned < OWNED_LINES)
-      store_line<COUNT, LINE>(piece, owned_phase(AXIS_D, owned / OWNED_H), owned_phase(AXIS_H, owned % OWNED_H));
+      store_line<COUNT, LINE>(piece, depth_of_line(owned), height_of_line(owned), owned % WIDTH_PARTS * COLUMNS);
     if constexpr (LINE + 1 < LINES) store_lines<COUNT, LINE + 1>(piece);
   }
 
@@ -2086,11 +2119,11 @@ struct Store {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       store_lines<COUNT>(piece);
-      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) {
+      if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && item.line_group == 0) {
 #pragma unroll 1
         for (int phase = 0; phase < DST_D * DST_H; ++phase)
           if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))
-            store_line<COUNT, -1>(piece, phase / DST_H, phase % DST_H);
+            store_line<COUNT, -1>(piece, phase / DST_H, phase % DST_H, 0);
       }
     }
   }
@@ -3067,6 +3100,7 @@ constexpr int WEIGHT_STRIDE_OUT = 9;
 constexpr int WEIGHT_STRIDE_TAP = 1;
 constexpr int CHANNEL_BLOCKS = 1;
 constexpr int LINES = 1;
+constexpr int WIDTH_PARTS = 1;
 constexpr int K_STEPS = 1;
 constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
@@ -3096,6 +3130,7 @@ constexpr int WEIGHT_STRIDE_OUT = 9;
 constexpr int WEIGHT_STRIDE_TAP = 1;
 constexpr int CHANNEL_BLOCKS = 1;
 constexpr int LINES = 1;
+constexpr int WIDTH_PARTS = 1;
 constexpr int K_STEPS = 1;
 constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
@@ -3153,6 +3188,7 @@ constexpr int WEIGHT_STRIDE_OUT = 576;
 constexpr int WEIGHT_STRIDE_TAP = -1;
 constexpr int CHANNEL_BLOCKS = 1;
 constexpr int LINES = 1;
+constexpr int WIDTH_PARTS = 1;
 constexpr int K_STEPS = 1;
 constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
@@ -3182,6 +3218,7 @@ constexpr int WEIGHT_STRIDE_OUT = 576;
 constexpr int WEIGHT_STRIDE_TAP = -1;
 constexpr int CHANNEL_BLOCKS = 1;
 constexpr int LINES = 1;
+constexpr int WIDTH_PARTS = 1;
 constexpr int K_STEPS = 1;
 constexpr int PARTS = 1;
 constexpr bool TAPS_IN_ROWS = false;
@@ -3750,7 +3787,10 @@ _BUILDING_BLOCKS = {
         "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
         "gemm_tile", "item_queue", "pixel_loader",
     ),
-    "gather_gemm": ("tensor_float", "split", "copy_async", "async", "mma", "stages", "staged_rows"),
+    "gather_gemm": (
+        "tensor_float", "dependent", "divisor", "split", "copy_async", "async", "mma", "stages", "staged_rows",
+        "phase_taps",
+    ),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
     "pixel_gemm": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "mma", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
@@ -3766,6 +3806,7 @@ _BUILDING_BLOCKS = {
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
+    "copy_weights": ("dependent", "counters"),
 }  # fmt: skip
 
 
@@ -4625,21 +4666,22 @@ BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # warp groups that multiply
 SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in rows, and then stores
+_PART_PHASES = 4  # at most, of the phases along the width, where these are in parts
 
 
 class GemmVariant(NamedTuple):
     """One specialisation of the kernel.
 
-    ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
-    group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
-    ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
-    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
-    whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels as the cores take
-    them, where channels come last; or in half precision, where no tap reads beside its pixel. With ``row_channels``
-    rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are
-    one item's; with ``whole_images`` columns are the pixels of whole images, without a halo. ``raw_slots`` are for
-    copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of thread blocks shares the
-    weights it loads. ``piece_bytes`` of a row are stored at once, at most.
+    ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width) / width_parts`` row blocks
+    are a warp group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a
+    tile, its ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32
+    numbers, ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
+    ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels as the
+    cores take them, where channels come last; or in half precision, where no tap reads beside its pixel. With
+    ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
+    these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
+    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
+    thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most.
     """
 
     pixels: int
@@ -4659,6 +4701,7 @@ class GemmVariant(NamedTuple):
     raw_slots: int = 4
     cluster: int = 1
     piece_bytes: int = 256
+    width_parts: int = 1
 
     @property
     def taps_in_rows(self) -> bool:
@@ -4694,11 +4737,16 @@ class GemmVariant(NamedTuple):
         sets = self.sets_at_once(gather)
         return self.cells if sets == 1 else max(self.cells // sets, TINY)
 
+    def row_columns(self, gather: "Gather") -> int:
+        """Elements of a cell that are stored together: a line of it, or a part of one."""
+        joint = self.width_parts == self.row_parts and not gather.dst.channels_last
+        return gather.axes[2].stride // (1 if joint else self.width_parts)
+
     def piece(self, gather: "Gather") -> int:
         # Cells whose results pass through shared memory at once, on their way to the destination.
         if gather.dst.channels_last:
             return 32
-        cell_bytes, cells = gather.axes[2].stride * DTYPE_BYTES[gather.dtype], 128
+        cell_bytes, cells = self.row_columns(gather) * DTYPE_BYTES[gather.dtype], 128
         while cells > 8 and (cells * cell_bytes > self.piece_bytes or cells >= 2 * self.group_cells):
             cells //= 2
         return cells
@@ -4749,6 +4797,15 @@ class Taps:
         return math.ceil(self.rows(channels, lines) / ROWS)
 
     @staticmethod
+    def width_parts(axes: "tuple[Axis, Axis, Axis]") -> int:
+        """Parts of the phases along the width: of four or two phases, or 1 where not all have as many taps."""
+        phases = [len(taps) for axis in axes[:2] for taps in axis.taps_by_phase]
+        along_w = {len(taps) for taps in axes[2].taps_by_phase}
+        if not all(phases) or len(along_w) > 1 or axes[2].stride % _PART_PHASES:
+            return 1
+        return max(2, axes[2].stride // _PART_PHASES)
+
+    @staticmethod
     def stay_in_cells(axes: "tuple[Axis, Axis, Axis]") -> bool:
         """Whether no tap reads beside its cell."""
         return all(axis.shifts == (0, 0) for axis in axes)
@@ -4767,25 +4824,28 @@ class Product:
     @classmethod
     def of(cls, gather: "Gather", variant: "GemmVariant") -> "Product":
         """The product of a variant."""
-        return cls._of(gather, variant.channel_blocks, variant.lines, variant.row_channels, variant.k_steps)
+        shape = variant.channel_blocks, variant.lines, variant.width_parts, variant.row_channels
+        return cls._of(gather, *shape, variant.k_steps)
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def _of(cls, gather: "Gather", channel_blocks: int, lines: int, row_channels: int, k_steps: int) -> "Product":
+    def _of(
+        cls, gather: "Gather", channel_blocks: int, lines: int, width_parts: int, row_channels: int, k_steps: int
+    ) -> "Product":
         taps = Taps.of(gather.axes)
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
         if row_channels:
             row_blocks = operations = channel_blocks * taps.row_blocks(row_channels, lines)
             channel_groups = math.ceil(gather.dst_channels / (channel_blocks * row_channels))
         else:
-            row_blocks = channel_blocks * lines * taps.owned_w
-            operations = max(groups) * taps.along_w * channel_blocks
+            row_blocks = channel_blocks * lines * taps.owned_w // width_parts
+            operations = max(groups) * taps.along_w * channel_blocks // width_parts
             channel_groups = math.ceil(gather.dst_channels / (ROWS * channel_blocks))
         depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
         return cls(
             row_blocks=row_blocks,
-            row_groups=gather.groups * channel_groups * len(groups),
-            line_groups=len(groups),
+            row_groups=gather.groups * channel_groups * len(groups) * width_parts,
+            line_groups=len(groups) * width_parts,
             operations=operations,
             steps=math.ceil(depth / k_steps) * k_steps,
         )
@@ -5273,6 +5333,8 @@ def store_vector(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> int:
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride
     for count in (16 // size, 8 // size, 2):
+        if variant.row_columns(gather) < stride and variant.row_columns(gather) % count:
+            continue  # the neighbours of a part of a line are not its own
         rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
         whole = width == 1 and gather.dst.shape[4] % count == 0
         if whole and rows and all(s % count == 0 for s in (batch, channel, depth, height)):
@@ -5311,6 +5373,7 @@ class _Costs:
     value_pixels: float = 20.32  # and channels last
     partial_lines: float = 0.9119  # times that, where an item stores every other line, channels first
     partial_pixels: float = 2.45  # and channels last
+    parts_of_sectors: float = 2.0  # times what a copy takes for the output, where row groups share its sectors
     crowding: float = 0.09875  # share of that more for every four warps that load, beyond the first four
     odd_stride: float = 1.56  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
     edges: float = 24.89  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
@@ -5344,6 +5407,9 @@ def estimate(
         item, waves = _norm(_COSTS.turns, main, (multiply + store) / 2), max(waves, 2)
     resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
     busy = (waves * item + resident + _COSTS.launch) / device.clock_hz
+    if variant.row_columns(gather) < gather.axes[2].stride and not gather.dst.channels_last:
+        written = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype]
+        busy += _COSTS.parts_of_sectors * written / device.copy_bytes_per_second
     floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
     return slower_of(busy, floor)
 
@@ -5544,6 +5610,7 @@ def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "t
     return gather.constants(
         CHANNEL_BLOCKS=variant.channel_blocks,
         LINES=variant.lines,
+        WIDTH_PARTS=variant.width_parts,
         K_STEPS=variant.k_steps,
         PARTS=variant.parts,
         TAPS_IN_ROWS=variant.taps_in_rows,
@@ -5989,6 +6056,7 @@ LAYERS = [
                         raw_slots=4,
                         cluster=2,
                         piece_bytes=256,
+                        width_parts=1,
                     ),
                 ),
                 Pass.INPUT_GRAD: Choice(
@@ -6011,6 +6079,7 @@ LAYERS = [
                         raw_slots=4,
                         cluster=2,
                         piece_bytes=256,
+                        width_parts=1,
                     ),
                 ),
                 Pass.WEIGHT_GRAD: Choice(

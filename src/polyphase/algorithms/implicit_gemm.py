@@ -217,6 +217,7 @@ def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tu
     return gather.constants(
         CHANNEL_BLOCKS=variant.channel_blocks,
         LINES=variant.lines,
+        WIDTH_PARTS=variant.width_parts,
         K_STEPS=variant.k_steps,
         PARTS=variant.parts,
         TAPS_IN_ROWS=variant.taps_in_rows,

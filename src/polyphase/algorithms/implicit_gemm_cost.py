@@ -39,6 +39,7 @@ class _Costs:
     value_pixels: float = 20.32  # and channels last
     partial_lines: float = 0.9119  # times that, where an item stores every other line, channels first
     partial_pixels: float = 2.45  # and channels last
+    parts_of_sectors: float = 2.0  # times what a copy takes for the output, where row groups share its sectors
     crowding: float = 0.09875  # share of that more for every four warps that load, beyond the first four
     odd_stride: float = 1.56  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
     edges: float = 24.89  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row
@@ -72,6 +73,9 @@ def estimate(
         item, waves = _norm(_COSTS.turns, main, (multiply + store) / 2), max(waves, 2)
     resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
     busy = (waves * item + resident + _COSTS.launch) / device.clock_hz
+    if variant.row_columns(gather) < gather.axes[2].stride and not gather.dst.channels_last:
+        written = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype]
+        busy += _COSTS.parts_of_sectors * written / device.copy_bytes_per_second
     floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
     return slower_of(busy, floor)
 

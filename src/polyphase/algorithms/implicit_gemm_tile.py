@@ -476,6 +476,8 @@ def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride
     for count in (16 // size, 8 // size, 2):
+        if variant.row_columns(gather) < stride and variant.row_columns(gather) % count:
+            continue  # the neighbours of a part of a line are not its own
         rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
         whole = width == 1 and gather.dst.shape[4] % count == 0
         if whole and rows and all(s % count == 0 for s in (batch, channel, depth, height)):

@@ -28,6 +28,7 @@ _BIAS_REGISTERS = 12  # beside those, as stores of long pieces were seen to spil
 _STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: results, and where to store them
 SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in rows, and then stores
 _HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
+_PART_PHASES = 4  # at most, of the phases along the width, where these are in parts
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
 # Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
@@ -40,16 +41,16 @@ _BOX_LOADERS = ((1, 4, STAGES),)
 class GemmVariant(NamedTuple):
     """One specialisation of the kernel.
 
-    ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width)`` row blocks are a warp
-    group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a tile, its
-    ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32 numbers,
-    ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights, ``wgmma``
-    whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels as the cores take
-    them, where channels come last; or in half precision, where no tap reads beside its pixel. With ``row_channels``
-    rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of these sets are
-    one item's; with ``whole_images`` columns are the pixels of whole images, without a halo. ``raw_slots`` are for
-    copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of thread blocks shares the
-    weights it loads. ``piece_bytes`` of a row are stored at once, at most.
+    ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width) / width_parts`` row blocks
+    are a warp group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a
+    tile, its ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32
+    numbers, ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
+    ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels as the
+    cores take them, where channels come last; or in half precision, where no tap reads beside its pixel. With
+    ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
+    these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
+    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
+    thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most.
     """
 
     pixels: int
@@ -69,6 +70,7 @@ class GemmVariant(NamedTuple):
     raw_slots: int = 4
     cluster: int = 1
     piece_bytes: int = 256
+    width_parts: int = 1
 
     @property
     def taps_in_rows(self) -> bool:
@@ -104,18 +106,23 @@ class GemmVariant(NamedTuple):
         sets = self.sets_at_once(gather)
         return self.cells if sets == 1 else max(self.cells // sets, TINY)
 
+    def row_columns(self, gather: Gather) -> int:
+        """Elements of a cell that are stored together: a line of it, or a part of one."""
+        joint = self.width_parts == self.row_parts and not gather.dst.channels_last
+        return gather.axes[2].stride // (1 if joint else self.width_parts)
+
     def piece(self, gather: Gather) -> int:
         """Cells whose results pass through shared memory at once, on their way to the destination."""
         if gather.dst.channels_last:
             return 32
-        cell_bytes, cells = gather.axes[2].stride * DTYPE_BYTES[gather.dtype], 128
+        cell_bytes, cells = self.row_columns(gather) * DTYPE_BYTES[gather.dtype], 128
         while cells > 8 and (cells * cell_bytes > self.piece_bytes or cells >= 2 * self.group_cells):
             cells //= 2
         return cells
 
     def with_longer_pieces(self, gather: Gather) -> Iterator[GemmVariant]:
         """The same with longer pieces of rows, the longest first, as far as registers allow."""
-        stride = gather.axes[2].stride
+        stride = self.row_columns(gather)
         if (
             self.taps_in_rows
             or gather.dst.channels_last
@@ -185,6 +192,15 @@ class Taps:
         return len({self.lines[i : i + lines] for i in range(0, len(self.lines), lines)}) == 1
 
     @staticmethod
+    def width_parts(axes: tuple[Axis, Axis, Axis]) -> int:
+        """Parts of the phases along the width: of four or two phases, or 1 where not all have as many taps."""
+        phases = [len(taps) for axis in axes[:2] for taps in axis.taps_by_phase]
+        along_w = {len(taps) for taps in axes[2].taps_by_phase}
+        if not all(phases) or len(along_w) > 1 or axes[2].stride % _PART_PHASES:
+            return 1
+        return max(2, axes[2].stride // _PART_PHASES)
+
+    @staticmethod
     def stay_in_cells(axes: tuple[Axis, Axis, Axis]) -> bool:
         """Whether no tap reads beside its cell."""
         return all(axis.shifts == (0, 0) for axis in axes)
@@ -203,25 +219,28 @@ class Product:
     @classmethod
     def of(cls, gather: Gather, variant: GemmVariant) -> Product:
         """The product of a variant."""
-        return cls._of(gather, variant.channel_blocks, variant.lines, variant.row_channels, variant.k_steps)
+        shape = variant.channel_blocks, variant.lines, variant.width_parts, variant.row_channels
+        return cls._of(gather, *shape, variant.k_steps)
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def _of(cls, gather: Gather, channel_blocks: int, lines: int, row_channels: int, k_steps: int) -> Product:
+    def _of(
+        cls, gather: Gather, channel_blocks: int, lines: int, width_parts: int, row_channels: int, k_steps: int
+    ) -> Product:
         taps = Taps.of(gather.axes)
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
         if row_channels:
             row_blocks = operations = channel_blocks * taps.row_blocks(row_channels, lines)
             channel_groups = math.ceil(gather.dst_channels / (channel_blocks * row_channels))
         else:
-            row_blocks = channel_blocks * lines * taps.owned_w
-            operations = max(groups) * taps.along_w * channel_blocks
+            row_blocks = channel_blocks * lines * taps.owned_w // width_parts
+            operations = max(groups) * taps.along_w * channel_blocks // width_parts
             channel_groups = math.ceil(gather.dst_channels / (ROWS * channel_blocks))
         depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
         return cls(
             row_blocks=row_blocks,
-            row_groups=gather.groups * channel_groups * len(groups),
-            line_groups=len(groups),
+            row_groups=gather.groups * channel_groups * len(groups) * width_parts,
+            line_groups=len(groups) * width_parts,
             operations=operations,
             steps=math.ceil(depth / k_steps) * k_steps,
         )
@@ -267,27 +286,29 @@ def families(
     parts = parts_of(problem)
     some_lines = [lines for lines in range(1, len(taps.lines) + 1) if len(taps.lines) % lines == 0]
     shapes = [
-        (channel_blocks, lines, channel_blocks * lines * taps.owned_w, 0, False)
+        (channel_blocks, lines, 1, channel_blocks * lines * taps.owned_w, 0, False)
         for channel_blocks in ({1, 2, 4} if blocks > 2 else {1, blocks})
         for lines in some_lines
     ]
+    if (width_parts := Taps.width_parts(problem.axes3)) > 1:
+        shapes.append((1, 1, width_parts, taps.owned_w // width_parts, 0, False))
     # In two parts, or with many small groups, the direct kernel is faster (docs/performance.md).
     few = channels <= _FEW_CHANNELS and problem.groups == 1 and parts == 1
     if few and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
-        shapes += [(1, lines, taps.row_blocks(channels, lines), channels, False) for lines in some_lines]
+        shapes += [(1, lines, 1, taps.row_blocks(channels, lines), channels, False) for lines in some_lines]
     taps_of_channel = taps.rows(1, len(taps.lines))
     if is_tiny(problem) and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
         row_channels = min(ROWS // taps_of_channel, channels)
-        shapes += [(sets, len(taps.lines), sets, row_channels, True) for sets in (1, 2, 4)]
+        shapes += [(sets, len(taps.lines), 1, sets, row_channels, True) for sets in (1, 2, 4)]
     for wgmma in (True, False) if device.has_wgmma else (False,):
-        for channel_blocks, lines, row_blocks, row_channels, whole_images in shapes:
+        for channel_blocks, lines, width_parts, row_blocks, row_channels, whole_images in shapes:
             held = _HELD_BY_CHANNELS if whole_images else 0
             if not row_channels:
                 held = _held_by_stores(taps.owned_w, lines, channels, channels_last)
                 held = max(held, _held_by_partial_blocks(problem, lines, channel_blocks))
                 held += _held_by_bias(problem, taps, parts)
             channel_groups = math.ceil(channels / (channel_blocks * (row_channels or ROWS)))
-            row_groups = channel_groups * (len(taps.lines) // lines)
+            row_groups = channel_groups * (len(taps.lines) // lines) * width_parts
             may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
             for k_steps, split, (resident, cluster) in itertools.product(
                 (1, 2, 4),
@@ -318,6 +339,7 @@ def families(
                         variant = GemmVariant(
                             pixels, pixel_blocks, channel_blocks, lines, k_steps, 0, parts, split, resident,
                             loaders, wgmma, row_channels, in_boxes, whole_images, raw_slots, cluster,
+                            width_parts=width_parts,
                         )  # fmt: skip
                         yield variant, stages
 

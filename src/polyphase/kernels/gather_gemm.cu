@@ -30,12 +30,12 @@ struct Geometry {
   Tensor5 x, y;
   Part window;
   int batch, groups;
-  int lanes[4];  // cells of a tile along n, d, h, w; two neighbours along w are of one row
+  int lanes[4];      // cells of a tile along n, d, h, w; two neighbours along w are of one row
   Divisor tiles[4];  // tiles along n, d, h, w
-  int apart[4];  // tiles along n, d, h, w from one of a block's to its next
-  int first[4];  // the window's first pixel, counted from the tile's first cell
-  int skew;      // pixels from there to the first that any tap reads
-  int pitch[4];  // of staged outputs: elements from one channel, image, slab and row that has taps to the next
+  int apart[4];      // tiles along n, d, h, w from one of a block's to its next
+  int first[4];      // the window's first pixel, counted from the tile's first cell
+  int skew;          // pixels from there to the first that any tap reads
+  int pitch[4];      // of staged outputs: elements from one channel, image, slab and row that has taps to the next
   int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
   int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
   int outputs;   // tiles whose outputs there is room for, 1 or 2
@@ -485,7 +485,8 @@ struct Note {
   int cell[4], place;
 };
 struct Notes {
-  // Those who load are at most BUFFERS stages ahead of those who multiply, and these two tiles ahead of those who store.
+  // Those who load are at most BUFFERS stages ahead of those who multiply, and these two tiles ahead of those who
+  // store.
   static constexpr int COUNT = 8;
   static_assert(BUFFERS + 2 <= COUNT, "a short ring");
   Note of[COUNT];

@@ -26,6 +26,8 @@ static_assert(SLAB_CHANNELS % 16 == 0, "channel_of_row keeps 16 rows together");
 __device__ __forceinline__ int out_of(int pair) { return TAPS_INNERMOST ? pair / STAGED : pair % SLAB_CHANNELS; }
 __device__ __forceinline__ int tap_of(int pair) { return TAPS_INNERMOST ? pair % STAGED : pair / SLAB_CHANNELS; }
 
+constexpr int LINE_TAPS = AXIS_W.kernel / WIDTH_PARTS;  // along the width
+
 // A tap of an axis, and the phases that own taps.
 struct Standing {
   int phase;   // how many come before its own
@@ -49,7 +51,7 @@ __device__ __forceinline__ Standing standing_of(Axis axis, int tap) {
 __device__ __forceinline__ int existing_operations(int line_group) {
   int taps = 0;
   for (int i = 0; i < LINES; ++i) taps += taps_of_line(line_group * LINES + i);
-  return LINE_GROUPS == 1 ? TAPS : taps * AXIS_W.kernel;
+  return LINE_GROUPS == 1 ? TAPS : taps * LINE_TAPS;
 }
 
 // The inverse of `find_operation`: the operation of a tap, counted from the first of the first group of lines as the
@@ -67,12 +69,13 @@ __device__ __forceinline__ int place_of(int tap, int channel_block) {
   const Standing d = standing_of(AXIS_D, tap / (AXIS_H.kernel * AXIS_W.kernel));
   const Standing h = standing_of(AXIS_H, tap / AXIS_W.kernel % AXIS_H.kernel);
   const Standing w = standing_of(AXIS_W, tap % AXIS_W.kernel);
-  const int line = d.phase * OWNED_H + h.phase, line_group = line / LINES;
+  const int part = w.phase / LINE_PHASES;
+  const int line = (d.phase * OWNED_H + h.phase) * WIDTH_PARTS + part, line_group = line / LINES;
   int before = 0;
   for (int other = line_group * LINES; other < line; ++other) before += taps_of_line(other);
   const int index = (d.index * h.count + h.index) * w.count + w.index;
-  return line_group * LINE_GROUP + channel_block * existing_operations(line_group) + before * AXIS_W.kernel +
-         d.count * h.count * w.before + index;
+  return line_group * LINE_GROUP + channel_block * existing_operations(line_group) + before * LINE_TAPS +
+         d.count * h.count * (w.before - part * LINE_TAPS) + index;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)

@@ -2,8 +2,8 @@
 //
 // A phase of the output that owns taps is a product of its own: 64 output channels (rows) by input channels, summed
 // over the taps of the phase. A row block is 64 channels of one phase. A thread block computes CHANNEL_BLOCKS · LINES ·
-// OWNED_W of them: all phases along the width, so that lines of the output are written whole; LINES of the phases along
-// depth and height that own taps.
+// LINE_PHASES of them: all phases along the width, so that lines of the output are written whole, or one of WIDTH_PARTS
+// of these, as if its elements were a line of their own; LINES of the phases along depth and height that own taps.
 //
 // An operation is one tap of one row block. `find_operation` numbers those of a thread block.
 //
@@ -46,14 +46,29 @@ __host__ __device__ constexpr int owned_phase(Axis axis, int index) {
 }
 
 constexpr int OWNED_H = owned_phases(AXIS_H), OWNED_W = owned_phases(AXIS_W);
-constexpr int OWNED_LINES = owned_phases(AXIS_D) * OWNED_H;  // phases along depth and height
+constexpr int LINE_PHASES = OWNED_W / WIDTH_PARTS;
+constexpr int OWNED_LINES = owned_phases(AXIS_D) * OWNED_H * WIDTH_PARTS;  // phases along depth and height, in parts
 constexpr int LINE_GROUPS = ceil_div(OWNED_LINES, LINES);
 
-// Taps along depth and height of one of those phases.
+// The phases of a line along depth and height, and along the width that of one of its row blocks.
+__host__ __device__ constexpr int depth_of_line(int line) { return owned_phase(AXIS_D, line / WIDTH_PARTS / OWNED_H); }
+__host__ __device__ constexpr int height_of_line(int line) { return owned_phase(AXIS_H, line / WIDTH_PARTS % OWNED_H); }
+__host__ __device__ constexpr int width_of_block(int line, int block) {
+  return owned_phase(AXIS_W, line % WIDTH_PARTS * LINE_PHASES + block % LINE_PHASES);
+}
+
+// Parts are alike: as many taps, without elements that own none.
+__host__ __device__ constexpr bool parts_are_alike() {
+  for (int phase = 0; phase < AXIS_W.stride; ++phase)
+    if (tap_count(AXIS_W, phase) * AXIS_W.stride != AXIS_W.kernel) return false;
+  return OWNED_LINES == AXIS_D.stride * AXIS_H.stride * WIDTH_PARTS && OWNED_W % WIDTH_PARTS == 0;
+}
+static_assert(WIDTH_PARTS == 1 || parts_are_alike(), "a layer whose phases along the width are one part");
+
+// Taps along depth and height of a line.
 __host__ __device__ constexpr int taps_of_line(int line) {
   if (line >= OWNED_LINES) return 0;
-  return tap_count(AXIS_D, owned_phase(AXIS_D, line / OWNED_H)) *
-         tap_count(AXIS_H, owned_phase(AXIS_H, line % OWNED_H));
+  return tap_count(AXIS_D, depth_of_line(line)) * tap_count(AXIS_H, height_of_line(line));
 }
 
 // With TAPS_IN_ROWS, rows of the lines from `first` to before `last`, and of the group of lines that has most.
@@ -71,7 +86,7 @@ __host__ __device__ constexpr int most_rows() {
   return most;
 }
 
-constexpr int SET_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : LINES * OWNED_W;
+constexpr int SET_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : LINES * LINE_PHASES;
 constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * SET_BLOCKS;
 constexpr int GROUP_CHANNELS = CHANNEL_BLOCKS * (TAPS_IN_ROWS ? ROW_CHANNELS : ROWS);
 constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, GROUP_CHANNELS);
@@ -83,8 +98,8 @@ struct Operation {
 // Taps of row block `block` of a thread block whose first line is `first_line`.
 __host__ __device__ constexpr int operations_of(int block, int first_line) {
   if (TAPS_IN_ROWS) return 1;
-  const int line = first_line + block / OWNED_W % LINES;
-  return taps_of_line(line) * tap_count(AXIS_W, owned_phase(AXIS_W, block % OWNED_W));
+  const int line = first_line + block / LINE_PHASES % LINES;
+  return taps_of_line(line) * tap_count(AXIS_W, width_of_block(line, block));
 }
 
 // `taps_of_line` of all lines at once: compilers evaluate only so much.
@@ -98,7 +113,7 @@ __host__ __device__ constexpr LineTaps taps_of_lines() {
   for (int tap = 0; tap < AXIS_H.kernel; ++tap) ++height[phase_of(AXIS_H, tap)];
   for (int d = 0; d < AXIS_D.stride; ++d)
     for (int h = 0; h < AXIS_H.stride; ++h)
-      if (depth[d] * height[h] > 0) taps.of[line++] = depth[d] * height[h];
+      for (int part = 0; depth[d] * height[h] > 0 && part < WIDTH_PARTS; ++part) taps.of[line++] = depth[d] * height[h];
   return taps;
 }
 
@@ -110,7 +125,7 @@ __host__ __device__ constexpr Counts counts_of(int group) {
   const LineTaps taps = taps_of_lines();
   Counts counts{};
   for (int block = 0; block < ROW_BLOCKS; ++block) {
-    const int line = group * LINES + block / OWNED_W % LINES, width = owned_phase(AXIS_W, block % OWNED_W);
+    const int line = group * LINES + block / LINE_PHASES % LINES, width = width_of_block(line, block);
     counts.of[block] = TAPS_IN_ROWS ? 1 : line < OWNED_LINES ? taps.of[line] * tap_count(AXIS_W, width) : 0;
   }
   return counts;
@@ -151,11 +166,10 @@ __device__ __forceinline__ bool find_operation(int index, int first_line, Operat
       index -= count;
       continue;
     }
-    const int line = first_line + block / OWNED_W % LINES;
-    const int depth = owned_phase(AXIS_D, line / OWNED_H), height = owned_phase(AXIS_H, line % OWNED_H);
-    const int width = owned_phase(AXIS_W, block % OWNED_W);
+    const int line = first_line + block / LINE_PHASES % LINES;
+    const int depth = depth_of_line(line), height = height_of_line(line), width = width_of_block(line, block);
     const int along_w = tap_count(AXIS_W, width), along_h = tap_count(AXIS_H, height);
-    operation.channel_block = block / (OWNED_W * LINES);
+    operation.channel_block = block / (LINE_PHASES * LINES);
     operation.width_tap = first_tap(AXIS_W, width) + index % along_w * tap_step(AXIS_W);
     operation.height_tap = first_tap(AXIS_H, height) + index / along_w % along_h * tap_step(AXIS_H);
     operation.depth_tap = first_tap(AXIS_D, depth) + index / (along_w * along_h) * tap_step(AXIS_D);

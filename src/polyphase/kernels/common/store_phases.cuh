@@ -3,13 +3,17 @@
 // PIECE cells of the run are stored at once.
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
-// Elements that a thread puts down at once, of the 2 · DST_W neighbours of a row that are its own.
-constexpr int STAGED = gcd(2 * DST_W, WIDE);
+constexpr int COLUMNS = DST_W / WIDTH_PARTS;      // elements of a cell's line, or of its part of the width
+// Whether warp groups have all parts between them: channels first, two warps then turn the same lines around.
+constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_PARTS && !DST_CHANNELS_LAST;
+constexpr int ROW_COLUMNS = JOINT ? DST_W : COLUMNS;  // of a cell, that are stored together
+// Elements that a thread puts down at once, of the 2 · COLUMNS neighbours of a row that are its own.
+constexpr int STAGED = gcd(JOINT ? COLUMNS : 2 * COLUMNS, WIDE);
 // What a warp turns around at a time, 8 channels of a piece; channels last a warp group, the 64 channels of its cells.
 // A pitch lets neighbours lie in different banks.
-constexpr int STAGING_PITCH = DST_CHANNELS_LAST
-                                  ? ROWS + WIDE
-                                  : round_up(PIECE * DST_W, (PIECE * DST_W > 16 * WIDE ? 32 : 16) * WIDE) + 4 * STAGED;
+constexpr int STAGING_PITCH =
+    DST_CHANNELS_LAST ? ROWS + WIDE
+                      : round_up(PIECE * ROW_COLUMNS, (PIECE * ROW_COLUMNS > 16 * WIDE ? 32 : 16) * WIDE) + 4 * STAGED;
 constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
 constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
@@ -86,7 +90,7 @@ struct Store {
         sums(sums),
         first_cell(first_cell),
         dst(dst),
-        staging((scalar_t*)memory + threadIdx.x / STAGERS * STAGING),
+        staging((scalar_t*)memory + (JOINT ? warp() : threadIdx.x / STAGERS) * STAGING),
         places((Place*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
     find_places();
 #pragma unroll
@@ -125,19 +129,19 @@ struct Store {
   __device__ __forceinline__ int channel(int block, int row) const {
     return (item.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
   }
-  // The 2 · DST_W elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and is
-  // bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
+  // The 2 · COLUMNS elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and
+  // is bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
   template <int LINE, int I = 0>
-  __device__ __forceinline__ void run(float (&value)[2 * DST_W], int block, int j, int half, float start) const {
-    constexpr bool owned = LINE >= 0 && has_taps(AXIS_W, I % DST_W);
-    constexpr int index = owned_before(AXIS_W, I % DST_W);
+  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half, float start) const {
+    constexpr bool owned = LINE >= 0 && (WIDTH_PARTS > 1 || has_taps(AXIS_W, I % COLUMNS));
+    constexpr int index = owned_before(AXIS_W, I % COLUMNS);
     value[I] = start;
     if constexpr (owned) {
-      const float (&sum)[SUMS] = sums[(block * LINES + LINE) * OWNED_W + index][j / (PIXELS / 8)];
-      value[I] = sum[j % (PIXELS / 8) * 4 + 2 * half + I / DST_W];
+      const float (&sum)[SUMS] = sums[(block * LINES + LINE) * LINE_PHASES + index][j / (PIXELS / 8)];
+      value[I] = sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
       if (HAS_BIAS) value[I] += start;
     }
-    if constexpr (I + 1 < 2 * DST_W) run<LINE, I + 1>(value, block, j, half, start);
+    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, start);
   }
   static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
@@ -145,9 +149,9 @@ struct Store {
   // channels last, those of a warp group the 64 channels of each cell.
   template <int COUNT>
   struct Share {
-    static constexpr int LANES = DST_CHANNELS_LAST ? ROWS / COUNT : PIECE * DST_W <= 16 * COUNT ? 16 : 32;
+    static constexpr int LANES = DST_CHANNELS_LAST ? ROWS / COUNT : PIECE * ROW_COLUMNS <= 16 * COUNT ? 16 : 32;
     static constexpr int AT_ONCE = STAGERS / LANES;  // rows, or cells
-    static constexpr int VECTORS = DST_CHANNELS_LAST ? PIECE / AT_ONCE : ceil_div(PIECE * DST_W, LANES* COUNT);
+    static constexpr int VECTORS = DST_CHANNELS_LAST ? PIECE / AT_ONCE : ceil_div(PIECE * ROW_COLUMNS, LANES* COUNT);
     offset_t offset[VECTORS];
     unsigned reach[VECTORS];  // of the cell; nothing where the vector is not stored
 
@@ -158,6 +162,13 @@ struct Store {
 
   // The threads of a warp group.
   static __device__ __forceinline__ void group_sync() { threads_sync(FIRST_BARRIER + threadIdx.x / 128, 128); }
+  // The warps that turn the same lines around.
+  static __device__ __forceinline__ void lines_sync() {
+    if (JOINT)
+      threads_sync(FIRST_BARRIER + CONSUMERS + warp(), 32 * ROW_PARTS);
+    else
+      __syncwarp();
+  }
 
   // By the warp group together, while its last products are on their way.
   __device__ __forceinline__ void find_places() const {
@@ -177,12 +188,13 @@ struct Store {
   }
 
   template <int COUNT>
-  __device__ __forceinline__ void describe(int piece, Share<COUNT>& share) const {
+  __device__ __forceinline__ void describe(int piece, int first, Share<COUNT>& share) const {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE;
 #pragma unroll
     for (int i = 0; i < Share<COUNT>::VECTORS; ++i) {
-      const int element = (lane() % LANES + LANES * i) * COUNT, phase = DST_CHANNELS_LAST ? 0 : element % DST_W;
-      const int of_piece = DST_CHANNELS_LAST ? threadIdx.x % 128 / LANES + AT_ONCE * i : element / DST_W;
+      const int element = (lane() % LANES + LANES * i) * COUNT,
+                phase = DST_CHANNELS_LAST ? 0 : first + element % ROW_COLUMNS;
+      const int of_piece = DST_CHANNELS_LAST ? threadIdx.x % 128 / LANES + AT_ONCE * i : element / ROW_COLUMNS;
       const int cell = piece * PIECE + of_piece;
       const bool ours = of_piece < PIECE && cell < GROUP_CELLS;
       const Place place = places[ours ? cell : 0];
@@ -192,17 +204,19 @@ struct Store {
   }
 
   // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
-  // neighbouring elements of a row: whole lines are written. The host has seen to it (store_vector in
-  // implicit_gemm_tile.py) that COUNT elements exist together or not at all.
+  // neighbouring elements of a row: whole lines are written. Where those are JOINT it has the columns from `first` on
+  // of all channels, and stores those of some. The host has seen to it (store_vector in implicit_gemm_tile.py) that
+  // COUNT elements exist together or not at all.
   template <int COUNT, int LINE>
-  __device__ __forceinline__ void store_piece(int piece, int depth, int height) const {
+  __device__ __forceinline__ void store_piece(int piece, int depth, int height, int first) const {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE, VECTORS = Share<COUNT>::VECTORS;
-    const int ahead = lane() / LANES;  // rows
-    scalar_t* to[VECTORS];             // in the warp's first row
+    constexpr int STORED = JOINT ? 8 / ROW_PARTS : 8;                           // rows
+    const int ahead = lane() / LANES + (JOINT ? first / COLUMNS * STORED : 0);  // of those
+    scalar_t* to[VECTORS];                                                      // in the warp's first row
     bool exists[VECTORS];
     {
       Share<COUNT> share;
-      describe(piece, share);
+      describe(piece, JOINT ? 0 : first, share);
       scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
@@ -210,7 +224,8 @@ struct Store {
         exists[i] = share.has_line(i, depth, height);
       }
     }
-    scalar_t* const to_shared = staging + lane() / 4 * STAGING_PITCH + lane() % 4 * 2 * DST_W;
+    scalar_t* const to_shared =
+        staging + lane() / 4 * STAGING_PITCH + lane() % 4 * 2 * ROW_COLUMNS + (JOINT ? first : 0);
     const scalar_t* const from = staging + ahead * STAGING_PITCH + lane() % LANES * COUNT;
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
@@ -218,33 +233,34 @@ struct Store {
       for (int half = 0; half < 2; ++half) {
         const int first_channel = channel(block, 8 * half);
         if (DST_CHANNELS % GROUP_CHANNELS && first_channel >= DST_CHANNELS) continue;
-        Bits<STAGED> values[PIECE / 8][2 * DST_W / STAGED];
+        Bits<STAGED> values[PIECE / 8][2 * COLUMNS / STAGED];
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
-          float value[2 * DST_W];
-          alignas(16) scalar_t narrowed[2 * DST_W];
+          float value[2 * COLUMNS];
+          alignas(16) scalar_t narrowed[2 * COLUMNS];
           run<LINE>(value, block, piece * (PIECE / 8) + j, half, starts[block][half]);
 #pragma unroll
-          for (int i = 0; i < 2 * DST_W; ++i) narrow(value[i], narrowed[i]);
+          for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
 #pragma unroll
-          for (int i = 0; i < 2 * DST_W / STAGED; ++i) {
+          for (int i = 0; i < 2 * COLUMNS / STAGED; ++i) {
             values[j][i] = *(const Bits<STAGED>*)(narrowed + i * STAGED);
             compute_now(values[j][i]);
           }
         }
-        __syncwarp();
+        lines_sync();
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
 #pragma unroll
-          for (int i = 0; i < 2 * DST_W / STAGED; ++i)
-            *(Bits<STAGED>*)(to_shared + 8 * j * DST_W + i * STAGED) = values[j][i];
+          for (int i = 0; i < 2 * COLUMNS / STAGED; ++i)
+            *(Bits<STAGED>*)(to_shared + (8 * j + i * STAGED / COLUMNS) * ROW_COLUMNS + i * STAGED % COLUMNS) =
+                values[j][i];
         }
-        __syncwarp();
-        constexpr int ROWS_AT_ONCE = 8 / AT_ONCE / (VECTORS > 2 ? 4 : VECTORS);
+        lines_sync();
+        constexpr int ROWS_AT_ONCE = ceil_div(STORED / AT_ONCE, VECTORS > 2 ? 4 : VECTORS);
 #pragma unroll
-        for (int row = 0; row < 8; row += AT_ONCE * ROWS_AT_ONCE) {
+        for (int row = 0; row < STORED; row += AT_ONCE * ROWS_AT_ONCE) {
           Bits<COUNT> bits[ROWS_AT_ONCE][VECTORS];
 #pragma unroll
           for (int k = 0; k < ROWS_AT_ONCE; ++k)
@@ -267,19 +283,19 @@ struct Store {
   // The warp group turns one phase of a piece around, so that a lane stores 16 bytes, or the COUNT elements that are
   // aligned, and its neighbours those beside them.
   template <int COUNT, int LINE>
-  __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
+  __device__ __forceinline__ void store_pixels(int piece, int depth, int height, int first) const {
     Share<WIDE> share;
-    if constexpr (COUNT == WIDE) describe(piece, share);
+    if constexpr (COUNT == WIDE) describe(piece, first, share);
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
       const int first_channel = (item.channel_group * CHANNEL_BLOCKS + block) * ROWS;
 #pragma unroll
-      for (int phase = 0; phase < DST_W; ++phase) {
+      for (int phase = 0; phase < COLUMNS; ++phase) {
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
-          float value[2][2 * DST_W];
+          float value[2][2 * COLUMNS];
 #pragma unroll
           for (int half = 0; half < 2; ++half)
             run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, starts[block][half]);
@@ -287,17 +303,17 @@ struct Store {
           for (int cell = 0; cell < 2; ++cell) {
             Vector<scalar_t, 2> pair;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + phase], pair.value[half]);
+            for (int half = 0; half < 2; ++half) narrow(value[half][cell * COLUMNS + phase], pair.value[half]);
             *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + 16 * warp() +
                                     lane() / 4 * 2) = pair;
           }
         }
         group_sync();
-        scalar_t* const to = line + phase * g.dst.stride[4] + first_channel;
+        scalar_t* const to = line + (first + phase) * g.dst.stride[4] + first_channel;
         if constexpr (COUNT == WIDE)
-          store_wide(share, to, DST_CHANNELS - first_channel, phase, depth, height);
+          store_wide(share, to, DST_CHANNELS - first_channel, first + phase, depth, height);
         else
-          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, phase, depth, height);
+          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, first + phase, depth, height);
         group_sync();
       }
     }
@@ -340,18 +356,18 @@ struct Store {
   }
 
   template <int COUNT, int LINE>
-  __device__ __forceinline__ void store_line(int piece, int depth, int height) const {
+  __device__ __forceinline__ void store_line(int piece, int depth, int height, int first) const {
     if constexpr (DST_CHANNELS_LAST)
-      store_pixels<COUNT, LINE>(piece, depth, height);
+      store_pixels<COUNT, LINE>(piece, depth, height, first);
     else
-      store_piece<COUNT, LINE>(piece, depth, height);
+      store_piece<COUNT, LINE>(piece, depth, height, first);
   }
 
   template <int COUNT, int LINE = 0>
   __device__ __forceinline__ void store_lines(int piece) const {
     const int owned = item.line_group * LINES + LINE;
     if (owned < OWNED_LINES)
-      store_line<COUNT, LINE>(piece, owned_phase(AXIS_D, owned / OWNED_H), owned_phase(AXIS_H, owned % OWNED_H));
+      store_line<COUNT, LINE>(piece, depth_of_line(owned), height_of_line(owned), owned % WIDTH_PARTS * COLUMNS);
     if constexpr (LINE + 1 < LINES) store_lines<COUNT, LINE + 1>(piece);
   }
 
@@ -361,11 +377,11 @@ struct Store {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       store_lines<COUNT>(piece);
-      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) {
+      if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && item.line_group == 0) {
 #pragma unroll 1
         for (int phase = 0; phase < DST_D * DST_H; ++phase)
           if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))
-            store_line<COUNT, -1>(piece, phase / DST_H, phase % DST_H);
+            store_line<COUNT, -1>(piece, phase / DST_H, phase % DST_H, 0);
       }
     }
   }
