@@ -1746,8 +1746,9 @@ FILES["common/store_phases.cuh"] = r"""
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
 constexpr int COLUMNS = DST_W / WIDTH_PARTS;      // elements of a cell's line, or of its part of the width
-// Whether warp groups have all parts between them: channels first, two warps then turn the same lines around.
-constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_PARTS && !DST_CHANNELS_LAST;
+static_assert(WIDTH_PARTS == 1 || !DST_CHANNELS_LAST, "parts of lines of pixels");
+// Whether warp groups have all parts between them: two warps then turn the same lines around.
+constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_PARTS;
 constexpr int ROW_COLUMNS = JOINT ? DST_W : COLUMNS;  // of a cell, that are stored together
 // Elements that a thread puts down at once, of the 2 · COLUMNS neighbours of a row that are its own.
 constexpr int STAGED = gcd(JOINT ? COLUMNS : 2 * COLUMNS, WIDE);
@@ -1934,8 +1935,8 @@ struct Store {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE;
 #pragma unroll
     for (int i = 0; i < Share<COUNT>::VECTORS; ++i) {
-      const int element = (lane() % LANES + LANES * i) * COUNT,
-                phase = DST_CHANNELS_LAST ? 0 : first + element % ROW_COLUMNS;
+      const int element = (lane() % LANES + LANES * i) * COUNT;
+      const int phase = DST_CHANNELS_LAST ? 0 : first + element % ROW_COLUMNS;
       const int of_piece = DST_CHANNELS_LAST ? threadIdx.x % 128 / LANES + AT_ONCE * i : element / ROW_COLUMNS;
       const int cell = piece * PIECE + of_piece;
       const bool ours = of_piece < PIECE && cell < GROUP_CELLS;
@@ -2025,19 +2026,19 @@ struct Store {
   // The warp group turns one phase of a piece around, so that a lane stores 16 bytes, or the COUNT elements that are
   // aligned, and its neighbours those beside them.
   template <int COUNT, int LINE>
-  __device__ __forceinline__ void store_pixels(int piece, int depth, int height, int first) const {
+  __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
     Share<WIDE> share;
-    if constexpr (COUNT == WIDE) describe(piece, first, share);
+    if constexpr (COUNT == WIDE) describe(piece, 0, share);
     scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
       const int first_channel = (item.channel_group * CHANNEL_BLOCKS + block) * ROWS;
 #pragma unroll
-      for (int phase = 0; phase < COLUMNS; ++phase) {
+      for (int phase = 0; phase < DST_W; ++phase) {
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
-          float value[2][2 * COLUMNS];
+          float value[2][2 * DST_W];
 #pragma unroll
           for (int half = 0; half < 2; ++half)
             run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, starts[block][half]);
@@ -2045,17 +2046,17 @@ struct Store {
           for (int cell = 0; cell < 2; ++cell) {
             Vector<scalar_t, 2> pair;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) narrow(value[half][cell * COLUMNS + phase], pair.value[half]);
+            for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + phase], pair.value[half]);
             *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + 16 * warp() +
                                     lane() / 4 * 2) = pair;
           }
         }
         group_sync();
-        scalar_t* const to = line + (first + phase) * g.dst.stride[4] + first_channel;
+        scalar_t* const to = line + phase * g.dst.stride[4] + first_channel;
         if constexpr (COUNT == WIDE)
-          store_wide(share, to, DST_CHANNELS - first_channel, first + phase, depth, height);
+          store_wide(share, to, DST_CHANNELS - first_channel, phase, depth, height);
         else
-          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, first + phase, depth, height);
+          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, phase, depth, height);
         group_sync();
       }
     }
@@ -2100,7 +2101,7 @@ struct Store {
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_line(int piece, int depth, int height, int first) const {
     if constexpr (DST_CHANNELS_LAST)
-      store_pixels<COUNT, LINE>(piece, depth, height, first);
+      store_pixels<COUNT, LINE>(piece, depth, height);
     else
       store_piece<COUNT, LINE>(piece, depth, height, first);
   }
@@ -4739,8 +4740,7 @@ class GemmVariant(NamedTuple):
 
     def row_columns(self, gather: "Gather") -> int:
         """Elements of a cell that are stored together: a line of it, or a part of one."""
-        joint = self.width_parts == self.row_parts and not gather.dst.channels_last
-        return gather.axes[2].stride // (1 if joint else self.width_parts)
+        return gather.axes[2].stride // (1 if self.width_parts == self.row_parts else self.width_parts)
 
     def piece(self, gather: "Gather") -> int:
         # Cells whose results pass through shared memory at once, on their way to the destination.
@@ -5407,7 +5407,7 @@ def estimate(
         item, waves = _norm(_COSTS.turns, main, (multiply + store) / 2), max(waves, 2)
     resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
     busy = (waves * item + resident + _COSTS.launch) / device.clock_hz
-    if variant.row_columns(gather) < gather.axes[2].stride and not gather.dst.channels_last:
+    if variant.row_columns(gather) < gather.axes[2].stride:
         written = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype]
         busy += _COSTS.parts_of_sectors * written / device.copy_bytes_per_second
     floor = layer_bytes / (0.85 * device.copy_bytes_per_second)

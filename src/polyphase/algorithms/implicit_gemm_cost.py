@@ -73,7 +73,7 @@ def estimate(
         item, waves = _norm(_COSTS.turns, main, (multiply + store) / 2), max(waves, 2)
     resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
     busy = (waves * item + resident + _COSTS.launch) / device.clock_hz
-    if variant.row_columns(gather) < gather.axes[2].stride and not gather.dst.channels_last:
+    if variant.row_columns(gather) < gather.axes[2].stride:
         written = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype]
         busy += _COSTS.parts_of_sectors * written / device.copy_bytes_per_second
     floor = layer_bytes / (0.85 * device.copy_bytes_per_second)

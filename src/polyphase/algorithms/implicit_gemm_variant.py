@@ -108,8 +108,7 @@ class GemmVariant(NamedTuple):
 
     def row_columns(self, gather: Gather) -> int:
         """Elements of a cell that are stored together: a line of it, or a part of one."""
-        joint = self.width_parts == self.row_parts and not gather.dst.channels_last
-        return gather.axes[2].stride // (1 if joint else self.width_parts)
+        return gather.axes[2].stride // (1 if self.width_parts == self.row_parts else self.width_parts)
 
     def piece(self, gather: Gather) -> int:
         """Cells whose results pass through shared memory at once, on their way to the destination."""
@@ -290,7 +289,7 @@ def families(
         for channel_blocks in ({1, 2, 4} if blocks > 2 else {1, blocks})
         for lines in some_lines
     ]
-    if (width_parts := Taps.width_parts(problem.axes3)) > 1:
+    if not problem.channels_last and (width_parts := Taps.width_parts(problem.axes3)) > 1:
         shapes.append((1, 1, width_parts, taps.owned_w // width_parts, 0, False))
     # In two parts, or with many small groups, the direct kernel is faster (docs/performance.md).
     few = channels <= _FEW_CHANNELS and problem.groups == 1 and parts == 1
