@@ -443,6 +443,35 @@ def test_parts_of_wide_cells(name: str, split: str, dtype: str) -> None:
             assert_exact(layer, Pass.FORWARD, candidate, launch, case.layouts, Emulator(1))
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("1-D, wide cells", {"width_parts": 2, "split": "rows"}),
+        ("1-D, wide cells", {"width_parts": 2, "split": "cells"}),
+        ("1-D, cells of four", {"width_parts": 2, "split": "rows"}),
+        ("wide cells", {"width_parts": 3, "split": "turns"}),
+        ("several stages, rows beyond a block", {"loader_groups": 2}),
+        ("few, odd channels", {"row_channels": 3}),
+        ("images without gaps", {"boxes": True}),
+    ],
+)
+def test_shared_memory_is_what_the_kernel_takes(name: str, settings: dict[str, object]) -> None:
+    """The planner counts it by itself."""
+    problem = replace(GEMM_LAYERS[name], in_channels=32, dtype="bfloat16", channels_last="boxes" in settings)
+    case = gemm_case(problem, wgmma=True, **settings)
+    ((_, launch),) = case.offers(H200)
+    gather = Gather.of(problem, Pass.FORWARD, case.layouts)
+    product = Product.of(gather, case.variant)
+    shared = implicit_gemm_tile._static_shared_bytes(case.variant, product, case.variant.stages)
+    stored = implicit_gemm_tile._store_bytes(gather, case.variant)
+    alignment = 1024 if case.variant.boxes else 128
+    text = f"""{launch.source.text}
+static_assert(round_up((int)sizeof(Shared), {alignment}) == {shared}, "Shared");
+static_assert(STORE_BYTES == {stored}, "STORE_BYTES");
+"""
+    emulator.EmulatedKernel(text, "implicit_gemm")
+
+
 def gemm_case(problem: ConvTransposeProblem, **settings: object) -> GemmCase:
     """The first variant with such settings, the problem in its own format."""
     return next(gemm_variants(problem, **settings))

@@ -129,12 +129,17 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
         rows = sets * Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
     places = CONSUMERS * variant.group_cells * (16 if needs_wide_offsets(gather) else 8)
-    cells, stride = variant.piece(gather), gather.axes[2].stride
+    cells, columns, own = (
+        variant.piece(gather),
+        variant.row_columns(gather),
+        gather.axes[2].stride // variant.width_parts,
+    )
     if gather.dst.channels_last:
         return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)
     vector = CHUNK_BYTES // size
-    lanes = 32 if cells * stride > 16 * vector else 16
-    pitch = math.ceil(cells * stride / (lanes * vector)) * lanes * vector + 4 * math.gcd(2 * stride, vector)
+    lanes = 32 if cells * columns > 16 * vector else 16
+    staged = math.gcd(own if columns > own else 2 * own, vector)
+    pitch = math.ceil(cells * columns / (lanes * vector)) * lanes * vector + 4 * staged
     return places + CONSUMERS * 4 * 8 * pitch * size
 
 
