@@ -4995,6 +4995,7 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
         return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)
     vector = CHUNK_BYTES // size
     lanes = 32 if cells * columns > 16 * vector else 16
+    own = gather.axes[2].stride // variant.width_parts  # a thread's of a cell
     staged = math.gcd(own if columns > own else 2 * own, vector)
     pitch = math.ceil(cells * columns / (lanes * vector)) * lanes * vector + 4 * staged
     return places + CONSUMERS * 4 * 8 * pitch * size
