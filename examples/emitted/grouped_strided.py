@@ -2548,6 +2548,7 @@ struct Share {
     return weight + (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN + first_out * WEIGHT_STRIDE_OUT;
   }
 };
+
 // The tiles of a block, one after the other, as those who load walk through them: every n-th, or the next that no block
 // has taken. In the latter case what is computed at a time is neighbours, however fast each block is.
 struct Tiles {
@@ -4151,7 +4152,7 @@ def _copy_weights(problem: "ConvTransposeProblem", counter_bytes: int) -> "Launc
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(problem, Pass.FORWARD, False),
         ("COUNTER_BYTES", counter_bytes),
-        ("ELEMENTS", elements),
+        ("GROUPS", problem.groups),
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
     )

@@ -231,7 +231,7 @@ def _copy_weights(problem: ConvTransposeProblem, counter_bytes: int) -> Launch:
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(problem, Pass.FORWARD, False),
         ("COUNTER_BYTES", counter_bytes),
-        ("ELEMENTS", elements),
+        ("GROUPS", problem.groups),
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
     )

@@ -1,5 +1,7 @@
 // The weights as they are, behind counters: for kernels whose blocks share their work, but pack no weights.
 
+constexpr int ELEMENTS = GROUPS * IN_CHANNELS * OUT_CHANNELS * TAPS;
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     copy_weights(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
   let_dependents_start();

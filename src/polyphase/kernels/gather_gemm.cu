@@ -512,6 +512,7 @@ struct Share {
     return weight + (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN + first_out * WEIGHT_STRIDE_OUT;
   }
 };
+
 // The tiles of a block, one after the other, as those who load walk through them: every n-th, or the next that no block
 // has taken. In the latter case what is computed at a time is neighbours, however fast each block is.
 struct Tiles {
