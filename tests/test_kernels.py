@@ -438,7 +438,9 @@ def test_parts_of_wide_cells(name: str, split: str, dtype: str) -> None:
     parts = Taps.width_parts(layer.axes3)
     assert parts == max(2, layer.stride[-1] // 4)
     found = gemm_variants(layer, rng=random.Random(str(layer)), width_parts=parts, split=split, wgmma=True)
-    for case in islice(found, 3):
+    cases = list(islice(found, 3))
+    assert cases
+    for case in cases:
         for candidate, launch in case.offers(H200):
             assert_exact(layer, Pass.FORWARD, candidate, launch, case.layouts, Emulator(1))
 

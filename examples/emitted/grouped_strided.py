@@ -2075,8 +2075,9 @@ struct Geometry {
   int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
   int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
   int outputs;   // tiles whose outputs there is room for, 1 or 2
-  int at_once;   // tiles, or blocks that take the same ones
-  int counters;  // bytes in front of the weights, with a counter for all blocks that take the same tiles; 0: none
+  int at_once;   // blocks that walk through the same tiles, each beginning with one of its own
+  int counters;  // bytes in front of the weights, a counter for each group and block of output channels; 0: no tiles
+                 // are shared, and there is no kernel ahead
   int staged_bytes, bare_bytes, table_bytes, stage_bytes;
 };
 
@@ -2117,7 +2118,7 @@ __device__ __forceinline__ void load_weights(const scalar_t* weight, int channel
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const bool exists = tap >= 0 && out < channels && in + j * APART < IN_CHANNELS;
-      values[j] = exists ? read(from + j * APART * WEIGHT_STRIDE_IN) : zero<scalar_t>();
+      values[j] = exists ? from[j * APART * WEIGHT_STRIDE_IN] : zero<scalar_t>();
     }
     unsigned* const slot = (unsigned*)(to + at * ENTRY_BYTES);
     if (PARTS == 3) {
@@ -2522,7 +2523,7 @@ struct Note {
 };
 struct Notes {
   // Those who load are at most BUFFERS stages ahead of those who multiply, and these two tiles ahead of those who
-  // store.
+  // store: with one stage a tile that many notes are read.
   static constexpr int COUNT = 8;
   static_assert(BUFFERS + 2 <= COUNT, "a short ring");
   Note of[COUNT];
@@ -2556,7 +2557,7 @@ struct Tiles {
   unsigned* const counter;  // or none
   int* const taken;
   int at[4];      // the tile, by its number along n, d, h and w
-  int ahead = 0;  // of the thread that takes them: the next, counted from the blocks' first ones on
+  int ahead = 0;  // of the thread that takes them: what the counter said, a tile ahead; behind the blocks' first ones
   int parity = 0;
 
   __device__ __forceinline__ Tiles(const Geometry& g, unsigned* counter, Notes& notes, int first)
@@ -2567,7 +2568,7 @@ struct Tiles {
   __device__ __forceinline__ bool exists() const { return at[0] < g.tiles[0]; }
   __device__ __forceinline__ void advance() {
     if (counter) {
-      // What the counter says is waited for at the next tile.
+      // What the counter says is used at the next tile, and has come by then.
       if (threadIdx.x == THREADS) taken[parity] = g.at_once + ahead, ahead = (int)atomicAdd(counter, 1u);
       threads_sync(1, LOADERS);
       decode(g.tiles, *(volatile int*)(taken + parity), at);
@@ -2628,10 +2629,10 @@ __device__ __forceinline__ void load_stages(const Geometry& g, Tiles tiles, cons
   threads_sync(1, LOADERS);
   // What is on its way is waited for once BUFFERS - 2 stages follow it. Behind the last tile comes a note of its own.
   constexpr int BEHIND = BUFFERS - 2;
-  int behind = 1 << 30;  // the stage behind that note
-  for (Stage stage; stage.number < behind + BEHIND; ++stage.number) {
+  int count = 1 << 30;  // of stages, with that note's, as soon as it is known
+  for (Stage stage; stage.number < count + BEHIND; ++stage.number) {
     const int slot = stage.slot();
-    if (stage.number < behind) {
+    if (stage.number < count) {
       barrier_wait(barriers.empty(slot), stage.parity() ^ 1);
       int at[4];
       tiles.first_cell(at);
@@ -2650,7 +2651,7 @@ __device__ __forceinline__ void load_stages(const Geometry& g, Tiles tiles, cons
         loader.load(x + channel * g.x.stride[1], IN_CHANNELS - channel, buffers + slot * g.stage_bytes, g.batch, at);
         if (stage.is_last()) tiles.advance();
       } else {
-        behind = stage.number + 1;
+        count = stage.number + 1;
       }
     }
     copies_commit();
@@ -2715,8 +2716,8 @@ __device__ __forceinline__ void store_tiles(const Geometry& g, const Barriers& b
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
-    gather_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
-                scalar_t* __restrict__ y, const Geometry g) {
+    gather_gemm(const scalar_t* __restrict__ x, const scalar_t* weight,  // which may be written while this begins
+                const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const Geometry g) {
   extern __shared__ __align__(128) char shared_memory[];
   const Share share(g);
   const int channels = OUT_CHANNELS - share.first_out, first_bias = share.group * OUT_CHANNELS + share.first_out;
@@ -3997,11 +3998,12 @@ _MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three pa
 _BARRIER_BYTES = 384  # and the notes of tiles
 
 
-# Blocks take the next tile that none has, instead of every n-th, where each has so many, of so many cycles, and the
-# predicted time is at most so many times that of the bytes.
-_SHARED_ROUNDS, _SHARED_CYCLES, _SHARED_MOST = 16, 5000.0, 1.5
+# Blocks take the next tile that none has, instead of every n-th, only where
+_SHARED_ROUNDS = 16  # tiles a block, at least,
 
 
+_SHARED_CYCLES = 5000.0  # take so many cycles each, at least,
+_SHARED_MOST = 1.5  # and the predicted time is at most so many times that of the layer's bytes.
 _COUNTER_ALIGNMENT = 128  # bytes
 _COPY_THREADS = 256
 
@@ -4385,7 +4387,7 @@ def _estimate(
 
 def _shares(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", device: "DeviceInfo") -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
-    rounds = tiling.total / max(1, _at_once(problem, variant, tiling, device))
+    rounds = tiling.total / _at_once(problem, variant, tiling, device)
     seconds, _ = _estimate(problem, variant, tiling, device)
     return (
         rounds >= _SHARED_ROUNDS

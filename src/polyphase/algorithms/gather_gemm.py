@@ -43,9 +43,10 @@ _MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three pa
 _BARRIER_BYTES = 384  # and the notes of tiles
 _BUFFERS = 3  # of stages
 
-# Blocks take the next tile that none has, instead of every n-th, where each has so many, of so many cycles, and the
-# predicted time is at most so many times that of the bytes.
-_SHARED_ROUNDS, _SHARED_CYCLES, _SHARED_MOST = 16, 5000.0, 1.5
+# Blocks take the next tile that none has, instead of every n-th, only where
+_SHARED_ROUNDS = 16  # tiles a block, at least,
+_SHARED_CYCLES = 5000.0  # take so many cycles each, at least,
+_SHARED_MOST = 1.5  # and the predicted time is at most so many times that of the layer's bytes.
 _COUNTER_ALIGNMENT = 128  # bytes
 _OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
 _MAX_PHASES = 64  # elements of a cell
@@ -462,7 +463,7 @@ def _estimate(
 
 def _shares(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
-    rounds = tiling.total / max(1, _at_once(problem, variant, tiling, device))
+    rounds = tiling.total / _at_once(problem, variant, tiling, device)
     seconds, _ = _estimate(problem, variant, tiling, device)
     return (
         rounds >= _SHARED_ROUNDS

@@ -129,11 +129,7 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
         rows = sets * Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
     places = CONSUMERS * variant.group_cells * (16 if needs_wide_offsets(gather) else 8)
-    cells, columns, own = (
-        variant.piece(gather),
-        variant.row_columns(gather),
-        gather.axes[2].stride // variant.width_parts,
-    )
+    cells, columns = variant.piece(gather), variant.row_columns(gather)
     if gather.dst.channels_last:
         return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)
     vector = CHUNK_BYTES // size

@@ -5,7 +5,7 @@ constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
 constexpr int COLUMNS = DST_W / WIDTH_PARTS;      // elements of a cell's line, or of its part of the width
 static_assert(WIDTH_PARTS == 1 || !DST_CHANNELS_LAST, "parts of lines of pixels");
-// Whether warp groups have all parts between them: two warps then turn the same lines around.
+// Whether an item's two warp groups have the two parts of the same lines: two warps then turn these around together.
 constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_PARTS;
 constexpr int ROW_COLUMNS = JOINT ? DST_W : COLUMNS;  // of a cell, that are stored together
 // Elements that a thread puts down at once, of the 2 · COLUMNS neighbours of a row that are its own.
