@@ -24,7 +24,7 @@ from kernel_harness import (
     run,
 )
 from polyphase.algorithms import gather_gemm
-from polyphase.algorithms.base import Layouts
+from polyphase.algorithms.base import Layouts, Sharing
 from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _tiling
 from polyphase.algorithms.tensor_cores import steps_of
 from polyphase.device import DeviceInfo
@@ -107,8 +107,7 @@ def test_layers_take_every_path() -> None:
 
 
 def share_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("ROUNDS", 0), ("CYCLES", 0), ("MOST", math.inf)):
-        monkeypatch.setattr(gather_gemm, f"_SHARED_{name}", value)
+    monkeypatch.setattr(gather_gemm, "_SHARING", Sharing(rounds=0, cycles=0, most=math.inf))
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -235,7 +235,7 @@ def test_items_are_taken_all_around_the_ring(name: str, variants: Gpu, monkeypat
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["grouped, every parameter", "rows without taps", "tiny images", "1-D"])
 def test_tiles_are_shared(name: str, dtype: str, variants: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of gather_gemm, some hundred of each block."""
+    """Those of gather_gemm, several of each block."""
     share_all_tiles(monkeypatch)
     device = replace(DeviceInfo.of(variants.device), multiprocessors=16)
     problem = replace(GATHER_LAYERS[name], batch=40 * GATHER_LAYERS[name].batch, dtype=dtype)

@@ -20,7 +20,7 @@ from _pytest.mark import ParameterSet
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, items_of, reference, run
 from polyphase.algorithms import base, implicit_gemm, implicit_gemm_tile, implicit_gemm_variant
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts
+from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts, Sharing
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gather_tiled import GatherTiled, legal_variants
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
@@ -297,8 +297,8 @@ def items_to_take(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 def share_all_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """All those that are not a block's own because they are loaded before any can be taken."""
-    for name, value in (("ROUNDS", 1), ("CYCLES", 0), ("FIRST", 1e9), ("LAST", 1e9)):
-        monkeypatch.setattr(implicit_gemm, f"_SHARED_{name}", value)
+    always = Sharing(rounds=1, cycles=0, most=1e9)
+    monkeypatch.setattr(implicit_gemm, "_SHARING", {False: always, True: always})
 
 
 GEMM_LAYERS = {

@@ -36,7 +36,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -296,7 +296,7 @@ __device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, i
 #pragma unroll
   for (int i = 3; i > 0; --i) {
     at[i] = (int)(index % extent[i]);
-    index = index / extent[i];
+    index = index / extent[i];  // with /= a Divisor would be its value
   }
   at[0] = (int)index;
 }
@@ -3670,6 +3670,33 @@ def slower_of(work: float, moving: float) -> "tuple[float, str]":
     return max(work, moving), "bytes" if moving > work else "instructions"
 
 
+class Sharing(NamedTuple):
+    """When blocks share their work, so that each takes the next piece that none has instead of every n-th.
+
+    A block would have so many pieces at least, of so many cycles, and these would take at most so many times what the
+    layer's bytes take: bytes must be what blocks compete for.
+    """
+
+    rounds: int
+    cycles: float
+    most: float
+
+    def pays(
+        self, rounds: float, predict: "Callable[[], tuple[float, str]]", layer_bytes: int, device: "DeviceInfo"
+    ) -> bool:
+        """Whether it does for ``rounds`` of pieces; ``predict`` gives their seconds, and what bounds them."""
+        if rounds < self.rounds:
+            return False
+        seconds, _ = predict()
+        long_enough = seconds * device.clock_hz >= rounds * self.cycles
+        return long_enough and seconds <= self.most * layer_bytes / device.copy_bytes_per_second
+
+
+def counter_bytes(count: int) -> int:
+    """What so many counters take in front of a kernel's weights (kernels/common/counters.cuh)."""
+    return round_up(4 * count, 128)
+
+
 def padded(geometry: bytes, multiple: int = 8) -> bytes:
     """A kernel's parameter filled up to what its next member, or itself, is aligned to."""
     return geometry + bytes(-len(geometry) % multiple)
@@ -3996,15 +4023,7 @@ def steps_of(problem: "ConvTransposeProblem") -> int:
 
 _MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
 _BARRIER_BYTES = 384  # and the notes of tiles
-
-
-# Blocks take the next tile that none has, instead of every n-th, only where
-_SHARED_ROUNDS = 16  # tiles a block, at least,
-
-
-_SHARED_CYCLES = 5000.0  # take so many cycles each, at least,
-_SHARED_MOST = 1.5  # and the predicted time is at most so many times that of the layer's bytes.
-_COUNTER_ALIGNMENT = 128  # bytes
+_SHARING = Sharing(rounds=16, cycles=5000.0, most=1.5)
 _COPY_THREADS = 256
 
 
@@ -4100,8 +4119,9 @@ class GatherGemm:
         behind = [max(1, math.prod(tiling.tiles[i:])) for i in range(5)]
         apart = [at_once // behind[1], *(at_once % behind[i] // behind[i + 1] for i in (1, 2, 3))]
         outputs = _outputs(problem, variant, tiling, device)
-        counter_bytes = round_up(4 * blocks, _COUNTER_ALIGNMENT) if _shares(problem, variant, tiling, device) else 0
-        weight_bytes = math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
+        counters, weight_bytes = 0, math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
+        if _shares(problem, variant, tiling, device):
+            counters = counter_bytes(blocks)
         geometry = gather.src.packed() + gather.dst.packed() + tiling.window.packed()
         geometry += struct.pack("<6i", problem.batch, problem.groups, *tiling.lanes)
         geometry += b"".join(map(packed_divisor, tiling.tiles))
@@ -4115,7 +4135,7 @@ class GatherGemm:
             tiling.joined,
             outputs,
             at_once,
-            counter_bytes,
+            counters,
             tiling.staged_bytes,
             tiling.bare_bytes,
             tiling.table_bytes,
@@ -4144,16 +4164,17 @@ class GatherGemm:
             block=32 * variant.all_warps,
             shared_bytes=_gather_gemm_shared_bytes(problem, variant, tiling, outputs),
             geometry=geometry,
-            prologue=_copy_weights(problem, counter_bytes) if counter_bytes else None,
-            workspace_bytes=counter_bytes + weight_bytes if counter_bytes else 0,
+            prologue=_copy_weights(problem, counters) if counters else None,
+            workspace_bytes=counters + weight_bytes if counters else 0,
         )
 
 
-def _copy_weights(problem: "ConvTransposeProblem", counter_bytes: int) -> "Launch":
+def _copy_weights(problem: "ConvTransposeProblem", counters: int) -> "Launch":
+    """What puts so many bytes of counters in front of the weights."""
     elements = math.prod(problem.weight_shape)
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(problem, Pass.FORWARD, False),
-        ("COUNTER_BYTES", counter_bytes),
+        ("COUNTER_BYTES", counters),
         ("GROUPS", problem.groups),
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
@@ -4388,12 +4409,7 @@ def _estimate(
 def _shares(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", device: "DeviceInfo") -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
     rounds = tiling.total / _at_once(problem, variant, tiling, device)
-    seconds, _ = _estimate(problem, variant, tiling, device)
-    return (
-        rounds >= _SHARED_ROUNDS
-        and seconds * device.clock_hz >= rounds * _SHARED_CYCLES
-        and seconds <= _SHARED_MOST * problem.bytes / device.copy_bytes_per_second
-    )
+    return _SHARING.pays(rounds, lambda: _estimate(problem, variant, tiling, device), problem.bytes, device)
 
 
 def _at_once(problem: "ConvTransposeProblem", variant: "GatherGemmVariant", tiling: "_Tiling", device: "DeviceInfo") -> int:

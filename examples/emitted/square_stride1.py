@@ -32,7 +32,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -292,7 +292,7 @@ __device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, i
 #pragma unroll
   for (int i = 3; i > 0; --i) {
     at[i] = (int)(index % extent[i]);
-    index = index / extent[i];
+    index = index / extent[i];  // with /= a Divisor would be its value
   }
   at[0] = (int)index;
 }
@@ -4056,6 +4056,33 @@ def slower_of(work: float, moving: float) -> "tuple[float, str]":
     return max(work, moving), "bytes" if moving > work else "instructions"
 
 
+class Sharing(NamedTuple):
+    """When blocks share their work, so that each takes the next piece that none has instead of every n-th.
+
+    A block would have so many pieces at least, of so many cycles, and these would take at most so many times what the
+    layer's bytes take: bytes must be what blocks compete for.
+    """
+
+    rounds: int
+    cycles: float
+    most: float
+
+    def pays(
+        self, rounds: float, predict: "Callable[[], tuple[float, str]]", layer_bytes: int, device: "DeviceInfo"
+    ) -> bool:
+        """Whether it does for ``rounds`` of pieces; ``predict`` gives their seconds, and what bounds them."""
+        if rounds < self.rounds:
+            return False
+        seconds, _ = predict()
+        long_enough = seconds * device.clock_hz >= rounds * self.cycles
+        return long_enough and seconds <= self.most * layer_bytes / device.copy_bytes_per_second
+
+
+def counter_bytes(count: int) -> int:
+    """What so many counters take in front of a kernel's weights (kernels/common/counters.cuh)."""
+    return round_up(4 * count, 128)
+
+
 def padded(geometry: bytes, multiple: int = 8) -> bytes:
     """A kernel's parameter filled up to what its next member, or itself, is aligned to."""
     return geometry + bytes(-len(geometry) % multiple)
@@ -4867,7 +4894,7 @@ class Product:
 
         A cluster has one; the emulator, which runs blocks one by one, has one for each of its blocks.
         """
-        return round_up(4 * (self.row_groups // variant.row_parts if variant.resident else variant.cluster), 128)
+        return counter_bytes(self.row_groups // variant.row_parts if variant.resident else variant.cluster)
 
 
 def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
@@ -5504,13 +5531,10 @@ def _store(gather: "Gather", variant: "GemmVariant", tile: "Tile", product: "Pro
 #
 # The forward pass on tensor cores, ``kernels/implicit_gemm.cu``: choice and launch of a variant.
 
-# Blocks share items where each would have so many at least, of so many cycles, and where these take at most so many
-# times what the layer's bytes take, by the destination's memory format: bytes must be what blocks compete for.
-_SHARED_ROUNDS = 32
+# By whether channels come last in the destination.
+_SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
 
 
-_SHARED_CYCLES = 1800
-_SHARED_FIRST, _SHARED_LAST = 3.0, 1.2
 _ALL = 2**31 - 1
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 
@@ -5669,12 +5693,8 @@ def _own_items(
     gather: "Gather", variant: "GemmVariant", tile: "Tile", device: "DeviceInfo", problem: "ConvTransposeProblem", rounds: int
 ) -> int:
     """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
-    if rounds < _SHARED_ROUNDS:
-        return _ALL
-    seconds, _ = estimate(gather, variant, tile, device, 0)
-    most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
-    most *= problem.bytes / device.copy_bytes_per_second
-    if seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
+    sharing = _SHARING[gather.dst.channels_last]
+    if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
         return _ALL
     stages = Product.of(gather, variant).stages(variant)
     told_ahead = math.ceil((variant.loader_groups - 1) / stages)

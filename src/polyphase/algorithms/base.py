@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from polyphase.problem import DTYPE_BYTES, Pass, accumulator_bytes
 
@@ -295,6 +295,33 @@ def cost_seconds(problem: ConvTransposeProblem, device: DeviceInfo, multiprocess
 def slower_of(work: float, moving: float) -> tuple[float, str]:
     """Predicted time from the seconds that instructions and bytes take, and which of them bound it."""
     return max(work, moving), "bytes" if moving > work else "instructions"
+
+
+class Sharing(NamedTuple):
+    """When blocks share their work, so that each takes the next piece that none has instead of every n-th.
+
+    A block would have so many pieces at least, of so many cycles, and these would take at most so many times what the
+    layer's bytes take: bytes must be what blocks compete for.
+    """
+
+    rounds: int
+    cycles: float
+    most: float
+
+    def pays(
+        self, rounds: float, predict: Callable[[], tuple[float, str]], layer_bytes: int, device: DeviceInfo
+    ) -> bool:
+        """Whether it does for ``rounds`` of pieces; ``predict`` gives their seconds, and what bounds them."""
+        if rounds < self.rounds:
+            return False
+        seconds, _ = predict()
+        long_enough = seconds * device.clock_hz >= rounds * self.cycles
+        return long_enough and seconds <= self.most * layer_bytes / device.copy_bytes_per_second
+
+
+def counter_bytes(count: int) -> int:
+    """What so many counters take in front of a kernel's weights (kernels/common/counters.cuh)."""
+    return round_up(4 * count, 128)
 
 
 def padded(geometry: bytes, multiple: int = 8) -> bytes:

@@ -16,6 +16,8 @@ from polyphase.algorithms.base import (
     Candidate,
     Launch,
     Layouts,
+    Sharing,
+    counter_bytes,
     first_candidates,
     layer_constants,
     out_blocks,
@@ -42,12 +44,7 @@ _MAX_WEIGHT_BYTES = 96 << 10
 _MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
 _BARRIER_BYTES = 384  # and the notes of tiles
 _BUFFERS = 3  # of stages
-
-# Blocks take the next tile that none has, instead of every n-th, only where
-_SHARED_ROUNDS = 16  # tiles a block, at least,
-_SHARED_CYCLES = 5000.0  # take so many cycles each, at least,
-_SHARED_MOST = 1.5  # and the predicted time is at most so many times that of the layer's bytes.
-_COUNTER_ALIGNMENT = 128  # bytes
+_SHARING = Sharing(rounds=16, cycles=5000.0, most=1.5)
 _OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
 _MAX_PHASES = 64  # elements of a cell
 _COPY_THREADS = 256
@@ -178,8 +175,9 @@ class GatherGemm:
         behind = [max(1, math.prod(tiling.tiles[i:])) for i in range(5)]
         apart = [at_once // behind[1], *(at_once % behind[i] // behind[i + 1] for i in (1, 2, 3))]
         outputs = _outputs(problem, variant, tiling, device)
-        counter_bytes = round_up(4 * blocks, _COUNTER_ALIGNMENT) if _shares(problem, variant, tiling, device) else 0
-        weight_bytes = math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
+        counters, weight_bytes = 0, math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
+        if _shares(problem, variant, tiling, device):
+            counters = counter_bytes(blocks)
         geometry = gather.src.packed() + gather.dst.packed() + tiling.window.packed()
         geometry += struct.pack("<6i", problem.batch, problem.groups, *tiling.lanes)
         geometry += b"".join(map(packed_divisor, tiling.tiles))
@@ -193,7 +191,7 @@ class GatherGemm:
             tiling.joined,
             outputs,
             at_once,
-            counter_bytes,
+            counters,
             tiling.staged_bytes,
             tiling.bare_bytes,
             tiling.table_bytes,
@@ -222,16 +220,17 @@ class GatherGemm:
             block=32 * variant.all_warps,
             shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
             geometry=geometry,
-            prologue=_copy_weights(problem, counter_bytes) if counter_bytes else None,
-            workspace_bytes=counter_bytes + weight_bytes if counter_bytes else 0,
+            prologue=_copy_weights(problem, counters) if counters else None,
+            workspace_bytes=counters + weight_bytes if counters else 0,
         )
 
 
-def _copy_weights(problem: ConvTransposeProblem, counter_bytes: int) -> Launch:
+def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Launch:
+    """What puts so many bytes of counters in front of the weights."""
     elements = math.prod(problem.weight_shape)
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(problem, Pass.FORWARD, False),
-        ("COUNTER_BYTES", counter_bytes),
+        ("COUNTER_BYTES", counters),
         ("GROUPS", problem.groups),
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
@@ -464,12 +463,7 @@ def _estimate(
 def _shares(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
     rounds = tiling.total / _at_once(problem, variant, tiling, device)
-    seconds, _ = _estimate(problem, variant, tiling, device)
-    return (
-        rounds >= _SHARED_ROUNDS
-        and seconds * device.clock_hz >= rounds * _SHARED_CYCLES
-        and seconds <= _SHARED_MOST * problem.bytes / device.copy_bytes_per_second
-    )
+    return _SHARING.pays(rounds, lambda: _estimate(problem, variant, tiling, device), problem.bytes, device)
 
 
 def _at_once(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:

@@ -13,6 +13,7 @@ from polyphase.algorithms.base import (
     Candidate,
     Launch,
     Layouts,
+    Sharing,
     dense_strides,
     first_candidates,
     is_tiny,
@@ -75,11 +76,8 @@ _WITH_THEIR_OWN = {
     ),
 }
 _AS_GOOD = 0.99  # of the prediction at another size: what is offered already does there
-# Blocks share items where each would have so many at least, of so many cycles, and where these take at most so many
-# times what the layer's bytes take, by the destination's memory format: bytes must be what blocks compete for.
-_SHARED_ROUNDS = 32
-_SHARED_CYCLES = 1800
-_SHARED_FIRST, _SHARED_LAST = 3.0, 1.2
+# By whether channels come last in the destination.
+_SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
 _ALL = 2**31 - 1
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
@@ -274,12 +272,8 @@ def _own_items(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
     """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
-    if rounds < _SHARED_ROUNDS:
-        return _ALL
-    seconds, _ = estimate(gather, variant, tile, device, 0)
-    most = _SHARED_LAST if gather.dst.channels_last else _SHARED_FIRST
-    most *= problem.bytes / device.copy_bytes_per_second
-    if seconds * device.clock_hz < rounds * _SHARED_CYCLES or seconds > most:
+    sharing = _SHARING[gather.dst.channels_last]
+    if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
         return _ALL
     stages = Product.of(gather, variant).stages(variant)
     told_ahead = math.ceil((variant.loader_groups - 1) / stages)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from polyphase.algorithms.base import SECTOR_BYTES, TINY, is_tiny, round_up
+from polyphase.algorithms.base import SECTOR_BYTES, TINY, counter_bytes, is_tiny
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.tensor_cores import parts_of
 from polyphase.device import DeviceInfo
@@ -261,7 +261,7 @@ class Product:
 
         A cluster has one; the emulator, which runs blocks one by one, has one for each of its blocks.
         """
-        return round_up(4 * (self.row_groups // variant.row_parts if variant.resident else variant.cluster), 128)
+        return counter_bytes(self.row_groups // variant.row_parts if variant.resident else variant.cluster)
 
 
 def variants(

@@ -66,7 +66,7 @@ __device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, i
 #pragma unroll
   for (int i = 3; i > 0; --i) {
     at[i] = (int)(index % extent[i]);
-    index = index / extent[i];
+    index = index / extent[i];  // with /= a Divisor would be its value
   }
   at[0] = (int)index;
 }
