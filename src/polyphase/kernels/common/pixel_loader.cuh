@@ -146,14 +146,6 @@ struct Loader {
     }
   }
 
-  template <int BYTES>
-  static __device__ __forceinline__ void copy(unsigned char* to, const scalar_t* from, bool exists) {
-    if constexpr (BYTES == 2)
-      *(scalar_t*)to = exists ? read(from) : zero<scalar_t>();
-    else
-      copy_async<BYTES>(shared_address(to), from, exists);
-  }
-
   // Channels first: COUNT neighbouring pixels of every channel of the stage. Lanes take pixels, warps channels.
   template <int BYTES>
   __device__ __forceinline__ void copy_rows(const scalar_t* base, int channel, scalar_t* raw) const {
@@ -169,14 +161,14 @@ struct Loader {
       for (int i = 0; i < STAGE_CHANNELS / WARPS; ++i) {
         const bool exists =
             offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + warp + i * WARPS < SRC_CHANNELS);
-        copy<BYTES>(to, exists ? from : base, exists);
+        copy_async<BYTES>(shared_address(to), exists ? from : base, exists);
         from += WARPS * g.src.stride[1];
         to += WARPS * g.raw_pitch * (int)sizeof(scalar_t);
       }
     }
   }
 
-  // Channels last: the chunks of every pixel, piece by piece where they are not aligned.
+  // Channels last: the chunks of every pixel, whole or (float32) piece by piece.
   template <int BYTES>
   __device__ __forceinline__ void copy_pixels(const scalar_t* base, int channel, unsigned char* to) const {
     constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
@@ -189,17 +181,75 @@ struct Loader {
 #pragma unroll
       for (int i = 0; i < CHUNK; i += COUNT) {
         const bool exists = offset != PADDING && channel + chunk * CHUNK + i < SRC_CHANNELS;
-        copy<BYTES>(to + pixel * 16 + i * (int)sizeof(scalar_t), exists ? from + offset + i : base, exists);
+        copy_async<BYTES>(shared_address(to + pixel * 16 + i * (int)sizeof(scalar_t)),
+                          exists ? from + offset + i : base, exists);
       }
+    }
+  }
+
+  // Single elements of two bytes are too small for asynchronous copies and pass through registers. MOVED are loaded
+  // before the first is stored: as many loads are on their way at once.
+  static constexpr int MOVED = 16;
+
+  __device__ __forceinline__ void move_rows(const scalar_t* base, int channel, scalar_t* raw) const {
+    constexpr int WARPS = LOADERS / 32, ROWS = STAGE_CHANNELS / WARPS, RUNS = ceil_div(MOVED, ROWS);
+    const int warp = thread / 32;
+    base += warp * g.src.stride[1], raw += warp * g.raw_pitch, channel += warp;
+    for (int first = thread % 32; first < g.halo; first += 32 * RUNS) {
+      scalar_t elements[RUNS][ROWS];
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+        const offset_t offset = first + run * 32 < g.halo ? offsets[first + run * 32] : PADDING;
+        const scalar_t* from = base + (offset == PADDING ? 0 : offset);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+          const bool exists =
+              offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + i * WARPS < SRC_CHANNELS);
+          elements[run][i] = exists ? read(from) : zero<scalar_t>();
+          from += WARPS * g.src.stride[1];
+        }
+      }
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run)
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+          if (first + run * 32 < g.halo) raw[i * WARPS * g.raw_pitch + first + run * 32] = elements[run][i];
+    }
+  }
+
+  __device__ __forceinline__ void move_pixels(const scalar_t* base, int channel, unsigned char* to) const {
+    constexpr int STEP = LOADERS / STAGE_CHUNKS, RUNS = MOVED / CHUNK;
+    const int chunk = thread % STAGE_CHUNKS;
+    base += chunk * CHUNK, channel += chunk * CHUNK;
+    to += chunk * g.chunk_bytes;
+    for (int first = thread / STAGE_CHUNKS; first < g.halo; first += STEP * RUNS) {
+      Vector<scalar_t, CHUNK> chunks[RUNS];
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+        const offset_t offset = first + run * STEP < g.halo ? offsets[first + run * STEP] : PADDING;
+        const scalar_t* const from = base + (offset == PADDING ? 0 : offset);
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+          const bool exists = offset != PADDING && channel + i < SRC_CHANNELS;
+          chunks[run].value[i] = exists ? read(from + i) : zero<scalar_t>();
+        }
+      }
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run)
+        if (first + run * STEP < g.halo) *(Vector<scalar_t, CHUNK>*)(to + (first + run * STEP) * 16) = chunks[run];
     }
   }
 
   template <int BYTES>
   __device__ __forceinline__ void copy_stage(const scalar_t* base, int channel, unsigned char* to) const {
-    if constexpr (SRC_CHANNELS_LAST)
+    if constexpr (SRC_CHANNELS_LAST && BYTES >= 4)
       copy_pixels<BYTES>(base, channel, to);
-    else
+    else if constexpr (SRC_CHANNELS_LAST)
+      move_pixels(base, channel, to);
+    else if constexpr (BYTES >= 4)
       copy_rows<BYTES>(base, channel, (scalar_t*)to);
+    else
+      move_rows(base, channel, (scalar_t*)to);
   }
 
   // A stage of the tile that `find_pixels` has seen; `base` is its first channel's first element.
