@@ -18,7 +18,16 @@ from helpers import random_problem
 from kernel_harness import formats, items_of
 from polyphase import UnsupportedError, plan, runtime
 from polyphase.algorithms import ALGORITHMS, implicit_gemm_variant
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch, Layouts, Strides, is_tiny, packed_divisor
+from polyphase.algorithms.base import (
+    TENSOR_MAP_BYTES,
+    Boxes,
+    Launch,
+    Layouts,
+    Strides,
+    has_odd_rows,
+    is_tiny,
+    packed_divisor,
+)
 from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.gradient_wgmma_tile import in_pairs
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
@@ -141,9 +150,12 @@ def test_single_pixels_are_a_product_of_matrices() -> None:
     dense = Layouts.dense(layer)
     same = replace(dense, input=(100, 1, 0, 7, 9))  # strides of single pixels say nothing
     assert plan.plan(layer, Pass.FORWARD, H200, same).launch.source == chosen.launch.source
+    last = replace(layer, channels_last=True)
+    assert plan.plan(last, Pass.FORWARD, H200).launch.source == chosen.launch.source
     spread = replace(dense, input=(200, 2, 1, 1, 1))
     others = [(replace(layer, **change), dense) for change in OTHERS_THAN_PIXELS]
-    for problem, layouts in [(layer, spread), *others]:
+    mixed = [(layer, replace(dense, weight_channels_last=True)), (last, dense)]  # formats that are not one
+    for problem, layouts in [(layer, spread), *mixed, *others]:
         assert dict(plan.plan(problem, Pass.FORWARD, H200, layouts).launch.source.constants)["AXIS_W"] != Axis(1)
 
 
@@ -161,7 +173,6 @@ OTHERS_THAN_PIXELS: list[dict[str, object]] = [
     {"output_padding": (1, 0), "stride": (2, 2)},
     {"dilation": (1, 2)},
     {"bias": True},
-    {"channels_last": True},
     {"batch": 0},
     {"input_size": (1, 2)},
     {"groups": 2},
@@ -230,8 +241,9 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
     The weight gradient has another where the copy engine does not take the input; it is compiled beforehand. Gradients
     by Hopper's instruction that take taps in pairs have others where the output's rows are odd by their padding, which
     is an argument of its own.
-    So has the product of matrices that it is of single pixels, of which a batch is the image; and the forward pass of a
-    kernel that is its stride, whose padded outputs have elements without a tap.
+    So has the forward pass in half precision where the input's rows are odd; the product of matrices that it is of
+    single pixels, of which a batch is the image; and the forward pass of a kernel that is its stride, whose padded
+    outputs have elements without a tap.
     """
     for pass_ in Pass:
         sources: dict[tuple[bool, ...], dict[KernelSource, ConvTransposeProblem]] = {}
@@ -246,7 +258,8 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.algorithm.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
             cells = chosen.algorithm == "pixel_gemm"
-            kind = computed == sized, is_tiny(computed), by_engine, odd, cells
+            single = pass_ is Pass.FORWARD and has_odd_rows(computed)
+            kind = computed == sized, is_tiny(computed), by_engine, odd, cells, single
             sources.setdefault(kind, {}).setdefault(launch.source, sized)
         for found in sources.values():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}

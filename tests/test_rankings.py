@@ -152,7 +152,9 @@ def test_what_is_damaged_is_ranked_anew(
 def test_what_is_made_up_leaves_all_algorithms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the order of algorithms a later process reads, it asks each that is missing, too."""
     chosen = plan.plan(LAYER, Pass.WEIGHT_GRAD, H200)
-    names = [algorithm.name for algorithm in plan._ranked(base.compared(LAYER), Pass.WEIGHT_GRAD, H200)]
+    names = [
+        algorithm.name for algorithm in plan._ranked(base.compared(LAYER, Pass.WEIGHT_GRAD), Pass.WEIGHT_GRAD, H200)
+    ]
     assert chosen.algorithm in names[:2]  # the first does not take all sizes
     assert len(names) == len(plan.ALGORITHMS)
     unable = [algorithm.refusal(LAYER, Pass.WEIGHT_GRAD, H200) is not None for algorithm in plan.ALGORITHMS].index(True)

@@ -54,6 +54,8 @@ LAYERS = {
     "3-D": make((2, 16, 4, 5, 6), 2, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True),
     "weights in parts": make((1, 320, 3, 9), 1, 9, 4, 4, 3, bias=True),
     "empty batch": make((0, 16, 4, 4), 3, 3),
+    "bands": make((1, 16, 300, 18), 1, 9, padding=4),
+    "a ring of bands": make((1, 16, 300, 18), 1, 9, padding=4),
 }
 
 

@@ -1784,14 +1784,6 @@ struct PartLoader {
   }
 
  private:
-  template <int BYTES>
-  static __device__ __forceinline__ void copy(char* to, const scalar_t* from, bool exists) {
-    if constexpr (BYTES >= 4)
-      copy_async<BYTES>(shared_address(to), from, exists);
-    else
-      *(scalar_t*)to = exists ? read(from) : zero<scalar_t>();
-  }
-
   // Threads go along a row, and take channels in turn; where rows are short, several channels at once.
   template <int BYTES, class... At>
   __device__ __forceinline__ void load_pieces(const scalar_t* from, int channels, char* to, const At&... at) const {
@@ -1814,11 +1806,26 @@ struct PartLoader {
       const bool inside = box.find(tensor, i, offset, at...);
       const scalar_t* source = from + offset;
       char* slot = to + i * BYTES;
+      if constexpr (BYTES >= 4) {
 #pragma unroll 4
-      for (int channel = 0; channel < CHANNELS; channel += at_once) {
-        if (whole || first + channel < CHANNELS) copy<BYTES>(slot, source, inside && first + channel < channels);
-        source += at_once * tensor.stride[1];
-        slot += at_once * part.pitch;
+        for (int channel = 0; channel < CHANNELS; channel += at_once) {
+          if (whole || first + channel < CHANNELS)
+            copy_async<BYTES>(shared_address(slot), source, inside && first + channel < channels);
+          source += at_once * tensor.stride[1];
+          slot += at_once * part.pitch;
+        }
+      } else {  // too small for asynchronous copies: several are on their way before the first is stored
+        constexpr int MOVED = CHANNELS < 8 ? CHANNELS : 8;
+#pragma unroll 1
+        for (int channel = first; channel < CHANNELS; channel += MOVED * at_once) {
+          scalar_t elements[MOVED];
+#pragma unroll
+          for (int j = 0; j < MOVED; ++j, source += at_once * tensor.stride[1])
+            elements[j] = inside && channel + j * at_once < min(CHANNELS, channels) ? read(source) : zero<scalar_t>();
+#pragma unroll
+          for (int j = 0; j < MOVED; ++j, slot += at_once * part.pitch)
+            if (channel + j * at_once < CHANNELS) *(scalar_t*)slot = elements[j];
+        }
       }
     }
   }
@@ -1826,19 +1833,26 @@ struct PartLoader {
   // Lanes go along channels.
   template <int WIDTH, class... At>
   __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
-    constexpr int VECTORS = CHANNELS / WIDTH;
-#pragma unroll 4
-    for (int i = loader(); i < box.pieces * VECTORS; i += LOADERS) {
-      const int channel = i % VECTORS * WIDTH;
-      long long offset;
-      const bool inside = box.find(tensor, i / VECTORS, offset, at...) && channel < channels;
-      const scalar_t* const source = from + offset + channel;
-      typedef Vector<scalar_t, WIDTH> Vectors;
-      Vectors vector = {};
-      if (inside) vector = *(const Vectors*)source;
-      char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
+    constexpr int VECTORS = CHANNELS / WIDTH, MOVED = WIDTH == 1 ? 4 : 2;
+    const int count = box.pieces * VECTORS;
+#pragma unroll 1
+    for (int begin = loader(); begin < count; begin += MOVED * LOADERS) {
+      Vector<scalar_t, WIDTH> vectors[MOVED] = {};  // all on their way before the first is stored
 #pragma unroll
-      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
+      for (int k = 0; k < MOVED; ++k) {
+        const int i = begin + k * LOADERS, channel = i % VECTORS * WIDTH;
+        long long offset;
+        if (i < count && box.find(tensor, i / VECTORS, offset, at...) && channel < channels)
+          vectors[k] = *(const Vector<scalar_t, WIDTH>*)(from + offset + channel);
+      }
+#pragma unroll
+      for (int k = 0; k < MOVED; ++k) {
+        const int i = begin + k * LOADERS;
+        if (i >= count) break;
+        char* const slot = to + i % VECTORS * WIDTH * part.pitch + i / VECTORS * ELEMENT;
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vectors[k].value[j];
+      }
     }
   }
 };

@@ -1652,14 +1652,6 @@ struct Loader {
     }
   }
 
-  template <int BYTES>
-  static __device__ __forceinline__ void copy(unsigned char* to, const scalar_t* from, bool exists) {
-    if constexpr (BYTES == 2)
-      *(scalar_t*)to = exists ? read(from) : zero<scalar_t>();
-    else
-      copy_async<BYTES>(shared_address(to), from, exists);
-  }
-
   // Channels first: COUNT neighbouring pixels of every channel of the stage. Lanes take pixels, warps channels.
   template <int BYTES>
   __device__ __forceinline__ void copy_rows(const scalar_t* base, int channel, scalar_t* raw) const {
@@ -1675,14 +1667,14 @@ struct Loader {
       for (int i = 0; i < STAGE_CHANNELS / WARPS; ++i) {
         const bool exists =
             offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + warp + i * WARPS < SRC_CHANNELS);
-        copy<BYTES>(to, exists ? from : base, exists);
+        copy_async<BYTES>(shared_address(to), exists ? from : base, exists);
         from += WARPS * g.src.stride[1];
         to += WARPS * g.raw_pitch * (int)sizeof(scalar_t);
       }
     }
   }
 
-  // Channels last: the chunks of every pixel, piece by piece where they are not aligned.
+  // Channels last: the chunks of every pixel, whole or (float32) piece by piece.
   template <int BYTES>
   __device__ __forceinline__ void copy_pixels(const scalar_t* base, int channel, unsigned char* to) const {
     constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
@@ -1695,17 +1687,70 @@ struct Loader {
 #pragma unroll
       for (int i = 0; i < CHUNK; i += COUNT) {
         const bool exists = offset != PADDING && channel + chunk * CHUNK + i < SRC_CHANNELS;
-        copy<BYTES>(to + pixel * 16 + i * (int)sizeof(scalar_t), exists ? from + offset + i : base, exists);
+        copy_async<BYTES>(shared_address(to + pixel * 16 + i * (int)sizeof(scalar_t)),
+                          exists ? from + offset + i : base, exists);
       }
+    }
+  }
+
+  // Single elements of two bytes are too small for asynchronous copies and pass through registers. MOVED are loaded
+  // before the first is stored: as many loads are on their way at once.
+  static constexpr int MOVED = 16;
+
+  __device__ __forceinline__ void move_rows(const scalar_t* base, int channel, scalar_t* raw) const {
+    constexpr int WARPS = LOADERS / 32, ROWS = STAGE_CHANNELS / WARPS, RUNS = ceil_div(MOVED, ROWS);
+    const int warp = thread / 32;
+    base += warp * g.src.stride[1], raw += warp * g.raw_pitch, channel += warp;
+    for (int first = thread % 32; first < g.halo; first += 32 * RUNS) {
+      scalar_t elements[RUNS][ROWS];
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+        const offset_t offset = first + run * 32 < g.halo ? offsets[first + run * 32] : PADDING;
+        const scalar_t* from = base + (offset == PADDING ? 0 : offset);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+          const bool exists =
+              offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + i * WARPS < SRC_CHANNELS);
+          elements[run][i] = exists ? read(from) : zero<scalar_t>();
+          from += WARPS * g.src.stride[1];
+        }
+      }
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run)
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+          if (first + run * 32 < g.halo) raw[i * WARPS * g.raw_pitch + first + run * 32] = elements[run][i];
+    }
+  }
+
+  // A chunk is what the registers allow here.
+  __device__ __forceinline__ void move_pixels(const scalar_t* base, int channel, unsigned char* to) const {
+    const int chunk = thread % STAGE_CHUNKS;
+    base += chunk * CHUNK, channel += chunk * CHUNK;
+    to += chunk * g.chunk_bytes;
+    for (int pixel = thread / STAGE_CHUNKS; pixel < g.halo; pixel += LOADERS / STAGE_CHUNKS) {
+      const offset_t offset = offsets[pixel];
+      const scalar_t* const from = base + (offset == PADDING ? 0 : offset);
+      Vector<scalar_t, CHUNK> elements;
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) {
+        const bool exists = offset != PADDING && channel + i < SRC_CHANNELS;
+        elements.value[i] = exists ? read(from + i) : zero<scalar_t>();
+      }
+      *(Vector<scalar_t, CHUNK>*)(to + pixel * 16) = elements;
     }
   }
 
   template <int BYTES>
   __device__ __forceinline__ void copy_stage(const scalar_t* base, int channel, unsigned char* to) const {
-    if constexpr (SRC_CHANNELS_LAST)
+    if constexpr (SRC_CHANNELS_LAST && BYTES >= 4)
       copy_pixels<BYTES>(base, channel, to);
-    else
+    else if constexpr (SRC_CHANNELS_LAST)
+      move_pixels(base, channel, to);
+    else if constexpr (BYTES >= 4)
       copy_rows<BYTES>(base, channel, (scalar_t*)to);
+    else
+      move_rows(base, channel, (scalar_t*)to);
   }
 
   // A stage of the tile that `find_pixels` has seen; `base` is its first channel's first element.
@@ -2754,14 +2799,6 @@ struct PartLoader {
   }
 
  private:
-  template <int BYTES>
-  static __device__ __forceinline__ void copy(char* to, const scalar_t* from, bool exists) {
-    if constexpr (BYTES >= 4)
-      copy_async<BYTES>(shared_address(to), from, exists);
-    else
-      *(scalar_t*)to = exists ? read(from) : zero<scalar_t>();
-  }
-
   // Threads go along a row, and take channels in turn; where rows are short, several channels at once.
   template <int BYTES, class... At>
   __device__ __forceinline__ void load_pieces(const scalar_t* from, int channels, char* to, const At&... at) const {
@@ -2784,11 +2821,26 @@ struct PartLoader {
       const bool inside = box.find(tensor, i, offset, at...);
       const scalar_t* source = from + offset;
       char* slot = to + i * BYTES;
+      if constexpr (BYTES >= 4) {
 #pragma unroll 4
-      for (int channel = 0; channel < CHANNELS; channel += at_once) {
-        if (whole || first + channel < CHANNELS) copy<BYTES>(slot, source, inside && first + channel < channels);
-        source += at_once * tensor.stride[1];
-        slot += at_once * part.pitch;
+        for (int channel = 0; channel < CHANNELS; channel += at_once) {
+          if (whole || first + channel < CHANNELS)
+            copy_async<BYTES>(shared_address(slot), source, inside && first + channel < channels);
+          source += at_once * tensor.stride[1];
+          slot += at_once * part.pitch;
+        }
+      } else {  // too small for asynchronous copies: several are on their way before the first is stored
+        constexpr int MOVED = CHANNELS < 8 ? CHANNELS : 8;
+#pragma unroll 1
+        for (int channel = first; channel < CHANNELS; channel += MOVED * at_once) {
+          scalar_t elements[MOVED];
+#pragma unroll
+          for (int j = 0; j < MOVED; ++j, source += at_once * tensor.stride[1])
+            elements[j] = inside && channel + j * at_once < min(CHANNELS, channels) ? read(source) : zero<scalar_t>();
+#pragma unroll
+          for (int j = 0; j < MOVED; ++j, slot += at_once * part.pitch)
+            if (channel + j * at_once < CHANNELS) *(scalar_t*)slot = elements[j];
+        }
       }
     }
   }
@@ -2796,19 +2848,26 @@ struct PartLoader {
   // Lanes go along channels.
   template <int WIDTH, class... At>
   __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
-    constexpr int VECTORS = CHANNELS / WIDTH;
-#pragma unroll 4
-    for (int i = loader(); i < box.pieces * VECTORS; i += LOADERS) {
-      const int channel = i % VECTORS * WIDTH;
-      long long offset;
-      const bool inside = box.find(tensor, i / VECTORS, offset, at...) && channel < channels;
-      const scalar_t* const source = from + offset + channel;
-      typedef Vector<scalar_t, WIDTH> Vectors;
-      Vectors vector = {};
-      if (inside) vector = *(const Vectors*)source;
-      char* const slot = to + channel * part.pitch + i / VECTORS * ELEMENT;
+    constexpr int VECTORS = CHANNELS / WIDTH, MOVED = WIDTH == 1 ? 4 : 2;
+    const int count = box.pieces * VECTORS;
+#pragma unroll 1
+    for (int begin = loader(); begin < count; begin += MOVED * LOADERS) {
+      Vector<scalar_t, WIDTH> vectors[MOVED] = {};  // all on their way before the first is stored
 #pragma unroll
-      for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vector.value[j];
+      for (int k = 0; k < MOVED; ++k) {
+        const int i = begin + k * LOADERS, channel = i % VECTORS * WIDTH;
+        long long offset;
+        if (i < count && box.find(tensor, i / VECTORS, offset, at...) && channel < channels)
+          vectors[k] = *(const Vector<scalar_t, WIDTH>*)(from + offset + channel);
+      }
+#pragma unroll
+      for (int k = 0; k < MOVED; ++k) {
+        const int i = begin + k * LOADERS;
+        if (i >= count) break;
+        char* const slot = to + i % VECTORS * WIDTH * part.pitch + i / VECTORS * ELEMENT;
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vectors[k].value[j];
+      }
     }
   }
 };

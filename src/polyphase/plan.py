@@ -104,7 +104,7 @@ def plan(
     _check_integers(problem)
     given = problem
     problem, layouts = as_computed(problem, pass_, layouts)
-    algorithms = _ranked(compared(problem), pass_, device)
+    algorithms = _ranked(compared(problem, pass_), pass_, device)
     choice = None if by_prediction else tuning.choice(problem, pass_, device)
     measured = None if choice is None else _measured(_offers(algorithms, problem, pass_, device, layouts), choice)
     if measured is not None:

@@ -239,12 +239,13 @@ class ConvTransposeProblem:
         """The layer of one tap that this one is where every image is a single pixel, as the first of a generator's are.
 
         Taps do not meet then: the batch is a row of pixels, and every output of an image a channel of its pixel. Dense
-        tensors lie the same for both, with the channels last for the one returned. None where images are larger, where
-        outputs are missing or bias alone, with groups, and with a bias, which is one for several of those channels.
+        tensors lie the same for both in either format, with the channels last for the one returned. None where images
+        are larger, where outputs are missing or bias alone, with groups, and with a bias, which is one for several of
+        those channels.
         """
         whole = not any(self.padding) and not any(self.output_padding) and self.batch > 0
         gaps = any(d > 1 and k > 1 for d, k in zip(self.dilation, self.kernel_size))
-        if math.prod(self.input_size) != 1 or not whole or gaps or self.bias or self.channels_last or self.groups > 1:
+        if math.prod(self.input_size) != 1 or not whole or gaps or self.bias or self.groups > 1:
             return None
         return replace(
             self,

@@ -244,21 +244,29 @@ def with_large_images(problem: ConvTransposeProblem) -> ConvTransposeProblem:
     return standard(problem) if is_tiny(problem) else replace(typical(problem, (16384, 256, 64)), batch=64)
 
 
-def compared(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+def has_odd_rows(problem: ConvTransposeProblem) -> bool:
+    """Whether rows of the input are too odd for asynchronous copies of 4 bytes."""
+    return DTYPE_BYTES[problem.dtype] == 2 and problem.input_size[-1] % 2 == 1 and not problem.channels_last
+
+
+def compared(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
     """The layer at the size at which algorithms are compared: `standard`, but wide images where channels are few.
 
-    In half precision, where no tap reads beside its pixel, images can be operands as they lie (`implicit_gemm`), unless
-    their pixels are no whole pieces of 16 bytes; nor are those then that stand for them, which are slightly smaller.
+    For the forward pass in half precision, channels first, rows are as odd as those of the layer's images: elements of
+    odd ones are loaded one by one. And where no tap reads beside its pixel, images can be operands as they lie
+    (`implicit_gemm`), unless their pixels are no whole pieces of 16 bytes; nor are those then that stand for them.
     """
-    channels = problem.in_channels_per_group, problem.out_channels_per_group
-    if all(count in FEW_CHANNELS for count in channels):
-        return with_large_images(problem)
-    sized = standard(problem)
-    could = DTYPE_BYTES[problem.dtype] == 2 and all(axis.shifts == (0, 0) for axis in problem.axes)
-    if not could or is_tiny(problem) or math.prod(problem.input_size) % 8 == 0:
+    few = all(n in FEW_CHANNELS for n in (problem.in_channels_per_group, problem.out_channels_per_group))
+    sized = with_large_images(problem) if few else standard(problem)
+    if DTYPE_BYTES[problem.dtype] != 2:
         return sized
     *sides, width = sized.input_size
-    return replace(sized, input_size=(*((side - 1) | 1 for side in sides), width // 8 * 8 - 4))
+    could = not few and all(axis.shifts == (0, 0) for axis in problem.axes)
+    if could and not is_tiny(problem) and math.prod(problem.input_size) % 8:
+        sides, width = [(side - 1) | 1 for side in sides], width // 8 * 8 - 4
+    if pass_ is Pass.FORWARD and has_odd_rows(problem):
+        width = (width - 1) | 1
+    return replace(sized, input_size=(*sides, width))
 
 
 def two_dimensions(blocks: int) -> tuple[int, int]:

@@ -318,9 +318,16 @@ def families(
                     continue  # there the block's own warp groups share weights
                 if split == "rows" and channel_blocks > 1 and not row_channels:
                     continue  # registers spill
+                if k_steps == 4 and cluster > 1 and row_channels and not whole_images:
+                    continue  # registers spill
                 if k_steps == 4 and not row_channels and not taps.are_alike(lines):
                     continue  # had a fence for each product (C7519), so the model was never fitted to them
-                sums = _accumulators(parts, wgmma, held + 16 * (k_steps >= 2 and channel_blocks > 1))
+                if cluster > 1 and channels_last and lines > 2 and taps.owned_w > 2:
+                    continue  # registers spill
+                beside = 16 * (k_steps >= 2 and channel_blocks > 1)
+                if problem.bias and split == "cells" and (beside or (parts == 2 and channels_last)):
+                    beside += 16
+                sums = _accumulators(parts, wgmma, held + beside)
                 fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
                 by_engine = boxes and wgmma and parts == 1 and fills
                 ways = [(False, *way) for way in _LOADERS[channels_last]]

@@ -153,6 +153,7 @@ class ScatterGemm:
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
             ("X_CHANNELS_LAST", gather.src.channels_last),
+            ("Y_CHANNELS_LAST", gather.dst.channels_last),
             ("WARPS", variant.warps),
             ("ROW_TILES", variant.row_tiles),
             ("OUT_CHUNK", variant.out_chunk),
@@ -192,7 +193,9 @@ def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, variant: ScatterVariant, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least time."""
-    tilings = (_tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, variant.rows, variant.unit))
+    tilings = (
+        _tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, variant.rows, variant.unit, device)
+    )
     fitting = itertools.islice((each for each in tilings if each is not None), _TILES)
     return min(fitting, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
 
@@ -209,10 +212,11 @@ def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def _lanes(problem: ConvTransposeProblem, room: int, unit: int) -> list[tuple[int, int, int, int]]:
+def _lanes(problem: ConvTransposeProblem, room: int, unit: int, device: DeviceInfo) -> list[tuple[int, int, int, int]]:
     """Extents of tiles along n, d, h and w, those first that come to the fewest rows of products in all.
 
-    A band has ``room`` for so many pixels, and whole units of a row. A tile of one cell is among them.
+    Few tiles are counted in whole rounds of the multiprocessors. A band has ``room`` for so many pixels, and whole
+    units of a row. A tile of one cell is among them.
     """
     gather = forward_gather(problem, Layouts.dense(problem))
     cells = gather.cells
@@ -226,6 +230,8 @@ def _lanes(problem: ConvTransposeProblem, room: int, unit: int) -> list[tuple[in
                 bands = math.ceil(images * line * rows / room)
                 lanes = images, d, h, w
                 tiles = math.prod(tiles_of(problem.batch, cells, lanes))
+                if tiles < 4 * device.multiprocessors:
+                    tiles = round_up(tiles, device.multiprocessors)
                 found[lanes] = tiles * (bands * room + 64)
     return sorted(found, key=found.__getitem__)
 
@@ -303,7 +309,9 @@ def _tile_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling:
     loads = 1 if variant.steps_held >= steps else tiling.bands * math.ceil(steps / variant.steps_held)
     weights = loads * (_LOAD + resident * min(steps, variant.steps_held) * columns * _WEIGHTS)
     written = tiling.bands * variant.rows * 8 * columns / variant.unit
-    read = math.prod(tiling.lanes) * (variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + 60)
+    along = variant.out_chunk if problem.channels_last and variant.out_chunk > 4 else 1  # the kernel's ALONG_CHANNELS
+    places = 60 if along == 1 else 15 * along
+    read = math.prod(tiling.lanes) * (variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places)
     ends = tiling.bands * _END + resident * (written + read) / 32 * _WORD
     return _BLOCK + weights + tiling.bands * steps * step + ends
 

@@ -377,15 +377,20 @@ __device__ __forceinline__ void store_cell_plainly(const Geometry& g, const scal
   }
 }
 
+// A thread stores all channels of a cell; or one of them, and its neighbours the next ones, where those are neighbours
+// in memory and not few.
+constexpr bool ALONG_CHANNELS = Y_CHANNELS_LAST && OUT_CHUNK > 4;
+
 // Rows `done` to `ready` of a tile's cells; row i of the window is row i + `turn` of the ring, or that past its end.
 __device__ __forceinline__ void store_rows(const Geometry& g, const float* product, const scalar_t* x,
                                            const scalar_t* weight, const scalar_t* bias, scalar_t* y,
                                            const int (&first)[4], int first_out, int done, int ready, int turn) {
   const int extent[4] = {g.lanes[0], g.lanes[1], ready - done, g.lanes[3]};
   const int cells = extent[0] * extent[1] * extent[2] * extent[3], channels = min(OUT_CHUNK, OUT_CHANNELS - first_out);
-  for (int i = threadIdx.x; i < cells; i += THREADS) {
+  const int along = ALONG_CHANNELS ? channels : 1;
+  for (int i = threadIdx.x; i < cells * along; i += THREADS) {
     int lane[4], cell[4];
-    decode(extent, i, lane);
+    decode(extent, i / along, lane);
     lane[2] += done;
 #pragma unroll
     for (int j = 0; j < 4; ++j) cell[j] = first[j] + lane[j];
@@ -401,9 +406,10 @@ __device__ __forceinline__ void store_rows(const Geometry& g, const float* produ
     const float* const of_image = product + lane[0] * (g.extent[1] * g.ring * g.extent[3]);
     const scalar_t* const pixel = x + offset_of(g.x, cell);
     cell[1] *= AXIS_D.stride, cell[2] *= AXIS_H.stride, cell[3] *= AXIS_W.stride;
-    scalar_t* to = y + offset_of(g.y, cell) + first_out * g.y.stride[1];
+    const int first_channel = i % along, behind = ALONG_CHANNELS ? first_channel + 1 : channels;
+    scalar_t* to = y + offset_of(g.y, cell) + (first_out + first_channel) * g.y.stride[1];
 #pragma unroll 1
-    for (int channel = 0; channel < channels; ++channel, to += g.y.stride[1]) {
+    for (int channel = first_channel; channel < behind; ++channel, to += g.y.stride[1]) {
       const float start = HAS_BIAS ? widen(read(bias + first_out + channel)) : 0.f;
       const bool numbers = store_cell(g, of_image + channel * (TAPS * PITCH), d, h, w, start, to, slabs, rows, columns);
       if (EXACT && !numbers)

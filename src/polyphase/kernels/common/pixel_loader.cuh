@@ -217,26 +217,21 @@ struct Loader {
     }
   }
 
+  // A chunk is what the registers allow here.
   __device__ __forceinline__ void move_pixels(const scalar_t* base, int channel, unsigned char* to) const {
-    constexpr int STEP = LOADERS / STAGE_CHUNKS, RUNS = MOVED / CHUNK;
     const int chunk = thread % STAGE_CHUNKS;
     base += chunk * CHUNK, channel += chunk * CHUNK;
     to += chunk * g.chunk_bytes;
-    for (int first = thread / STAGE_CHUNKS; first < g.halo; first += STEP * RUNS) {
-      Vector<scalar_t, CHUNK> chunks[RUNS];
+    for (int pixel = thread / STAGE_CHUNKS; pixel < g.halo; pixel += LOADERS / STAGE_CHUNKS) {
+      const offset_t offset = offsets[pixel];
+      const scalar_t* const from = base + (offset == PADDING ? 0 : offset);
+      Vector<scalar_t, CHUNK> elements;
 #pragma unroll
-      for (int run = 0; run < RUNS; ++run) {
-        const offset_t offset = first + run * STEP < g.halo ? offsets[first + run * STEP] : PADDING;
-        const scalar_t* const from = base + (offset == PADDING ? 0 : offset);
-#pragma unroll
-        for (int i = 0; i < CHUNK; ++i) {
-          const bool exists = offset != PADDING && channel + i < SRC_CHANNELS;
-          chunks[run].value[i] = exists ? read(from + i) : zero<scalar_t>();
-        }
+      for (int i = 0; i < CHUNK; ++i) {
+        const bool exists = offset != PADDING && channel + i < SRC_CHANNELS;
+        elements.value[i] = exists ? read(from + i) : zero<scalar_t>();
       }
-#pragma unroll
-      for (int run = 0; run < RUNS; ++run)
-        if (first + run * STEP < g.halo) *(Vector<scalar_t, CHUNK>*)(to + (first + run * STEP) * 16) = chunks[run];
+      *(Vector<scalar_t, CHUNK>*)(to + pixel * 16) = elements;
     }
   }
 
