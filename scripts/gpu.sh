@@ -11,7 +11,10 @@ set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 cd "$root"
 
-STAGES=(tests fuzz sanitizer examples host forward gradients channels_last models strict planner emitted picture tables)
+STAGES=(
+  tests fuzz sanitizer examples host
+  forward gradients channels_last models strict planner planner_models emitted picture tables
+)
 command -v nvidia-smi > /dev/null || { echo "there is no NVIDIA GPU: nvidia-smi is missing" >&2; exit 2; }
 # "NVIDIA H200" is h200, "NVIDIA GeForce RTX 4090" geforce-rtx-4090.
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | sed 's/^NVIDIA //' | tr 'A-Z ' 'a-z-')
@@ -35,9 +38,11 @@ channels_last() { record -channels-last --quick --suite all --layouts channels_l
 models() { record -models --quick --suite models; }
 strict() { bench --suite kernelbench --strict-fp32 --quick --csv "$RESULTS-strict.csv"; }
 planner() { # its choices beside all candidates; what was measured is not for the other stages
-  POLYPHASE_CACHE_DIR=$root/build/gpu/planner "$python" -m polyphase tune --suite all --dtypes float32,bfloat16 \
-    --csv "$RESULTS-tune.csv"
+  local suite=${1:-all}
+  POLYPHASE_CACHE_DIR=$root/build/gpu/planner "$python" -m polyphase tune --suite "$suite" --dtypes float32,bfloat16 \
+    --csv "$RESULTS-tune${1:+-$1}.csv"
 }
+planner_models() { planner models; }
 emitted() { "$python" benchmarks/emitted.py; }
 picture() {
   bench --plot-from "$RESULTS.csv" --plot-from "$RESULTS-gradients.csv" --png "$RESULTS.png"
@@ -48,7 +53,7 @@ tables() { # of the docs, whose record is an H200's
 
 prepare test torch numpy rich typer cuda.core pytest matplotlib
 export -f bench record "${STAGES[@]}"
-export python RESULTS
+export root python RESULTS
 
 (($#)) || set -- "${STAGES[@]}"
 for stage in "$@"; do
