@@ -55,7 +55,7 @@ LAYERS = {
     "weights in parts": make((1, 320, 3, 9), 1, 9, 4, 4, 3, bias=True),
     "empty batch": make((0, 16, 4, 4), 3, 3),
     "bands": make((1, 16, 300, 18), 1, 9, padding=4),
-    "a ring of bands": make((1, 16, 300, 18), 1, 9, padding=4),
+    "bands, each dtype in the other format": make((1, 16, 300, 18), 1, 9, padding=4),
 }
 
 

@@ -153,10 +153,10 @@ class ScatterGemm:
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
             ("X_CHANNELS_LAST", gather.src.channels_last),
-            ("Y_CHANNELS_LAST", gather.dst.channels_last),
             ("WARPS", variant.warps),
             ("ROW_TILES", variant.row_tiles),
             ("OUT_CHUNK", variant.out_chunk),
+            ("ALONG_CHANNELS", _along_channels(problem, variant)),
             ("COLUMN_TILES", _column_tiles(problem, variant.out_chunk)),
             ("STEPS_HELD", variant.steps_held),
             ("AHEAD", variant.ahead),
@@ -172,6 +172,11 @@ class ScatterGemm:
             shared_bytes=_shared_bytes(problem, variant),
             geometry=geometry,
         )
+
+
+def _along_channels(problem: ConvTransposeProblem, variant: ScatterVariant) -> bool:
+    """Whether neighbouring threads store neighbouring channels: where those are neighbours in memory and not few."""
+    return problem.channels_last and variant.out_chunk > 4
 
 
 def _column_tiles(problem: ConvTransposeProblem, out_chunk: int) -> int:
@@ -309,8 +314,7 @@ def _tile_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling:
     loads = 1 if variant.steps_held >= steps else tiling.bands * math.ceil(steps / variant.steps_held)
     weights = loads * (_LOAD + resident * min(steps, variant.steps_held) * columns * _WEIGHTS)
     written = tiling.bands * variant.rows * 8 * columns / variant.unit
-    along = variant.out_chunk if problem.channels_last and variant.out_chunk > 4 else 1  # the kernel's ALONG_CHANNELS
-    places = 60 if along == 1 else 15 * along
+    places = 15 * variant.out_chunk if _along_channels(problem, variant) else 60
     read = math.prod(tiling.lanes) * (variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places)
     ends = tiling.bands * _END + resident * (written + read) / 32 * _WORD
     return _BLOCK + weights + tiling.bands * steps * step + ends

@@ -377,11 +377,8 @@ __device__ __forceinline__ void store_cell_plainly(const Geometry& g, const scal
   }
 }
 
-// A thread stores all channels of a cell; or one of them, and its neighbours the next ones, where those are neighbours
-// in memory and not few.
-constexpr bool ALONG_CHANNELS = Y_CHANNELS_LAST && OUT_CHUNK > 4;
-
-// Rows `done` to `ready` of a tile's cells; row i of the window is row i + `turn` of the ring, or that past its end.
+// Rows `done` to `ready` of a tile's cells; row i of the window is row i + `turn` of the ring, or that past its end. A
+// thread stores all channels of a cell, or with ALONG_CHANNELS one of them, and its neighbours the next ones.
 __device__ __forceinline__ void store_rows(const Geometry& g, const float* product, const scalar_t* x,
                                            const scalar_t* weight, const scalar_t* bias, scalar_t* y,
                                            const int (&first)[4], int first_out, int done, int ready, int turn) {
