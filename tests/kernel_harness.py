@@ -77,13 +77,14 @@ class Emulator:
 def tensor_map(boxes: Boxes) -> bytes:
     """The emulator's ``TensorMap`` (kernels/common/async.cuh)."""
     assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in boxes.strides)
-    assert all(0 < side <= 256 for side in boxes.box)
+    assert all(0 < side <= 256 for side in boxes.spans)
+    assert all(0 < step <= 8 for step in boxes.steps)
+    assert boxes.steps[0] == 1
     inner = boxes.box[0] * DTYPE_BYTES[boxes.dtype]
     assert inner % 16 == 0
     assert boxes.swizzle in (16, inner)
-    return struct.pack("<4q5i5i2i", *boxes.strides, *boxes.sizes, *boxes.box, boxes.swizzle, boxes.tf32).ljust(
-        TENSOR_MAP_BYTES, b"\0"
-    )
+    settings = boxes.swizzle, boxes.tf32, *boxes.steps
+    return struct.pack("<4q17i", *boxes.strides, *boxes.sizes, *boxes.box, *settings).ljust(TENSOR_MAP_BYTES, b"\0")
 
 
 class Gpu:
@@ -161,12 +162,15 @@ def run(
 
     if pass_ is Pass.WEIGHT_GRAD:
         x, grad = place(operands[0], layouts.input), place(operands[1], layouts.output)
-        planes = (launch.planes, problem.weight_shape[0], *problem.weight_shape[1:])
+        inputs, outputs, *kernel = problem.weight_shape
+        last = launch.planes_channels_last
+        planes = (launch.planes, inputs, *kernel, outputs) if last else (launch.planes, inputs, outputs, *kernel)
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         flat_planes = (launch.planes, problem.elements[1])
         partial = Buffer(flat_planes, (problem.elements[1], 1, 0, 0, 0), accumulator, executor.device, None, 0, guard)
         executor(launch, [x, grad, partial.tensor])
-        return partial.read().view(planes).sum(0).to(dtype)
+        found = partial.read().view(planes).sum(0).to(dtype)
+        return found.movedim(-1, 1) if last else found
     forward = pass_ is Pass.FORWARD
     src = place(operands[0], layouts.input if forward else layouts.output)
     weight = operands[1].movedim(1, -1) if layouts.weight_channels_last else operands[1]

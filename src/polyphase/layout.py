@@ -64,5 +64,8 @@ def empty_output(shape: Sequence[int], first: Tensor, second: Tensor) -> Tensor:
 
 
 def as_output(result: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The contiguous ``result`` in the memory format that `empty_output` has: itself, or a copy."""
-    return empty_output(result.shape, first, second).copy_(result) if output_channels_last(first, second) else result
+    """``result``, contiguous or in the memory format that `empty_output` has, in the latter: itself, or a copy."""
+    if not output_channels_last(first, second):
+        return result
+    output = empty_output(result.shape, first, second)
+    return result if result.stride() == output.stride() else output.copy_(result)

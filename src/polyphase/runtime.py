@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides
+from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides, dense_strides
 from polyphase.device import DeviceInfo
 from polyphase.jit.compiler import preload
 from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
@@ -134,14 +134,16 @@ def weight_grad(
         call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
         _remember(_weight_grad_calls, key, call)
     accumulator = torch.float64 if input.dtype == torch.float64 else torch.float32
-    several = call.executable.planes > 1
+    planes, shape, strides = call.executable.planes, call.shape, call.strides
     # One is no view of several: autograd would not let it be changed in place.
-    shape = (call.executable.planes, *call.shape) if several else call.shape
-    partial = torch.empty(shape, dtype=accumulator, device=input.device)
+    found = input.new_empty_strided(shape, strides, dtype=accumulator)
+    partial = found if planes == 1 else input.new_empty((planes, found.numel()), dtype=accumulator)
     if POISON:
         partial.fill_(float("nan"))
     _launch(call.executable, input.data_ptr(), grad_output.data_ptr(), partial.data_ptr())
-    return (partial.sum(0) if several else partial).to(input.dtype)
+    if planes > 1:
+        torch.sum(partial, 0, out=found.as_strided((found.numel(),), (1,)))
+    return found.to(input.dtype)
 
 
 def forget_calls() -> None:
@@ -215,12 +217,12 @@ def _prepare(
     for source in (source for each in chosen.launches for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:
-        shape, strides5 = problem.weight_shape, None
+        shape, strides5 = problem.weight_shape, dense_strides(problem.weight_shape, launch.planes_channels_last)
     elif pass_ is Pass.FORWARD:
         shape, strides5 = problem.output_shape, layouts.output
     else:
         shape, strides5 = problem.input_shape, layouts.input
-    strides = () if strides5 is None else strides5[:2] + strides5[5 - problem.dims :]
+    strides = strides5[:2] + strides5[5 - problem.dims :]
     copies_weight = weight is not None and not weight_last and not weight.is_contiguous()
     return _Call(executable, shape, strides, copies_weight)
 

@@ -322,7 +322,7 @@ struct Grid {
     return nullptr;
   }
 
-  /// Static shared memory begins at 0, dynamic at a multiple of its alignment behind; guards and all.
+  /// Static shared memory begins at 0, dynamic at a multiple of the most that kernels align it to, behind; guards and all.
   std::size_t shared_address(const void* pointer) const {
     const auto address = static_cast<const char*>(pointer), first = static_cast<const char*>(static_shared.iov_base);
     if (address >= first && address < first + static_shared.iov_len) return address - first;
@@ -333,7 +333,7 @@ struct Grid {
     if (address < static_shared.iov_len) return static_cast<char*>(static_shared.iov_base) + address;
     return shared.data + (address - dynamic_address());
   }
-  std::size_t dynamic_address() const { return (static_shared.iov_len + 127) / 128 * 128; }
+  std::size_t dynamic_address() const { return (static_shared.iov_len + 1023) / 1024 * 1024; }
 
   const emulator::Program& kernel;
   const unsigned size;  // threads of a block

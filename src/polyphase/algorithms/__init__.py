@@ -5,6 +5,7 @@ from polyphase.algorithms.gather_channels import GatherChannels
 from polyphase.algorithms.gather_gemm import GatherGemm
 from polyphase.algorithms.gather_general import GatherGeneral
 from polyphase.algorithms.gather_tiled import GatherTiled
+from polyphase.algorithms.gradient_boxes import InputGradBoxes, WeightGradBoxes
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
 from polyphase.algorithms.gradient_wgmma import InputGradWgmma, WeightGradWgmma
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
@@ -21,8 +22,10 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     PixelGemm(),
     InputGradGemm(),
     InputGradWgmma(),
+    InputGradBoxes(),
     WeightGradGemm(),
     WeightGradWgmma(),
+    WeightGradBoxes(),
     GatherChannels(),
     GatherTiled(),
     GatherGeneral(),

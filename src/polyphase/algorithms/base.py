@@ -134,9 +134,9 @@ class Candidate:
 class Boxes:
     """Boxes of a kernel's tensor, as Hopper's copy engine takes them: what a tensor map says but the address.
 
-    Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. Chunks of 16 bytes
-    change places within ``swizzle`` bytes. ``tf32``: float32 elements are rounded to TF32 on their way. ``tensor``
-    counts the kernel's tensors.
+    Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. ``box`` are the elements
+    that are brought, of every ``steps``-th of the tensor. Chunks of 16 bytes change places within ``swizzle`` bytes.
+    ``tf32``: float32 elements are rounded to TF32 on their way. ``tensor`` counts the kernel's tensors.
     """
 
     dtype: str
@@ -146,6 +146,12 @@ class Boxes:
     swizzle: int
     tf32: bool
     tensor: int = 0
+    steps: tuple[int, ...] = (1, 1, 1, 1, 1)
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Elements of the tensor from a box's first to its last, along each dimension."""
+        return tuple((count - 1) * step + 1 for count, step in zip(self.box, self.steps))
 
     @property
     def element(self) -> str:
@@ -166,6 +172,7 @@ def engine_strides(dimensions: Iterable[tuple[int, int]]) -> tuple[int, ...] | N
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
+    ``planes_channels_last``: a weight's gradient comes in the order ``(C_in, *kernel_size, C_out / groups)``.
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
@@ -178,6 +185,7 @@ class Launch:
     shared_bytes: int
     geometry: bytes
     planes: int = 1
+    planes_channels_last: bool = False
     prologue: Launch | None = None
     workspace_bytes: int = 0
     boxes: tuple[Boxes, ...] = ()

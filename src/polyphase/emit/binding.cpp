@@ -20,7 +20,7 @@ cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t
 // first, strides in bytes, without the first dimension's.
 struct Boxes {
   std::uint64_t sizes[5], strides[4];
-  std::uint32_t box[5], data_type, swizzle, tensor;
+  std::uint32_t box[5], steps[5], data_type, swizzle, tensor, unused;
 };
 
 // The driver's cuTensorMapEncodeTiled. It is found at run time, since nothing here links the driver, and CUDA 11 has
@@ -43,7 +43,6 @@ EncodeTiled find_encode_tiled() {
 // Puts the tensor maps of boxes where the geometry begins.
 void place_tensor_maps(std::string& geometry, const std::string& packed, const std::vector<void*>& addresses) {
   static const EncodeTiled encode_tiled = find_encode_tiled();
-  const std::uint32_t steps[] = {1, 1, 1, 1, 1};
   alignas(64) char map[128];
   Boxes boxes;
   const std::size_t count = packed.size() / sizeof boxes;
@@ -54,8 +53,8 @@ void place_tensor_maps(std::string& geometry, const std::string& packed, const s
     std::memcpy(&boxes, packed.data() + i * sizeof boxes, sizeof boxes);
     void* address = addresses.at(boxes.tensor);
     if (address == nullptr) address = reinterpret_cast<void*>(sizeof map);  // of an empty tensor no box is brought
-    const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
-                                    0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
+    const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box,
+                                    boxes.steps, 0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
                                     0 /* zeros beside the tensor */);
     TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
                 ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",

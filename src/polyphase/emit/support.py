@@ -133,6 +133,7 @@ class Call:
     prologue: tuple[Any, ...] | None
     workspace_bytes: int
     planes: int
+    planes_channels_last: bool
     shape: tuple[int, ...]
     memory_format: torch.memory_format
 
@@ -178,6 +179,7 @@ def prepare(
         prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
         workspace_bytes=launch.workspace_bytes,
         planes=launch.planes,
+        planes_channels_last=launch.planes_channels_last,
         shape=shapes[pass_],
         memory_format=memory_format(problem),
     )
@@ -197,7 +199,7 @@ _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 def packed_boxes(boxes: Boxes) -> bytes:
     """``Boxes`` of binding.cpp."""
     kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
-    return struct.pack("<9Q8I", *boxes.sizes, *boxes.strides, *boxes.box, *kind, boxes.tensor)
+    return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, 0)
 
 
 def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:
@@ -233,9 +235,12 @@ def run(
         first, second = first.clone(), second.clone()
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
-        partial = torch.empty((call.planes, *call.shape), dtype=accumulator, device=first.device)
+        inputs, outputs, *kernel = call.shape
+        shape = (inputs, *kernel, outputs) if call.planes_channels_last else call.shape
+        partial = torch.empty((call.planes, *shape), dtype=accumulator, device=first.device)
         launch(*call.launch, [first, second, partial])
-        return (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
+        found = (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
+        return found.movedim(-1, 1) if call.planes_channels_last else found
     output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
     if 0 in call.launch[3:6]:
         return output

@@ -45,11 +45,16 @@ _BUILDING_BLOCKS = {
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "input_grad_wgmma": (
-        "tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window_rows", "window", "window_wgmma",
+        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
+        "window_wgmma",
     ),
     "weight_grad_wgmma": (
-        "tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window_rows", "window", "window_wgmma",
+        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
+        "window_wgmma",
     ),
+    "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
+    "weight_grad_boxes": ("tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
+    "pack_channels": ("dependent",),
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
@@ -60,7 +65,7 @@ _BUILDING_BLOCKS = {
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
 # Constants that the preprocessor must know.
-_MACROS = ("WGMMA", "CLUSTER")
+_MACROS = ("WGMMA", "CLUSTER", "BY_THREADS")
 
 Constant = bool | int | Axis
 
@@ -121,17 +126,20 @@ class KernelSource:
 def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[str]:
     """What common/wgmma.cuh needs of the instruction set: C++ has no way to write an operand list of any length.
 
-    The first operand comes from shared memory, but from registers in kernels with COLUMN_TILES.
+    The first operand comes from shared memory, but from registers in kernels with COLUMN_TILES. In half precision both
+    may be transposed, with TRANSPOSED, or the second alone.
     """
     wgmma, cluster = constants["WGMMA"], constants.get("CLUSTER", 1)
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f"#define CLUSTER {cluster:d}  // thread blocks",
     ]
+    if "BY_THREADS" in constants:
+        lines.append(f"#define BY_THREADS {constants['BY_THREADS']:d}")
     if not wgmma:
         return lines
     from_registers = "COLUMN_TILES" in constants
-    columns = constants["COLUMN_TILES" if from_registers else "PIXELS"]
+    columns = constants["COLUMN_TILES" if from_registers else "COLUMNS" if "COLUMNS" in constants else "PIXELS"]
     assert isinstance(columns, int)
     columns *= 8 if from_registers else 1
     depth, operand = _OPERANDS[dtype]
@@ -146,8 +154,10 @@ def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
         declared, inputs = "unsigned long long a", '"l"(a)'
-    columns_together = constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"]
-    transposed = "" if depth != 16 else ", 0" if from_registers else f", 0, {columns_together:d}"
+    both = constants.get("TRANSPOSED", False)
+    second_alone = constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"]
+    flags = f"{both or second_alone:d}" if from_registers else f"{both:d}, {both or second_alone:d}"
+    transposed = f", {flags}" if depth == 16 else ""
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",

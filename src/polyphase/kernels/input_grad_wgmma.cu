@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     input_grad_wgmma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
                      scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  __shared__ __align__(8) Ring ring;
+  __shared__ __align__(8) WindowRing ring;
   __shared__ int positions[ROWS];
   __shared__ long long targets[ROWS];  // where each position lies in the input, -1 where it does not exist
   int block = blockIdx.x;

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     weight_grad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
                       const __grid_constant__ Geometry g) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  __shared__ __align__(8) Ring ring;
+  __shared__ __align__(8) WindowRing ring;
   int block = blockIdx.x;
   const int column_block = block % COLUMN_BLOCKS;
   block /= COLUMN_BLOCKS;

@@ -17,9 +17,10 @@ struct alignas(64) TensorMap {
 #else
   long long strides[4];  // in bytes, of all dimensions but the first
   int sizes[5], box[5];
-  int swizzle;  // bytes within which chunks change places
-  int tf32;     // whether float32 is rounded on its way
-  unsigned char unused[48];
+  int swizzle;   // bytes within which chunks change places
+  int tf32;      // whether float32 is rounded on its way
+  int steps[5];  // from one element that is brought to the next
+  unsigned char unused[28];
 #endif
 };
 
@@ -151,6 +152,24 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
       "l"(&map), "r"(place[0]), "r"(place[1]), "r"(place[2]), "r"(place[3]), "r"(place[4]), "r"(barrier)
       : "memory");
 }
+
+// The same where every block of the cluster brings its part, `count` elements along the second dimension, to all.
+template <int BLOCKS>
+__device__ __forceinline__ void box_copy_shared(unsigned to, const TensorMap& map, const scalar_t* tensor,
+                                                const int (&place)[5], int count, unsigned bytes, unsigned barrier) {
+  if constexpr (BLOCKS == 1) {
+    box_copy(to, map, tensor, place, bytes, barrier);
+  } else {
+    const int block = blockIdx.x % BLOCKS;
+    barrier_expect(barrier, BLOCKS * bytes);
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to + block * bytes),
+        "l"(&map), "r"(place[0]), "r"(place[1] + block * count), "r"(place[2]), "r"(place[3]), "r"(place[4]),
+        "r"(barrier), "h"((unsigned short)((1 << BLOCKS) - 1))
+        : "memory");
+  }
+}
 #else
 #ifdef EMULATOR
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
@@ -173,7 +192,7 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
     bool inside = true;
     long long from = 0;
     for (int i = 0; i < 5; ++i) {
-      const int index = place[i] + at[i];
+      const int index = place[i] + at[i] * map.steps[i];
       inside = inside && index >= 0 && index < map.sizes[i];
       from += i == 0 ? (long long)index * sizeof(scalar_t) : index * map.strides[i - 1];
     }
@@ -182,6 +201,14 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
     for (int i = 0; i < 5 && ++at[i] == map.box[i]; ++i) at[i] = 0;
   }
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), box, bytes);
+}
+template <int BLOCKS>
+__device__ __forceinline__ void box_copy_shared(unsigned to, const TensorMap& map, const scalar_t* tensor,
+                                                const int (&place)[5], int count, unsigned bytes, unsigned barrier) {
+  for (int i = 0; i < BLOCKS; ++i) {
+    const int from[5] = {place[0], place[1] + i * count, place[2], place[3], place[4]};
+    box_copy(to + i * bytes, map, tensor, from, bytes, barrier);
+  }
 }
 #endif
 #endif

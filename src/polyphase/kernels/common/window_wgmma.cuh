@@ -38,31 +38,15 @@ struct Runs {
   int bytes;     // of a run: 32, 64 or 128, within which chunks change places
 };
 
-// The barriers of the stages, and how far into its buffer a window is shifted, in bytes.
-struct Ring {
-  unsigned long long full[BUFFERS], empty[BUFFERS];
+// Beside the barriers how far into its buffer a window is shifted, in bytes.
+struct WindowRing : Ring {
   int shift[BUFFERS];
 
   // Whether one thread alone `tells` the engine what to bring, or all copy.
   __device__ __forceinline__ void init(bool tells) {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < BUFFERS; ++i) {
-        barrier_init(shared_address(full + i), tells ? 1 : 2 * LOADERS);  // with what they store, and what they copy
-        barrier_init(shared_address(empty + i), 4 * GROUPS);
-        shift[i] = 0;
-      }
-      barriers_publish();
-    }
-  }
-};
-
-// A stage's buffer, and the parity of its barriers.
-struct Turn {
-  int index = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++index == BUFFERS) index = 0, parity ^= 1;
+    if (threadIdx.x > 0) return;
+    Ring::init(tells ? 1 : 2 * LOADERS, 4 * GROUPS);  // with what they store, and what they copy
+    for (int i = 0; i < BUFFERS; ++i) shift[i] = 0;
   }
 };
 
@@ -88,7 +72,7 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
 // The loaders' part: tell(stage, buffer, barrier), by the first of them, has the engine bring a stage; where it brings
 // no windows, copy(stage, buffer) begins the copies of all and returns the window's shift.
 template <class Tell, class Copy>
-__device__ __forceinline__ void load_stages(int stages, bool tells, Ring& ring, char* buffers, int bytes,
+__device__ __forceinline__ void load_stages(int stages, bool tells, WindowRing& ring, char* buffers, int bytes,
                                             const Tell& tell, const Copy& copy) {
   registers_release<LOADER_REGISTERS>();
   const bool first = threadIdx.x == MULTIPLIERS;
@@ -312,7 +296,7 @@ struct Sums {
 
 // The multiplying groups' part: add(stage, buffer, shift) is one stage.
 template <class Add>
-__device__ __forceinline__ void add_stages(int stages, Ring& ring, const char* buffers, int bytes, const Add& add) {
+__device__ __forceinline__ void add_stages(int stages, WindowRing& ring, const char* buffers, int bytes, const Add& add) {
   Turn turn;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {

@@ -1,0 +1,441 @@
+"""Both gradients of tensors in channels_last, ``kernels/input_grad_boxes.cu`` and ``kernels/weight_grad_boxes.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from polyphase.algorithms.base import (
+    TENSOR_MAP_BYTES,
+    Boxes,
+    Candidate,
+    Four,
+    Launch,
+    Layouts,
+    affordable_planes,
+    engine_strides,
+    first_candidates,
+    layer_constants,
+    padded,
+    round_up,
+    slower_of,
+    standard,
+    tiles_of,
+)
+from polyphase.algorithms.gather import Side, five
+from polyphase.algorithms.gradient import Gradient, lanes_of
+from polyphase.algorithms.rankings import kept
+from polyphase.algorithms.tensor_cores import OPERATION_BYTES
+from polyphase.device import DeviceInfo
+from polyphase.jit.source import Constant, KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+
+_GROUPS = 2  # of 128 threads that multiply
+_THREADS = 128 * _GROUPS + 32
+_OFFERED = 6
+_MAX_BOX_SIDE, _MAX_BOX_STEP = 256, 8  # elements of the tensor, from a box's first to its last; and between two
+_MOST_COLUMNS = 256  # of an instruction
+_MOST_SUMS = 128  # of a thread
+_LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
+_DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
+_FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
+_PACK_THREADS = 256
+
+
+class BoxVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks."""
+
+    row_tiles: int
+    columns: int
+    steps: int
+    buffers: int
+    cluster: int
+    resident: int
+    unit_columns: bool
+
+    @property
+    def rows(self) -> int:
+        return 64 * _GROUPS * self.row_tiles
+
+
+class _GradientBoxes(Gradient):
+    """What the two kernels share."""
+
+    def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+        if not device.has_wgmma:
+            return f"{device.arch} lacks Hopper's matrix instruction"
+        if not problem.channels_last:
+            return "reads tensors whose channels are innermost"
+        for what, channels in self._channels(problem).items():
+            if channels * DTYPE_BYTES[problem.dtype] % 16:
+                pixel = channels * DTYPE_BYTES[problem.dtype]
+                return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
+        if max(problem.stride) > _MAX_BOX_STEP:
+            return f"the copy engine takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
+        if not _ranked(standard(problem), self.pass_, device):
+            return "the next group's channels lie within a box, and may be no numbers"
+        return None
+
+    def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
+        """Those that boxes are of."""
+        raise NotImplementedError
+
+    def candidates(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    ) -> Iterator[Candidate]:
+        """Ranked at a typical size, so that a layer keeps its kernel."""
+        read = [_pixel_strides(problem, layouts, output=True)]
+        if pass_ is Pass.WEIGHT_GRAD:
+            read.append(_pixel_strides(problem, layouts, output=False))
+        if None in read or layouts.input[1] != 1 or not layouts.aligned:
+            return iter(())
+        return first_candidates(
+            self.name,
+            _ranked(standard(problem), pass_, device),
+            lambda variant: _estimate(problem, pass_, variant, device),
+            _OFFERED,
+        )
+
+    def _constants(
+        self, problem: ConvTransposeProblem, variant: BoxVariant, rows: int, columns: int
+    ) -> tuple[tuple[str, Constant], ...]:
+        """Of rows and columns of so many bytes."""
+        transposed = self.pass_ is Pass.WEIGHT_GRAD
+        return (
+            *layer_constants(problem, self.pass_),
+            ("ROW_TILES", variant.row_tiles),
+            ("COLUMNS", variant.columns),
+            ("STEPS", variant.steps),
+            ("ROW_PITCH", rows),
+            ("COLUMN_PITCH", columns),
+            ("TRANSPOSED", transposed),
+            ("BUFFERS", variant.buffers),
+            ("PARTS", 1),
+            ("MIN_BLOCKS", variant.resident),
+            ("WGMMA", True),
+            ("BY_THREADS", transposed and DTYPE_BYTES[problem.dtype] == 4),
+            ("CLUSTER", variant.cluster),
+        )
+
+
+class InputGradBoxes(_GradientBoxes):
+    """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
+
+    pass_ = Pass.INPUT_GRAD
+    name = "input_grad_boxes"
+    any_size = True
+
+    def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
+        return {"output": problem.out_channels_per_group}
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
+    ) -> Launch:
+        lanes = _lanes(problem, pass_, variant)
+        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
+        items = _items(problem, variant, math.prod(tiles))
+        x = Side(five(problem.input_shape), layouts.input)
+        geometry = bytes(2 * TENSOR_MAP_BYTES) + x.packed()
+        geometry += struct.pack("<10i", problem.batch, problem.groups, *lanes, *tiles)
+        pitch = _depth_pitch(variant)
+        flush = _FLUSH * DTYPE_BYTES[problem.dtype] // pitch if _is_long(problem) else _depth_stages(problem, variant)
+        packs = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
+        return Launch(
+            source=KernelSource(
+                self.name,
+                problem.dtype,
+                True,
+                (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
+            ),
+            grid=(variant.cluster * min(items, device.multiprocessors * variant.resident // variant.cluster), 1, 1),
+            block=_THREADS,
+            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
+            geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
+            prologue=_pack(problem, pass_) if packs else None,
+            workspace_bytes=problem.elements[1] * DTYPE_BYTES[problem.dtype] if packs else 0,
+            boxes=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
+        )
+
+
+class WeightGradBoxes(_GradientBoxes):
+    """The weight gradient: boxes of the output gradient, one for each tap, by the input's, in parts of all positions."""
+
+    pass_ = Pass.WEIGHT_GRAD
+    name = "weight_grad_boxes"
+    any_size = True
+
+    def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
+        return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
+    ) -> Launch:
+        lanes = _lanes(problem, pass_, variant)
+        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
+        total, blocks = math.prod(tiles), _blocks(problem, variant)
+        length = max(1, math.ceil(total / _parts(problem, variant, total, device)))
+        planes = max(1, math.ceil(total / length))
+        flush = max(1, _FLUSH // math.prod(lanes))
+        geometry = bytes(2 * TENSOR_MAP_BYTES) + struct.pack("<3i", problem.groups, *blocks)
+        geometry = padded(geometry + struct.pack("<9i", *lanes, *tiles, flush))
+        geometry += struct.pack("<3q", length, total, problem.elements[1])
+        of_x, of_grad = _channel_pitch(problem, problem.in_channels_per_group), _grad_pitch(problem)
+        rows, columns = (of_x, of_grad) if variant.unit_columns else (of_grad, of_x)
+        return Launch(
+            source=KernelSource(
+                self.name,
+                problem.dtype,
+                True,
+                (*self._constants(problem, variant, rows, columns), ("UNIT_COLUMNS", variant.unit_columns)),
+            ),
+            grid=(math.prod(blocks) * problem.groups * planes, 1, 1),
+            block=_THREADS,
+            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
+            geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
+            planes=planes,
+            planes_channels_last=problem.taps > 1,
+            boxes=(
+                _pixel_boxes(problem, layouts, lanes, of_x, output=False),
+                _pixel_boxes(problem, layouts, lanes, of_grad, tensor=1),
+            ),
+        )
+
+
+def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Launch:
+    """The weight's channels to where boxes want them."""
+    chunks = problem.elements[1] * DTYPE_BYTES[problem.dtype] // 16
+    constants = (
+        *layer_constants(problem, pass_),
+        ("ALL_IN_CHANNELS", problem.in_channels),
+        ("THREADS", _PACK_THREADS),
+        ("MIN_BLOCKS", 1),
+    )
+    return Launch(
+        source=KernelSource("pack_channels", problem.dtype, False, constants),
+        grid=(math.ceil(chunks / _PACK_THREADS), 1, 1),
+        block=_PACK_THREADS,
+        shared_bytes=0,
+        geometry=b"",
+    )
+
+
+def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
+    """Of boxes of the input or the output gradient, where the copy engine takes them."""
+    size = DTYPE_BYTES[problem.dtype]
+    shape, strides = (problem.output_shape, layouts.output) if output else (problem.input_shape, layouts.input)
+    batch, channels, depth, height, width = five(shape)
+    image, channel, slab, row, column = (step * size for step in strides)
+    if channel != size and channels > 1:
+        return None
+    return engine_strides(zip((width, height, depth, batch), (column, row, slab, image)))
+
+
+def _pixel_boxes(
+    problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pitch: int, output: bool = True, tensor: int = 0
+) -> Boxes:
+    """``pitch`` bytes of a tile's positions, in the input, or where a tap meets the output gradient."""
+    batch, channels, depth, height, width = five(problem.output_shape if output else problem.input_shape)
+    strides = _pixel_strides(problem, layouts, output)
+    assert strides is not None
+    steps = (axis.stride if output and count > 1 else 1 for axis, count in zip(problem.axes3[::-1], lanes[:0:-1]))
+    return Boxes(
+        problem.dtype,
+        (channels, width, height, depth, max(1, batch)),
+        strides,
+        (pitch // DTYPE_BYTES[problem.dtype], *lanes[::-1]),
+        pitch,
+        True,
+        tensor,
+        (1, *steps, 1),
+    )
+
+
+def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> Boxes:
+    """Of a cluster's block each its part of the columns."""
+    size, out = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group
+    per_tap = [(problem.in_channels, out * problem.taps * size), (problem.taps, out * size), (1, 0), (1, 0)]
+    strides, pitch = engine_strides(per_tap), _depth_pitch(variant)
+    assert strides is not None
+    box = (pitch // size, variant.columns // variant.cluster, 1, 1, 1)
+    return Boxes(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
+
+
+def _depth_pitch(variant: BoxVariant) -> int:
+    """Bytes of a row of an operand whose k are channels."""
+    return OPERATION_BYTES * variant.steps
+
+
+def _channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
+    """Bytes of a box's row where those are rows or columns of an operand: the most that leave the fewest over."""
+    pixel = channels * DTYPE_BYTES[problem.dtype]
+    return min((128, 64, 32), key=lambda pitch: (round_up(pixel, pitch), -pitch))
+
+
+def _grad_pitch(problem: ConvTransposeProblem) -> int:
+    return _channel_pitch(problem, problem.out_channels_per_group)
+
+
+def _stage_bytes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> int:
+    elements = variant.rows + variant.columns
+    if pass_ is Pass.WEIGHT_GRAD:
+        return round_up(elements * variant.steps * OPERATION_BYTES, 1024)
+    return round_up(elements * _depth_pitch(variant), 1024)
+
+
+def _items(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int) -> int:
+    """Of an input gradient, what clusters share out."""
+    columns = math.ceil(problem.in_channels_per_group / variant.columns)
+    return math.ceil(tiles / variant.cluster) * problem.groups * columns
+
+
+def _unit_elements(problem: ConvTransposeProblem) -> int:
+    """Pairs of an output channel and a tap, of a group, those that fill up boxes included."""
+    size, pitch = DTYPE_BYTES[problem.dtype], _grad_pitch(problem)
+    return problem.taps * round_up(problem.out_channels_per_group * size, pitch) // size
+
+
+def _blocks(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, int]:
+    """Of a weight gradient, of rows and of columns of a group."""
+    units, channels = _unit_elements(problem), problem.in_channels_per_group
+    rows, columns = (channels, units) if variant.unit_columns else (units, channels)
+    return math.ceil(rows / variant.rows), math.ceil(columns / variant.columns)
+
+
+def _parts(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int, device: DeviceInfo) -> int:
+    """Parts of the positions: the most that leave no multiprocessor idle for long."""
+    blocks = math.prod(_blocks(problem, variant)) * problem.groups
+    places = device.multiprocessors * variant.resident
+    most = max(1, min(affordable_planes(problem), tiles // 8, 4 * places // blocks))
+
+    def rounds(parts: int) -> float:
+        return math.ceil(blocks * parts / places) * (math.ceil(tiles / parts) + 6)
+
+    return min(range(1, most + 1), key=lambda parts: (rounds(parts), parts))
+
+
+def _lanes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> Four:
+    """Extents of a tile of positions, so that there are few tiles; of a weight gradient just so many, of a stage."""
+    if pass_ is Pass.WEIGHT_GRAD:
+        found = _exact_lanes(variant.steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype])
+    else:
+        found = lanes_of(problem, variant.rows)
+
+    def fits(lanes: Four) -> bool:
+        spans = ((count - 1) * axis.stride + 1 for count, axis in zip(lanes[1:], problem.axes3))
+        return max(lanes[0], *spans) <= _MAX_BOX_SIDE and max(lanes) < 256
+
+    def tiles(lanes: Four) -> int:
+        return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
+
+    return min(filter(fits, found), key=tiles)
+
+
+def _exact_lanes(positions: int) -> Iterable[Four]:
+    """Extents of so many positions, a power of two; long rows first."""
+    powers = [1 << i for i in reversed(range(positions.bit_length()))]
+    for w, h, d in itertools.product(powers, repeat=3):
+        if w * h * d <= positions:
+            yield positions // (w * h * d), d, h, w
+
+
+def _depth_stages(problem: ConvTransposeProblem, variant: BoxVariant) -> int:
+    """Stages of an input gradient: of each tap some."""
+    pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
+    return problem.taps * math.ceil(pixel / _depth_pitch(variant))
+
+
+def _is_long(problem: ConvTransposeProblem) -> bool:
+    return problem.out_channels_per_group * problem.taps > _FLUSH
+
+
+# Cycles: for a stage; for a byte of it from the L2 cache; for a block, and each of its results.
+_STAGE, _MOVED, _ITEM, _RESULT = 60.0, 1 / 48, 1500.0, 0.05
+_BY_THREADS = 1 / 620  # a product
+_LAUNCH = 6e-6
+
+
+def _estimate(
+    problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, variant)))
+    stage_bytes = variant.steps * OPERATION_BYTES
+    products = _GROUPS * variant.row_tiles * variant.steps * max(variant.columns / 2, 16 + variant.columns / 4)
+    if pass_ is Pass.WEIGHT_GRAD and DTYPE_BYTES[problem.dtype] == 4:
+        products = variant.rows * variant.columns * variant.steps * 8 * _BY_THREADS
+    moved = (variant.rows + variant.columns / variant.cluster) * stage_bytes * _MOVED
+    stage = (products**4 + moved**4) ** 0.25 + _STAGE
+    places = device.multiprocessors * variant.resident
+    block = variant.rows * variant.columns * _RESULT + _ITEM / variant.resident
+    if pass_ is Pass.WEIGHT_GRAD:
+        parts = _parts(problem, variant, tiles, device)
+        rounds = float(math.ceil(math.prod(_blocks(problem, variant)) * problem.groups * parts / places))
+        stages = math.ceil(tiles / parts)
+        end = 6e-6 + 8 * parts * problem.elements[1] / device.copy_bytes_per_second
+    else:
+        rounds = _items(problem, variant, tiles) / (places // variant.cluster)
+        rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
+        stages, end = _depth_stages(problem, variant), 0.0
+    work = rounds * (stages * stage + block) * variant.resident / device.clock_hz + end + _LAUNCH
+    return slower_of(work, problem.bytes / device.copy_bytes_per_second)
+
+
+@lru_cache(maxsize=1024)
+def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
+    """Variants of a layer at a typical size, the fastest prediction first."""
+    members = list(_variants(problem, pass_, device))
+
+    def rank() -> list[BoxVariant]:
+        return sorted(members, key=lambda variant: (_estimate(problem, pass_, variant, device)[0], variant))
+
+    return kept(f"{pass_.value} by boxes of {problem!r}, on {device!r}", members, rank)
+
+
+def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[BoxVariant]:
+    for variant in _input_variants(problem) if pass_ is Pass.INPUT_GRAD else _weight_variants(problem):
+        stage = _stage_bytes(problem, pass_, variant)
+        buffers = min(_MOST_BUFFERS, (device.shared_bytes_of(variant.resident) - _DECLARED) // stage)
+        if buffers >= _LEAST_BUFFERS:
+            yield variant._replace(buffers=buffers)
+
+
+def _input_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+    """Their buffers left open."""
+    pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
+    most = _MOST_SUMS // 2 if _is_long(problem) else _MOST_SUMS
+    steps = next(steps for steps in (4, 2, 1) if steps == 1 or _fill(pixel, steps) <= _fill(pixel, steps // 2))
+    # Behind a group's channels lie those of the next, which meet no weight but may be no numbers.
+    while problem.groups > 1 and steps and pixel % (steps * OPERATION_BYTES):
+        steps //= 2
+    shapes = itertools.product(_widths(problem.in_channels_per_group, 8), (1, 2), (1, 2), (1, 2))
+    for columns, row_tiles, cluster, resident in shapes if steps else ():
+        if columns * row_tiles // 2 <= most // resident and columns % (8 * cluster) == 0:
+            yield BoxVariant(row_tiles, columns, steps, 0, cluster, resident, False)
+
+
+def _fill(pixel: int, steps: int) -> int:
+    """Bytes that a pixel's channels take in stages of so many operations."""
+    return round_up(pixel, steps * OPERATION_BYTES)
+
+
+def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+    """Their buffers left open."""
+    units, size = _unit_elements(problem), DTYPE_BYTES[problem.dtype]
+    of_x, of_grad = _channel_pitch(problem, problem.in_channels_per_group), _grad_pitch(problem)
+    for unit_columns in (True, False):
+        channels, pitch = (units, of_grad) if unit_columns else (problem.in_channels_per_group, of_x)
+        for columns, row_tiles, resident in itertools.product(_widths(channels, pitch // size), (1, 2, 4), (1, 2)):
+            if columns * row_tiles // 2 <= _MOST_SUMS // resident:
+                yield BoxVariant(row_tiles, columns, 4, 0, 1, resident, unit_columns)
+
+
+def _widths(channels: int, multiple: int) -> list[int]:
+    """Columns of a block, so that all are alike."""
+    return sorted({
+        round_up(math.ceil(channels / math.ceil(channels / widest)), multiple)
+        for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
+    })

@@ -1,0 +1,158 @@
+// Products of matrices whose operands the copy engine brings in boxes, and the cores take as they come:
+//
+//     sum[row, column]  +=  Σ_k  A[row, k] · B[k, column]
+//
+// Channels are innermost. Where k are channels, a row of A, or a column of B, is a row of a box. Where k are positions
+// (TRANSPOSED), it is an element of all rows of a box, and as many as lie in a box's row share it: ROW_PITCH bytes of A,
+// COLUMN_PITCH of B. The engine changes the order of 16-byte chunks within a row (swizzling), which cores or threads undo.
+//
+// The instruction is Hopper's, but for transposed operands of 32 bits, which it does not take: those pass registers.
+//
+// Index mapping. GROUPS groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more warp has
+// the engine bring what comes next. A stage is STEPS operations deep. Blocks of a cluster share what is B.
+
+constexpr int ELEMENT = sizeof(scalar_t);
+constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
+constexpr int GROUPS = 2, MULTIPLIERS = 128 * GROUPS, THREADS = MULTIPLIERS + 32;
+constexpr int GROUP_ROWS = 64 * ROW_TILES;
+
+// A transposed operand: bytes of a box, and rows or columns in it.
+__host__ __device__ constexpr int box_bytes(int pitch) { return STEPS * OPERATION * pitch; }
+constexpr int ROW_BOX = ROW_PITCH / ELEMENT, COLUMN_BOX = COLUMN_PITCH / ELEMENT;
+// Bytes of a tile of rows, of either operand, and of a stage.
+constexpr int A_TILE = TRANSPOSED ? 64 / ROW_BOX * box_bytes(ROW_PITCH) : 64 * ROW_PITCH;
+constexpr int A_BYTES = GROUPS * ROW_TILES * A_TILE;
+constexpr int B_BYTES = TRANSPOSED ? COLUMNS / COLUMN_BOX * box_bytes(COLUMN_PITCH) : COLUMNS * COLUMN_PITCH;
+constexpr int STAGE_BYTES = ceil_div(A_BYTES + B_BYTES, 1024) * 1024;
+static_assert(TRANSPOSED ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
+              "operands are whole boxes, or whole operations deep");
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER)
+#else
+#define CLUSTERED
+#endif
+
+// The sums of a thread: number i of a tile lies in row `row(tile, i)` and in column `column(i)`.
+struct Sums {
+  float of[ROW_TILES][COLUMNS / 2];
+
+  static __device__ __forceinline__ int row(int tile, int i) {
+    return threadIdx.x / 128 * GROUP_ROWS + tile * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+  }
+  static __device__ __forceinline__ int column(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+  // Adds others, or begins with them.
+  __device__ __forceinline__ void take(const Sums& others, bool begin) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; ++i) of[tile][i] = others.of[tile][i] + (begin ? 0 : of[tile][i]);
+  }
+
+  // The products of `stages` stages from `turn` on, to sums that begin with them.
+  __device__ __forceinline__ void multiply(int stages, Ring& ring, Turn& turn, const unsigned char* buffers) {
+    int before = 0;
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
+      barrier_wait(shared_address(ring.full + turn.index), turn.parity);
+      const unsigned char* const a = buffers + turn.index * STAGE_BYTES;
+      add_stage(a + threadIdx.x / 128 * (ROW_TILES * A_TILE), a + A_BYTES, stage > 0);
+      if (stage > 0) release(ring, before);
+      before = turn.index;
+      turn.next();
+    }
+    products_wait<0>();
+    pin(of);
+    if (stages > 0) release(ring, before);
+  }
+
+ private:
+  // The buffer may be filled again, in all blocks of the cluster: what one brings comes to all.
+  static __device__ __forceinline__ void release(Ring& ring, int index) {
+    __syncwarp();
+    const unsigned barrier = shared_address(ring.empty + index);
+    if (CLUSTER == 1 && threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    if (CLUSTER > 1 && threadIdx.x % 32 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 32);
+  }
+
+#if BY_THREADS
+  // Adds a stage, or begins with it. Of eight positions a lane takes two that are neighbours, so that those of a warp
+  // lie in different banks: which k an operation calls by which name is all the same to the product.
+  __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
+    if (!more) {
+#pragma unroll
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) of[tile][i] = 0;
+    }
+    const int strip = threadIdx.x / 32 % 4 * 16;  // the warp's rows of a tile
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      unsigned rows[ROW_TILES][4];
+#pragma unroll
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          rows[tile][i] = element<ROW_PITCH>(a + tile * A_TILE, strip + i % 2 * 8, step * OPERATION + i / 2);
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j) {
+        const unsigned first = element<COLUMN_PITCH>(b, 8 * j, step * OPERATION);
+        const unsigned second = element<COLUMN_PITCH>(b, 8 * j, step * OPERATION + 1);
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) mma(of[tile] + 4 * j, rows[tile], first, second);
+      }
+    }
+    __syncwarp();
+  }
+  // The lane's row or column of those from `i` on, at its k of those from `k` on.
+  template <int PITCH>
+  static __device__ __forceinline__ unsigned element(const unsigned char* matrix, int i, int k) {
+    const int lane = threadIdx.x % 32, box = PITCH / ELEMENT;
+    const int within = lane % 4 * 2 * PITCH + lane / 4 * ELEMENT + (k & 1) * PITCH, row = i % box * ELEMENT;
+    const int at = within ^ row ^ (within >> 7 & (PITCH / 16 - 1)) << 4;  // neither carries into the other
+    return *(const unsigned*)(matrix + i / box * box_bytes(PITCH) + (k & ~1) * PITCH + at);
+  }
+#else
+  // Adds a stage, or begins with it, when those before have come to an end.
+  __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
+    constexpr int ROW_STEP = TRANSPOSED ? OPERATION * ROW_PITCH : 32;
+    constexpr int COLUMN_STEP = TRANSPOSED ? OPERATION * COLUMN_PITCH : 32;
+    const unsigned rows = shared_address(a), columns = shared_address(b);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+        add_product(of[tile], rows + tile * A_TILE + step * ROW_STEP, columns + step * COLUMN_STEP, more || step > 0);
+    products_commit();
+    products_wait<1>();
+  }
+#ifndef EMULATOR
+  static __device__ __forceinline__ void add_product(float (&sums)[COLUMNS / 2], unsigned a, unsigned b, bool add) {
+    wgmma(sums, describe_matrix<ROW_PITCH>(a, TRANSPOSED ? box_bytes(ROW_PITCH) : 0),
+          describe_matrix<COLUMN_PITCH>(b, TRANSPOSED ? box_bytes(COLUMN_PITCH) : 0), add);
+  }
+#else
+  // Row or column i of a matrix at element k.
+  static float element(unsigned matrix, int i, int k, int pitch) {
+    const int box = pitch / ELEMENT;
+    const unsigned at = TRANSPOSED ? i / box * box_bytes(pitch) + k * pitch + i % box * ELEMENT : i * pitch + k * ELEMENT;
+    return operand(*(const scalar_t*)__cvta_shared_to_generic(swizzled(matrix + at, pitch)));
+  }
+  static void add_product(float (&sums)[COLUMNS / 2], unsigned a, unsigned b, bool add) {
+    float* const to = sums;
+    const int first = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    emulator::later(emulator::Async::products, [=, first_column = column(0)] {
+      for (int i = 0; i < COLUMNS / 2; ++i) {
+        float sum = add ? to[i] : 0;
+        for (int k = 0; k < OPERATION; ++k)
+          sum += element(a, first + i / 2 % 2 * 8, k, ROW_PITCH) *
+                 element(b, first_column + i / 4 * 8 + i % 2, k, COLUMN_PITCH);
+        to[i] = sum;
+      }
+    });
+  }
+#endif
+#endif
+};

@@ -1,0 +1,160 @@
+// The input gradient of tensors whose channels are innermost, by Hopper's instruction (common/box_product.cuh):
+//
+//   gx[n, ci, i] = Σ over taps and output channels of   g[n, co, i·stride + tap·dilation - padding] · w[ci, co, tap]
+//
+// Index mapping. Rows of the product are a tile of input positions, columns COLUMNS input channels of one group; a stage
+// is one tap and as many output channels as STEPS operations take. For each tap the copy engine brings the tile's
+// elements of the output gradient anew, every stride-th one, and zeros beside the tensor: no tap needs a thread. They
+// come from the L2 cache but for the first time.
+//
+// Blocks take items (column block fastest, then tile, then group) in turns, and load the next while they store one.
+// Blocks of a cluster have neighbouring tiles, and share the weights.
+//
+// The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
+// beside them.
+
+struct Geometry {
+  TensorMap grad_box, weight_box;
+  Tensor5 x;
+  int batch, groups;
+  int lanes[4];  // positions of a tile along n, d, h, w; their product is at most the rows of a block
+  int tiles[4];  // tiles along n, d, h, w
+};
+
+constexpr int CHANNELS = STEPS * OPERATION;  // of a stage
+constexpr int CHUNKS = ceil_div(OUT_CHANNELS, CHANNELS), STAGES = TAPS * CHUNKS;
+constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS);
+constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
+
+// Neighbouring channels that a thread stores at once: 32 bytes of four threads.
+constexpr int VECTOR = IN_CHANNELS % (8 / ELEMENT) == 0 ? 8 / ELEMENT : 1;
+
+// What a block computes at once.
+struct Item {
+  int group, first_in;
+  int first[4];  // position along n, d, h, w
+
+  __device__ __forceinline__ Item(const Geometry& g, int index) {
+    const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3], shared = ceil_div(tiles, CLUSTER);
+    first_in = index % COLUMN_BLOCKS * COLUMNS;
+    index /= COLUMN_BLOCKS;
+    group = index / shared;
+    tile_origin(g.tiles, g.lanes, index % shared * CLUSTER + (int)blockIdx.x % CLUSTER, first);
+  }
+  static __device__ __forceinline__ int count(const Geometry& g) {
+    return ceil_div(g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3], CLUSTER) * g.groups * COLUMN_BLOCKS;
+  }
+};
+
+// The thread's row of a tile: its place in the tile along n, d, h, w, a byte each.
+constexpr unsigned NOWHERE = ~0u;
+__device__ __forceinline__ unsigned place_of(const Geometry& g, int row) {
+  int at[4];
+  decode(g.lanes, row, at);
+  return at[0] < g.lanes[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
+}
+
+// The sums of a row: `to` is the first of its columns in memory, of which `columns` exist, none or some.
+__device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int half, scalar_t* to, int columns) {
+  constexpr int TOGETHER = VECTOR == 4 ? 2 : 1;  // tiles of 8 columns
+  const int lane = threadIdx.x % 4;
+  const auto exists = [=](int column) { return WHOLE_BLOCKS ? columns > 0 : column < columns; };
+#pragma unroll
+  for (int tile = 0; tile < COLUMNS / 8; tile += TOGETHER) {
+    const float* const pair = sums + 4 * tile + 2 * half;
+    const int column = 8 * tile + 2 * lane;
+    if constexpr (VECTOR == 4) {  // two lanes exchange halves: each has four neighbours then, of one of two tiles
+      const bool odd = lane % 2, both = tile + 1 < COLUMNS / 8;
+      Vector<scalar_t, 2> words[2] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (i < 2 || both) narrow(pair[i / 2 * 4 + i % 2], words[i / 2].value[i % 2]);
+      const unsigned mine[2] = {*(const unsigned*)&words[0], *(const unsigned*)&words[1]};
+      const unsigned other = __shfl_xor_sync(~0u, mine[!odd], 1);
+      const Vector<unsigned, 2> found = {odd ? other : mine[0], odd ? mine[1] : other};
+      const int first = 8 * (tile + odd) + lane / 2 * 4;
+      if ((both || !odd) && exists(first)) *(Vector<unsigned, 2>*)(to + first) = found;
+    } else if constexpr (VECTOR == 2) {
+      if (exists(column)) *(Vector<float, 2>*)(to + column) = {pair[0], pair[1]};
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (exists(column + i)) narrow(pair[i], to[column + i]);
+    }
+  }
+}
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
+    input_grad_boxes(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+                     scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  __shared__ __align__(8) Ring ring;
+  if (threadIdx.x == 0) ring.init(1, MULTIPLIERS / 32 * CLUSTER);
+  __syncthreads();
+  if (CLUSTER > 1) cluster_sync();
+
+  const int items = Item::count(g), step = gridDim.x / CLUSTER;
+  Turn turn;
+  if (threadIdx.x < MULTIPLIERS) {
+    unsigned places[ROW_TILES][2];
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(g, Sums::row(i / 2, i % 2 * 2));
+#pragma unroll 1
+    for (int index = blockIdx.x / CLUSTER; index < items; index += step) {
+      Sums sums, total;
+      if (FLUSH < STAGES) {
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES; stage += FLUSH) {
+          sums.multiply(min(FLUSH, STAGES - stage), ring, turn, shared_memory);
+          total.take(sums, stage == 0);
+        }
+      } else {
+        sums.multiply(STAGES, ring, turn, shared_memory);
+      }
+      const Sums& all = FLUSH < STAGES ? total : sums;
+      const Item item(g, index);
+      scalar_t* const to = dst + item.group * IN_CHANNELS + item.first_in;
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const unsigned place = places[i / 2][i % 2];
+        int at[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) at[j] = item.first[j] + (int)(place >> (24 - 8 * j) & 255);
+        const bool exists = place != NOWHERE && at[0] < g.batch && at[1] < g.x.size[0] && at[2] < g.x.size[1] &&
+                            at[3] < g.x.size[2];
+        store_row(all.of[i / 2], i % 2, to + (exists ? offset_of(g.x, at) : 0), exists ? IN_CHANNELS - item.first_in : 0);
+      }
+    }
+  } else if (threadIdx.x == MULTIPLIERS) {
+    wait_for_prologue();
+    const int bytes = g.lanes[0] * g.lanes[1] * g.lanes[2] * g.lanes[3] * ROW_PITCH;
+#pragma unroll 1
+    for (int index = blockIdx.x / CLUSTER; index < items; index += step) {
+      const Item item(g, index);
+      int tap = 0;
+#pragma unroll 1
+      for (int depth = 0; depth < AXIS_D.kernel; ++depth)
+#pragma unroll 1
+        for (int height = 0; height < AXIS_H.kernel; ++height)
+#pragma unroll 1
+          for (int width = 0; width < AXIS_W.kernel; ++width, ++tap)
+#pragma unroll 1
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+              const unsigned to = shared_address(shared_memory + turn.index * STAGE_BYTES);
+              const unsigned full = shared_address(ring.full + turn.index);
+              const int from[5] = {item.group * OUT_CHANNELS + chunk * CHANNELS,
+                                   item.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
+                                   item.first[2] * AXIS_H.stride + src_offset(AXIS_H, height),
+                                   item.first[1] * AXIS_D.stride + src_offset(AXIS_D, depth), item.first[0]};
+              const int weights[5] = {chunk * CHANNELS, item.group * IN_CHANNELS + item.first_in, tap, 0, 0};
+              barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
+              box_copy(to, g.grad_box, grad, from, bytes, full);
+              box_copy_shared<CLUSTER>(to + A_BYTES, g.weight_box, weight, weights, COLUMNS / CLUSTER,
+                                       B_BYTES / CLUSTER, full);
+              barrier_arrive(full);
+              turn.next();
+            }
+    }
+  }
+  if (CLUSTER > 1) cluster_sync();  // no block ends while others write to its shared memory
+}
