@@ -35,7 +35,6 @@ from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _GROUPS = 2  # of 128 threads that multiply
-_THREADS = 128 * _GROUPS + 32
 _OFFERED = 6
 _MAX_BOX_SIDE, _MAX_BOX_STEP = 256, 8  # elements of the tensor, from a box's first to its last; and between two
 _MOST_COLUMNS = 256  # of an instruction
@@ -49,17 +48,28 @@ _PACK_THREADS = 256
 class BoxVariant(NamedTuple):
     """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks."""
 
+    row_groups: int
     row_tiles: int
     columns: int
     steps: int
     buffers: int
     cluster: int
     resident: int
-    unit_columns: bool
+
+    @property
+    def loaders(self) -> int:
+        """Threads beside those that multiply: a group where registers are to change hands, of which there are four."""
+        return 128 if self.resident == 1 else 32
 
     @property
     def rows(self) -> int:
-        return 64 * _GROUPS * self.row_tiles
+        """Of a block."""
+        return 64 * self.row_groups * self.row_tiles
+
+    @property
+    def block_columns(self) -> int:
+        """The same; ``columns`` are a group's."""
+        return _GROUPS // self.row_groups * self.columns
 
 
 class _GradientBoxes(Gradient):
@@ -101,17 +111,18 @@ class _GradientBoxes(Gradient):
         )
 
     def _constants(
-        self, problem: ConvTransposeProblem, variant: BoxVariant, rows: int, columns: int
+        self, problem: ConvTransposeProblem, variant: BoxVariant, row_pitch: int, column_pitch: int
     ) -> tuple[tuple[str, Constant], ...]:
-        """Of rows and columns of so many bytes."""
         transposed = self.pass_ is Pass.WEIGHT_GRAD
         return (
             *layer_constants(problem, self.pass_),
+            ("LOADERS", variant.loaders),
+            ("ROW_GROUPS", variant.row_groups),
             ("ROW_TILES", variant.row_tiles),
             ("COLUMNS", variant.columns),
             ("STEPS", variant.steps),
-            ("ROW_PITCH", rows),
-            ("COLUMN_PITCH", columns),
+            ("ROW_PITCH", row_pitch),
+            ("COLUMN_PITCH", column_pitch),
             ("TRANSPOSED", transposed),
             ("BUFFERS", variant.buffers),
             ("PARTS", 1),
@@ -152,7 +163,7 @@ class InputGradBoxes(_GradientBoxes):
                 (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
             ),
             grid=(variant.cluster * min(items, device.multiprocessors * variant.resident // variant.cluster), 1, 1),
-            block=_THREADS,
+            block=128 * _GROUPS + variant.loaders,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
             prologue=_pack(problem, pass_) if packs else None,
@@ -184,16 +195,10 @@ class WeightGradBoxes(_GradientBoxes):
         geometry = padded(geometry + struct.pack("<9i", *lanes, *tiles, flush))
         geometry += struct.pack("<3q", length, total, problem.elements[1])
         of_x, of_grad = _channel_pitch(problem, problem.in_channels_per_group), _grad_pitch(problem)
-        rows, columns = (of_x, of_grad) if variant.unit_columns else (of_grad, of_x)
         return Launch(
-            source=KernelSource(
-                self.name,
-                problem.dtype,
-                True,
-                (*self._constants(problem, variant, rows, columns), ("UNIT_COLUMNS", variant.unit_columns)),
-            ),
+            source=KernelSource(self.name, problem.dtype, True, self._constants(problem, variant, of_x, of_grad)),
             grid=(math.prod(blocks) * problem.groups * planes, 1, 1),
-            block=_THREADS,
+            block=128 * _GROUPS + variant.loaders,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
             planes=planes,
@@ -280,7 +285,7 @@ def _grad_pitch(problem: ConvTransposeProblem) -> int:
 
 
 def _stage_bytes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> int:
-    elements = variant.rows + variant.columns
+    elements = variant.rows + variant.block_columns
     if pass_ is Pass.WEIGHT_GRAD:
         return round_up(elements * variant.steps * OPERATION_BYTES, 1024)
     return round_up(elements * _depth_pitch(variant), 1024)
@@ -300,9 +305,8 @@ def _unit_elements(problem: ConvTransposeProblem) -> int:
 
 def _blocks(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, int]:
     """Of a weight gradient, of rows and of columns of a group."""
-    units, channels = _unit_elements(problem), problem.in_channels_per_group
-    rows, columns = (channels, units) if variant.unit_columns else (units, channels)
-    return math.ceil(rows / variant.rows), math.ceil(columns / variant.columns)
+    columns = math.ceil(_unit_elements(problem) / variant.block_columns)
+    return math.ceil(problem.in_channels_per_group / variant.rows), columns
 
 
 def _parts(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int, device: DeviceInfo) -> int:
@@ -366,11 +370,11 @@ def _estimate(
     stage_bytes = variant.steps * OPERATION_BYTES
     products = _GROUPS * variant.row_tiles * variant.steps * max(variant.columns / 2, 16 + variant.columns / 4)
     if pass_ is Pass.WEIGHT_GRAD and DTYPE_BYTES[problem.dtype] == 4:
-        products = variant.rows * variant.columns * variant.steps * 8 * _BY_THREADS
-    moved = (variant.rows + variant.columns / variant.cluster) * stage_bytes * _MOVED
+        products = variant.rows * variant.block_columns * variant.steps * 8 * _BY_THREADS
+    moved = (variant.rows + variant.block_columns / variant.cluster) * stage_bytes * _MOVED
     stage = (products**4 + moved**4) ** 0.25 + _STAGE
     places = device.multiprocessors * variant.resident
-    block = variant.rows * variant.columns * _RESULT + _ITEM / variant.resident
+    block = variant.rows * variant.block_columns * _RESULT + _ITEM / variant.resident
     if pass_ is Pass.WEIGHT_GRAD:
         parts = _parts(problem, variant, tiles, device)
         rounds = float(math.ceil(math.prod(_blocks(problem, variant)) * problem.groups * parts / places))
@@ -414,7 +418,7 @@ def _input_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
     shapes = itertools.product(_widths(problem.in_channels_per_group, 8), (1, 2), (1, 2), (1, 2))
     for columns, row_tiles, cluster, resident in shapes if steps else ():
         if columns * row_tiles // 2 <= most // resident and columns % (8 * cluster) == 0:
-            yield BoxVariant(row_tiles, columns, steps, 0, cluster, resident, False)
+            yield BoxVariant(2, row_tiles, columns, steps, 0, cluster, resident)
 
 
 def _fill(pixel: int, steps: int) -> int:
@@ -425,12 +429,13 @@ def _fill(pixel: int, steps: int) -> int:
 def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
     """Their buffers left open."""
     units, size = _unit_elements(problem), DTYPE_BYTES[problem.dtype]
-    of_x, of_grad = _channel_pitch(problem, problem.in_channels_per_group), _grad_pitch(problem)
-    for unit_columns in (True, False):
-        channels, pitch = (units, of_grad) if unit_columns else (problem.in_channels_per_group, of_x)
-        for columns, row_tiles, resident in itertools.product(_widths(channels, pitch // size), (1, 2, 4), (1, 2)):
-            if columns * row_tiles // 2 <= _MOST_SUMS // resident:
-                yield BoxVariant(row_tiles, columns, 4, 0, 1, resident, unit_columns)
+    for row_groups, row_tiles, resident in itertools.product((1, 2), (1, 2, 4), (1, 2)):
+        if 64 * row_groups * row_tiles >= 2 * max(64, problem.in_channels_per_group):
+            continue
+        for columns in _widths(math.ceil(units * row_groups / _GROUPS), _grad_pitch(problem) // size):
+            most = _MOST_SUMS // (resident if size == 2 else resident**2)  # threads that find operands need registers
+            if columns * row_tiles // 2 <= most:
+                yield BoxVariant(row_groups, row_tiles, columns, 4, 0, 1, resident)
 
 
 def _widths(channels: int, multiple: int) -> list[int]:

@@ -2,8 +2,8 @@
 //
 //   gx[n, ci, i] = Σ over taps and output channels of   g[n, co, i·stride + tap·dilation - padding] · w[ci, co, tap]
 //
-// Index mapping. Rows of the product are a tile of input positions, columns COLUMNS input channels of one group; a stage
-// is one tap and as many output channels as STEPS operations take. For each tap the copy engine brings the tile's
+// Index mapping. Rows of the product are a tile of input positions, columns COLUMNS input channels of one group; a
+// stage is one tap and as many output channels as STEPS operations take. For each tap the copy engine brings the tile's
 // elements of the output gradient anew, every stride-th one, and zeros beside the tensor: no tap needs a thread. They
 // come from the L2 cache but for the first time.
 //
@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int 
       for (int i = 0; i < 4; ++i)
         if (i < 2 || both) narrow(pair[i / 2 * 4 + i % 2], words[i / 2].value[i % 2]);
       const unsigned mine[2] = {*(const unsigned*)&words[0], *(const unsigned*)&words[1]};
-      const unsigned other = __shfl_xor_sync(~0u, mine[!odd], 1);
+      const unsigned other = __shfl_xor_sync(~0u, odd ? mine[0] : mine[1], 1);
       const Vector<unsigned, 2> found = {odd ? other : mine[0], odd ? mine[1] : other};
       const int first = 8 * (tile + odd) + lane / 2 * 4;
       if ((both || !odd) && exists(first)) *(Vector<unsigned, 2>*)(to + first) = found;
@@ -81,6 +81,42 @@ __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int 
       for (int i = 0; i < 2; ++i)
         if (exists(column + i)) narrow(pair[i], to[column + i]);
     }
+  }
+}
+
+// By one thread: the boxes of all stages of the block's items.
+__device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* grad, const scalar_t* weight, Ring& ring,
+                                           const unsigned char* buffers) {
+  wait_for_prologue();
+  Turn turn;
+  const int items = Item::count(g), step = gridDim.x / CLUSTER;
+  const int bytes = g.lanes[0] * g.lanes[1] * g.lanes[2] * g.lanes[3] * ROW_PITCH;
+#pragma unroll 1
+  for (int index = blockIdx.x / CLUSTER; index < items; index += step) {
+    const Item item(g, index);
+    int tap = 0;
+#pragma unroll 1
+    for (int depth = 0; depth < AXIS_D.kernel; ++depth)
+#pragma unroll 1
+      for (int height = 0; height < AXIS_H.kernel; ++height)
+#pragma unroll 1
+        for (int width = 0; width < AXIS_W.kernel; ++width, ++tap)
+#pragma unroll 1
+          for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const unsigned to = shared_address(buffers + turn.index * STAGE_BYTES);
+            const unsigned full = shared_address(ring.full + turn.index);
+            const int from[5] = {item.group * OUT_CHANNELS + chunk * CHANNELS,
+                                 item.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
+                                 item.first[2] * AXIS_H.stride + src_offset(AXIS_H, height),
+                                 item.first[1] * AXIS_D.stride + src_offset(AXIS_D, depth), item.first[0]};
+            const int weights[5] = {chunk * CHANNELS, item.group * IN_CHANNELS + item.first_in, tap, 0, 0};
+            barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
+            box_copy(to, g.grad_box, grad, from, bytes, full);
+            box_copy_shared<CLUSTER>(to + A_BYTES, g.weight_box, weight, weights, COLUMNS / CLUSTER, B_BYTES / CLUSTER,
+                                     full);
+            barrier_arrive(full);
+            turn.next();
+          }
   }
 }
 
@@ -96,6 +132,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   const int items = Item::count(g), step = gridDim.x / CLUSTER;
   Turn turn;
   if (threadIdx.x < MULTIPLIERS) {
+    registers_change<true>();
     unsigned places[ROW_TILES][2];
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(g, Sums::row(i / 2, i % 2 * 2));
@@ -120,41 +157,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         int at[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) at[j] = item.first[j] + (int)(place >> (24 - 8 * j) & 255);
-        const bool exists = place != NOWHERE && at[0] < g.batch && at[1] < g.x.size[0] && at[2] < g.x.size[1] &&
-                            at[3] < g.x.size[2];
-        store_row(all.of[i / 2], i % 2, to + (exists ? offset_of(g.x, at) : 0), exists ? IN_CHANNELS - item.first_in : 0);
+        const bool exists =
+            place != NOWHERE && at[0] < g.batch && at[1] < g.x.size[0] && at[2] < g.x.size[1] && at[3] < g.x.size[2];
+        store_row(all.of[i / 2], i % 2, to + (exists ? offset_of(g.x, at) : 0),
+                  exists ? IN_CHANNELS - item.first_in : 0);
       }
     }
-  } else if (threadIdx.x == MULTIPLIERS) {
-    wait_for_prologue();
-    const int bytes = g.lanes[0] * g.lanes[1] * g.lanes[2] * g.lanes[3] * ROW_PITCH;
-#pragma unroll 1
-    for (int index = blockIdx.x / CLUSTER; index < items; index += step) {
-      const Item item(g, index);
-      int tap = 0;
-#pragma unroll 1
-      for (int depth = 0; depth < AXIS_D.kernel; ++depth)
-#pragma unroll 1
-        for (int height = 0; height < AXIS_H.kernel; ++height)
-#pragma unroll 1
-          for (int width = 0; width < AXIS_W.kernel; ++width, ++tap)
-#pragma unroll 1
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-              const unsigned to = shared_address(shared_memory + turn.index * STAGE_BYTES);
-              const unsigned full = shared_address(ring.full + turn.index);
-              const int from[5] = {item.group * OUT_CHANNELS + chunk * CHANNELS,
-                                   item.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
-                                   item.first[2] * AXIS_H.stride + src_offset(AXIS_H, height),
-                                   item.first[1] * AXIS_D.stride + src_offset(AXIS_D, depth), item.first[0]};
-              const int weights[5] = {chunk * CHANNELS, item.group * IN_CHANNELS + item.first_in, tap, 0, 0};
-              barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
-              box_copy(to, g.grad_box, grad, from, bytes, full);
-              box_copy_shared<CLUSTER>(to + A_BYTES, g.weight_box, weight, weights, COLUMNS / CLUSTER,
-                                       B_BYTES / CLUSTER, full);
-              barrier_arrive(full);
-              turn.next();
-            }
-    }
+  } else {
+    registers_change<false>();
+    if (threadIdx.x == MULTIPLIERS) load_items(g, grad, weight, ring, shared_memory);
   }
   if (CLUSTER > 1) cluster_sync();  // no block ends while others write to its shared memory
 }

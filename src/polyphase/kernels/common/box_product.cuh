@@ -3,26 +3,40 @@
 //     sum[row, column]  +=  Σ_k  A[row, k] · B[k, column]
 //
 // Channels are innermost. Where k are channels, a row of A, or a column of B, is a row of a box. Where k are positions
-// (TRANSPOSED), it is an element of all rows of a box, and as many as lie in a box's row share it: ROW_PITCH bytes of A,
-// COLUMN_PITCH of B. The engine changes the order of 16-byte chunks within a row (swizzling), which cores or threads undo.
+// (TRANSPOSED), it is an element of all rows of a box, and as many as lie in a box's row share it: ROW_PITCH bytes of
+// A, COLUMN_PITCH of B. The engine changes the order of 16-byte chunks within a row (swizzling), which cores or threads
+// undo.
 //
 // The instruction is Hopper's, but for transposed operands of 32 bits, which it does not take: those pass registers.
 //
-// Index mapping. GROUPS groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more warp has
-// the engine bring what comes next. A stage is STEPS operations deep. Blocks of a cluster share what is B.
+// Index mapping. Two groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns: they have
+// other rows of the same columns, or with ROW_GROUPS 1 other columns of the same rows. A thread of a third group has
+// the engine bring what comes next; LOADERS threads, of which one has STEPS operations deep. Blocks of a cluster share
+// what is B.
 
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
-constexpr int GROUPS = 2, MULTIPLIERS = 128 * GROUPS, THREADS = MULTIPLIERS + 32;
+constexpr int MULTIPLIERS = 256, THREADS = MULTIPLIERS + LOADERS;
 constexpr int GROUP_ROWS = 64 * ROW_TILES;
+
+// Registers change hands where a whole group loads, of which one thread needs some; else each thread has its share.
+constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
+static_assert(LOADERS == 32 || registers_suffice(MULTIPLIERS, MULTIPLIER_REGISTERS, LOADERS, LOADER_REGISTERS),
+              "too few registers");
+template <bool MULTIPLIES>
+__device__ __forceinline__ void registers_change() {
+  if constexpr (LOADERS == 128 && MULTIPLIES) registers_claim<MULTIPLIER_REGISTERS>();
+  if constexpr (LOADERS == 128 && !MULTIPLIES) registers_release<LOADER_REGISTERS>();
+}
 
 // A transposed operand: bytes of a box, and rows or columns in it.
 __host__ __device__ constexpr int box_bytes(int pitch) { return STEPS * OPERATION * pitch; }
 constexpr int ROW_BOX = ROW_PITCH / ELEMENT, COLUMN_BOX = COLUMN_PITCH / ELEMENT;
 // Bytes of a tile of rows, of either operand, and of a stage.
 constexpr int A_TILE = TRANSPOSED ? 64 / ROW_BOX * box_bytes(ROW_PITCH) : 64 * ROW_PITCH;
-constexpr int A_BYTES = GROUPS * ROW_TILES * A_TILE;
-constexpr int B_BYTES = TRANSPOSED ? COLUMNS / COLUMN_BOX * box_bytes(COLUMN_PITCH) : COLUMNS * COLUMN_PITCH;
+constexpr int A_BYTES = ROW_GROUPS * ROW_TILES * A_TILE;
+constexpr int B_GROUP = TRANSPOSED ? COLUMNS / COLUMN_BOX * box_bytes(COLUMN_PITCH) : COLUMNS * COLUMN_PITCH;
+constexpr int B_BYTES = 2 / ROW_GROUPS * B_GROUP;
 constexpr int STAGE_BYTES = ceil_div(A_BYTES + B_BYTES, 1024) * 1024;
 static_assert(TRANSPOSED ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
               "operands are whole boxes, or whole operations deep");
@@ -33,14 +47,15 @@ static_assert(TRANSPOSED ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS &
 #define CLUSTERED
 #endif
 
-// The sums of a thread: number i of a tile lies in row `row(tile, i)` and in column `column(i)`.
+// The sums of a thread: number i of a tile lies in row `row(tile, i)` of the block's, and of the group's in column
+// i / 4 · 8 + lane % 4 · 2 + i % 2.
 struct Sums {
   float of[ROW_TILES][COLUMNS / 2];
 
   static __device__ __forceinline__ int row(int tile, int i) {
-    return threadIdx.x / 128 * GROUP_ROWS + tile * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+    const int group = ROW_GROUPS == 1 ? 0 : threadIdx.x / 128 * GROUP_ROWS;
+    return group + tile * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
   }
-  static __device__ __forceinline__ int column(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
   // Adds others, or begins with them.
   __device__ __forceinline__ void take(const Sums& others, bool begin) {
@@ -57,7 +72,9 @@ struct Sums {
     for (int stage = 0; stage < stages; ++stage) {
       barrier_wait(shared_address(ring.full + turn.index), turn.parity);
       const unsigned char* const a = buffers + turn.index * STAGE_BYTES;
-      add_stage(a + threadIdx.x / 128 * (ROW_TILES * A_TILE), a + A_BYTES, stage > 0);
+      const int group = threadIdx.x / 128;
+      add_stage(a + (ROW_GROUPS == 1 ? 0 : group * ROW_TILES * A_TILE),
+                a + A_BYTES + (ROW_GROUPS == 1 ? group * B_GROUP : 0), stage > 0);
       if (stage > 0) release(ring, before);
       before = turn.index;
       turn.next();
@@ -137,13 +154,14 @@ struct Sums {
   // Row or column i of a matrix at element k.
   static float element(unsigned matrix, int i, int k, int pitch) {
     const int box = pitch / ELEMENT;
-    const unsigned at = TRANSPOSED ? i / box * box_bytes(pitch) + k * pitch + i % box * ELEMENT : i * pitch + k * ELEMENT;
+    const unsigned at =
+        TRANSPOSED ? i / box * box_bytes(pitch) + k * pitch + i % box * ELEMENT : i * pitch + k * ELEMENT;
     return operand(*(const scalar_t*)__cvta_shared_to_generic(swizzled(matrix + at, pitch)));
   }
   static void add_product(float (&sums)[COLUMNS / 2], unsigned a, unsigned b, bool add) {
     float* const to = sums;
     const int first = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    emulator::later(emulator::Async::products, [=, first_column = column(0)] {
+    emulator::later(emulator::Async::products, [=, first_column = threadIdx.x % 4 * 2] {
       for (int i = 0; i < COLUMNS / 2; ++i) {
         float sum = add ? to[i] : 0;
         for (int k = 0; k < OPERATION; ++k)

@@ -296,7 +296,8 @@ struct Sums {
 
 // The multiplying groups' part: add(stage, buffer, shift) is one stage.
 template <class Add>
-__device__ __forceinline__ void add_stages(int stages, WindowRing& ring, const char* buffers, int bytes, const Add& add) {
+__device__ __forceinline__ void add_stages(int stages, WindowRing& ring, const char* buffers, int bytes,
+                                           const Add& add) {
   Turn turn;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
