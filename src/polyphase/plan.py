@@ -4,8 +4,8 @@ Every algorithm says whether it can run, and offers variants with a predicted ti
 offered is a short list that depends on the layer and the kind of its images (tiny, or such as the cores take as they
 lie, or neither), not on their size or the batch's. The first of it is what the layer has at most sizes; the forward
 pass has another of the list where that is clearly faster at the size at hand, so that all sizes together need a few.
-Other passes have one, but for weight gradients that the fastest kernel cannot compute at every size. Nothing is tried
-at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
+So have gradients of some algorithms; others have one kernel, but for weight gradients that the fastest cannot compute at
+every size. Nothing is tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def plan(
             reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device) or _NO_TILE}" for a in ALGORITHMS)
             raise UnsupportedError(f"no algorithm computes the {pass_.value} of {given} on {device.arch}: {reasons}")
         algorithm, candidates = found
-        chosen = _by_size(candidates, pass_)
+        chosen = _by_size(algorithm, candidates, pass_)
     kernels = [(algorithm, candidate) for candidate in chosen]
     if not algorithm.any_size:
         for_others = (each for each in algorithms if each.any_size)
@@ -169,7 +169,7 @@ def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> lis
 
     def seconds(algorithm: Algorithm) -> float:
         offers = _offers([algorithm], sized, pass_, device, layouts)
-        return min((_by_size(candidates, pass_)[0].seconds for _, candidates in offers), default=math.inf)
+        return min((_by_size(algorithm, found, pass_)[0].seconds for _, found in offers), default=math.inf)
 
     about = f"algorithms for the {pass_.value} of {sized!r} on {device!r}"
     order = kept(about, ALGORITHMS, lambda: sorted(ALGORITHMS, key=seconds))
@@ -189,10 +189,10 @@ def _measured(
     return next(found, None)
 
 
-def _by_size(candidates: Iterator[Candidate], pass_: Pass) -> list[Candidate]:
+def _by_size(algorithm: Algorithm, candidates: Iterator[Candidate], pass_: Pass) -> list[Candidate]:
     """The first, which is what a layer has at most sizes; before it the fastest at this one, if it clearly is."""
     first = next(candidates)
-    if pass_ is not Pass.FORWARD:
+    if pass_ is not Pass.FORWARD and not algorithm.adapts:
         return [first]
     fastest = min(candidates, key=lambda each: each.seconds, default=first)
     return [fastest, first] if fastest.seconds < _CLEARLY * first.seconds else [first]

@@ -198,10 +198,14 @@ class Launch:
 
 
 class Algorithm(Protocol):
-    """One way to compute a pass. ``any_size``: a layer that it does not refuse it computes at every size."""
+    """One way to compute a pass. ``any_size``: a layer that it does not refuse it computes at every size.
+
+    ``adapts``: gradients, too, take another of its candidates where that is clearly faster at the size at hand.
+    """
 
     name: str
     any_size: bool
+    adapts: bool
 
     def __hash__(self) -> int: ...
 

@@ -51,6 +51,7 @@ class GatherChannels:
 
     name = "gather_channels"
     any_size = True
+    adapts = False
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:

@@ -125,6 +125,7 @@ class GatherGemm:
 
     name = "gather_gemm"
     any_size = True
+    adapts = False
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:

@@ -28,6 +28,7 @@ class GatherGeneral:
 
     name = "gather_general"
     any_size = True
+    adapts = False
     _THREADS = 256
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

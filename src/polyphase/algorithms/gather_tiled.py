@@ -57,6 +57,7 @@ class GatherTiled:
 
     name = "gather_tiled"
     any_size = True
+    adapts = False
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:

@@ -18,6 +18,7 @@ class Gradient:
 
     name: str
     any_size: bool
+    adapts = False
     pass_: Pass
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,7 +54,6 @@ class BoxVariant(NamedTuple):
     columns: int
     steps: int
     buffers: int
-    cluster: int
     resident: int
 
     @property
@@ -74,6 +74,9 @@ class BoxVariant(NamedTuple):
 
 class _GradientBoxes(Gradient):
     """What the two kernels share."""
+
+    any_size = True
+    adapts = True
 
     def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
@@ -129,7 +132,6 @@ class _GradientBoxes(Gradient):
             ("MIN_BLOCKS", variant.resident),
             ("WGMMA", True),
             ("BY_THREADS", transposed and DTYPE_BYTES[problem.dtype] == 4),
-            ("CLUSTER", variant.cluster),
         )
 
 
@@ -138,7 +140,6 @@ class InputGradBoxes(_GradientBoxes):
 
     pass_ = Pass.INPUT_GRAD
     name = "input_grad_boxes"
-    any_size = True
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"output": problem.out_channels_per_group}
@@ -162,7 +163,7 @@ class InputGradBoxes(_GradientBoxes):
                 True,
                 (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
             ),
-            grid=(variant.cluster * min(items, device.multiprocessors * variant.resident // variant.cluster), 1, 1),
+            grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=128 * _GROUPS + variant.loaders,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
@@ -177,7 +178,6 @@ class WeightGradBoxes(_GradientBoxes):
 
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_boxes"
-    any_size = True
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
@@ -260,12 +260,11 @@ def _pixel_boxes(
 
 
 def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> Boxes:
-    """Of a cluster's block each its part of the columns."""
     size, out = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group
     per_tap = [(problem.in_channels, out * problem.taps * size), (problem.taps, out * size), (1, 0), (1, 0)]
     strides, pitch = engine_strides(per_tap), _depth_pitch(variant)
     assert strides is not None
-    box = (pitch // size, variant.columns // variant.cluster, 1, 1, 1)
+    box = (pitch // size, variant.columns, 1, 1, 1)
     return Boxes(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
 
 
@@ -292,9 +291,9 @@ def _stage_bytes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant
 
 
 def _items(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int) -> int:
-    """Of an input gradient, what clusters share out."""
+    """Of an input gradient, what blocks share out."""
     columns = math.ceil(problem.in_channels_per_group / variant.columns)
-    return math.ceil(tiles / variant.cluster) * problem.groups * columns
+    return tiles * problem.groups * columns
 
 
 def _unit_elements(problem: ConvTransposeProblem) -> int:
@@ -356,36 +355,67 @@ def _is_long(problem: ConvTransposeProblem) -> bool:
     return problem.out_channels_per_group * problem.taps > _FLUSH
 
 
-# Cycles: for a stage; for a byte of it from the L2 cache; for a block, and each of its results.
-_STAGE, _MOVED, _ITEM, _RESULT = 60.0, 1 / 48, 1500.0, 0.05
-_BY_THREADS = 1 / 620  # a product
-_LAUNCH = 6e-6
+@dataclass(frozen=True)
+class _Costs:
+    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
+
+    product: float = 0.957  # times what the cores take
+    threads_product: float = 0.413  # a column of an operation, of operands that pass registers
+    threads_read: float = 0.85  # and for a row or column that is read
+    moved: float = 0.0184  # a byte of a stage
+    box: float = 119.0
+    stage: float = 44.0
+    result: float = 0.038
+    item: float = 474.0  # what a block does once, or for a tile
+    launch: float = 11100.0
+    bandwidth: float = 1.0  # of a copy's
+    planes: float = 1.82  # times what their bytes take
+    overlap: float = 3.25  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
+    beside: float = 3.9  # and in memory
+
+
+_COSTS = _Costs()
 
 
 def _estimate(
     problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
+    size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, variant)))
+    operations = _GROUPS * variant.row_tiles * variant.steps
+    if weights and size == 4:
+        products = _COSTS.threads_product * operations * variant.columns
+        products += _COSTS.threads_read * _GROUPS * variant.steps * (16 * variant.row_tiles + variant.columns)
+    else:
+        products = _COSTS.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
     stage_bytes = variant.steps * OPERATION_BYTES
-    products = _GROUPS * variant.row_tiles * variant.steps * max(variant.columns / 2, 16 + variant.columns / 4)
-    if pass_ is Pass.WEIGHT_GRAD and DTYPE_BYTES[problem.dtype] == 4:
-        products = variant.rows * variant.block_columns * variant.steps * 8 * _BY_THREADS
-    moved = (variant.rows + variant.block_columns / variant.cluster) * stage_bytes * _MOVED
-    stage = (products**4 + moved**4) ** 0.25 + _STAGE
+    moved = _COSTS.moved * (variant.rows + variant.block_columns) * stage_bytes
     places = device.multiprocessors * variant.resident
-    block = variant.rows * variant.block_columns * _RESULT + _ITEM / variant.resident
-    if pass_ is Pass.WEIGHT_GRAD:
+    block = variant.rows * variant.block_columns * _COSTS.result + _COSTS.item / variant.resident
+    extra = 0.0
+    if weights:
+        unit = _grad_pitch(problem) // size
+        boxes = variant.rows * size / _channel_pitch(problem, problem.in_channels_per_group)
+        boxes += variant.block_columns / unit
         parts = _parts(problem, variant, tiles, device)
         rounds = float(math.ceil(math.prod(_blocks(problem, variant)) * problem.groups * parts / places))
         stages = math.ceil(tiles / parts)
-        end = 6e-6 + 8 * parts * problem.elements[1] / device.copy_bytes_per_second
+        narrowing = 4 + size if size == 2 else 0
+        moving = (8 * parts if parts > 1 else 4) + narrowing
+        extra = _COSTS.planes * moving * problem.elements[1] / device.copy_bytes_per_second
+        extra += _COSTS.launch * ((parts > 1) + (size == 2)) / 2 / device.clock_hz
     else:
-        rounds = _items(problem, variant, tiles) / (places // variant.cluster)
+        boxes = 2.0
+        rounds = _items(problem, variant, tiles) / places
         rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
-        stages, end = _depth_stages(problem, variant), 0.0
-    work = rounds * (stages * stage + block) * variant.resident / device.clock_hz + end + _LAUNCH
-    return slower_of(work, problem.bytes / device.copy_bytes_per_second)
+        stages = _depth_stages(problem, variant)
+    loading = max(moved, _COSTS.box * boxes)
+    stage = (products**_COSTS.overlap + loading**_COSTS.overlap) ** (1 / _COSTS.overlap) + _COSTS.stage
+    work = (rounds * (stages * stage + block) * variant.resident + _COSTS.launch) / device.clock_hz
+    moving = problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
+    _, bound = slower_of(work, moving)
+    return (work**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside) + extra, bound
 
 
 @lru_cache(maxsize=1024)
@@ -415,10 +445,9 @@ def _input_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
     # Behind a group's channels lie those of the next, which meet no weight but may be no numbers.
     while problem.groups > 1 and steps and pixel % (steps * OPERATION_BYTES):
         steps //= 2
-    shapes = itertools.product(_widths(problem.in_channels_per_group, 8), (1, 2), (1, 2), (1, 2))
-    for columns, row_tiles, cluster, resident in shapes if steps else ():
-        if columns * row_tiles // 2 <= most // resident and columns % (8 * cluster) == 0:
-            yield BoxVariant(2, row_tiles, columns, steps, 0, cluster, resident)
+    for columns, row_tiles in itertools.product(_widths(problem.in_channels_per_group, 8), (1, 2) if steps else ()):
+        if columns * row_tiles // 2 <= most:
+            yield BoxVariant(2, row_tiles, columns, steps, 0, 1)
 
 
 def _fill(pixel: int, steps: int) -> int:
@@ -435,7 +464,7 @@ def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
         for columns in _widths(math.ceil(units * row_groups / _GROUPS), _grad_pitch(problem) // size):
             most = _MOST_SUMS // (resident if size == 2 else resident**2)  # threads that find operands need registers
             if columns * row_tiles // 2 <= most:
-                yield BoxVariant(row_groups, row_tiles, columns, 4, 0, 1, resident)
+                yield BoxVariant(row_groups, row_tiles, columns, 4, 0, resident)
 
 
 def _widths(channels: int, multiple: int) -> list[int]:

@@ -89,6 +89,7 @@ class ImplicitGemm:
 
     name = "implicit_gemm"
     any_size = True
+    adapts = False
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:

@@ -71,6 +71,7 @@ class PhaseGemm:
 
     name = "phase_gemm"
     any_size = True
+    adapts = False
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:

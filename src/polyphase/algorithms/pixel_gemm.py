@@ -54,6 +54,7 @@ class PixelGemm:
 
     name = "pixel_gemm"
     any_size = True
+    adapts = False
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:

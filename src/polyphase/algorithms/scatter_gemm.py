@@ -101,6 +101,7 @@ class ScatterGemm:
 
     name = "scatter_gemm"
     any_size = True
+    adapts = False
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:

@@ -44,6 +44,7 @@ class WeightGrad:
 
     name = "weight_grad"
     any_size = True
+    adapts = False
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         return None if pass_ is Pass.WEIGHT_GRAD else "computes the weight gradient only"

@@ -8,7 +8,6 @@
 // come from the L2 cache but for the first time.
 //
 // Blocks take items (column block fastest, then tile, then group) in turns, and load the next while they store one.
-// Blocks of a cluster have neighbouring tiles, and share the weights.
 //
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
 // beside them.
@@ -35,14 +34,14 @@ struct Item {
   int first[4];  // position along n, d, h, w
 
   __device__ __forceinline__ Item(const Geometry& g, int index) {
-    const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3], shared = ceil_div(tiles, CLUSTER);
+    const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
     first_in = index % COLUMN_BLOCKS * COLUMNS;
     index /= COLUMN_BLOCKS;
-    group = index / shared;
-    tile_origin(g.tiles, g.lanes, index % shared * CLUSTER + (int)blockIdx.x % CLUSTER, first);
+    group = index / tiles;
+    tile_origin(g.tiles, g.lanes, index % tiles, first);
   }
   static __device__ __forceinline__ int count(const Geometry& g) {
-    return ceil_div(g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3], CLUSTER) * g.groups * COLUMN_BLOCKS;
+    return g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3] * g.groups * COLUMN_BLOCKS;
   }
 };
 
@@ -89,10 +88,10 @@ __device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* gr
                                            const unsigned char* buffers) {
   wait_for_prologue();
   Turn turn;
-  const int items = Item::count(g), step = gridDim.x / CLUSTER;
+  const int items = Item::count(g), step = gridDim.x;
   const int bytes = g.lanes[0] * g.lanes[1] * g.lanes[2] * g.lanes[3] * ROW_PITCH;
 #pragma unroll 1
-  for (int index = blockIdx.x / CLUSTER; index < items; index += step) {
+  for (int index = blockIdx.x; index < items; index += step) {
     const Item item(g, index);
     int tap = 0;
 #pragma unroll 1
@@ -112,24 +111,22 @@ __device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* gr
             const int weights[5] = {chunk * CHANNELS, item.group * IN_CHANNELS + item.first_in, tap, 0, 0};
             barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
             box_copy(to, g.grad_box, grad, from, bytes, full);
-            box_copy_shared<CLUSTER>(to + A_BYTES, g.weight_box, weight, weights, COLUMNS / CLUSTER, B_BYTES / CLUSTER,
-                                     full);
+            box_copy(to + A_BYTES, g.weight_box, weight, weights, B_BYTES, full);
             barrier_arrive(full);
             turn.next();
           }
   }
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     input_grad_boxes(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
                      scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) Ring ring;
-  if (threadIdx.x == 0) ring.init(1, MULTIPLIERS / 32 * CLUSTER);
+  if (threadIdx.x == 0) ring.init(1, MULTIPLIERS / 32);
   __syncthreads();
-  if (CLUSTER > 1) cluster_sync();
 
-  const int items = Item::count(g), step = gridDim.x / CLUSTER;
+  const int items = Item::count(g), step = gridDim.x;
   Turn turn;
   if (threadIdx.x < MULTIPLIERS) {
     registers_change<true>();
@@ -137,7 +134,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(g, Sums::row(i / 2, i % 2 * 2));
 #pragma unroll 1
-    for (int index = blockIdx.x / CLUSTER; index < items; index += step) {
+    for (int index = blockIdx.x; index < items; index += step) {
       Sums sums, total;
       if (FLUSH < STAGES) {
 #pragma unroll 1
@@ -167,5 +164,4 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     registers_change<false>();
     if (threadIdx.x == MULTIPLIERS) load_items(g, grad, weight, ring, shared_memory);
   }
-  if (CLUSTER > 1) cluster_sync();  // no block ends while others write to its shared memory
 }

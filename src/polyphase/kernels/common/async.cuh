@@ -152,24 +152,6 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
       "l"(&map), "r"(place[0]), "r"(place[1]), "r"(place[2]), "r"(place[3]), "r"(place[4]), "r"(barrier)
       : "memory");
 }
-
-// The same where every block of the cluster brings its part, `count` elements along the second dimension, to all.
-template <int BLOCKS>
-__device__ __forceinline__ void box_copy_shared(unsigned to, const TensorMap& map, const scalar_t* tensor,
-                                                const int (&place)[5], int count, unsigned bytes, unsigned barrier) {
-  if constexpr (BLOCKS == 1) {
-    box_copy(to, map, tensor, place, bytes, barrier);
-  } else {
-    const int block = blockIdx.x % BLOCKS;
-    barrier_expect(barrier, BLOCKS * bytes);
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to + block * bytes),
-        "l"(&map), "r"(place[0]), "r"(place[1] + block * count), "r"(place[2]), "r"(place[3]), "r"(place[4]),
-        "r"(barrier), "h"((unsigned short)((1 << BLOCKS) - 1))
-        : "memory");
-  }
-}
 #else
 #ifdef EMULATOR
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
@@ -201,14 +183,6 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
     for (int i = 0; i < 5 && ++at[i] == map.box[i]; ++i) at[i] = 0;
   }
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), box, bytes);
-}
-template <int BLOCKS>
-__device__ __forceinline__ void box_copy_shared(unsigned to, const TensorMap& map, const scalar_t* tensor,
-                                                const int (&place)[5], int count, unsigned bytes, unsigned barrier) {
-  for (int i = 0; i < BLOCKS; ++i) {
-    const int from[5] = {place[0], place[1] + i * count, place[2], place[3], place[4]};
-    box_copy(to + i * bytes, map, tensor, from, bytes, barrier);
-  }
 }
 #endif
 #endif

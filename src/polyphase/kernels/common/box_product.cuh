@@ -41,12 +41,6 @@ constexpr int STAGE_BYTES = ceil_div(A_BYTES + B_BYTES, 1024) * 1024;
 static_assert(TRANSPOSED ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
               "operands are whole boxes, or whole operations deep");
 
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER)
-#else
-#define CLUSTERED
-#endif
-
 // The sums of a thread: number i of a tile lies in row `row(tile, i)` of the block's, and of the group's in column
 // i / 4 · 8 + lane % 4 · 2 + i % 2.
 struct Sums {
@@ -85,12 +79,10 @@ struct Sums {
   }
 
  private:
-  // The buffer may be filled again, in all blocks of the cluster: what one brings comes to all.
+  // The buffer may be filled again.
   static __device__ __forceinline__ void release(Ring& ring, int index) {
     __syncwarp();
-    const unsigned barrier = shared_address(ring.empty + index);
-    if (CLUSTER == 1 && threadIdx.x % 32 == 0) barrier_arrive(barrier);
-    if (CLUSTER > 1 && threadIdx.x % 32 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 32);
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(ring.empty + index));
   }
 
 #if BY_THREADS
