@@ -165,7 +165,7 @@ def run(
         inputs, outputs, *kernel = problem.weight_shape
         last = launch.planes_channels_last
         planes = (launch.planes, inputs, *kernel, outputs) if last else (launch.planes, inputs, outputs, *kernel)
-        accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+        accumulator = dtype if launch.narrowed or dtype == torch.float64 else torch.float32
         flat_planes = (launch.planes, problem.elements[1])
         partial = Buffer(flat_planes, (problem.elements[1], 1, 0, 0, 0), accumulator, executor.device, None, 0, guard)
         executor(launch, [x, grad, partial.tensor])

@@ -34,6 +34,7 @@ SAMPLE = (
     make((5, 20, 1, 1), 9, 4, dtype="bfloat16"),
     make((2, 12, 21), 2, 41, 16, 3, 5, bias=True),
     make((3, 40, 7, 6), 70, 2, 2, bias=True, tf32=True),
+    make((2, 24, 5, 9), 16, 3, 2, 1, tf32=True),
     make((2, 130, 5, 7), 24, 2, 2, bias=True, dtype="bfloat16"),
 )
 

@@ -50,6 +50,9 @@ from test_gather_channels import LAYERS as CHANNELS_LAYERS
 from test_gather_gemm import INF_AND_NAN, share_all_tiles
 from test_gather_gemm import LAYERS as GATHER_LAYERS
 from test_gather_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
+from test_gradient_boxes import ALGORITHMS as BOX_ALGORITHMS
+from test_gradient_boxes import LAYERS as BOX_LAYERS
+from test_gradient_boxes import assert_planes_are_added_up
 from test_gradient_gemm import ALGORITHMS, MIRRORED
 from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
 from test_gradient_wgmma import ALGORITHMS as WGMMA_ALGORITHMS
@@ -157,6 +160,12 @@ def strange_cases() -> Iterator[ParameterSet]:
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
         *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_ALGORITHMS.items()),
         *(
+            (f"{name}, boxes", layer, (pass_, algorithm))
+            for name, layer in BOX_LAYERS.items()
+            for pass_, algorithm in BOX_ALGORITHMS.items()
+            if algorithm.refusal(layer, pass_, H200) is None
+        ),
+        *(
             (f"{name}, pixels", replace(layer, dtype=dtype), (Pass.FORWARD, PixelGemm()))
             for name, layer in PIXEL_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16")
@@ -181,7 +190,8 @@ def strange_cases() -> Iterator[ParameterSet]:
         ),
     ]
     for name, layer, (pass_, algorithm) in layers:
-        for problem in [layer] if isinstance(algorithm, (GatherGemm, PixelGemm, GatherChannels)) else formats(layer):
+        one_format = layer.channels_last or isinstance(algorithm, (GatherGemm, PixelGemm, GatherChannels))
+        for problem in [layer] if one_format else formats(layer):
             for number, layouts in enumerate(strange_layouts(problem)):
                 order = "last" if problem.channels_last else "first"
                 label = f"{name}-{order}-{number}-{pass_.value}-{problem.dtype}"
@@ -529,6 +539,12 @@ def test_bias_of_any_strides() -> None:
     ):
         changed = replace(operands, bias=bias)
         assert_right(LAYER, changed, passes(LAYER, changed))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_planes_are_added_up(dtype: str) -> None:
+    for planes, elements in ((1, 200), (2, 513), (40, 4), (9, 70000)):
+        assert_planes_are_added_up(planes, elements, dtype, Gpu())
 
 
 def test_gradients_of_sums() -> None:

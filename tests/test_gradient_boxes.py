@@ -5,16 +5,31 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
+from kernel_harness import (
+    DTYPES,
+    H200,
+    Buffer,
+    Emulator,
+    Executor,
+    assert_exact,
+    integers,
+    offers,
+    operand_shapes,
+    reference,
+    run,
+    strange_layouts,
+)
 from polyphase.algorithms import gradient_boxes
 from polyphase.algorithms.base import Candidate, Layouts
-from polyphase.algorithms.gradient_boxes import BoxVariant, InputGradBoxes, WeightGradBoxes
+from polyphase.algorithms.gradient_boxes import InputGradBoxes, WeightGradBoxes
+from polyphase.algorithms.plane_sum import plane_sum
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -22,8 +37,7 @@ pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux an
 ALGORITHMS = {Pass.INPUT_GRAD: InputGradBoxes(), Pass.WEIGHT_GRAD: WeightGradBoxes()}
 
 
-def make(*args, **kwargs) -> ConvTransposeProblem:
-    return ConvTransposeProblem.make(*args, **kwargs, channels_last=True)
+make = partial(ConvTransposeProblem.make, channels_last=True)
 
 
 LAYERS = {
@@ -40,6 +54,8 @@ LAYERS = {
     "output padding": make((2, 17, 8, 12), 24, 5, 2, 2, 1, dilation=2, tf32=True),
     "long rows": make((1, 16, 3, 150), 16, 3, 2, 1, 1, dtype="bfloat16"),
     "wide strides": make((1, 16, 5, 40), 16, 8, 8, dtype="bfloat16"),
+    "whole boxes": make((5, 64, 9, 14), 64, 3, 2, 1, dtype="bfloat16"),
+    "whole boxes, float32": make((1, 32, 9, 9), 32, 3, 2, 1, tf32=True),
     "tiny images": make((35, 40, 4, 4), 24, 4, 2, 1, dtype="bfloat16"),
     "single pixels": make((150, 16, 1, 1), 16, 4, dtype="bfloat16"),
     "many input channels": make((2, 264, 4, 16), 16, 4, 2, 1, dtype="bfloat16"),
@@ -62,3 +78,137 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     seed = zlib.crc32(f"{problem} {pass_}".encode())
     candidate, launch = found[seed % len(found)]
     assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
+
+
+def test_layers_take_every_way() -> None:
+    """Boxes of every width, groups side by side in rows and in columns, one part of positions and several."""
+    ways = set()
+    for problem in LAYERS.values():
+        for pass_, algorithm in ALGORITHMS.items():
+            if algorithm.refusal(problem, pass_, H200) is None:
+                for candidate, launch in offers(algorithm, problem, pass_):
+                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in launch.boxes}
+                    ways |= {(pass_, "row groups", candidate.variant.row_groups), (pass_, launch.planes > 1)}
+                    ways |= {(pass_, "packed", launch.prologue is not None), (pass_, "narrowed", launch.narrowed)}
+    for pass_ in ALGORITHMS:
+        assert {way[2] for way in ways if way[:2] == (pass_, "swizzle")} == {32, 64, 128}
+    assert {(Pass.WEIGHT_GRAD, "row groups", 1), (Pass.WEIGHT_GRAD, "row groups", 2)} <= ways
+    assert {(Pass.WEIGHT_GRAD, True), (Pass.WEIGHT_GRAD, False)} <= ways
+    assert {(Pass.WEIGHT_GRAD, "narrowed", True), (Pass.WEIGHT_GRAD, "narrowed", False)} <= ways
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pass_", ALGORITHMS)
+def test_every_shape(pass_: Pass, dtype: str) -> None:
+    """Blocks of every shape, with rows and columns that do not exist."""
+    problem = make((1, 264, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
+    variants = gradient_boxes._variants(problem, pass_, H200)
+    others = gradient_boxes._variants(replace(problem, in_channels=40, out_channels=40), pass_, H200)
+    for number, variant in enumerate(dict.fromkeys([*variants, *others])):
+        layouts = replace(Layouts.dense(problem), weight_channels_last=number % 2 == 0)
+        launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
+        candidate = Candidate(ALGORITHMS[pass_].name, variant, 0.0, "")
+        assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
+
+
+@pytest.mark.parametrize("pass_", ALGORITHMS)
+@pytest.mark.parametrize("name", ["stride 2", "stride 2, half"])
+def test_no_races(name: str, pass_: Pass) -> None:
+    candidate, launch = offers(ALGORITHMS[pass_], LAYERS[name], pass_)[0]
+    assert_exact(LAYERS[name], pass_, candidate, launch, executor=Emulator(order=None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pass_", ALGORITHMS)
+def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums longer than what the cores sum in one go, of several stages and a rest."""
+    monkeypatch.setattr(gradient_boxes, "_FLUSH", 64)
+    monkeypatch.setattr(gradient_boxes, "affordable_planes", lambda problem: 1)
+    gradient_boxes._parts.cache_clear()
+    problem = make((3, 24, 7, 9), 40, 3, 2, 1, dtype=dtype, tf32=True)
+    for candidate, launch in offers(ALGORITHMS[pass_], problem, pass_):
+        assert not launch.narrowed
+        assert dict(launch.source.constants).get("FLUSH", 1) < 9 * 2
+        assert_exact(problem, pass_, candidate, launch, executor=Emulator(1))
+    gradient_boxes._parts.cache_clear()
+
+
+@pytest.mark.parametrize("pass_", ALGORITHMS)
+def test_float32_is_rounded_to_nearest(pass_: Pass) -> None:
+    """The cores truncate: operands that were not rounded would be off by up to twice as much, all in one direction."""
+    problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True)
+    generator = torch.Generator().manual_seed(5)
+    first, second = operand_shapes(problem, pass_)
+    operands = tuple(
+        (1 + torch.rand(shape, generator=generator, dtype=torch.float64)).float().double() for shape in (first, second)
+    )
+    candidate, launch = offers(ALGORITHMS[pass_], problem, pass_)[0]
+    found = run(problem, pass_, launch, Layouts.dense(problem), operands).double()
+    exact = reference(problem, pass_, operands)
+    error = (found - exact) / exact
+    assert error.abs().max() < 2**-11
+    assert error.mean().abs() < 2**-15, candidate
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("planes", "elements"), [(1, 200), (2, 513), (9, 130), (40, 4), (3, 128)])
+def test_planes_are_added_up(planes: int, elements: int, dtype: str) -> None:
+    assert_planes_are_added_up(planes, elements, dtype, Emulator())
+
+
+def assert_planes_are_added_up(planes: int, elements: int, dtype: str, executor: Executor) -> None:
+    values = integers((planes, elements), planes)
+    accumulator = torch.float64 if dtype == "float64" else torch.float32
+    partial = Buffer((planes, elements), (elements, 1, 0, 0, 0), accumulator, executor.device, values)
+    found = Buffer((1, elements), (elements, 1, 0, 0, 0), DTYPES[dtype], executor.device)
+    executor(plane_sum(dtype, elements, planes), [partial.tensor, found.tensor])
+    assert torch.equal(found.read()[0].double(), values.sum(0))
+
+
+def test_where_it_refuses() -> None:
+    layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
+    wanted = {
+        replace(layer, dtype="float32"): "stays exact",
+        replace(layer, dtype="float64"): "do not take float64",
+        replace(layer, channels_last=False): "channels are innermost",
+        replace(layer, out_channels=20): "output channels, 40 bytes",
+        replace(layer, stride=(9, 2), kernel_size=(9, 4)): "not every 9th",
+    }
+    for pass_, algorithm in ALGORITHMS.items():
+        for problem, reason in wanted.items():
+            assert reason in (algorithm.refusal(problem, pass_, H200) or "")
+        assert "only" in (algorithm.refusal(layer, Pass.FORWARD, H200) or "")
+        assert algorithm.refusal(layer, pass_, H200) is None
+        for arch in ("sm_80", "sm_100a", "sm_120"):
+            assert "lacks Hopper's" in (algorithm.refusal(layer, pass_, DeviceInfo.for_arch(arch)) or "")
+    odd = replace(layer, in_channels=36)
+    assert "input channels, 72 bytes" in (ALGORITHMS[Pass.WEIGHT_GRAD].refusal(odd, Pass.WEIGHT_GRAD, H200) or "")
+    assert ALGORITHMS[Pass.INPUT_GRAD].refusal(odd, Pass.INPUT_GRAD, H200) is None
+    split = replace(layer, out_channels=48, groups=2)
+    assert ALGORITHMS[Pass.INPUT_GRAD].refusal(replace(split, out_channels=16), Pass.INPUT_GRAD, H200) is not None
+
+
+def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
+    """No box begins or ends amid 16 bytes: there is no candidate where tensors lie otherwise."""
+    layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
+    for pass_, algorithm in ALGORITHMS.items():
+        dense, weight_first, unaligned, wider, apart = strange_layouts(layer)
+        for layouts in (dense, weight_first, wider, apart):
+            assert list(algorithm.candidates(layer, pass_, H200, layouts))
+        assert not list(algorithm.candidates(layer, pass_, H200, unaligned))
+        first = Layouts.dense(replace(layer, channels_last=False))
+        assert not list(algorithm.candidates(layer, pass_, H200, first))
+        odd = replace(dense, output=(*dense.output[:3], dense.output[3] + 4, dense.output[4]))
+        assert not list(algorithm.candidates(layer, pass_, H200, odd))
+
+
+def test_every_size_has_the_layer_s_kernels() -> None:
+    """As other passes of few kernels: variants are those of the typical size."""
+    layer = make((2, 64, 8, 16), 32, 4, 2, 1, dtype="bfloat16")
+    for pass_, algorithm in ALGORITHMS.items():
+        found = set()
+        for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
+            sized = replace(layer, batch=batch, input_size=size)
+            candidates = algorithm.candidates(sized, pass_, H200, Layouts.dense(sized))
+            found.add(tuple(candidate.variant for candidate in candidates))
+        assert len(found) == 1

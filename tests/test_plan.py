@@ -232,7 +232,7 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     return found[:25]
 
 
-MOST_KERNELS = 10  # of a layer's forward pass
+MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by boxes
 
 
 def assert_few_sources(problem: ConvTransposeProblem) -> None:
@@ -258,12 +258,13 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.algorithm.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
             cells = chosen.algorithm == "pixel_gemm"
+            boxes = chosen.algorithm.endswith("boxes")
             single = pass_ is Pass.FORWARD and has_odd_rows(computed)
-            kind = computed == sized, is_tiny(computed), by_engine, odd, cells, single
+            kind = computed == sized, is_tiny(computed), by_engine, odd, cells, single, boxes
             sources.setdefault(kind, {}).setdefault(launch.source, sized)
-        for found in sources.values():
+        for kind, found in sources.items():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
-            most = MOST_KERNELS if pass_ is Pass.FORWARD else 1
+            most = MOST_KERNELS if pass_ is Pass.FORWARD or kind[-1] else 1
             assert len(narrow) <= most, (
                 f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
             )

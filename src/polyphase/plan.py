@@ -4,8 +4,8 @@ Every algorithm says whether it can run, and offers variants with a predicted ti
 offered is a short list that depends on the layer and the kind of its images (tiny, or such as the cores take as they
 lie, or neither), not on their size or the batch's. The first of it is what the layer has at most sizes; the forward
 pass has another of the list where that is clearly faster at the size at hand, so that all sizes together need a few.
-So have gradients of some algorithms; others have one kernel, but for weight gradients that the fastest cannot compute at
-every size. Nothing is tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
+So have gradients of some algorithms; others have one kernel, but for weight gradients that the fastest cannot compute
+at every size. Nothing is tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import lru_cache
 from polyphase import tuning
 from polyphase.algorithms import ALGORITHMS
 from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared
+from polyphase.algorithms.plane_sum import plane_sum
 from polyphase.algorithms.rankings import kept
 from polyphase.device import PORTABLE, DeviceInfo
 from polyphase.errors import UnsupportedError
@@ -213,7 +214,7 @@ def launches(
 def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
     """The kernels that predictions choose for a layer at its batch and image size, and those of most other sizes.
 
-    The latter are each algorithm's first.
+    The latter are each algorithm's first. With a weight gradient's is what adds up its planes.
     """
     given = problem
     problem, layouts = as_computed(problem, pass_, None)
@@ -223,7 +224,8 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     ]
     both = plan(given, pass_, device, by_prediction=True).launches
     one_way = [launch.one_way for launch in both if launch.one_way is not None]
-    return list(dict.fromkeys([*(source for launch in (*firsts, *both) for source in launch.sources), *one_way]))
+    sums = [plane_sum(problem.dtype, 1, 1).source] if pass_ is Pass.WEIGHT_GRAD else []
+    return list(dict.fromkeys([*(source for launch in (*firsts, *both) for source in launch.sources), *one_way, *sums]))
 
 
 def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:

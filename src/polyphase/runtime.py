@@ -13,13 +13,14 @@ from dataclasses import replace
 import torch
 
 from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides, dense_strides
+from polyphase.algorithms.plane_sum import plane_sum
 from polyphase.device import DeviceInfo
 from polyphase.jit.compiler import preload
 from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
 from polyphase.layout import output_channels_last
 from polyphase.plan import plan
 from polyphase.precision import tf32_allowed
-from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 
 #: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
 POISON = False
@@ -39,17 +40,23 @@ preload()
 
 
 class _Call:
-    """One pass of one problem, ready to launch: the output to allocate and the kernel."""
+    """One pass of one problem, ready to launch: the output to allocate, the kernel, and what adds up its planes."""
 
-    __slots__ = ("copies_weight", "executable", "shape", "strides")
+    __slots__ = ("copies_weight", "executable", "shape", "strides", "sum")
 
     def __init__(
-        self, executable: Executable, shape: tuple[int, ...], strides: tuple[int, ...], copies_weight: bool
+        self,
+        executable: Executable,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        copies_weight: bool,
+        sum: Executable | None,
     ) -> None:
         self.executable = executable
         self.shape = shape
         self.strides = strides
         self.copies_weight = copies_weight
+        self.sum = sum
 
 
 def forward(
@@ -133,17 +140,18 @@ def weight_grad(
         problem = _with_format(problem, output_channels_last(input, grad_output))
         call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
         _remember(_weight_grad_calls, key, call)
-    accumulator = torch.float64 if input.dtype == torch.float64 else torch.float32
-    planes, shape, strides = call.executable.planes, call.shape, call.strides
-    # One is no view of several: autograd would not let it be changed in place.
-    found = input.new_empty_strided(shape, strides, dtype=accumulator)
-    partial = found if planes == 1 else input.new_empty((planes, found.numel()), dtype=accumulator)
+    # What is returned is no view: autograd would not let it be changed in place.
+    found = input.new_empty_strided(call.shape, call.strides)
+    partial = found
+    if call.sum is not None:
+        accumulator = torch.float64 if input.dtype == torch.float64 else torch.float32
+        partial = input.new_empty((call.executable.planes, found.numel()), dtype=accumulator)
     if POISON:
         partial.fill_(float("nan"))
     _launch(call.executable, input.data_ptr(), grad_output.data_ptr(), partial.data_ptr())
-    if planes > 1:
-        torch.sum(partial, 0, out=found.as_strided((found.numel(),), (1,)))
-    return found.to(input.dtype)
+    if call.sum is not None:
+        _launch(call.sum, partial.data_ptr(), found.data_ptr())
+    return found
 
 
 def forget_calls() -> None:
@@ -214,6 +222,11 @@ def _prepare(
         there = (each for each in launches if all(is_loaded(source, device.arch, index) for source in each.sources))
         launch = next(there, launch)
     executable = Executable(launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
+    adds_up = None
+    in_their_type = launch.narrowed or accumulator_bytes(problem.dtype) == DTYPE_BYTES[problem.dtype]
+    if pass_ is Pass.WEIGHT_GRAD and (launch.planes > 1 or not in_their_type):
+        adding = plane_sum(problem.dtype, problem.elements[1], launch.planes)
+        adds_up = Executable(adding, device.arch, index, 2)
     for source in (source for each in chosen.launches for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:
@@ -224,7 +237,7 @@ def _prepare(
         shape, strides5 = problem.input_shape, layouts.input
     strides = strides5[:2] + strides5[5 - problem.dims :]
     copies_weight = weight is not None and not weight_last and not weight.is_contiguous()
-    return _Call(executable, shape, strides, copies_weight)
+    return _Call(executable, shape, strides, copies_weight, adds_up)
 
 
 def _is_dense_channels_last(weight: torch.Tensor) -> bool:

@@ -172,7 +172,8 @@ def engine_strides(dimensions: Iterable[tuple[int, int]]) -> tuple[int, ...] | N
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
-    ``planes_channels_last``: a weight's gradient comes in the order ``(C_in, *kernel_size, C_out / groups)``.
+    ``planes_channels_last``: a weight's gradient comes in the order ``(C_in, *kernel_size, C_out / groups)``;
+    ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
@@ -186,6 +187,7 @@ class Launch:
     geometry: bytes
     planes: int = 1
     planes_channels_last: bool = False
+    narrowed: bool = False
     prologue: Launch | None = None
     workspace_bytes: int = 0
     boxes: tuple[Boxes, ...] = ()

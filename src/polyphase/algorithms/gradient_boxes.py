@@ -174,7 +174,7 @@ class InputGradBoxes(_GradientBoxes):
 
 
 class WeightGradBoxes(_GradientBoxes):
-    """The weight gradient: boxes of the output gradient, one for each tap, by the input's, in parts of all positions."""
+    """The weight gradient: boxes of the output gradient, one for each tap, by the input's, in parts of positions."""
 
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_boxes"
@@ -188,11 +188,12 @@ class WeightGradBoxes(_GradientBoxes):
         lanes = _lanes(problem, pass_, variant)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         total, blocks = math.prod(tiles), _blocks(problem, variant)
-        length = max(1, math.ceil(total / _parts(problem, variant, total, device)))
+        length = max(1, math.ceil(total / _parts(problem, variant, total, device)[0]))
         planes = max(1, math.ceil(total / length))
         flush = max(1, _FLUSH // math.prod(lanes))
+        narrowed = planes == 1 and total <= flush
         geometry = bytes(2 * TENSOR_MAP_BYTES) + struct.pack("<3i", problem.groups, *blocks)
-        geometry = padded(geometry + struct.pack("<9i", *lanes, *tiles, flush))
+        geometry = padded(geometry + struct.pack("<10i", *lanes, *tiles, flush, narrowed))
         geometry += struct.pack("<3q", length, total, problem.elements[1])
         of_x, of_grad = _channel_pitch(problem, problem.in_channels_per_group), _grad_pitch(problem)
         return Launch(
@@ -203,6 +204,7 @@ class WeightGradBoxes(_GradientBoxes):
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
             planes=planes,
             planes_channels_last=problem.taps > 1,
+            narrowed=narrowed,
             boxes=(
                 _pixel_boxes(problem, layouts, lanes, of_x, output=False),
                 _pixel_boxes(problem, layouts, lanes, of_grad, tensor=1),
@@ -308,18 +310,6 @@ def _blocks(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, in
     return math.ceil(problem.in_channels_per_group / variant.rows), columns
 
 
-def _parts(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int, device: DeviceInfo) -> int:
-    """Parts of the positions: the most that leave no multiprocessor idle for long."""
-    blocks = math.prod(_blocks(problem, variant)) * problem.groups
-    places = device.multiprocessors * variant.resident
-    most = max(1, min(affordable_planes(problem), tiles // 8, 4 * places // blocks))
-
-    def rounds(parts: int) -> float:
-        return math.ceil(blocks * parts / places) * (math.ceil(tiles / parts) + 6)
-
-    return min(range(1, most + 1), key=lambda parts: (rounds(parts), parts))
-
-
 def _lanes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> Four:
     """Extents of a tile of positions, so that there are few tiles; of a weight gradient just so many, of a stage."""
     if pass_ is Pass.WEIGHT_GRAD:
@@ -377,45 +367,66 @@ class _Costs:
 _COSTS = _Costs()
 
 
-def _estimate(
-    problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo
-) -> tuple[float, str]:
+def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, variant)))
+    if pass_ is Pass.WEIGHT_GRAD:
+        _, seconds, end = _parts(problem, variant, tiles, device)
+    else:
+        rounds = _items(problem, variant, tiles) / (device.multiprocessors * variant.resident)
+        rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
+        item = _depth_stages(problem, variant) * _stage_cycles(problem, pass_, variant) + _block_cycles(variant)
+        seconds, end = (rounds * item * variant.resident + _COSTS.launch) / device.clock_hz, 0.0
+    moving = problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
+    _, bound = slower_of(seconds, moving)
+    return (seconds**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside) + end, bound
+
+
+def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> float:
+    """Of a multiprocessor, for a block."""
+    size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
     operations = _GROUPS * variant.row_tiles * variant.steps
     if weights and size == 4:
         products = _COSTS.threads_product * operations * variant.columns
         products += _COSTS.threads_read * _GROUPS * variant.steps * (16 * variant.row_tiles + variant.columns)
     else:
         products = _COSTS.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
-    stage_bytes = variant.steps * OPERATION_BYTES
-    moved = _COSTS.moved * (variant.rows + variant.block_columns) * stage_bytes
-    places = device.multiprocessors * variant.resident
-    block = variant.rows * variant.block_columns * _COSTS.result + _COSTS.item / variant.resident
-    extra = 0.0
+    boxes = 2.0
     if weights:
-        unit = _grad_pitch(problem) // size
         boxes = variant.rows * size / _channel_pitch(problem, problem.in_channels_per_group)
-        boxes += variant.block_columns / unit
-        parts = _parts(problem, variant, tiles, device)
-        rounds = float(math.ceil(math.prod(_blocks(problem, variant)) * problem.groups * parts / places))
-        stages = math.ceil(tiles / parts)
-        narrowing = 4 + size if size == 2 else 0
-        moving = (8 * parts if parts > 1 else 4) + narrowing
-        extra = _COSTS.planes * moving * problem.elements[1] / device.copy_bytes_per_second
-        extra += _COSTS.launch * ((parts > 1) + (size == 2)) / 2 / device.clock_hz
-    else:
-        boxes = 2.0
-        rounds = _items(problem, variant, tiles) / places
-        rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
-        stages = _depth_stages(problem, variant)
+        boxes += variant.block_columns * size / _grad_pitch(problem)
+    moved = _COSTS.moved * (variant.rows + variant.block_columns) * variant.steps * OPERATION_BYTES
     loading = max(moved, _COSTS.box * boxes)
-    stage = (products**_COSTS.overlap + loading**_COSTS.overlap) ** (1 / _COSTS.overlap) + _COSTS.stage
-    work = (rounds * (stages * stage + block) * variant.resident + _COSTS.launch) / device.clock_hz
-    moving = problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
-    _, bound = slower_of(work, moving)
-    return (work**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside) + extra, bound
+    both: float = (products**_COSTS.overlap + loading**_COSTS.overlap) ** (1 / _COSTS.overlap)
+    return both + _COSTS.stage
+
+
+def _block_cycles(variant: BoxVariant) -> float:
+    """The same for what a block does once, or for a tile."""
+    return variant.rows * variant.block_columns * _COSTS.result + _COSTS.item / variant.resident
+
+
+@lru_cache(maxsize=4096)
+def _parts(
+    problem: ConvTransposeProblem, variant: BoxVariant, tiles: int, device: DeviceInfo
+) -> tuple[int, float, float]:
+    """Parts of a weight gradient's positions, their predicted seconds, and those of what comes after."""
+    blocks, places = math.prod(_blocks(problem, variant)) * problem.groups, device.multiprocessors * variant.resident
+    stage, block = _stage_cycles(problem, Pass.WEIGHT_GRAD, variant), _block_cycles(variant)
+    size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
+    flush = _FLUSH // (variant.steps * OPERATION_BYTES // size)
+
+    def seconds(parts: int) -> tuple[float, float]:
+        stages = math.ceil(tiles / parts)
+        cycles = math.ceil(blocks * parts / places) * (stages * stage + block) * variant.resident
+        alone = parts == 1 and (size == 4 or stages <= flush)
+        moved = weights * (4 if alone else 8 * parts + size)
+        end = 0.0 if alone else _COSTS.launch / 2 / device.clock_hz
+        return (cycles + _COSTS.launch) / device.clock_hz, end + _COSTS.planes * moved / device.copy_bytes_per_second
+
+    most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
+    found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
+    return (found, *seconds(found))
 
 
 @lru_cache(maxsize=1024)
@@ -469,7 +480,9 @@ def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
 
 def _widths(channels: int, multiple: int) -> list[int]:
     """Columns of a block, so that all are alike."""
-    return sorted({
-        round_up(math.ceil(channels / math.ceil(channels / widest)), multiple)
-        for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
-    })
+    return sorted(
+        {
+            round_up(math.ceil(channels / math.ceil(channels / widest)), multiple)
+            for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
+        }
+    )

@@ -134,6 +134,7 @@ class Call:
     workspace_bytes: int
     planes: int
     planes_channels_last: bool
+    narrowed: bool
     shape: tuple[int, ...]
     memory_format: torch.memory_format
 
@@ -180,6 +181,7 @@ def prepare(
         workspace_bytes=launch.workspace_bytes,
         planes=launch.planes,
         planes_channels_last=launch.planes_channels_last,
+        narrowed=launch.narrowed,
         shape=shapes[pass_],
         memory_format=memory_format(problem),
     )
@@ -237,7 +239,8 @@ def run(
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
         inputs, outputs, *kernel = call.shape
         shape = (inputs, *kernel, outputs) if call.planes_channels_last else call.shape
-        partial = torch.empty((call.planes, *shape), dtype=accumulator, device=first.device)
+        dtype = first.dtype if call.narrowed else accumulator
+        partial = torch.empty((call.planes, *shape), dtype=dtype, device=first.device)
         launch(*call.launch, [first, second, partial])
         found = (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
         return found.movedim(-1, 1) if call.planes_channels_last else found

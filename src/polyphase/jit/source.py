@@ -55,6 +55,7 @@ _BUILDING_BLOCKS = {
     "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
     "weight_grad_boxes": ("tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
     "pack_channels": ("dependent",),
+    "add_planes": (),
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
@@ -112,7 +113,8 @@ class KernelSource:
     @property
     def files(self) -> tuple[str, ...]:
         """The files under `KERNELS` that follow the specialisation; `SHARED_FILES` stand before it."""
-        blocks = ["geometry", *_BUILDING_BLOCKS[self.kernel]]
+        blocks = ["geometry"] if "AXIS_W" in dict(self.constants) else []
+        blocks += _BUILDING_BLOCKS[self.kernel]
         if self.kernel == "implicit_gemm":
             blocks.append("store_overlap" if dict(self.constants)["TAPS_IN_ROWS"] else "store_phases")
         return (*(f"common/{name}.cuh" for name in blocks), f"{self.kernel}.cu")

@@ -8,14 +8,15 @@
 // that do not exist are zeros of the input. Blocks on different parts write to different planes of `partial`, which the
 // caller sums in order: the result does not depend on timing. There output channels are innermost.
 //
-// The cores' sums lose a bit at every step. So `flush` stages are summed there, and those sums in `partial`.
+// The cores' sums lose a bit at every step. So `flush` stages are summed there, and those sums in `partial`. Where
+// there is but one part, of no more stages than that, `partial` is the result, of the tensors' type (`narrowed`).
 
 struct Geometry {
   TensorMap x_box, grad_box;
   int groups, blocks[2];  // of rows, of columns
   int lanes[4];           // positions of a tile along n, d, h, w: STEPS operations
   int tiles[4];           // tiles along n, d, h, w
-  int flush;
+  int flush, narrowed;
   long long part_length;  // tiles of a part
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
@@ -80,8 +81,24 @@ __device__ __forceinline__ void load_tiles(const Geometry& g, const scalar_t* x,
   }
 }
 
+// Two neighbouring sums, or zeros where there are none, as of an empty batch; added to those before.
+__device__ __forceinline__ void store_pair(void* partial, long long at, const float* sums, bool any, bool again,
+                                           bool narrowed) {
+  Vector<float, 2> pair = {any ? sums[0] : 0, any ? sums[1] : 0};
+  if (narrowed) {
+    Vector<scalar_t, 2> narrow_pair;
+    narrow(pair.value[0], narrow_pair.value[0]);
+    narrow(pair.value[1], narrow_pair.value[1]);
+    *(Vector<scalar_t, 2>*)((scalar_t*)partial + at) = narrow_pair;
+    return;
+  }
+  Vector<float, 2>* const to = (Vector<float, 2>*)((float*)partial + at);
+  if (again) pair.value[0] += to->value[0], pair.value[1] += to->value[1];
+  *to = pair;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_boxes(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+    weight_grad_boxes(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
                       const __grid_constant__ Geometry g) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) Ring ring;
@@ -103,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     return;
   }
   registers_change<true>();
-  partial += part * g.plane + (long long)(group * IN_CHANNELS + first_in) * (TAPS * OUT_CHANNELS);
+  const long long first_weight = part * g.plane + (long long)(group * IN_CHANNELS + first_in) * (TAPS * OUT_CHANNELS);
   const int rows = IN_CHANNELS - first_in;  // that exist
   Turn turn;
   Sums sums;
@@ -118,17 +135,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
       const int unit = first + 8 * j / UNIT, out = unit % TAP_UNITS * UNIT + 8 * j % UNIT + threadIdx.x % 4 * 2;
-      float* const to = partial + unit / TAP_UNITS * OUT_CHANNELS + out;
+      const long long at = first_weight + unit / TAP_UNITS * OUT_CHANNELS + out;
       if (unit < UNITS && (WHOLE_UNITS || out < OUT_CHANNELS))
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i) {
           const int row = Sums::row(i / 2, i % 2 * 2);
-          if (row >= rows) continue;
           const float* const found = sums.of[i / 2] + 4 * j + i % 2 * 2;
-          Vector<float, 2> pair = {count > 0 ? found[0] : 0, count > 0 ? found[1] : 0};  // of an empty batch zeros
-          Vector<float, 2>* const at = (Vector<float, 2>*)(to + row * (TAPS * OUT_CHANNELS));
-          if (stage > 0) pair.value[0] += at->value[0], pair.value[1] += at->value[1];
-          *at = pair;
+          if (row < rows)
+            store_pair(partial, at + row * (TAPS * OUT_CHANNELS), found, count > 0, stage > 0, g.narrowed);
         }
       __syncwarp();  // nor mingles columns
     }

@@ -1,0 +1,48 @@
+// The planes of a weight's gradient, partial sums, added up in a fixed order, in the tensors' type.
+//
+// Index mapping. A thread adds every GROUPS-th plane, of four neighbours; the first group adds up what the others have.
+
+struct Geometry {
+  long long plane;  // elements
+  int planes;
+};
+
+constexpr int GROUPS = 8, LANES = THREADS / GROUPS, TOGETHER = 4;
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    add_planes(const accum_t* __restrict__ partial, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+  __shared__ Vector<accum_t, TOGETHER> others[GROUPS][LANES];
+  const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+  const long long first = ((long long)blockIdx.x * LANES + lane) * TOGETHER;
+  const bool whole = g.plane % TOGETHER == 0;
+  const int count = first >= g.plane ? 0 : g.plane - first < TOGETHER ? (int)(g.plane - first) : TOGETHER;
+  Vector<accum_t, TOGETHER> sum = {};
+#pragma unroll 4
+  for (int i = group; i < g.planes; i += GROUPS) {
+    const accum_t* const from = partial + i * g.plane + first;
+    Vector<accum_t, TOGETHER> more = {};
+    if (whole && count > 0) {
+      more = *(const Vector<accum_t, TOGETHER>*)from;
+    } else {
+      for (int j = 0; j < count; ++j) more.value[j] = from[j];
+    }
+#pragma unroll
+    for (int j = 0; j < TOGETHER; ++j) sum.value[j] += more.value[j];
+  }
+  others[group][lane] = sum;
+  __syncthreads();
+  if (group > 0) return;
+  Vector<scalar_t, TOGETHER> result;
+#pragma unroll
+  for (int j = 0; j < TOGETHER; ++j) {
+    accum_t all = sum.value[j];
+#pragma unroll
+    for (int i = 1; i < GROUPS; ++i) all += others[i][lane].value[j];
+    narrow(all, result.value[j]);
+  }
+  if (whole && count > 0) {
+    *(Vector<scalar_t, TOGETHER>*)(dst + first) = result;
+  } else {
+    for (int j = 0; j < count; ++j) dst[first + j] = result.value[j];
+  }
+}
