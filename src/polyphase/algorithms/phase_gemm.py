@@ -167,7 +167,7 @@ def _shared_bytes(problem: ConvTransposeProblem, variant: PhaseGemmVariant) -> i
 _MULTIPLY, _STAGE, _MOVE, _WAIT = 3.05, 31.0, 2.0, 112.0
 _VECTORS, _ROWS, _ALONE, _SHORT = 5.0, 12.0, 23.4, 3.3
 _LAUNCH = 18600.0
-_ALONE_BLOCK = 3000.0  # the start and end of a block, where no other is resident that multiplies meanwhile
+_LONE_BLOCK = 3000.0  # its start and end, while no other block multiplies; fitted to 43 measurements (step 104)
 _PARTIAL = 1.55  # a word, where the last stage of a reach has fewer channels
 _LINES = 1.5  # all, where a cell has several lines: predictions of such layers are too low
 
@@ -191,7 +191,7 @@ def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: 
         output = (_VECTORS if vectors else _ROWS) + _SHORT * (max(1.0, 32 / run) - 1)
     outputs = problem.out_channels_per_group * phases / column_tiles * variant.rows / 32
     work = stages * stage + outputs * output
-    latencies = stages * _WAIT + (_ALONE_BLOCK if resident == 1 else 0)
+    latencies = stages * _WAIT + (_LONE_BLOCK if resident == 1 else 0)
     seconds = (rounds * max(resident * work, latencies + work) + _LAUNCH) / device.clock_hz
     seconds *= _LINES if phases > run else 1.0
     floor = problem.bytes / device.copy_bytes_per_second
