@@ -83,13 +83,14 @@ def test_the_fastest_is_taken_at_any_size(pass_: Pass) -> None:
     assert "measured to be the fastest" in plan.explain(LAYER, H200)
 
 
-def test_the_own_choice_is_measured_whatever_its_prediction() -> None:
+def test_the_own_choice_is_measured_whatever_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its algorithm is chosen at another size, and may do badly here."""
+    monkeypatch.setattr("polyphase.bench.tuner._HOPELESS", 1.0)
     layer = ConvTransposeProblem.make((8, 21, 32, 32), 21, 4, 2)
     case = Case("a small layer", layer, Pass.FORWARD)
     own = chosen(layer)
     found = {candidate.describe(): candidate.seconds for candidate, _ in worth_measuring(case, H200)}
-    assert found[own.describe()] > 4 * min(found.values())
+    assert found[own.describe()] > min(found.values())
     result = tune(case, measuring(lambda name: 1.0 if name == own.describe() else 2.0), H200)
     assert result.planned.variant == own.describe()
 

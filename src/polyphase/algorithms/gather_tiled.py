@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Candidate, Launch, Layouts, cost_seconds, round_up, tiles_of, two_dimensions
+from polyphase.algorithms.base import Candidate, Launch, Layouts, round_up, slower_of, tiles_of, two_dimensions
 from polyphase.algorithms.gather import MAX_PHASES, Gather
-from polyphase.algorithms.gather_tiled_cost import Counts, TiledVariant, cycles_per_result, registers, thread_cycles
+from polyphase.algorithms.gather_tiled_cost import (
+    Counts,
+    TiledVariant,
+    cycles_of_rounds,
+    cycles_per_result,
+    registers,
+    thread_cycles,
+)
 from polyphase.device import REGISTERS, DeviceInfo
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, accumulator_bytes
@@ -22,6 +29,7 @@ _MAX_UNROLLED = 1600
 _MAX_ACCUMULATORS = 96
 _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 _OFFERED = 8
+_LAUNCH = 8000.0  # cycles that the launch takes, whatever there is to do
 
 # Measured over predicted time, by whether channels come last (docs/performance.md): the model ranks variants, and is
 # held against another algorithm's here. Outputs without taps cost less than it says, and fewer than four output
@@ -74,7 +82,7 @@ class GatherTiled:
         variants = _variants(_Layer(gather), device)
         if not variants:
             return "the halo of a tile does not fit the registers in flight"
-        if not any(_fits(gather, variant, (1, 1, 1, variant.lanes), device) for variant, _ in variants):
+        if not any(_fits(gather, variant, (1, 1, 1, variant.lanes), device) for variant in variants):
             return f"the halo of a tile does not fit {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
@@ -82,16 +90,18 @@ class GatherTiled:
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> Iterator[Candidate]:
         gather = Gather.of(problem, pass_, layouts)
-        work = problem.batch * problem.groups * math.prod(gather.cells) * gather.dst_channels
-        for variant, cycles in _variants(_Layer(gather), device):
+        if not gather.forward:
+            measured = _MEASURED_INPUT_GRAD
+        elif gather.dst_channels < 4 and problem.groups == 1:
+            measured = _MEASURED_FEW_CHANNELS
+        else:
+            measured = _MEASURED_BARE if gather.owned < gather.phases else _MEASURED_FORWARD
+        for variant in _variants(_Layer(gather), device):
             if _fits(gather, variant, (1, 1, 1, variant.lanes), device):
-                if gather.forward:
-                    few = gather.dst_channels < 4 and problem.groups == 1
-                    bare = _MEASURED_BARE if gather.owned < gather.phases else _MEASURED_FORWARD
-                    cycles *= (_MEASURED_FEW_CHANNELS if few else bare)[problem.channels_last]
-                else:
-                    cycles *= _MEASURED_INPUT_GRAD[problem.channels_last]
-                seconds, bound = cost_seconds(problem, device, work * cycles / _busy(problem, gather, variant, device))
+                items, counts = _items(problem, gather, variant), Counts.of(gather, variant)
+                cycles = cycles_of_rounds(variant, counts, items, device.multiprocessors)
+                work = (measured[problem.channels_last] * cycles + _LAUNCH) / device.clock_hz
+                seconds, bound = slower_of(work, problem.bytes / device.copy_bytes_per_second)
                 yield Candidate(self.name, variant, seconds, bound)
 
     def launch(
@@ -242,21 +252,21 @@ def _extents(cells: int, most: int) -> list[int]:
     return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
 
 
-def _busy(problem: ConvTransposeProblem, gather: Gather, variant: TiledVariant, device: DeviceInfo) -> float:
-    """The share of multiprocessors that have a block to compute: tiny images come to few of them."""
+def _items(problem: ConvTransposeProblem, gather: Gather, variant: TiledVariant) -> int:
+    """Of all tiles, as many as their cells come to."""
     tiles = math.ceil(problem.batch * math.prod(gather.cells) / (variant.lanes * variant.cells_h * variant.cells_w))
-    items = problem.groups * math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
-    return min(1.0, max(1, tiles) * items / device.multiprocessors)
+    blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+    return tiles * problem.groups * blocks
 
 
 @lru_cache(maxsize=512)
-def _variants(layer: _Layer, device: DeviceInfo) -> tuple[tuple[TiledVariant, float], ...]:
-    """The best variants of a layer with their cycles per cell and destination channel, in rising order."""
+def _variants(layer: _Layer, device: DeviceInfo) -> tuple[TiledVariant, ...]:
+    """The best variants of a layer, in rising order of their cycles per cell and destination channel."""
     gather = layer.gather
     scored = [
         (variant, cycles_per_result(gather, variant, counts)) for variant, counts in legal_variants(gather, device)
     ]
-    return tuple(sorted(scored, key=lambda item: item[1])[:_OFFERED])
+    return tuple(variant for variant, _ in sorted(scored, key=lambda item: item[1])[:_OFFERED])
 
 
 def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVariant, Counts]]:

@@ -140,12 +140,27 @@ def registers(counts: Counts, variant: TiledVariant) -> int:
     return round(counts.words * (always + max(stages, epilogue))) + 25
 
 
-def cycles_per_result(gather: Gather, variant: TiledVariant, counts: Counts) -> float:
-    """Predicted cycles of a multiprocessor per cell and destination channel."""
+def block_cycles(variant: TiledVariant, counts: Counts, resident: int) -> float:
+    """Predicted cycles of a multiprocessor for an item, where so many blocks are resident on it together."""
     warps = variant.threads / 32
     cycles = max(thread_cycles(counts, variant) * warps / 4, _wavefronts(counts, variant.cells_w) * warps)
     # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
-    lone_block = _COST_LONE_BLOCK / variant.min_blocks if counts.stages > 1 else 0.0
-    cycles *= 1 + _COST_BARE_LATENCY / math.pow(warps * variant.min_blocks, 0.81) + lone_block
+    lone_block = _COST_LONE_BLOCK / resident if counts.stages > 1 else 0.0
+    return cycles * (1 + _COST_BARE_LATENCY / math.pow(warps * resident, 0.81) + lone_block)
+
+
+def cycles_per_result(gather: Gather, variant: TiledVariant, counts: Counts) -> float:
+    """Predicted cycles of a multiprocessor per cell and destination channel, where there are blocks enough."""
+    cycles = block_cycles(variant, counts, variant.min_blocks)
     blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
     return cycles * blocks / (variant.lanes * variant.cells_h * variant.cells_w * gather.dst_channels)
+
+
+def cycles_of_rounds(variant: TiledVariant, counts: Counts, items: int, multiprocessors: int) -> float:
+    """Predicted cycles of ``items``: rounds of all blocks that are resident, and a last one of those that are left."""
+    rounds, left = divmod(items, multiprocessors * variant.min_blocks)
+    cycles = rounds * variant.min_blocks * block_cycles(variant, counts, variant.min_blocks)
+    if left:
+        resident = math.ceil(left / multiprocessors)
+        cycles += resident * block_cycles(variant, counts, resident)
+    return cycles

@@ -39,7 +39,7 @@ class _Costs:
     value_pixels: float = 20.32  # and channels last
     partial_lines: float = 0.9119  # times that, where an item stores every other line, channels first
     partial_pixels: float = 2.45  # and channels last
-    parts_of_sectors: float = 2.0  # times what a copy takes for the output, where row groups share its sectors
+    parts_of_sectors: float = 1.9  # times what a copy takes for the output, where row groups share its sectors
     crowding: float = 0.09875  # share of that more for every four warps that load, beyond the first four
     odd_stride: float = 1.56  # times that, 3 or 4 bytes by bytes of a value, where a thread's elements are no vector
     edges: float = 24.89  # bytes by which a row's parts of memory sectors make it longer, where tiles share a row

@@ -168,6 +168,7 @@ def _shared_bytes(problem: ConvTransposeProblem, variant: PhaseGemmVariant) -> i
 _MULTIPLY, _STAGE, _MOVE, _WAIT = 3.05, 31.0, 2.0, 112.0
 _VECTORS, _ROWS, _ALONE, _SHORT = 5.0, 12.0, 23.4, 3.3
 _LAUNCH = 18600.0
+_LONE_BLOCK = 3000.0  # its start and end, while no other block multiplies; fitted to 43 measurements (step 104)
 _PARTIAL = 1.55  # a word, where the last stage of a reach has fewer channels
 _LINES = 1.5  # all, where a cell has several lines: predictions of such layers are too low
 
@@ -178,7 +179,7 @@ def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: 
     cells = math.prod(len(_cells(axis, size)) for axis, size in zip(problem.axes, problem.output_size))
     column_tiles, phases = _column_tiles(problem, variant), math.prod(problem.stride)
     tiles = math.ceil(problem.batch * cells / variant.rows) * column_tiles * problem.groups
-    resident, rounds = rounds_of(tiles, variant.min_blocks, device)
+    resident, rounds = rounds_of(tiles, _resident(problem, variant, device), device)
     stages = math.prod(map(_reach, problem.axes)) * math.ceil(steps_of(problem) / variant.stage_steps)
     products = 4 * variant.warps * variant.row_tiles * (3 if parts == 2 else 1)
     words = 8 * (variant.rows + variant.columns) / 32 * (4 // size)
@@ -191,25 +192,35 @@ def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: 
         output = (_VECTORS if vectors else _ROWS) + _SHORT * (max(1.0, 32 / run) - 1)
     outputs = problem.out_channels_per_group * phases / column_tiles * variant.rows / 32
     work = stages * stage + outputs * output
-    seconds = (rounds * max(resident * work, stages * _WAIT + work) + _LAUNCH) / device.clock_hz
+    latencies = stages * _WAIT + (_LONE_BLOCK if resident == 1 else 0)
+    seconds = (rounds * max(resident * work, latencies + work) + _LAUNCH) / device.clock_hz
     seconds *= _LINES if phases > run else 1.0
     floor = problem.bytes / device.copy_bytes_per_second
     return slower_of(seconds, floor)
 
 
+def _resident(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: DeviceInfo) -> int:
+    """Blocks that fit a multiprocessor, which may be more than are asked for."""
+    parts = parts_of(problem)
+    elements = 8 * variant.stage_steps * (variant.rows + variant.columns) // (32 * variant.warps)
+    elements *= 1 if DTYPE_BYTES[problem.dtype] == 4 else 2
+    # Sums, with those of an operation on their way; operands; elements of the next stage; and addresses.
+    needed = 16 * variant.row_tiles * parts + 12 * parts + elements + 11 * variant.row_tiles + 38
+    shared = _shared_bytes(problem, variant)
+    fitting = (
+        blocks
+        for blocks in (2, 1)
+        if needed <= device.registers_of(32 * variant.warps * blocks) and shared <= device.shared_bytes_of(blocks)
+    )
+    return next(fitting, 0)
+
+
 @lru_cache(maxsize=1024)
 def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[PhaseGemmVariant]:
     """Variants that fit, the fastest prediction first."""
-    parts = parts_of(problem)
-    fitting = []
-    for variant in _VARIANTS:
-        if variant.stage_steps > steps_of(problem):
-            continue
-        registers = device.registers_of(32 * variant.warps * variant.min_blocks)
-        elements = 8 * variant.stage_steps * (variant.rows + variant.columns) // (32 * variant.warps)
-        elements *= 1 if DTYPE_BYTES[problem.dtype] == 4 else 2
-        # Sums, with those of an operation on their way; operands; elements of the next stage; and addresses.
-        needed = 16 * variant.row_tiles * parts + 12 * parts + elements + 11 * variant.row_tiles + 38
-        if needed <= registers and _shared_bytes(problem, variant) <= device.shared_bytes_of(variant.min_blocks):
-            fitting.append(variant)
-    return sorted(fitting, key=lambda variant: _estimate(problem, variant, device)[0])
+    fitting = [
+        variant
+        for variant in _VARIANTS
+        if variant.stage_steps <= steps_of(problem) and variant.min_blocks <= _resident(problem, variant, device)
+    ]
+    return sorted(fitting, key=lambda variant: (_estimate(problem, variant, device)[0], -variant.min_blocks))
