@@ -24,7 +24,7 @@ from polyphase.problem import ConvTransposeProblem, Pass, accumulator_bytes
 
 _THREADS = 256
 # Measured over predicted time (docs/performance.md): the model ranks variants, and is held against another algorithm's.
-_MEASURED = 1.6
+_MEASURED, _MEASURED_CHANNELS_LAST = 1.6, 3.2
 
 
 class WeightGradVariant(NamedTuple):
@@ -58,7 +58,8 @@ class WeightGrad:
             problem.in_channels_per_group, columns, problem.dtype, device.shared_bytes_per_block
         ):
             tiles = math.ceil(problem.in_channels_per_group / variant.rows) * math.ceil(columns / variant.columns)
-            seconds, bound = cost_seconds(problem, device, _MEASURED * problem.groups * tiles * positions * cycles)
+            measured = _MEASURED_CHANNELS_LAST if problem.channels_last else _MEASURED
+            seconds, bound = cost_seconds(problem, device, measured * problem.groups * tiles * positions * cycles)
             yield Candidate(self.name, variant, seconds, bound)
 
     def launch(
