@@ -60,6 +60,8 @@ def test_every_command_explains_itself(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
+    if "--layer" in result.output:
+        assert "op (output padding)" in told(result)
 
 
 def test_it_runs_as_a_module_and_reading_arguments_imports_no_torch() -> None:
@@ -207,7 +209,7 @@ def test_bench_ends_with_1_where_a_result_is_wrong(tmp_path: Path, monkeypatch: 
         (["--dtypes", "int8"], "'int8' is not one of float32"),
         (["--dtypes", ","], "nothing is named"),
         (["--against", "tensorrt"], "'tensorrt' is not one of default, benchmark, channels_last, compile"),
-        (["--device", "quantum"], "--device"),
+        (["--device", "quantum"], "unknown device 'quantum'; allowed are cpu, cuda"),
         (["--plot-from", "x.csv"], "say with --png"),
         (["--plot-from", "missing.csv", "--png", "x.png"], "missing.csv"),
     ],
@@ -274,9 +276,18 @@ def test_explain_says_why_a_model_has_no_plan(layer: str, inputs: str, message: 
 
 def test_explain_refuses_nothing_and_unknown_devices() -> None:
     assert "give a model file, a --layer or a --suite" in told(invoke("explain"))
-    result = invoke("explain", "--layer", LAYER, "--device", "sm_1")
-    assert result.exit_code == 2
-    assert "sm_90a" in told(result)
+    for device in ("sm_1", "h100"):
+        result = invoke("explain", "--layer", LAYER, "--device", device)
+        assert result.exit_code == 2
+        assert device in told(result)
+        assert "sm_90a" in told(result)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_explain_says_that_there_is_no_gpu() -> None:
+    remark = "here the portable path computes"
+    assert told(invoke("explain", "--layer", LAYER, "--layer", LAYER)).count(remark) == 1
+    assert remark not in told(invoke("explain", "--layer", LAYER, "--device", "sm_90a"))
 
 
 def test_env_is_a_bug_report() -> None:
@@ -372,9 +383,11 @@ def test_compile_without_a_compiler_says_what_to_install(monkeypatch: pytest.Mon
 
 
 def test_compile_refuses_an_unknown_architecture() -> None:
-    result = invoke("compile", "--arch", "sm_90a,sm_42")
-    assert result.exit_code == 2
-    assert "sm_42" in told(result)
+    for unknown in ("sm_42", "cpu"):
+        result = invoke("compile", "--arch", f"sm_90a,{unknown}")
+        assert result.exit_code == 2
+        assert unknown in told(result)
+        assert "sm_75, sm_80" in told(result)
 
 
 def test_a_report_of_a_kernel_counts_shared_memory_of_source_and_launch() -> None:

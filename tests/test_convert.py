@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +188,24 @@ def test_warns_when_nothing_matched(model: nn.Module, mentions: str) -> None:
         report = polyphase.accelerate(model)
     assert not report.swapped
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("filter", [3, "up", [nn.ConvTranspose2d]])
+def test_a_filter_that_cannot_be_called(filter: Any) -> None:
+    model = unet()
+    with pytest.raises(TypeError, match=r"as filter a function of a name and a module, or None, not .*[3up]"):
+        polyphase.accelerate(model, filter)
+    assert not any(isinstance(module, polyphase.ConvTranspose2d) for module in model.modules())
+
+
+def test_report_says_where_the_portable_path_computes() -> None:
+    words = "On cpu the portable path computes"
+    report = polyphase.accelerate(nn.Sequential(nn.ConvTranspose1d(2, 2, 3), nn.LazyConvTranspose1d(2, 3)))
+    assert report.note.startswith(words)
+    assert words in str(report)
+    assert report.entries[0].device == torch.device("cpu")
+    assert not polyphase.accelerate(nn.ConvTranspose1d(2, 2, 3, device="meta")).note, "it will be moved"
+    assert not polyphase.restore(nn.Sequential(polyphase.ConvTranspose1d(2, 2, 3))).note, "PyTorch computes"
 
 
 def test_warns_when_the_filter_excludes_all() -> None:

@@ -146,7 +146,7 @@ def test_emit_on_the_command_line(tmp_path: Path) -> None:
         (["nothing.py"], "nothing.py is not a file"),
         (["--layer", "2x4 -> 4"], "does not start with an input shape"),
         (["--layer", "2x4x4x4 -> 4, k=3", "--arch", "sm_12"], "unknown architecture 'sm_12'"),
-        (["--layer", "2x4x4x4 -> 4, k=3", "--arch", "cpu"], "kernels are emitted for NVIDIA GPUs"),
+        (["--layer", "2x4x4x4 -> 4, k=3", "--arch", "cpu"], "kernels are for NVIDIA GPUs"),
     ],
 )
 def test_errors_on_the_command_line(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -169,8 +169,10 @@ def test_explain_errors() -> None:
     layer = polyphase.ConvTranspose2d(2, 2, 3)
     assert "forward" in polyphase.explain(layer, (1, 2, 8, 8), "sm_90a")
     assert "portable" in polyphase.explain(layer, (1, 2, 8, 8), "cpu")
-    with pytest.raises(TypeError, match="4 sizes"):
-        polyphase.explain(layer)
+    assert polyphase.explain(layer, (2, 8, 8), "cpu") == polyphase.explain(layer, (1, 2, 8, 8), "cpu")
+    for shape in (None, (8, 8), "(2, 8, 8)"):
+        with pytest.raises(TypeError, match="4 sizes"):
+            polyphase.explain(layer, shape)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Linear"):
         polyphase.explain(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="complex64"):
@@ -178,5 +180,16 @@ def test_explain_errors() -> None:
     for size in (0, -1, 1.0, "8", 2.5):
         with pytest.raises(ValueError, match=r"integers of at least 1, got .*8"):
             polyphase.explain(layer, (1, 2, size, 8))  # type: ignore[arg-type]
-    with pytest.raises(polyphase.UnsupportedError, match="sm_1"):
-        polyphase.explain(layer, (1, 2, 8, 8), "sm_1")
+    for device in ("sm_1", "h100"):
+        with pytest.raises(polyphase.UnsupportedError, match=f"{device}.*sm_75, .*sm_90a"):
+            polyphase.explain(layer, (1, 2, 8, 8), device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_explain_says_that_there_is_no_gpu() -> None:
+    layer = polyphase.ConvTranspose1d(2, 2, 3)
+    text, remark = polyphase.explain(layer, (1, 2, 8)).rsplit("\n\n", 1)
+    assert "here the portable path computes" in remark
+    assert text == polyphase.explain(layer, (1, 2, 8), "sm_90a")
+    with pytest.raises(polyphase.UnsupportedError, match="no CUDA device here, so not 'cuda:1'; give an architecture"):
+        polyphase.explain(layer, (1, 2, 8), "cuda:1")

@@ -112,7 +112,9 @@ def share_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("room", "outputs"), [(H200.shared_bytes_per_block, 2), (101376, 1)])
-@pytest.mark.parametrize("name", ["grouped, every parameter", "six channels", "tiny images"])
+@pytest.mark.parametrize(
+    "name", ["grouped, every parameter", "six channels", "tiny images", "more channels than a block"]
+)
 def test_blocks_take_tile_after_tile(
     name: str, room: int, outputs: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,8 @@ def test_blocks_take_tile_after_tile(
         assert tiling.lanes[0] > 1
     elif name == "grouped, every parameter":
         assert _outputs(problem, candidate.variant, tiling, device) == outputs
+    elif name == "more channels than a block":
+        assert problem.out_channels_per_group > candidate.variant.out_chunk
     for order in ("forward", 1, 2) if shared else ("forward",):
         assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order))
 

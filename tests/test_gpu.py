@@ -243,9 +243,11 @@ def test_items_are_taken_all_around_the_ring(name: str, variants: Gpu, monkeypat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["grouped, every parameter", "rows without taps", "tiny images", "1-D"])
+@pytest.mark.parametrize(
+    "name", ["grouped, every parameter", "rows without taps", "tiny images", "1-D", "more channels than a block"]
+)
 def test_tiles_are_shared(name: str, dtype: str, variants: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of gather_gemm, several of each block."""
+    """Those of gather_gemm, several of each block, by the blocks of each group and each chunk of output channels."""
     share_all_tiles(monkeypatch)
     device = replace(DeviceInfo.of(variants.device), multiprocessors=16)
     problem = replace(GATHER_LAYERS[name], batch=40 * GATHER_LAYERS[name].batch, dtype=dtype)
@@ -253,6 +255,8 @@ def test_tiles_are_shared(name: str, dtype: str, variants: Gpu, monkeypatch: pyt
     for candidate in GatherGemm().candidates(problem, Pass.FORWARD, device, layouts):
         launch = GatherGemm().launch(problem, Pass.FORWARD, device, layouts, candidate.variant)
         assert launch.prologue is not None
+        if name == "more channels than a block":
+            assert problem.out_channels_per_group > candidate.variant.out_chunk
         for _ in range(3):
             assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, variants)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -44,20 +44,23 @@ class Entry:
         module: the module's class and arguments.
         outcome: what became of it.
         reason: why, unless it was swapped.
+        device: the device that its parameters are on.
     """
 
     names: tuple[str, ...]
     module: str
     outcome: Outcome
     reason: str = ""
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `accelerate` or `restore` found and did. Printing it gives a table."""
+    """What `accelerate` or `restore` found and did. Printing it gives a table, and the ``note`` below it."""
 
     title: str
     entries: tuple[Entry, ...]
+    note: str = ""
 
     @property
     def swapped(self) -> tuple[Entry, ...]:
@@ -84,7 +87,7 @@ class Report:
         if not self.entries:
             return f"{self.title}: there is no transposed convolution"
         counts = f"{len(self.swapped)} swapped, {len(self.already)} already done, {len(self.left)} left alone"
-        table = Table(title=f"{self.title}: {counts}", title_justify="left")
+        table = Table(title=f"{self.title}: {counts}", title_justify="left", caption=self.note, caption_justify="left")
         for column in ("name", "module", "outcome"):
             table.add_column(column, overflow="fold")
         for entry in self.entries:
@@ -112,12 +115,16 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
     Returns:
         A `Report` of every transposed convolution: swapped, or why not. Subclasses of PyTorch's modules are left alone,
         as they may compute something else; so are quantized and scripted modules, and those whose ``forward`` was
-        replaced on the instance.
+        replaced on the instance. It says where the portable path computes, as on a CPU.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``filter`` cannot be called.
 
     Warns:
         UserWarning: if the model has no transposed convolution that polyphase can take.
     """
     report = _convert("polyphase.accelerate", model, filter, _TO_POLYPHASE)
+    report = replace(report, note=_about_devices((*report.swapped, *report.already)))
     if not report.swapped and not report.already:
         found = f"\n{report}" if report.entries else ""
         warnings.warn(f"polyphase.accelerate: nothing was swapped in {model._get_name()}{found}", stacklevel=2)
@@ -138,6 +145,8 @@ def _convert(
 ) -> Report:
     if not isinstance(model, Module):
         raise TypeError(f"{title} takes a torch.nn.Module, not {type(model).__name__}")
+    if filter is not None and not callable(filter):
+        raise TypeError(f"{title} takes as filter a function of a name and a module, or None, not {filter!r}")
     names: dict[Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if _is_transposed_convolution(module):
@@ -146,8 +155,19 @@ def _convert(
     for module, paths in names.items():
         described = f"{module._get_name()}({module.extra_repr()})"
         outcome, reason = _swap(module, paths[0], filter, classes)
-        entries.append(Entry(tuple(paths), described, outcome, reason))
+        device = next((parameter.device for parameter in module.parameters()), None)
+        entries.append(Entry(tuple(paths), described, outcome, reason, device))
     return Report(title, tuple(entries))
+
+
+def _about_devices(entries: Iterable[Entry]) -> str:
+    """Where the portable path computes, or "" where it does nowhere. A model on meta has no device yet."""
+    with_kernels = ("meta", "cuda") if torch.version.cuda is not None else ("meta",)
+    places = {entry.device.type for entry in entries if entry.device is not None} - set(with_kernels)
+    if not places:
+        return ""
+    on = " and ".join(sorted(places))
+    return f"On {on} the portable path computes, slower than PyTorch; own kernels need an NVIDIA GPU."
 
 
 def _is_transposed_convolution(module: Module) -> bool:

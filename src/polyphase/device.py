@@ -59,7 +59,7 @@ class DeviceInfo:
         known = {info.arch.rstrip("af"): info for info in _TYPICAL}
         info = known.get(arch.rstrip("af"))
         if info is None:
-            raise UnsupportedError(f"unknown architecture {arch!r}; known are {', '.join(i.arch for i in _TYPICAL)}")
+            raise UnsupportedError(f"unknown architecture {arch!r}; known are {', '.join(ARCHITECTURES)}")
         return info
 
     @staticmethod
@@ -96,6 +96,9 @@ _TYPICAL = (
     DeviceInfo("sm_100a", 148, 1.9e9, 7.0e12, 227 << 10, 228 << 10),
     DeviceInfo("sm_120", 170, 2.4e9, 1.6e12, 99 << 10, 100 << 10),
 )
+
+#: Architectures with own kernels, as the compiler calls them.
+ARCHITECTURES = tuple(info.arch for info in _TYPICAL)
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,8 @@ from typing import cast
 import torch
 
 from polyphase import plan
-from polyphase.device import DeviceInfo
+from polyphase.device import ARCHITECTURES, PORTABLE, DeviceInfo
+from polyphase.errors import UnsupportedError
 from polyphase.layout import is_channels_last
 from polyphase.precision import tf32_allowed
 from polyphase.problem import ConvTransposeProblem
@@ -25,29 +26,47 @@ def explain(
     Args:
         layer: a ``ConvTransposeProblem``, or a ``ConvTranspose1d/2d/3d`` module of polyphase or PyTorch. Whether
             float32 may be rounded to TF32 says the problem, or, for a module, PyTorch's flags now.
-        input_shape: with a module, the shape ``(N, C_in, *spatial)`` of its input.
+        input_shape: with a module, the shape ``(N, C_in, *spatial)`` or ``(C_in, *spatial)`` of its input.
         device: an architecture such as ``"sm_90a"``, a device such as ``"cuda:1"``, or None for this machine's GPU or,
-            where it has none, ``"sm_90a"``.
+            where it has none, ``"sm_90a"``; then a last line says that the portable path computes here.
 
     Raises:
         TypeError: ``layer`` is neither of these, or a module without an ``input_shape``, or in a dtype that is no real
             floating-point one.
         ValueError: ``input_shape`` has other channels than the module, sizes that are no positive integers, or is too
             small for it; a lazy module that has seen no input.
-        UnsupportedError: no such architecture.
+        UnsupportedError: no such architecture or device.
     """
     problem = layer if isinstance(layer, ConvTransposeProblem) else _problem(layer, input_shape)
-    return plan.explain(problem, _device_info(device))
+    text = plan.explain(problem, device_info(device))
+    return f"{text}\n\n{NO_GPU}" if is_for_elsewhere(device) else text
 
 
-def _device_info(device: str | torch.device | DeviceInfo | None) -> DeviceInfo:
+NO_GPU = "This machine has no NVIDIA GPU: the plan is that of sm_90a, and here the portable path computes."
+"""What is said under a plan that `is_for_elsewhere`."""
+
+
+def is_for_elsewhere(device: str | torch.device | DeviceInfo | None) -> bool:
+    """Whether no device is named, and this machine has none to plan for."""
+    return device is None and not torch.cuda.is_available()
+
+
+def device_info(device: str | torch.device | DeviceInfo | None) -> DeviceInfo:
+    """The device that `explain` plans for. Raises `UnsupportedError`."""
     if isinstance(device, DeviceInfo):
         return device
     if device is None:
         return DeviceInfo.of(torch.device("cuda")) if torch.cuda.is_available() else DeviceInfo.for_arch("sm_90a")
-    if isinstance(device, str) and device.startswith("sm_"):
+    if isinstance(device, str) and (device.startswith("sm_") or device == PORTABLE.arch):
         return DeviceInfo.for_arch(device)
-    return DeviceInfo.of(torch.device(device))
+    allowed = f"give an architecture ({', '.join(ARCHITECTURES)}), or a device of PyTorch's such as 'cuda:1' or 'cpu'"
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise UnsupportedError(f"unknown device {device!r}; {allowed}") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"PyTorch finds no CUDA device here, so not {device!r}; {allowed}")
+    return DeviceInfo.of(place)
 
 
 def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvTransposeProblem:
@@ -57,10 +76,13 @@ def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvT
     if isinstance(layer.weight, torch.nn.parameter.UninitializedParameter):
         raise ValueError(f"{layer} has no weight yet: a lazy module gets it from its first input")
     dims = len(layer.kernel_size)
-    if input_shape is None or len(input_shape) != dims + 2:
+    if isinstance(input_shape, str) or input_shape is None or len(input_shape) not in (dims + 1, dims + 2):
         raise TypeError(
-            f"explain needs the input's shape with a module: {dims + 2} sizes (N, C_in, *spatial), got {input_shape}"
+            f"explain needs the input's shape with a module: {dims + 2} sizes (N, C_in, *spatial), "
+            f"or {dims + 1} without the batch, got {input_shape!r}"
         )
+    if len(input_shape) == dims + 1:
+        input_shape = (1, *input_shape)
     if not all(isinstance(size, int) and size >= 1 for size in input_shape):
         raise ValueError(f"sizes of the input must be integers of at least 1, got {tuple(input_shape)}")
     if input_shape[1] != layer.in_channels:

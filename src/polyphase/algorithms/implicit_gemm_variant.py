@@ -327,6 +327,8 @@ def families(
                 beside = 16 * (k_steps >= 2 and channel_blocks > 1)
                 if problem.bias and split == "cells" and (beside or (parts == 2 and channels_last)):
                     beside += 16
+                elif problem.groups > 1 and lines > 1 and split == "cells" and parts == 2 and channels_last:
+                    beside += 16  # which group it is
                 sums = _accumulators(parts, wgmma, held + beside)
                 fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
                 by_engine = boxes and wgmma and parts == 1 and fills

@@ -157,7 +157,7 @@ class ScatterGemm:
             ("WARPS", variant.warps),
             ("ROW_TILES", variant.row_tiles),
             ("OUT_CHUNK", variant.out_chunk),
-            ("ALONG_CHANNELS", _along_channels(problem, variant)),
+            ("ALONG_CHANNELS", _along_channels(problem, variant.out_chunk)),
             ("COLUMN_TILES", _column_tiles(problem, variant.out_chunk)),
             ("STEPS_HELD", variant.steps_held),
             ("AHEAD", variant.ahead),
@@ -175,9 +175,9 @@ class ScatterGemm:
         )
 
 
-def _along_channels(problem: ConvTransposeProblem, variant: ScatterVariant) -> bool:
+def _along_channels(problem: ConvTransposeProblem, out_chunk: int) -> bool:
     """Whether neighbouring threads store neighbouring channels: where those are neighbours in memory and not few."""
-    return problem.channels_last and variant.out_chunk > 4
+    return problem.channels_last and out_chunk > 4
 
 
 def _column_tiles(problem: ConvTransposeProblem, out_chunk: int) -> int:
@@ -315,7 +315,7 @@ def _tile_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling:
     loads = 1 if variant.steps_held >= steps else tiling.bands * math.ceil(steps / variant.steps_held)
     weights = loads * (_LOAD + resident * min(steps, variant.steps_held) * columns * _WEIGHTS)
     written = tiling.bands * variant.rows * 8 * columns / variant.unit
-    places = 15 * variant.out_chunk if _along_channels(problem, variant) else 60
+    places = 15 * variant.out_chunk if _along_channels(problem, variant.out_chunk) else 60
     read = math.prod(tiling.lanes) * (variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places)
     ends = tiling.bands * _END + resident * (written + read) / 32 * _WORD
     return _BLOCK + weights + tiling.bands * steps * step + ends
@@ -372,17 +372,20 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Sca
             continue
         columns = _column_tiles(problem, chunk)
         registers = device.registers_of(32 * warps * min_blocks)
-        # Sums, with those of an operation on their way; pixels on theirs, and of an operation; and what is besides.
-        sums = row_tiles * columns * (8 if parts == 2 else 5)
-        words = 4 * row_tiles * ((1 if wgmma or parts == 1 else 2) * ahead + 2)
-        besides = (52 if wgmma else 90) + (row_tiles - 1) * (20 if problem.channels_last else 8)
-        if sums + words + besides > registers:
-            continue
         shared = device.shared_bytes_of(min_blocks)
         step_bytes = _step_bytes(problem, chunk)
         held = round_up(steps, ahead)
         if steps * step_bytes > shared // 2:
             held = shared // 3 // step_bytes // ahead * ahead
+        # Sums, with those of an operation on their way; pixels on theirs, and of an operation; and what is besides. Of
+        # that there is more where weights come in turns, or threads go along channels.
+        sums = row_tiles * columns * (8 if parts == 2 else 5)
+        words = 4 * row_tiles * ((1 if wgmma or parts == 1 else 2) * ahead + 2)
+        places = (row_tiles - 1) * (20 if problem.channels_last else 8)
+        if wgmma and parts == 2 and (held < steps or _along_channels(problem, chunk)):
+            places = max(places, 12)
+        if sums + words + (52 if wgmma else 90) + places > registers:
+            continue
         pitch = (shared - min(held, steps) * step_bytes) // (4 * chunk * taps)
         variant = ScatterVariant(warps, row_tiles, chunk, held, ahead, (pitch - 4) // 32 * 32 + 4, wgmma, min_blocks)
         if held > 0 and _tiles(problem, Layouts.dense(problem), variant, (1, 1, 1, 1)) is not None:

@@ -39,8 +39,7 @@ def compile_kernels(
     from polyphase.bench import kernels
     from polyphase.bench.layers import every_layer
     from polyphase.bench.report import make_console
-    from polyphase.commands.options import Dtype, Layout, choices, named_layers
-    from polyphase.device import DeviceInfo
+    from polyphase.commands.options import Dtype, Layout, architectures, choices, named_layers
     from polyphase.errors import UnsupportedError
     from polyphase.jit.compiler import compiler_version
     from polyphase.problem import Pass
@@ -51,10 +50,7 @@ def compile_kernels(
     except UnsupportedError as failure:  # said before everything is planned
         console.print(str(failure), style="bold red", markup=False)
         raise typer.Exit(1) from None
-    try:
-        infos = [DeviceInfo.for_arch(word.strip()) for word in arch.split(",")]
-    except UnsupportedError as failure:
-        raise typer.BadParameter(str(failure), param_hint="--arch") from None
+    infos = architectures(arch)
     wanted = kernels.wanted(
         named_layers(layer, suite) or every_layer(),
         choices(passes, Pass, "--passes"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import Dtype, model_files
+from polyphase.commands.options import NOTATION, Dtype, model_files
 
 if TYPE_CHECKING:
     from polyphase.device import DeviceInfo
@@ -23,7 +23,7 @@ def emit(
     ] = None,
     layer: Annotated[
         str | None,
-        typer.Option(help='Instead of a file, a layer such as "8x64x1024x1024 -> 64, k=3, s=2".', show_default=False),
+        typer.Option(help=f"Instead of a file. {NOTATION}", show_default=False),
     ] = None,
     arch: Annotated[
         str | None,
@@ -108,17 +108,11 @@ def _model(file: Path | None, layer: str | None, dtype: Dtype | None, tf32: bool
 
 def _devices(arch: str | None) -> list[DeviceInfo]:
     """A typical device of each architecture, so that the same command writes the same file anywhere."""
+    from polyphase.commands.options import architectures
     from polyphase.device import DeviceInfo
-    from polyphase.errors import UnsupportedError
 
     if arch is None:
         import torch
 
         arch = DeviceInfo.of(torch.device("cuda")).arch if torch.cuda.is_available() else "sm_90a"
-    try:
-        devices = [DeviceInfo.for_arch(word.strip()) for word in arch.split(",")]
-    except UnsupportedError as failure:
-        raise typer.BadParameter(str(failure), param_hint="--arch") from None
-    if not all(device.is_cuda for device in devices):
-        raise typer.BadParameter(f"{arch!r}: kernels are emitted for NVIDIA GPUs", param_hint="--arch")
-    return list(dict.fromkeys(devices))
+    return architectures(arch)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from polyphase.commands.options import SUITES, LayerTexts
-
-if TYPE_CHECKING:
-    from polyphase.device import DeviceInfo
 
 
 def explain(
@@ -20,7 +17,8 @@ def explain(
     layer: LayerTexts = None,
     suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
     device: Annotated[
-        str | None, typer.Option(help="An architecture such as sm_90a; without one, this machine's GPU or sm_90a.")
+        str | None,
+        typer.Option(help="An architecture such as sm_90a, or a device; without one, this machine's GPU or sm_90a."),
     ] = None,
     strict_fp32: Annotated[
         bool, typer.Option("--strict-fp32", help="No TF32: plans as with PyTorch's switch off.")
@@ -29,13 +27,17 @@ def explain(
     """Print the plan of a layer for all three passes: winner, losers, reasons. Needs no GPU."""
     from dataclasses import replace
 
-    from polyphase import plan
+    from polyphase import explanation, plan
     from polyphase.bench.report import make_console
     from polyphase.commands.options import some_layers
+    from polyphase.errors import UnsupportedError
     from polyphase.precision import tf32_allowed
 
     layers = some_layers(layer, suite, files)
-    info = _device_info(device)
+    try:
+        info = explanation.device_info(device)
+    except UnsupportedError as failure:
+        raise typer.BadParameter(str(failure), param_hint="--device") from None
     tf32 = tf32_allowed() and not strict_fp32
     console = make_console()
     for index, named in enumerate(layers):
@@ -43,17 +45,5 @@ def explain(
             console.rule()
         console.print(named.name, style="bold", markup=False)
         console.print(plan.explain(replace(named.problem, tf32=tf32), info), markup=False, soft_wrap=True)
-
-
-def _device_info(arch: str | None) -> DeviceInfo:
-    from polyphase.device import DeviceInfo
-    from polyphase.errors import UnsupportedError
-
-    if arch is None:
-        import torch
-
-        return DeviceInfo.of(torch.device("cuda")) if torch.cuda.is_available() else DeviceInfo.for_arch("sm_90a")
-    try:
-        return DeviceInfo.for_arch(arch)
-    except UnsupportedError as failure:
-        raise typer.BadParameter(str(failure), param_hint="--device") from None
+    if explanation.is_for_elsewhere(device):
+        console.print(f"\n{explanation.NO_GPU}", markup=False)

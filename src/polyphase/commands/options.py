@@ -12,12 +12,20 @@ if TYPE_CHECKING:
     import torch
 
     from polyphase.bench.layers import NamedLayer
+    from polyphase.device import DeviceInfo
 
 Choice = TypeVar("Choice", bound=Enum)
 
+NOTATION = (
+    "A layer: the input's shape N x C_in x image, an arrow, output channels, then k (kernel) and what differs from "
+    "PyTorch's defaults: s (stride), p (padding), op (output padding), d (dilation), each one number or one per "
+    'dimension, g (groups), bias. Such as "16x32x128x256 -> 64, k=(3, 5), s=(2, 3), p=1, g=4, bias".'
+)
+"""What an option ``--layer`` takes."""
+
 LayerTexts = Annotated[
     list[str] | None,
-    typer.Option(help='A layer, such as "8x64x1024x1024 -> 64, k=3, s=2". May be given again.', show_default=False),
+    typer.Option(help=f"{NOTATION} May be given again.", show_default=False),
 ]
 """The option ``--layer``."""
 
@@ -63,11 +71,27 @@ def device_of(text: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(text)
-    except RuntimeError as failure:
-        raise typer.BadParameter(str(failure).splitlines()[0], param_hint="--device") from None
+    except RuntimeError:
+        allowed = "allowed are cpu, cuda, cuda:0 and so on, and PyTorch's other devices"
+        raise typer.BadParameter(f"unknown device {text!r}; {allowed}", param_hint="--device") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("PyTorch finds no CUDA device here", param_hint="--device")
     return device
+
+
+def architectures(text: str) -> list[DeviceInfo]:
+    """A typical device of each architecture that a comma-separated text names. Raises `typer.BadParameter`."""
+    from polyphase.device import ARCHITECTURES, DeviceInfo
+    from polyphase.errors import UnsupportedError
+
+    try:
+        devices = [DeviceInfo.for_arch(word.strip()) for word in text.split(",")]
+    except UnsupportedError as failure:
+        raise typer.BadParameter(str(failure), param_hint="--arch") from None
+    if not all(device.is_cuda for device in devices):
+        known = ", ".join(ARCHITECTURES)
+        raise typer.BadParameter(f"{text!r}: kernels are for NVIDIA GPUs, {known}", param_hint="--arch")
+    return list(dict.fromkeys(devices))
 
 
 def named_layers(

@@ -112,13 +112,12 @@ struct PixelLoader {
   static constexpr bool IN_ROWS = WHOLE && !X_CHANNELS_LAST;
 
   const Geometry& g;
-  const scalar_t* planes[UNITS];  // the first of the lane's channels, in the image's first row
-  const scalar_t* rows[UNITS];    // the same of the band's row and the operation that is loaded next
-  int columns[UNITS][UNIT];       // elements from a row's first; with IN_ROWS only the unit's first counts
-  int heights[UNITS];             // image rows, in the first band
-  int places[UNITS];              // in the product: image and slab, and the unit's first pixel; -1 for none
+  const scalar_t* rows[UNITS];  // the unit's first pixel in the band's row, the lane's channels that are loaded next
+  int columns[UNITS][UNIT];     // elements from there to each pixel; with IN_ROWS they do not count
+  int heights[UNITS];           // image rows, in the first band
+  int places[UNITS];            // in the product: image and slab, and the unit's first pixel; -1 for none
 
-  // `x` is the group's first channel, `first` the window's first pixel.
+  // `x` is the group's first channel, `first` the window's first pixel. Begins the first band.
   __device__ __forceinline__ PixelLoader(const Geometry& g, const scalar_t* x, const int (&first)[4]) : g(g) {
     const int lane = threadIdx.x % 32, extent[4] = {g.extent[0], g.extent[1], g.band, g.extent[3]};
 #pragma unroll
@@ -133,15 +132,23 @@ struct PixelLoader {
         columns[u][i] = min(max(at[3] + first[3] + i, 0), g.x.size[2] - (IN_ROWS ? UNIT : 1)) * (int)g.x.stride[4];
       at[0] = min(at[0] + first[0], g.batch - 1);
       at[1] = min(max(at[1] + first[1], 0), g.x.size[0] - 1);
-      at[2] = at[3] = 0;
-      planes[u] = x + offset_of(g.x, at) + lane % 4 * CHANNELS * g.x.stride[1] + (IN_ROWS ? columns[u][0] : 0);
+      at[2] = row(u, 0), at[3] = 0;
+      rows[u] = x + offset_of(g.x, at) + lane % 4 * CHANNELS * g.x.stride[1] + columns[u][0];
+#pragma unroll
+      for (int i = UNIT - 1; i >= 0; --i) columns[u][i] -= columns[u][0];
     }
   }
 
+  __device__ __forceinline__ int row(int u, int band) const {
+    return min(max(heights[u] + band * g.band, 0), g.x.size[1] - 1);
+  }
+
+  // After all operations of the band before. From its row on, since a first row would take two more registers a unit.
   __device__ __forceinline__ void begin_band(int band) {
+    constexpr int LOADED = round_up(STEPS, AHEAD) * OPERATION;  // channels
 #pragma unroll
     for (int u = 0; u < UNITS; ++u)
-      rows[u] = planes[u] + min(max(heights[u] + band * g.band, 0), g.x.size[1] - 1) * g.x.stride[3];
+      rows[u] += (row(u, band) - row(u, band - 1)) * g.x.stride[3] - LOADED * g.x.stride[1];
   }
 
   // The next operation, which is `step`.
@@ -427,7 +434,6 @@ __device__ __forceinline__ void compute_tile(const Geometry& g, const scalar_t* 
   for (int i = 0; i < 4; ++i) window[i] = first[i] + g.first[i];
   PixelLoader<WHOLE> loader(g, x, window);
   Pixels ahead[AHEAD];
-  loader.begin_band(0);
   if (WHOLE) {
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) loader.load(ahead[i], i);
