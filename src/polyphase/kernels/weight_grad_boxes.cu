@@ -41,13 +41,13 @@ struct UnitPlace {
   }
 };
 
-// By one thread: the boxes of the block's tiles.
+// By one warp: the boxes of the block's tiles, each by a lane of its own.
 __device__ __forceinline__ void load_tiles(const Geometry& g, const scalar_t* x, const scalar_t* grad, Ring& ring,
                                            const unsigned char* buffers, int stages, long long first_tile, int first_in,
                                            int first_unit, int group) {
   const int in_boxes =
       min(BLOCK_ROWS / ROW_BOX, ceil_div(IN_CHANNELS - first_in, ROW_BOX));  // others are stored nowhere
-  const int units = min(BLOCK_COLUMNS / UNIT, UNITS - first_unit);
+  const int boxes = in_boxes + min(BLOCK_COLUMNS / UNIT, UNITS - first_unit);
   Turn turn;
   int tile[4];
   decode(g.tiles, first_tile, tile);
@@ -60,16 +60,17 @@ __device__ __forceinline__ void load_tiles(const Geometry& g, const scalar_t* x,
     const unsigned full = shared_address(ring.full + turn.index);
     barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
 #pragma unroll 1
-    for (int i = 0; i < in_boxes; ++i) {
-      const int from[5] = {group * IN_CHANNELS + first_in + i * ROW_BOX, at[3], at[2], at[1], at[0]};
-      box_copy(buffer + i * box_bytes(ROW_PITCH), g.x_box, x, from, box_bytes(ROW_PITCH), full);
-    }
-#pragma unroll 1
-    for (int i = 0; i < units; ++i) {
-      const UnitPlace unit(first_unit + i);
-      const int from[5] = {group * OUT_CHANNELS + unit.channel, at[3] * AXIS_W.stride + unit.offset[2],
-                           at[2] * AXIS_H.stride + unit.offset[1], at[1] * AXIS_D.stride + unit.offset[0], at[0]};
-      box_copy(buffer + A_BYTES + i * box_bytes(COLUMN_PITCH), g.grad_box, grad, from, box_bytes(COLUMN_PITCH), full);
+    for (int i = threadIdx.x % 32; i < boxes; i += 32) {
+      if (i < in_boxes) {
+        const int from[5] = {group * IN_CHANNELS + first_in + i * ROW_BOX, at[3], at[2], at[1], at[0]};
+        box_copy(buffer + i * box_bytes(ROW_PITCH), g.x_box, x, from, box_bytes(ROW_PITCH), full);
+      } else {
+        const UnitPlace unit(first_unit + i - in_boxes);
+        const int from[5] = {group * OUT_CHANNELS + unit.channel, at[3] * AXIS_W.stride + unit.offset[2],
+                             at[2] * AXIS_H.stride + unit.offset[1], at[1] * AXIS_D.stride + unit.offset[0], at[0]};
+        box_copy(buffer + A_BYTES + (i - in_boxes) * box_bytes(COLUMN_PITCH), g.grad_box, grad, from,
+                 box_bytes(COLUMN_PITCH), full);
+      }
     }
     barrier_arrive(full);
     turn.next();
@@ -111,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const long long first_tile = part * g.part_length;
   const int stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
 
-  if (threadIdx.x == 0) ring.init(1, MULTIPLIERS / 32);
+  if (threadIdx.x == 0) ring.init(32, MULTIPLIERS / 32);
   __syncthreads();
   if (threadIdx.x >= MULTIPLIERS) {
     registers_change<false>();
-    if (threadIdx.x == MULTIPLIERS)
+    if (threadIdx.x < MULTIPLIERS + 32)
       load_tiles(g, x, grad, ring, shared_memory, stages, first_tile, first_in, first_unit, group);
     return;
   }
