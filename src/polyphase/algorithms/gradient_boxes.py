@@ -193,12 +193,13 @@ class WeightGradBoxes(_GradientBoxes):
         flush = max(1, _FLUSH // math.prod(lanes))
         narrowed = planes == 1 and total <= flush
         geometry = bytes(2 * TENSOR_MAP_BYTES) + struct.pack("<3i", problem.groups, *blocks)
-        geometry = padded(geometry + struct.pack("<10i", *lanes, *tiles, flush, narrowed))
+        items = math.prod(blocks) * problem.groups * planes
+        geometry = padded(geometry + struct.pack("<11i", *lanes, *tiles, flush, narrowed, items))
         geometry += struct.pack("<3q", length, total, problem.elements[1])
         of_x, of_grad = _channel_pitch(problem, problem.in_channels_per_group), _grad_pitch(problem)
         return Launch(
             source=KernelSource(self.name, problem.dtype, True, self._constants(problem, variant, of_x, of_grad)),
-            grid=(math.prod(blocks) * problem.groups * planes, 1, 1),
+            grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=128 * _GROUPS + variant.loaders,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),

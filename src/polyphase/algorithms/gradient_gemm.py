@@ -271,7 +271,6 @@ def _tiles(
 # to 336 measured variants on an H200 (docs/performance.md, "Gradients on tensor cores").
 _OPERATION, _SLOT = 1.45, 2.6
 _PREFERENCE = 1.15  # for exact sums, where they are about as fast
-_CHANNELS_LAST = 0.6  # what weight gradients take there, of what this model of NCHW says
 _BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.35 / 24, 130.0, 500.0, 1150.0, 0.25
 
 
@@ -312,8 +311,7 @@ def _estimate(
     work = cycles / device.clock_hz + end
     floor = problem.bytes / device.copy_bytes_per_second
     seconds, bound = slower_of(work, floor)
-    last = problem.channels_last and pass_ is Pass.WEIGHT_GRAD
-    return _PREFERENCE * (_CHANNELS_LAST if last else 1.0) * seconds, bound
+    return _PREFERENCE * seconds, bound
 
 
 @lru_cache(maxsize=1024)

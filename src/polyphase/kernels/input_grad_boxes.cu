@@ -56,23 +56,16 @@ __device__ __forceinline__ unsigned place_of(const Geometry& g, int row) {
 // The sums of a row: `to` is the first of its columns in memory, of which `columns` exist, none or some.
 __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int half, scalar_t* to, int columns) {
   constexpr int TOGETHER = VECTOR == 4 ? 2 : 1;  // tiles of 8 columns
-  const int lane = threadIdx.x % 4;
   const auto exists = [=](int column) { return WHOLE_BLOCKS ? columns > 0 : column < columns; };
 #pragma unroll
   for (int tile = 0; tile < COLUMNS / 8; tile += TOGETHER) {
     const float* const pair = sums + 4 * tile + 2 * half;
-    const int column = 8 * tile + 2 * lane;
-    if constexpr (VECTOR == 4) {  // two lanes exchange halves: each has four neighbours then, of one of two tiles
-      const bool odd = lane % 2, both = tile + 1 < COLUMNS / 8;
-      Vector<scalar_t, 2> words[2] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (i < 2 || both) narrow(pair[i / 2 * 4 + i % 2], words[i / 2].value[i % 2]);
-      const unsigned mine[2] = {*(const unsigned*)&words[0], *(const unsigned*)&words[1]};
-      const unsigned other = __shfl_xor_sync(~0u, odd ? mine[0] : mine[1], 1);
-      const Vector<unsigned, 2> found = {odd ? other : mine[0], odd ? mine[1] : other};
-      const int first = 8 * (tile + odd) + lane / 2 * 4;
-      if ((both || !odd) && exists(first)) *(Vector<unsigned, 2>*)(to + first) = found;
+    const int column = 8 * tile + threadIdx.x % 4 * 2;
+    if constexpr (VECTOR == 4) {
+      const bool both = tile + 1 < COLUMNS / 8;
+      const Vector<unsigned, 2> found = exchanged(pair, both ? pair + 4 : pair);
+      const int first = 8 * tile + first_exchanged();
+      if ((both || threadIdx.x % 2 == 0) && exists(first)) *(Vector<unsigned, 2>*)(to + first) = found;
     } else if constexpr (VECTOR == 2) {
       if (exists(column)) *(Vector<float, 2>*)(to + column) = {pair[0], pair[1]};
     } else {

@@ -6,7 +6,8 @@
 // block has some rows and columns of one group, and one contiguous part of the tiles of input positions; a stage is a
 // tile. For each unit the copy engine brings the tile's elements of the output gradient, every stride-th one; positions
 // that do not exist are zeros of the input. Blocks on different parts write to different planes of `partial`, which the
-// caller sums in order: the result does not depend on timing. There output channels are innermost.
+// caller sums in order: the result does not depend on timing. There output channels are innermost. Blocks take items
+// (columns fastest, then rows, group and part) in turns, and load the next while they store one.
 //
 // The cores' sums lose a bit at every step. So `flush` stages are summed there, and those sums in `partial`. Where
 // there is but one part, of no more stages than that, `partial` is the result, of the tensors' type (`narrowed`).
@@ -16,7 +17,7 @@ struct Geometry {
   int groups, blocks[2];  // of rows, of columns
   int lanes[4];           // positions of a tile along n, d, h, w: STEPS operations
   int tiles[4];           // tiles along n, d, h, w
-  int flush, narrowed;
+  int flush, narrowed, items;
   long long part_length;  // tiles of a part
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
@@ -41,18 +42,32 @@ struct UnitPlace {
   }
 };
 
-// By one warp: the boxes of the block's tiles, each by a lane of its own.
-__device__ __forceinline__ void load_tiles(const Geometry& g, const scalar_t* x, const scalar_t* grad, Ring& ring,
-                                           const unsigned char* buffers, int stages, long long first_tile, int first_in,
-                                           int first_unit, int group) {
+// What a block computes at once: its first input channel and unit, and tiles of positions.
+struct Item {
+  int first_in, first_unit, group, part, stages;
+  long long first_tile;
+
+  __device__ __forceinline__ Item(const Geometry& g, int index) {
+    first_unit = index % g.blocks[1] * (BLOCK_COLUMNS / UNIT);
+    index /= g.blocks[1];
+    first_in = index % g.blocks[0] * BLOCK_ROWS;
+    index /= g.blocks[0];
+    group = index % g.groups, part = index / g.groups;
+    first_tile = part * g.part_length;
+    stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
+  }
+};
+
+// By one warp: the boxes of an item's tiles, each by a lane of its own.
+__device__ __forceinline__ void load_tiles(const Geometry& g, const Item& item, const scalar_t* x, const scalar_t* grad,
+                                           Ring& ring, Turn& turn, const unsigned char* buffers) {
   const int in_boxes =
-      min(BLOCK_ROWS / ROW_BOX, ceil_div(IN_CHANNELS - first_in, ROW_BOX));  // others are stored nowhere
-  const int boxes = in_boxes + min(BLOCK_COLUMNS / UNIT, UNITS - first_unit);
-  Turn turn;
+      min(BLOCK_ROWS / ROW_BOX, ceil_div(IN_CHANNELS - item.first_in, ROW_BOX));  // others are not stored
+  const int boxes = in_boxes + min(BLOCK_COLUMNS / UNIT, UNITS - item.first_unit);
   int tile[4];
-  decode(g.tiles, first_tile, tile);
+  decode(g.tiles, item.first_tile, tile);
 #pragma unroll 1
-  for (int stage = 0; stage < stages; ++stage) {
+  for (int stage = 0; stage < item.stages; ++stage) {
     int at[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) at[i] = tile[i] * g.lanes[i];
@@ -62,11 +77,11 @@ __device__ __forceinline__ void load_tiles(const Geometry& g, const scalar_t* x,
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < boxes; i += 32) {
       if (i < in_boxes) {
-        const int from[5] = {group * IN_CHANNELS + first_in + i * ROW_BOX, at[3], at[2], at[1], at[0]};
+        const int from[5] = {item.group * IN_CHANNELS + item.first_in + i * ROW_BOX, at[3], at[2], at[1], at[0]};
         box_copy(buffer + i * box_bytes(ROW_PITCH), g.x_box, x, from, box_bytes(ROW_PITCH), full);
       } else {
-        const UnitPlace unit(first_unit + i - in_boxes);
-        const int from[5] = {group * OUT_CHANNELS + unit.channel, at[3] * AXIS_W.stride + unit.offset[2],
+        const UnitPlace unit(item.first_unit + i - in_boxes);
+        const int from[5] = {item.group * OUT_CHANNELS + unit.channel, at[3] * AXIS_W.stride + unit.offset[2],
                              at[2] * AXIS_H.stride + unit.offset[1], at[1] * AXIS_D.stride + unit.offset[0], at[0]};
         box_copy(buffer + A_BYTES + (i - in_boxes) * box_bytes(COLUMN_PITCH), g.grad_box, grad, from,
                  box_bytes(COLUMN_PITCH), full);
@@ -82,20 +97,51 @@ __device__ __forceinline__ void load_tiles(const Geometry& g, const scalar_t* x,
   }
 }
 
-// Two neighbouring sums, or zeros where there are none, as of an empty batch; added to those before.
-__device__ __forceinline__ void store_pair(void* partial, long long at, const float* sums, bool any, bool again,
-                                           bool narrowed) {
-  Vector<float, 2> pair = {any ? sums[0] : 0, any ? sums[1] : 0};
-  if (narrowed) {
-    Vector<scalar_t, 2> narrow_pair;
-    narrow(pair.value[0], narrow_pair.value[0]);
-    narrow(pair.value[1], narrow_pair.value[1]);
-    *(Vector<scalar_t, 2>*)((scalar_t*)partial + at) = narrow_pair;
-    return;
+// The sums of an item, all of them or those of the first `flush` stages or of the next ones: `again`.
+__device__ __forceinline__ void store(const Geometry& g, const Item& item, const Sums& sums, void* partial,
+                                      bool again) {
+  const long long weights = (long long)(item.group * IN_CHANNELS + item.first_in) * (TAPS * OUT_CHANNELS);
+  const int rows = IN_CHANNELS - item.first_in;  // that exist
+  // Opaque, so that the compiler does not find all columns' places before the products: there are no registers for
+  // that.
+  const int unit = (int)opaque(item.first_unit) + (ROW_GROUPS == 1 ? threadIdx.x / 128 * (COLUMNS / UNIT) : 0);
+  // The place of a column in the first row, below zero where there is none.
+  const auto place = [=](int first, int beside) {
+    const int tap = (unit + first / UNIT) / TAP_UNITS;
+    const int out = (unit + first / UNIT) % TAP_UNITS * UNIT + first % UNIT + beside;
+    return tap < TAPS && (WHOLE_UNITS || out < OUT_CHANNELS) ? tap * OUT_CHANNELS + out : -1;
+  };
+  if (ELEMENT == 2 && g.narrowed) {
+    scalar_t* const to = (scalar_t*)partial + weights;
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; j += 2) {
+      const int at = place(8 * j, first_exchanged());
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const int row = Sums::row(i / 2, i % 2 * 2);
+        const float* const found = sums.of[i / 2] + 4 * j + i % 2 * 2;
+        const Vector<unsigned, 2> four = exchanged(found, found + 4);
+        if (at >= 0 && row < rows) *(Vector<unsigned, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at) = four;
+      }
+      __syncwarp();  // nor mingles columns
+    }
+  } else {
+    float* const to = (float*)partial + item.part * g.plane + weights;
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+      const int at = place(8 * j, threadIdx.x % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const int row = Sums::row(i / 2, i % 2 * 2);
+        if (at < 0 || row >= rows) continue;
+        const float* const found = sums.of[i / 2] + 4 * j + i % 2 * 2;
+        Vector<float, 2>* const pair = (Vector<float, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at);
+        const Vector<float, 2> before = again ? *pair : Vector<float, 2>{};
+        *pair = {found[0] + before.value[0], found[1] + before.value[1]};
+      }
+      __syncwarp();
+    }
   }
-  Vector<float, 2>* const to = (Vector<float, 2>*)((float*)partial + at);
-  if (again) pair.value[0] += to->value[0], pair.value[1] += to->value[1];
-  *to = pair;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -103,50 +149,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                       const __grid_constant__ Geometry g) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) Ring ring;
-  int block = blockIdx.x;
-  const int first_unit = block % g.blocks[1] * (BLOCK_COLUMNS / UNIT);
-  block /= g.blocks[1];
-  const int first_in = block % g.blocks[0] * BLOCK_ROWS;
-  block /= g.blocks[0];
-  const int group = block % g.groups, part = block / g.groups;
-  const long long first_tile = part * g.part_length;
-  const int stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
-
   if (threadIdx.x == 0) ring.init(32, MULTIPLIERS / 32);
   __syncthreads();
-  if (threadIdx.x >= MULTIPLIERS) {
+  Turn turn;
+  if (threadIdx.x < MULTIPLIERS) {
+    registers_change<true>();
+#pragma unroll 1
+    for (int index = blockIdx.x; index < g.items; index += gridDim.x) {
+      const Item item(g, index);
+      int stage = 0;
+#pragma unroll 1
+      do {
+        Sums sums;
+        const int count = min(g.flush, item.stages - stage);
+        if (count == 0) sums.clear();  // of an empty batch
+        sums.multiply(count, ring, turn, shared_memory);
+        store(g, item, sums, partial, stage > 0);
+        stage += count;
+      } while (stage < item.stages);
+    }
+  } else {
     registers_change<false>();
     if (threadIdx.x < MULTIPLIERS + 32)
-      load_tiles(g, x, grad, ring, shared_memory, stages, first_tile, first_in, first_unit, group);
-    return;
-  }
-  registers_change<true>();
-  const long long first_weight = part * g.plane + (long long)(group * IN_CHANNELS + first_in) * (TAPS * OUT_CHANNELS);
-  const int rows = IN_CHANNELS - first_in;  // that exist
-  Turn turn;
-  Sums sums;
-  int stage = 0;
 #pragma unroll 1
-  do {
-    const int count = min(g.flush, stages - stage);
-    sums.multiply(count, ring, turn, shared_memory);
-    // Opaque, so that the compiler does not find all columns' places before the products: there are no registers for
-    // that.
-    const int first = (int)opaque(first_unit) + (ROW_GROUPS == 1 ? threadIdx.x / 128 * (COLUMNS / UNIT) : 0);
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const int unit = first + 8 * j / UNIT, out = unit % TAP_UNITS * UNIT + 8 * j % UNIT + threadIdx.x % 4 * 2;
-      const long long at = first_weight + unit / TAP_UNITS * OUT_CHANNELS + out;
-      if (unit < UNITS && (WHOLE_UNITS || out < OUT_CHANNELS))
-#pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; ++i) {
-          const int row = Sums::row(i / 2, i % 2 * 2);
-          const float* const found = sums.of[i / 2] + 4 * j + i % 2 * 2;
-          if (row < rows)
-            store_pair(partial, at + row * (TAPS * OUT_CHANNELS), found, count > 0, stage > 0, g.narrowed);
-        }
-      __syncwarp();  // nor mingles columns
-    }
-    stage += count;
-  } while (stage < stages);
+      for (int index = blockIdx.x; index < g.items; index += gridDim.x)
+        load_tiles(g, Item(g, index), x, grad, ring, turn, shared_memory);
+  }
 }

@@ -51,6 +51,12 @@ struct Sums {
     return group + tile * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
   }
 
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; ++i) of[tile][i] = 0;
+  }
   // Adds others, or begins with them.
   __device__ __forceinline__ void take(const Sums& others, bool begin) {
 #pragma unroll
@@ -89,12 +95,7 @@ struct Sums {
   // Adds a stage, or begins with it. Of eight positions a lane takes two that are neighbours, so that those of a warp
   // lie in different banks: which k an operation calls by which name is all the same to the product.
   __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
-    if (!more) {
-#pragma unroll
-      for (int tile = 0; tile < ROW_TILES; ++tile)
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) of[tile][i] = 0;
-    }
+    if (!more) clear();
     const int strip = threadIdx.x / 32 % 4 * 16;  // the warp's rows of a tile
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
@@ -166,3 +167,16 @@ struct Sums {
 #endif
 #endif
 };
+
+// A row's two sums of each of two tiles of eight columns, in half precision. Two lanes exchange halves: each has four
+// neighbours then, of one of both tiles, from column `first_exchanged()` of the sixteen on. All lanes are here.
+__device__ __forceinline__ Vector<unsigned, 2> exchanged(const float* first, const float* second) {
+  Vector<scalar_t, 2> words[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) narrow(first[i], words[0].value[i]), narrow(second[i], words[1].value[i]);
+  const unsigned mine[2] = {*(const unsigned*)&words[0], *(const unsigned*)&words[1]};
+  const bool odd = threadIdx.x % 2;
+  const unsigned other = __shfl_xor_sync(~0u, odd ? mine[0] : mine[1], 1);
+  return {odd ? other : mine[0], odd ? mine[1] : other};
+}
+__device__ __forceinline__ int first_exchanged() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
