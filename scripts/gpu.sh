@@ -13,7 +13,7 @@ cd "$root"
 
 STAGES=(
   tests fuzz sanitizer examples host
-  forward gradients channels_last models strict planner planner_models emitted picture tables
+  forward gradients channels_last gradients_channels_last models strict planner planner_models emitted picture tables
 )
 command -v nvidia-smi > /dev/null || { echo "there is no NVIDIA GPU: nvidia-smi is missing" >&2; exit 2; }
 # "NVIDIA H200" is h200, "NVIDIA GeForce RTX 4090" geforce-rtx-4090.
@@ -35,6 +35,9 @@ host() { bench --host; }
 forward() { record '' --suite all; }
 gradients() { record -gradients --quick --suite all --passes input_grad,weight_grad; }
 channels_last() { record -channels-last --quick --suite all --layouts channels_last; }
+gradients_channels_last() {
+  record -gradients-channels-last --quick --suite all --layouts channels_last --passes input_grad,weight_grad
+}
 models() { record -models --quick --suite models; }
 strict() { bench --suite kernelbench --strict-fp32 --quick --csv "$RESULTS-strict.csv"; }
 planner() { # its choices beside all candidates; what was measured is not for the other stages

@@ -1365,9 +1365,10 @@ struct alignas(64) TensorMap {
 #else
   long long strides[4];  // in bytes, of all dimensions but the first
   int sizes[5], box[5];
-  int swizzle;  // bytes within which chunks change places
-  int tf32;     // whether float32 is rounded on its way
-  unsigned char unused[48];
+  int swizzle;   // bytes within which chunks change places
+  int tf32;      // whether float32 is rounded on its way
+  int steps[5];  // from one element that is brought to the next
+  unsigned char unused[28];
 #endif
 };
 
@@ -1521,7 +1522,7 @@ __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, cons
     bool inside = true;
     long long from = 0;
     for (int i = 0; i < 5; ++i) {
-      const int index = place[i] + at[i];
+      const int index = place[i] + at[i] * map.steps[i];
       inside = inside && index >= 0 && index < map.sizes[i];
       from += i == 0 ? (long long)index * sizeof(scalar_t) : index * map.strides[i - 1];
     }
@@ -3021,7 +3022,7 @@ cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t
 // first, strides in bytes, without the first dimension's.
 struct Boxes {
   std::uint64_t sizes[5], strides[4];
-  std::uint32_t box[5], data_type, swizzle, tensor;
+  std::uint32_t box[5], steps[5], data_type, swizzle, tensor, unused;
 };
 
 // The driver's cuTensorMapEncodeTiled. It is found at run time, since nothing here links the driver, and CUDA 11 has
@@ -3044,7 +3045,6 @@ EncodeTiled find_encode_tiled() {
 // Puts the tensor maps of boxes where the geometry begins.
 void place_tensor_maps(std::string& geometry, const std::string& packed, const std::vector<void*>& addresses) {
   static const EncodeTiled encode_tiled = find_encode_tiled();
-  const std::uint32_t steps[] = {1, 1, 1, 1, 1};
   alignas(64) char map[128];
   Boxes boxes;
   const std::size_t count = packed.size() / sizeof boxes;
@@ -3055,8 +3055,8 @@ void place_tensor_maps(std::string& geometry, const std::string& packed, const s
     std::memcpy(&boxes, packed.data() + i * sizeof boxes, sizeof boxes);
     void* address = addresses.at(boxes.tensor);
     if (address == nullptr) address = reinterpret_cast<void*>(sizeof map);  // of an empty tensor no box is brought
-    const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box, steps,
-                                    0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
+    const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box,
+                                    boxes.steps, 0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
                                     0 /* zeros beside the tensor */);
     TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
                 ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
@@ -3400,6 +3400,10 @@ _TYPICAL = (
 )
 
 
+#: Architectures with own kernels, as the compiler calls them.
+ARCHITECTURES = tuple(info.arch for info in _TYPICAL)
+
+
 @lru_cache(maxsize=64)
 def _of_cuda(index: int) -> "DeviceInfo":
     import torch
@@ -3465,11 +3469,17 @@ _BUILDING_BLOCKS = {
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "input_grad_wgmma": (
-        "tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window_rows", "window", "window_wgmma",
+        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
+        "window_wgmma",
     ),
     "weight_grad_wgmma": (
-        "tensor_float", "copy_async", "wgmma", "async", "mma", "stages", "window_rows", "window", "window_wgmma",
+        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
+        "window_wgmma",
     ),
+    "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
+    "weight_grad_boxes": ("tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
+    "pack_channels": ("dependent",),
+    "add_planes": (),
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
@@ -3482,7 +3492,7 @@ _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "b
 
 
 # Constants that the preprocessor must know.
-_MACROS = ("WGMMA", "CLUSTER")
+_MACROS = ("WGMMA", "CLUSTER", "BY_THREADS")
 
 
 @dataclass(frozen=True)
@@ -3524,17 +3534,20 @@ class KernelSource:
 def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
     """What common/wgmma.cuh needs of the instruction set: C++ has no way to write an operand list of any length.
 
-    The first operand comes from shared memory, but from registers in kernels with COLUMN_TILES.
+    The first operand comes from shared memory, but from registers in kernels with COLUMN_TILES. In half precision both
+    may be transposed, with TRANSPOSED, or the second alone.
     """
     wgmma, cluster = constants["WGMMA"], constants.get("CLUSTER", 1)
     lines = [
         f"#define WGMMA_INSTRUCTION {wgmma:d}",
         f"#define CLUSTER {cluster:d}  // thread blocks",
     ]
+    if "BY_THREADS" in constants:
+        lines.append(f"#define BY_THREADS {constants['BY_THREADS']:d}")
     if not wgmma:
         return lines
     from_registers = "COLUMN_TILES" in constants
-    columns = constants["COLUMN_TILES" if from_registers else "PIXELS"]
+    columns = constants["COLUMN_TILES" if from_registers else "COLUMNS" if "COLUMNS" in constants else "PIXELS"]
     assert isinstance(columns, int)
     columns *= 8 if from_registers else 1
     depth, operand = _OPERANDS[dtype]
@@ -3549,8 +3562,10 @@ def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "li
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
         declared, inputs = "unsigned long long a", '"l"(a)'
-    columns_together = constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"]
-    transposed = "" if depth != 16 else ", 0" if from_registers else f", 0, {columns_together:d}"
+    both = constants.get("TRANSPOSED", False)
+    second_alone = constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"]
+    flags = f"{both or second_alone:d}" if from_registers else f"{both:d}, {both or second_alone:d}"
+    transposed = f", {flags}" if depth == 16 else ""
     return [
         *lines,
         "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
@@ -3655,6 +3670,8 @@ def channels_innermost(channels: int, strides: "Strides") -> bool:
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
+    ``planes_channels_last``: a weight's gradient comes in the order ``(C_in, *kernel_size, C_out / groups)``;
+    ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
@@ -3667,6 +3684,8 @@ class Launch:
     shared_bytes: int
     geometry: bytes
     planes: int = 1
+    planes_channels_last: bool = False
+    narrowed: bool = False
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
     boxes: "tuple[Boxes, ...]" = ()
@@ -4116,6 +4135,7 @@ class GatherGemm:
 
     name = "gather_gemm"
     any_size = True
+    adapts = False
 
     def launch(
         self,
@@ -4564,6 +4584,7 @@ class GatherTiled:
 
     name = "gather_tiled"
     any_size = True
+    adapts = False
 
     def launch(
         self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "TiledVariant"
@@ -4746,6 +4767,7 @@ class WeightGrad:
 
     name = "weight_grad"
     any_size = True
+    adapts = False
 
     def launch(
         self,
@@ -4900,6 +4922,8 @@ class Call:
     prologue: "tuple[Any, ...] | None"
     workspace_bytes: int
     planes: int
+    planes_channels_last: bool
+    narrowed: bool
     shape: "tuple[int, ...]"
     memory_format: torch.memory_format
 
@@ -4945,6 +4969,8 @@ def prepare(
         prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
         workspace_bytes=launch.workspace_bytes,
         planes=launch.planes,
+        planes_channels_last=launch.planes_channels_last,
+        narrowed=launch.narrowed,
         shape=shapes[pass_],
         memory_format=memory_format(problem),
     )
@@ -4966,7 +4992,7 @@ _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 def packed_boxes(boxes: "Boxes") -> bytes:
     """``Boxes`` of binding.cpp."""
     kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
-    return struct.pack("<9Q8I", *boxes.sizes, *boxes.strides, *boxes.box, *kind, boxes.tensor)
+    return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, 0)
 
 
 def memory_format(problem: "ConvTransposeProblem") -> torch.memory_format:
@@ -5002,9 +5028,13 @@ def run(
         first, second = first.clone(), second.clone()
     if pass_ is Pass.WEIGHT_GRAD:
         accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
-        partial = torch.empty((call.planes, *call.shape), dtype=accumulator, device=first.device)
+        inputs, outputs, *kernel = call.shape
+        shape = (inputs, *kernel, outputs) if call.planes_channels_last else call.shape
+        dtype = first.dtype if call.narrowed else accumulator
+        partial = torch.empty((call.planes, *shape), dtype=dtype, device=first.device)
         launch(*call.launch, [first, second, partial])
-        return (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
+        found = (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
+        return found.movedim(-1, 1) if call.planes_channels_last else found
     output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
     if 0 in call.launch[3:6]:
         return output
