@@ -159,13 +159,16 @@ class Extension:
         kernel.launch((grid_x, grid_y, grid_z), block, shared_bytes, parameters)
 
 
-BOXES = "<9Q8I"
+BOXES = "<9Q14I"
 
 
 def unpacked_boxes(numbers: tuple[int, ...]) -> Boxes:
     """What binding.cpp is told of boxes."""
-    dtype = {6: "float16", 7: "float32", 9: "bfloat16", 11: "float32"}[numbers[14]]
-    return Boxes(dtype, numbers[:5], numbers[5:9], numbers[9:14], 16 << numbers[15], numbers[14] == 11, numbers[16])
+    *dimensions, kind, swizzle, tensor, _ = numbers
+    sizes, strides, spans, steps = dimensions[:5], dimensions[5:9], dimensions[9:14], dimensions[14:]
+    dtype = {6: "float16", 7: "float32", 9: "bfloat16", 11: "float32"}[kind]
+    box = ((span - 1) // step + 1 for span, step in zip(spans, steps))
+    return Boxes(dtype, *map(tuple, (sizes, strides, box)), 16 << swizzle, kind == 11, tensor, tuple(steps))
 
 
 def on_the_emulator(module: Any, arch: str) -> Extension:

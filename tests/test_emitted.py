@@ -199,8 +199,10 @@ def test_boxes_are_packed_by_the_numbers_of_the_driver() -> None:
     assert {name: int(number) for name, number in tensor_map._DTYPES.items()} == support._DATA_TYPES
     assert {name: int(number) for name, number in tensor_map._SWIZZLES.items()} == support._SWIZZLES
     for dtype, tf32, number in (("float32", True, 11), ("float32", False, 7), ("float16", True, 6)):
-        packed = packed_boxes(Boxes(dtype, (1, 2, 3, 4, 5), (6, 7, 8, 2**39), (10, 11, 12, 13, 14), 64, tf32))
-        assert struct.unpack(BOXES, packed) == (*range(1, 9), 2**39, *range(10, 15), number, 2, 0)
+        steps = 1, 1, 2, 8, 1
+        boxes = Boxes(dtype, (1, 2, 3, 4, 5), (6, 7, 8, 2**39), (10, 11, 12, 13, 14), 64, tf32, 1, steps)
+        spans = 10, 11, 23, 97, 14
+        assert struct.unpack(BOXES, packed_boxes(boxes)) == (*range(1, 9), 2**39, *spans, *steps, number, 2, 1, 0)
 
 
 @needs_emulator
@@ -224,19 +226,20 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
         binding.launch(2, b"abcd", b"", 1, 1, 1, 32, 13, [first, second])
 
     geometry, boxes = bytes(range(132)), Boxes("float32", (9, 8, 7, 6, 2**33), (16, 32, 48, 2**38), (4,) * 5, 64, True)
+    boxes = replace(boxes, steps=(1, 2, 1, 1, 1))
     binding.launch(1, geometry, packed_boxes(boxes), 1, 1, 1, 32, 0, [first])
     assert binding.encoded() == [
         *(1, 0, 11, 5, first.data_ptr()),
-        *(*boxes.sizes, *boxes.strides, *boxes.box, 1, 1, 1, 1, 1),
+        *(*boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps),
         *(0, 2, 2, 0),
     ]
     assert binding.geometry() == b"m" * 128 + geometry[128:]
     assert geometry == bytes(range(132))
-    with pytest.raises(RuntimeError, match=r"boxes are .* 104 bytes.* take 128 .* given 103 bytes and 132"):
+    with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes.* take 128 .* given 127 bytes and 132"):
         binding.launch(1, geometry, packed_boxes(boxes)[1:], 1, 1, 1, 32, 0, [first])
-    with pytest.raises(RuntimeError, match=r"boxes are .* 104 bytes.* take 128 .* given 104 bytes and 4"):
+    with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes.* take 128 .* given 128 bytes and 4"):
         binding.launch(2, b"abcd", packed_boxes(boxes), 1, 1, 1, 32, 0, [first, second])
-    refused = packed_boxes(boxes)[:-8] + struct.pack("<2I", 4, 0)
+    refused = packed_boxes(boxes)[:-12] + struct.pack("<3I", 4, 0, 0)
     with pytest.raises(RuntimeError, match=r"no tensor map, error 1: data type 11, sizes \[9, .*\], .* swizzle 4, add"):
         binding.launch(1, geometry, refused, 1, 1, 1, 32, 0, [first])
 

@@ -9,15 +9,18 @@ from polyphase.algorithms.base import Launch, padded
 from polyphase.jit.source import KernelSource
 
 _THREADS = 256
-_BLOCK_ELEMENTS = 128  # 8 groups of threads, four elements each
+_TOGETHER = 4  # elements of a thread
+_GROUPS = 8  # of threads that share the planes, where those are many and elements are not
+_FEW_ELEMENTS = 1 << 20
 
 
 def plane_sum(dtype: str, elements: int, planes: int) -> Launch:
     """The sum of so many planes of partial sums, in the tensors' type: from a kernel's tensor to the gradient."""
-    constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
+    groups = _GROUPS if planes >= _GROUPS and elements < _FEW_ELEMENTS else 1
+    constants = (("THREADS", _THREADS), ("GROUPS", groups), ("MIN_BLOCKS", 1))
     return Launch(
         source=KernelSource("add_planes", dtype, False, constants),
-        grid=(math.ceil(elements / _BLOCK_ELEMENTS), 1, 1),
+        grid=(math.ceil(elements * groups / (_TOGETHER * _THREADS)), 1, 1),
         block=_THREADS,
         shared_bytes=0,
         geometry=padded(struct.pack("<qi", elements, planes)),

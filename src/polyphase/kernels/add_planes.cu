@@ -7,7 +7,7 @@ struct Geometry {
   int planes;
 };
 
-constexpr int GROUPS = 8, LANES = THREADS / GROUPS, TOGETHER = 4;
+constexpr int LANES = THREADS / GROUPS, TOGETHER = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     add_planes(const accum_t* __restrict__ partial, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
@@ -24,14 +24,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (whole && count > 0) {
       more = *(const Vector<accum_t, TOGETHER>*)from;
     } else {
-      for (int j = 0; j < count; ++j) more.value[j] = from[j];
+#pragma unroll
+      for (int j = 0; j < TOGETHER; ++j)
+        if (j < count) more.value[j] = from[j];
     }
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j) sum.value[j] += more.value[j];
   }
-  others[group][lane] = sum;
-  __syncthreads();
-  if (group > 0) return;
+  if (GROUPS > 1) {
+    others[group][lane] = sum;
+    __syncthreads();
+    if (group > 0) return;
+  }
   Vector<scalar_t, TOGETHER> result;
 #pragma unroll
   for (int j = 0; j < TOGETHER; ++j) {
@@ -43,6 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (whole && count > 0) {
     *(Vector<scalar_t, TOGETHER>*)(dst + first) = result;
   } else {
-    for (int j = 0; j < count; ++j) dst[first + j] = result.value[j];
+#pragma unroll
+    for (int j = 0; j < TOGETHER; ++j)
+      if (j < count) dst[first + j] = result.value[j];
   }
 }
