@@ -11,7 +11,7 @@ from polyphase.jit.source import KernelSource
 _THREADS = 256
 _TOGETHER = 4  # elements of a thread
 _GROUPS = 8  # of threads that share the planes, where those are many and elements are not
-_FEW_ELEMENTS = 1 << 20
+_FEW_ELEMENTS = 1 << 17
 
 
 def plane_sum(dtype: str, elements: int, planes: int) -> Launch:
