@@ -3056,8 +3056,8 @@ void place_tensor_maps(std::string& geometry, const std::string& packed, const s
     void* address = addresses.at(boxes.tensor);
     if (address == nullptr) address = reinterpret_cast<void*>(sizeof map);  // of an empty tensor no box is brought
     const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box,
-                                    boxes.steps, 0 /* not interleaved */, boxes.swizzle, 2 /* lines of 128 bytes to L2 */,
-                                    0 /* zeros beside the tensor */);
+                                    boxes.steps, 0 /* not interleaved */, boxes.swizzle,
+                                    2 /* lines of 128 bytes to L2 */, 0 /* zeros beside the tensor */);
     TORCH_CHECK(status == 0, "the CUDA driver makes no tensor map, error ", status, ": data type ", boxes.data_type,
                 ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
                 c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
