@@ -204,7 +204,7 @@ class WeightGradBoxes(_GradientBoxes):
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
             planes=planes,
-            planes_channels_last=problem.taps > 1,
+            planes_channels_last=True,
             narrowed=narrowed,
             boxes=(
                 _pixel_boxes(problem, layouts, lanes, of_x, output=False),

@@ -10,16 +10,15 @@
 // The instruction is Hopper's, but for transposed operands of 32 bits, which it does not take: those pass registers.
 //
 // Index mapping. Two groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns: they have
-// other rows of the same columns, or with ROW_GROUPS 1 other columns of the same rows. A thread of a third group has
-// the engine bring what comes next; LOADERS threads, of which one has STEPS operations deep. Blocks of a cluster share
-// what is B.
+// other rows of the same columns, or with ROW_GROUPS 1 other columns of the same rows. Of LOADERS threads more some
+// have the engine bring what comes next. A stage is STEPS operations deep.
 
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 constexpr int MULTIPLIERS = 256, THREADS = MULTIPLIERS + LOADERS;
 constexpr int GROUP_ROWS = 64 * ROW_TILES;
 
-// Registers change hands where a whole group loads, of which one thread needs some; else each thread has its share.
+// Registers change hands where a whole group loads, which needs few; else each thread has its share.
 constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
 static_assert(LOADERS == 32 || registers_suffice(MULTIPLIERS, MULTIPLIER_REGISTERS, LOADERS, LOADER_REGISTERS),
               "too few registers");
