@@ -224,7 +224,7 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     ]
     both = plan(given, pass_, device, by_prediction=True).launches
     one_way = [launch.one_way for launch in both if launch.one_way is not None]
-    sums = [plane_sum(problem.dtype, 1, planes).source for planes in (1, 64) if pass_ is Pass.WEIGHT_GRAD]
+    sums = [plane_sum(problem.dtype, 1, 1).source] if pass_ is Pass.WEIGHT_GRAD else []
     return list(dict.fromkeys([*(source for launch in (*firsts, *both) for source in launch.sources), *one_way, *sums]))
 
 

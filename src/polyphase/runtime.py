@@ -223,10 +223,11 @@ def _prepare(
         launch = next(there, launch)
     executable = Executable(launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
     adds_up = None
-    in_their_type = launch.narrowed or accumulator_bytes(problem.dtype) == DTYPE_BYTES[problem.dtype]
-    if pass_ is Pass.WEIGHT_GRAD and (launch.planes > 1 or not in_their_type):
+    if pass_ is Pass.WEIGHT_GRAD:  # loaded in any case: another size of the layer may need it, amid a capture
         adding = plane_sum(problem.dtype, problem.elements[1], launch.planes)
-        adds_up = Executable(adding, device.arch, index, 2)
+        loaded = Executable(adding, device.arch, index, 2)
+        in_their_type = launch.narrowed or accumulator_bytes(problem.dtype) == DTYPE_BYTES[problem.dtype]
+        adds_up = loaded if launch.planes > 1 or not in_their_type else None
     for source in (source for each in chosen.launches for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:

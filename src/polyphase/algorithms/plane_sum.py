@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
-from polyphase.algorithms.base import Launch, padded
+from polyphase.algorithms.base import Launch
 from polyphase.jit.source import KernelSource
 
 _THREADS = 256
@@ -17,11 +17,11 @@ _FEW_ELEMENTS = 1 << 17
 def plane_sum(dtype: str, elements: int, planes: int) -> Launch:
     """The sum of so many planes of partial sums, in the tensors' type: from a kernel's tensor to the gradient."""
     groups = _GROUPS if planes >= _GROUPS and elements < _FEW_ELEMENTS else 1
-    constants = (("THREADS", _THREADS), ("GROUPS", groups), ("MIN_BLOCKS", 1))
+    constants = (("THREADS", _THREADS), ("GROUPS", _GROUPS), ("MIN_BLOCKS", 1))
     return Launch(
         source=KernelSource("add_planes", dtype, False, constants),
         grid=(math.ceil(elements * groups / (_TOGETHER * _THREADS)), 1, 1),
         block=_THREADS,
         shared_bytes=0,
-        geometry=padded(struct.pack("<qi", elements, planes)),
+        geometry=struct.pack("<q2i", elements, planes, groups),
     )

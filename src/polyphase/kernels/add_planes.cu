@@ -1,24 +1,26 @@
 // The planes of a weight's gradient, partial sums, added up in a fixed order, in the tensors' type.
 //
-// Index mapping. A thread adds every GROUPS-th plane, of four neighbours; the first group adds up what the others have.
+// Index mapping. Of `groups` groups of threads, one or GROUPS, each adds every groups-th plane, a thread four
+// neighbours of it; the first group adds up what the others have.
 
 struct Geometry {
   long long plane;  // elements
-  int planes;
+  int planes, groups;
 };
 
-constexpr int LANES = THREADS / GROUPS, TOGETHER = 4;
+constexpr int TOGETHER = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     add_planes(const accum_t* __restrict__ partial, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
-  __shared__ Vector<accum_t, TOGETHER> others[GROUPS][LANES];
-  const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
-  const long long first = ((long long)blockIdx.x * LANES + lane) * TOGETHER;
+  __shared__ Vector<accum_t, TOGETHER> others[GROUPS][THREADS / GROUPS];
+  const bool shares = g.groups > 1;
+  const int lanes = shares ? THREADS / GROUPS : THREADS, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
+  const long long first = ((long long)blockIdx.x * lanes + lane) * TOGETHER;
   const bool whole = g.plane % TOGETHER == 0;
   const int count = first >= g.plane ? 0 : g.plane - first < TOGETHER ? (int)(g.plane - first) : TOGETHER;
   Vector<accum_t, TOGETHER> sum = {};
 #pragma unroll 4
-  for (int i = group; i < g.planes; i += GROUPS) {
+  for (int i = group; i < g.planes; i += g.groups) {
     const accum_t* const from = partial + i * g.plane + first;
     Vector<accum_t, TOGETHER> more = {};
     if (whole && count > 0) {
@@ -31,19 +33,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j) sum.value[j] += more.value[j];
   }
-  if (GROUPS > 1) {
+  if (shares) {
     others[group][lane] = sum;
     __syncthreads();
     if (group > 0) return;
+#pragma unroll
+    for (int i = 1; i < GROUPS; ++i)
+#pragma unroll
+      for (int j = 0; j < TOGETHER; ++j) sum.value[j] += others[i][lane].value[j];
   }
   Vector<scalar_t, TOGETHER> result;
 #pragma unroll
-  for (int j = 0; j < TOGETHER; ++j) {
-    accum_t all = sum.value[j];
-#pragma unroll
-    for (int i = 1; i < GROUPS; ++i) all += others[i][lane].value[j];
-    narrow(all, result.value[j]);
-  }
+  for (int j = 0; j < TOGETHER; ++j) narrow(sum.value[j], result.value[j]);
   if (whole && count > 0) {
     *(Vector<scalar_t, TOGETHER>*)(dst + first) = result;
   } else {
