@@ -31,6 +31,7 @@ from polyphase.algorithms.base import Candidate, Layouts
 from polyphase.algorithms.gradient_boxes import InputGradBoxes, WeightGradBoxes
 from polyphase.algorithms.plane_sum import plane_sum
 from polyphase.device import DeviceInfo
+from polyphase.plan import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -212,3 +213,21 @@ def test_every_size_has_the_layer_s_kernels() -> None:
             candidates = algorithm.candidates(sized, pass_, H200, Layouts.dense(sized))
             found.add(tuple(candidate.variant for candidate in candidates))
         assert len(found) == 1
+
+
+def test_lone_pixels() -> None:
+    """As a product they are channels last, yet the gradient of their weight is contiguous; many are several tiles."""
+    for batch in (1, 255, 256, 257, 5000):
+        for dims in (1, 2, 3):
+            lone = ConvTransposeProblem.make((batch, 128, *(1,) * dims), 64, 4, dtype="bfloat16")
+            last = plan(lone, Pass.WEIGHT_GRAD, H200).launch
+            assert last is not None
+            assert not last.planes_channels_last
+            for pass_, algorithm in ALGORITHMS.items():
+                problem = replace(lone, channels_last=True)
+                for _, launch in offers(algorithm, problem, pass_):
+                    assert all(1 <= span <= 256 for boxes in launch.boxes for span in boxes.spans)
+    problem = make((300, 24, 1, 1), 16, 2, dtype="bfloat16")
+    for pass_, algorithm in ALGORITHMS.items():
+        for candidate, launch in offers(algorithm, problem, pass_):
+            assert_exact(problem, pass_, candidate, launch, executor=Emulator(1))

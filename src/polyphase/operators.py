@@ -52,7 +52,7 @@ def _on_cuda(name: str) -> Callable[..., Tensor]:
         real: Callable[..., Tensor] = getattr(_runtime(), name)
         if first.dtype in FLOATING:
             result = real(first, second, *arguments)
-            # The weight gradient comes contiguous, whatever its operands are; PyTorch's does not.
+            # The weight gradient may come contiguous, whatever its operands are; PyTorch's does not.
             return as_output(result, first, second) if name == "weight_grad" else result
         if first.dtype.is_complex:
             complex_pass: Callable[..., Tensor] = getattr(as_real, name)

@@ -38,6 +38,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 _GROUPS = 2  # of 128 threads that multiply
 _OFFERED = 6
 _MAX_BOX_SIDE, _MAX_BOX_STEP = 256, 8  # elements of the tensor, from a box's first to its last; and between two
+_MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a byte for each
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 128  # of a thread
 _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
@@ -90,7 +91,7 @@ class _GradientBoxes(Gradient):
         if max(problem.stride) > _MAX_BOX_STEP:
             return f"the copy engine takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
         if not _ranked(standard(problem), self.pass_, device):
-            return "the next group's channels lie within a box, and may be no numbers"
+            return "no variant fits: the next group's channels lie within every box, and may be no numbers"
         return None
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
@@ -204,7 +205,7 @@ class WeightGradBoxes(_GradientBoxes):
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
             planes=planes,
-            planes_channels_last=True,
+            planes_channels_last=problem.taps > 1,  # with one there is no difference, to lone pixels there is
             narrowed=narrowed,
             boxes=(
                 _pixel_boxes(problem, layouts, lanes, of_x, output=False),
@@ -316,11 +317,11 @@ def _lanes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> F
     if pass_ is Pass.WEIGHT_GRAD:
         found = _exact_lanes(variant.steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype])
     else:
-        found = lanes_of(problem, variant.rows)
+        found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in lanes_of(problem, variant.rows))
 
     def fits(lanes: Four) -> bool:
         spans = ((count - 1) * axis.stride + 1 for count, axis in zip(lanes[1:], problem.axes3))
-        return max(lanes[0], *spans) <= _MAX_BOX_SIDE and max(lanes) < 256
+        return max(lanes[0], *spans) <= _MAX_BOX_SIDE and max(lanes) <= _MOST_IMAGES
 
     def tiles(lanes: Four) -> int:
         return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
