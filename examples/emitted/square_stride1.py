@@ -4040,7 +4040,7 @@ class Layouts:
     def of_call(cls, problem: "ConvTransposeProblem", pass_: "Pass") -> "Layouts":
         """Tensors of a call that reads dense ones in the problem's memory format, and writes what PyTorch would.
 
-        A weight's gradient is computed contiguous, whatever format it is given in the end.
+        A weight's gradient is planned as if it were contiguous, whatever format it is given in the end.
         """
         read, written = cls.dense(problem), cls.dense(problem.of_pass(pass_))
         if pass_ is Pass.FORWARD:
