@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
@@ -295,6 +295,38 @@ def offers(
         (candidate, algorithm.launch(problem, pass_, H200, layouts, candidate.variant))
         for candidate in algorithm.candidates(problem, pass_, H200, layouts)
     ]
+
+
+def gradient_cases(
+    layers: Mapping[str, ConvTransposeProblem], without_weight: Collection[str] = ()
+) -> Iterator[ParameterSet]:
+    """Layers in both gradients, but for those without a weight gradient."""
+    for name, problem in layers.items():
+        for pass_ in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
+            if pass_ is Pass.INPUT_GRAD or name not in without_weight:
+                yield pytest.param(problem, pass_, id=f"{name}-{pass_.value}")
+
+
+def assert_one_variant_exact(algorithm: Algorithm, problem: ConvTransposeProblem, pass_: Pass) -> None:
+    """In the emulator, on dense tensors."""
+    found = offers(algorithm, problem, pass_)
+    seed = zlib.crc32(f"{problem} {pass_}".encode())
+    candidate, launch = found[seed % len(found)]
+    assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
+
+
+def assert_rounds_to_nearest(problem: ConvTransposeProblem, pass_: Pass, launch: Launch) -> None:
+    """The cores truncate: operands that were not rounded would be off by up to twice as much, all in one direction."""
+    generator = torch.Generator().manual_seed(5)
+    first, second = (
+        1 + torch.rand(shape, generator=generator, dtype=torch.float64) for shape in operand_shapes(problem, pass_)
+    )
+    operands = first.float().double(), second.float().double()
+    found = run(problem, pass_, launch, Layouts.dense(problem), operands).double()
+    exact = reference(problem, pass_, operands)
+    error = (found - exact) / exact
+    assert error.abs().max() < 2**-11
+    assert error.mean().abs() < 2**-15, launch.source.kernel
 
 
 def choices(algorithm: Algorithm, problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:

@@ -3692,6 +3692,11 @@ class Launch:
     one_way: "KernelSource | None" = None
 
 
+def plain_launch(source: "KernelSource", blocks: int, threads: int, geometry: bytes = b"") -> "Launch":
+    """The launch of a kernel that has a row of blocks, and no shared memory but its own."""
+    return Launch(source=source, grid=(blocks, 1, 1), block=threads, shared_bytes=0, geometry=geometry)
+
+
 def two_dimensions(blocks: int) -> "tuple[int, int]":
     """``blocks`` as a grid's y and z, which take 65535 each; the last row may be longer than needed."""
     rows = max(1, math.ceil(blocks / 65535))
@@ -4213,13 +4218,8 @@ def _copy_weights(problem: "ConvTransposeProblem", counters: int) -> "Launch":
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    return Launch(
-        source=KernelSource("copy_weights", problem.dtype, False, constants),
-        grid=(math.ceil(elements / _COPY_THREADS), 1, 1),
-        block=_COPY_THREADS,
-        shared_bytes=0,
-        geometry=b"",
-    )
+    source = KernelSource("copy_weights", problem.dtype, False, constants)
+    return plain_launch(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
 
 
 @lru_cache(maxsize=1024)

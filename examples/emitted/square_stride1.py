@@ -4135,6 +4135,11 @@ class Launch:
     one_way: "KernelSource | None" = None
 
 
+def plain_launch(source: "KernelSource", blocks: int, threads: int, geometry: bytes = b"") -> "Launch":
+    """The launch of a kernel that has a row of blocks, and no shared memory but its own."""
+    return Launch(source=source, grid=(blocks, 1, 1), block=threads, shared_bytes=0, geometry=geometry)
+
+
 def slower_of(work: float, moving: float) -> "tuple[float, str]":
     """Predicted time from the seconds that instructions and bytes take, and which of them bound it."""
     return max(work, moving), "bytes" if moving > work else "instructions"
@@ -5743,7 +5748,7 @@ def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") 
         threads = min(256, round_up(together * rows, 32))
         constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
         source = KernelSource("pack_taps", gather.dtype, False, tuple(constants))
-        return Launch(source=source, grid=(blocks, 1, 1), block=threads, shared_bytes=0, geometry=b"")
+        return plain_launch(source, blocks, threads)
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
@@ -5758,13 +5763,7 @@ def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") 
             break
     threads = min(256, max(64, round_up(channels * taps, 32)))
     constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps), ("SLAB_THREADS", threads)]
-    return Launch(
-        source=KernelSource("pack_weights", gather.dtype, False, tuple(constants)),
-        grid=(blocks, 1, 1),
-        block=threads,
-        shared_bytes=0,
-        geometry=b"",
-    )
+    return plain_launch(KernelSource("pack_weights", gather.dtype, False, tuple(constants)), blocks, threads)
 
 
 def _clusters(items: int, tile_items: int, device: "DeviceInfo", variant: "GemmVariant") -> int:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polyphase.algorithms.base import dense_strides
+
 # Where PyTorch computes outside the libraries that know channels_last, results stay contiguous: double precision on
 # CUDA, and three dimensions of anything but these types on the CPU. (There it also looks at the processor, the number
 # of threads and the size of the problem. This does not.)
@@ -67,5 +69,6 @@ def as_output(result: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """``result``, contiguous or in the memory format that `empty_output` has, in the latter: itself, or a copy."""
     if not output_channels_last(first, second):
         return result
-    output = empty_output(result.shape, first, second)
-    return result if result.stride() == output.stride() else output.copy_(result)
+    strides = dense_strides(tuple(result.shape), channels_last=True)
+    lies_so = result.stride() == strides[:2] + strides[7 - result.dim() :]
+    return result if lies_so else empty_output(result.shape, first, second).copy_(result)

@@ -322,7 +322,7 @@ struct Grid {
     return nullptr;
   }
 
-  /// Static shared memory begins at 0, dynamic at a multiple of the most that kernels align it to, behind; guards and all.
+  /// Static shared memory begins at 0, dynamic behind, at a multiple of the most that kernels align it to; guards and all.
   std::size_t shared_address(const void* pointer) const {
     const auto address = static_cast<const char*>(pointer), first = static_cast<const char*>(static_shared.iov_base);
     if (address >= first && address < first + static_shared.iov_len) return address - first;

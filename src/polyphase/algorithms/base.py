@@ -199,6 +199,11 @@ class Launch:
         return (self.source,) if self.prologue is None else (self.source, *self.prologue.sources)
 
 
+def plain_launch(source: KernelSource, blocks: int, threads: int, geometry: bytes = b"") -> Launch:
+    """The launch of a kernel that has a row of blocks, and no shared memory but its own."""
+    return Launch(source=source, grid=(blocks, 1, 1), block=threads, shared_bytes=0, geometry=geometry)
+
+
 class Algorithm(Protocol):
     """One way to compute a pass. ``any_size``: a layer that it does not refuse it computes at every size.
 

@@ -23,6 +23,7 @@ from polyphase.algorithms.base import (
     out_blocks,
     packed_divisor,
     padded,
+    plain_launch,
     round_up,
     slower_of,
     standard,
@@ -236,13 +237,8 @@ def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Launch:
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    return Launch(
-        source=KernelSource("copy_weights", problem.dtype, False, constants),
-        grid=(math.ceil(elements / _COPY_THREADS), 1, 1),
-        block=_COPY_THREADS,
-        shared_bytes=0,
-        geometry=b"",
-    )
+    source = KernelSource("copy_weights", problem.dtype, False, constants)
+    return plain_launch(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
 
 
 @lru_cache(maxsize=1024)

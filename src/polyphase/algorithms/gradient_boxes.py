@@ -22,6 +22,7 @@ from polyphase.algorithms.base import (
     first_candidates,
     layer_constants,
     padded,
+    plain_launch,
     round_up,
     slower_of,
     standard,
@@ -71,6 +72,15 @@ class BoxVariant(NamedTuple):
     def block_columns(self) -> int:
         """The same; ``columns`` are a group's."""
         return _GROUPS // self.row_groups * self.columns
+
+    @property
+    def depth_bytes(self) -> int:
+        """What a stage holds of a row or column."""
+        return OPERATION_BYTES * self.steps
+
+    @property
+    def stage_bytes(self) -> int:
+        return round_up((self.rows + self.block_columns) * self.depth_bytes, 1024)
 
 
 class _GradientBoxes(Gradient):
@@ -154,7 +164,7 @@ class InputGradBoxes(_GradientBoxes):
         x = Side(five(problem.input_shape), layouts.input)
         geometry = bytes(2 * TENSOR_MAP_BYTES) + x.packed()
         geometry += struct.pack("<10i", problem.batch, problem.groups, *lanes, *tiles)
-        pitch = _depth_pitch(variant)
+        pitch = variant.depth_bytes
         flush = _FLUSH * DTYPE_BYTES[problem.dtype] // pitch if _is_long(problem) else _depth_stages(problem, variant)
         packs = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
         return Launch(
@@ -166,7 +176,7 @@ class InputGradBoxes(_GradientBoxes):
             ),
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=128 * _GROUPS + variant.loaders,
-            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
+            shared_bytes=variant.buffers * variant.stage_bytes,
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
             prologue=_pack(problem, pass_) if packs else None,
             workspace_bytes=problem.elements[1] * DTYPE_BYTES[problem.dtype] if packs else 0,
@@ -202,7 +212,7 @@ class WeightGradBoxes(_GradientBoxes):
             source=KernelSource(self.name, problem.dtype, True, self._constants(problem, variant, of_x, of_grad)),
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=128 * _GROUPS + variant.loaders,
-            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
+            shared_bytes=variant.buffers * variant.stage_bytes,
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
             planes=planes,
             planes_channels_last=problem.taps > 1,  # with one there is no difference, to lone pixels there is
@@ -223,13 +233,8 @@ def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Launch:
         ("THREADS", _PACK_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    return Launch(
-        source=KernelSource("pack_channels", problem.dtype, False, constants),
-        grid=(math.ceil(chunks / _PACK_THREADS), 1, 1),
-        block=_PACK_THREADS,
-        shared_bytes=0,
-        geometry=b"",
-    )
+    source = KernelSource("pack_channels", problem.dtype, False, constants)
+    return plain_launch(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
@@ -266,15 +271,10 @@ def _pixel_boxes(
 def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> Boxes:
     size, out = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group
     per_tap = [(problem.in_channels, out * problem.taps * size), (problem.taps, out * size), (1, 0), (1, 0)]
-    strides, pitch = engine_strides(per_tap), _depth_pitch(variant)
+    strides, pitch = engine_strides(per_tap), variant.depth_bytes
     assert strides is not None
     box = (pitch // size, variant.columns, 1, 1, 1)
     return Boxes(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
-
-
-def _depth_pitch(variant: BoxVariant) -> int:
-    """Bytes of a row of an operand whose k are channels."""
-    return OPERATION_BYTES * variant.steps
 
 
 def _channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
@@ -285,13 +285,6 @@ def _channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
 
 def _grad_pitch(problem: ConvTransposeProblem) -> int:
     return _channel_pitch(problem, problem.out_channels_per_group)
-
-
-def _stage_bytes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> int:
-    elements = variant.rows + variant.block_columns
-    if pass_ is Pass.WEIGHT_GRAD:
-        return round_up(elements * variant.steps * OPERATION_BYTES, 1024)
-    return round_up(elements * _depth_pitch(variant), 1024)
 
 
 def _items(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int) -> int:
@@ -315,13 +308,13 @@ def _blocks(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, in
 def _lanes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> Four:
     """Extents of a tile of positions, so that there are few tiles; of a weight gradient just so many, of a stage."""
     if pass_ is Pass.WEIGHT_GRAD:
-        found = _exact_lanes(variant.steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype])
+        found = _exact_lanes(variant.depth_bytes // DTYPE_BYTES[problem.dtype])
     else:
         found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in lanes_of(problem, variant.rows))
 
     def fits(lanes: Four) -> bool:
         spans = ((count - 1) * axis.stride + 1 for count, axis in zip(lanes[1:], problem.axes3))
-        return max(lanes[0], *spans) <= _MAX_BOX_SIDE and max(lanes) <= _MOST_IMAGES
+        return max(spans) <= _MAX_BOX_SIDE and max(lanes) <= _MOST_IMAGES
 
     def tiles(lanes: Four) -> int:
         return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
@@ -340,7 +333,7 @@ def _exact_lanes(positions: int) -> Iterable[Four]:
 def _depth_stages(problem: ConvTransposeProblem, variant: BoxVariant) -> int:
     """Stages of an input gradient: of each tap some."""
     pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
-    return problem.taps * math.ceil(pixel / _depth_pitch(variant))
+    return problem.taps * math.ceil(pixel / variant.depth_bytes)
 
 
 def _is_long(problem: ConvTransposeProblem) -> bool:
@@ -397,7 +390,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
     if weights:
         boxes = variant.rows * size / _channel_pitch(problem, problem.in_channels_per_group)
         boxes += variant.block_columns * size / _grad_pitch(problem)
-    moved = _COSTS.moved * (variant.rows + variant.block_columns) * variant.steps * OPERATION_BYTES
+    moved = _COSTS.moved * (variant.rows + variant.block_columns) * variant.depth_bytes
     loading = max(moved, _COSTS.box * boxes)
     both: float = (products**_COSTS.overlap + loading**_COSTS.overlap) ** (1 / _COSTS.overlap)
     return both + _COSTS.stage
@@ -416,7 +409,7 @@ def _parts(
     blocks, places = math.prod(_blocks(problem, variant)) * problem.groups, device.multiprocessors * variant.resident
     stage, block = _stage_cycles(problem, Pass.WEIGHT_GRAD, variant), _block_cycles(variant)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
-    flush = _FLUSH // (variant.steps * OPERATION_BYTES // size)
+    flush = _FLUSH // (variant.depth_bytes // size)
 
     def seconds(parts: int) -> tuple[float, float]:
         stages = math.ceil(tiles / parts)
@@ -444,8 +437,7 @@ def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> l
 
 def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[BoxVariant]:
     for variant in _input_variants(problem) if pass_ is Pass.INPUT_GRAD else _weight_variants(problem):
-        stage = _stage_bytes(problem, pass_, variant)
-        buffers = min(_MOST_BUFFERS, (device.shared_bytes_of(variant.resident) - _DECLARED) // stage)
+        buffers = min(_MOST_BUFFERS, (device.shared_bytes_of(variant.resident) - _DECLARED) // variant.stage_bytes)
         if buffers >= _LEAST_BUFFERS:
             yield variant._replace(buffers=buffers)
 

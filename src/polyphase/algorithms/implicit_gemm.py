@@ -19,6 +19,7 @@ from polyphase.algorithms.base import (
     is_tiny,
     packed_divisor,
     padded,
+    plain_launch,
     round_up,
     standard,
     typical,
@@ -237,7 +238,7 @@ def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Lau
         threads = min(256, round_up(together * rows, 32))
         constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
         source = KernelSource("pack_taps", gather.dtype, False, tuple(constants))
-        return Launch(source=source, grid=(blocks, 1, 1), block=threads, shared_bytes=0, geometry=b"")
+        return plain_launch(source, blocks, threads)
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
@@ -252,13 +253,7 @@ def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Lau
             break
     threads = min(256, max(64, round_up(channels * taps, 32)))
     constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps), ("SLAB_THREADS", threads)]
-    return Launch(
-        source=KernelSource("pack_weights", gather.dtype, False, tuple(constants)),
-        grid=(blocks, 1, 1),
-        block=threads,
-        shared_bytes=0,
-        geometry=b"",
-    )
+    return plain_launch(KernelSource("pack_weights", gather.dtype, False, tuple(constants)), blocks, threads)
 
 
 def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVariant) -> int:

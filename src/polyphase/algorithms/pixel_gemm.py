@@ -17,6 +17,7 @@ from polyphase.algorithms.base import (
     layer_constants,
     packed_divisor,
     padded,
+    plain_launch,
     slower_of,
     standard,
 )
@@ -115,19 +116,8 @@ class PixelGemm:
             ("MIN_BLOCKS", 1),
         )
         workspace = problem.groups * chunks * steps_of(problem) * variant.columns * OPERATION_BYTES
-        threads = workspace // 16
-        pack = Launch(
-            source=KernelSource(
-                "pack_columns",
-                problem.dtype,
-                False,
-                (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups)),
-            ),
-            grid=(math.ceil(threads / _PACK_THREADS), 1, 1),
-            block=_PACK_THREADS,
-            shared_bytes=0,
-            geometry=b"",
-        )
+        packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
+        pack = KernelSource("pack_columns", problem.dtype, False, packing)
         return Launch(
             source=KernelSource(
                 self.name,
@@ -147,7 +137,7 @@ class PixelGemm:
             block=128 * (_GROUPS + 1),
             shared_bytes=variant.stages * _stage_bytes(variant),
             geometry=padded(geometry),
-            prologue=pack,
+            prologue=plain_launch(pack, math.ceil(workspace / 16 / _PACK_THREADS), _PACK_THREADS),
             workspace_bytes=workspace,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
-from polyphase.algorithms.base import Launch
+from polyphase.algorithms.base import Launch, plain_launch
 from polyphase.jit.source import KernelSource
 
 _THREADS = 256
@@ -18,10 +18,5 @@ def plane_sum(dtype: str, elements: int, planes: int) -> Launch:
     """The sum of so many planes of partial sums, in the tensors' type: from a kernel's tensor to the gradient."""
     groups = _GROUPS if planes >= _GROUPS and elements < _FEW_ELEMENTS else 1
     constants = (("THREADS", _THREADS), ("GROUPS", _GROUPS), ("MIN_BLOCKS", 1))
-    return Launch(
-        source=KernelSource("add_planes", dtype, False, constants),
-        grid=(math.ceil(elements * groups / (_TOGETHER * _THREADS)), 1, 1),
-        block=_THREADS,
-        shared_bytes=0,
-        geometry=struct.pack("<q2i", elements, planes, groups),
-    )
+    source, blocks = KernelSource("add_planes", dtype, False, constants), elements * groups / (_TOGETHER * _THREADS)
+    return plain_launch(source, math.ceil(blocks), _THREADS, struct.pack("<q2i", elements, planes, groups))

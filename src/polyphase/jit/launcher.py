@@ -40,7 +40,6 @@ class Executable:
         self.name = launch.source.kernel
         self.device_index = index
         self.planes = launch.planes
-        self.narrowed = launch.narrowed
         self.workspace_bytes = launch.workspace_bytes
         self._dimensions = (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
         self._empty = 0 in launch.grid

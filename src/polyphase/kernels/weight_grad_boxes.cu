@@ -123,7 +123,7 @@ __device__ __forceinline__ void store(const Geometry& g, const Item& item, const
         const Vector<unsigned, 2> four = exchanged(found, found + 4);
         if (at >= 0 && row < rows) *(Vector<unsigned, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at) = four;
       }
-      __syncwarp();  // nor mingles columns
+      __syncwarp();  // so that it does not mingle columns, either
     }
   } else {
     float* const to = (float*)partial + item.part * g.plane + weights;
