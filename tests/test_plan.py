@@ -238,9 +238,9 @@ MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by boxes
 def assert_few_sources(problem: ConvTransposeProblem) -> None:
     """The layer has one kernel for tiny images, and one for all others; its forward pass a few of either.
 
-    So have gradients of each algorithm that is the fastest at some size; those whose tiles or boxes the copy engine does
-    not bring at every size have a few. Gradients by Hopper's instruction that take taps in pairs have others where the output's rows are odd by their padding, which
-    is an argument of its own.
+    So have gradients of each algorithm that is the fastest at some size; those whose tiles or boxes the copy engine
+    does not bring at every size have a few. Gradients by Hopper's instruction that take taps in pairs have others where
+    the output's rows are odd by their padding, which is an argument of its own.
     So has the forward pass in half precision where the input's rows are odd; the product of matrices that it is of
     single pixels, of which a batch is the image; and the forward pass of a kernel that is its stride, whose padded
     outputs have elements without a tap.
