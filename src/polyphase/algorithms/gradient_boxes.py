@@ -42,7 +42,7 @@ _MAX_BOX_STEP = 8  # elements of the tensor from one of a box to the next
 _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a byte for each
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 128  # of a thread
-_MOST_SUMS_OF_THREE = 112  # where three groups multiply
+_MOST_SUMS_OF_THREE = 96  # where three groups multiply
 _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
 _DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
 _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
@@ -76,7 +76,7 @@ class BoxVariant(NamedTuple):
     @property
     def loaders(self) -> int:
         """Threads beside those that multiply: a group where registers are to change hands, of which there are four."""
-        return 128 if self.resident == 1 and self.groups == 2 else 32
+        return 128 if self.resident == 1 else 32
 
     @property
     def threads(self) -> int:
@@ -545,7 +545,7 @@ def _sharing_variants(problem: ConvTransposeProblem, windows: Windows, steps: in
 def _most_sums(size: int, groups: int, resident: int) -> int:
     """Of a thread. Those that find operands need registers for that."""
     if groups > 2:
-        return _MOST_SUMS_OF_THREE
+        return _MOST_SUMS_OF_THREE if size == 2 else _MOST_SUMS_OF_THREE * 3 // 4
     return _MOST_SUMS // (resident if size == 2 else resident**2)
 
 

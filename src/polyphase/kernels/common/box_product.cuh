@@ -22,7 +22,7 @@ __device__ __forceinline__ int column_group() { return COLUMN_GROUPS == 1 ? 0 : 
 static_assert(ROW_GROUPS == 1 || COLUMN_GROUPS == 1, "groups differ in one of both");
 
 // Registers change hands where a whole group loads, which needs few; else each thread has its share.
-constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
+constexpr int LOADER_REGISTERS = MULTIPLIERS > 256 ? 32 : 40, MULTIPLIER_REGISTERS = MULTIPLIERS > 256 ? 160 : 232;
 static_assert(LOADERS == 32 || registers_suffice(MULTIPLIERS, MULTIPLIER_REGISTERS, LOADERS, LOADER_REGISTERS),
               "too few registers");
 template <bool MULTIPLIES>
@@ -119,18 +119,21 @@ struct Sums {
     if (!more) clear();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
+      // Opaque, as below, so that the compiler does not keep all places in registers.
+      const int lane[2] = {(int)opaque(row_of_lane(0)), (int)opaque(row_of_lane(1))};
       unsigned rows[ROW_TILES][STRIPS][4];
 #pragma unroll
       for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
         for (int i = 0; i < 4 * STRIPS; ++i)
           rows[tile][i / 4][i % 4] =
-              row_element(a + tile * A_TILE, row_of_warp(i / 4) + i % 2 * 8, step * OPERATION + i % 4 / 2);
+              row_element(a + tile * A_TILE + step * OPERATION * ROW_PITCH, row_of_warp(i / 4) + i % 2 * 8,
+                          lane[i % 4 / 2]);
 #pragma unroll
       for (int line = 0; line < LINES; ++line)
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8 / ABREAST; ++j) {
-          const int offset = column_of_warp<Columns>(line, j) + Columns::step(step);
+          const int offset = (int)opaque(column_of_warp<Columns>(line, j)) + Columns::step(step);
           const unsigned first = column_element(b, offset), second = column_element(b, offset + COLUMN_PITCH);
 #pragma unroll
           for (int tile = 0; tile < ROW_TILES; ++tile)
@@ -154,12 +157,14 @@ struct Sums {
   static __device__ __forceinline__ unsigned column_element(const unsigned char* columns, int offset) {
     return *(const unsigned*)(columns + (offset ^ (offset >> 7 & (COLUMN_PITCH / 16 - 1)) << 4));
   }
-  // The lane's row of those from `i` on, at its k of those from `k` on.
-  static __device__ __forceinline__ unsigned row_element(const unsigned char* rows, int i, int k) {
-    const int lane = threadIdx.x % 32;
-    const int within = lane % 4 * 2 * ROW_PITCH + lane / 4 * ELEMENT + (k & 1) * ROW_PITCH, row = i % ROW_BOX * ELEMENT;
-    const int at = within ^ row ^ (within >> 7 & (ROW_PITCH / 16 - 1)) << 4;  // neither carries into the other
-    return *(const unsigned*)(rows + i / ROW_BOX * box_bytes(ROW_PITCH) + (k & ~1) * ROW_PITCH + at);
+  // Bytes to the lane's element, at its first or second k, of the first eight rows; and that of those from `i` on.
+  static __device__ __forceinline__ int row_of_lane(int k) {
+    const int within = (threadIdx.x % 4 * 2 + k) * ROW_PITCH + threadIdx.x % 32 / 4 * ELEMENT;
+    return within ^ (within >> 7 & (ROW_PITCH / 16 - 1)) << 4;
+  }
+  static __device__ __forceinline__ unsigned row_element(const unsigned char* rows, int i, int lane) {
+    const int at = lane ^ i % ROW_BOX * ELEMENT;  // neither carries into the other
+    return *(const unsigned*)(rows + i / ROW_BOX * box_bytes(ROW_PITCH) + at);
   }
 #else
   // Adds a stage, or begins with it, when those before have come to an end.
