@@ -43,6 +43,7 @@ _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 128  # of a thread
 _MOST_SUMS_OF_THREE = 96  # where three groups multiply
+_MOST_STRIPS = 8  # of 16 rows, that a warp has of float32
 _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
 _DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
 _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
@@ -53,7 +54,8 @@ class BoxVariant(NamedTuple):
     """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks.
 
     A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
-    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
+    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do. Of a group's warps ``abreast``
+    have other columns of the same rows, in float32.
     """
 
     row_groups: int
@@ -67,6 +69,7 @@ class BoxVariant(NamedTuple):
     taps: Three = ALONE
     lanes: Three = ALONE
     pitch: int = 0
+    abreast: int = 1
 
     @property
     def groups(self) -> int:
@@ -234,6 +237,7 @@ class WeightGradBoxes(_GradientBoxes):
         boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
         constants = (
             *self._constants(problem, variant, of_x, windows.pitch),
+            *((("ABREAST", variant.abreast),) if DTYPE_BYTES[problem.dtype] == 4 else ()),
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
         )
@@ -378,8 +382,8 @@ class _Costs:
     """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
     product: float = 0.957  # times what the cores take
-    threads_product: float = 0.413  # a column of an operation, of operands that pass registers
-    threads_read: float = 0.85  # and what a warp reads of them at once
+    threads_product: float = 0.83  # an instruction of a warp, of operands that pass registers
+    threads_read: float = 0.85  # and a word that it reads of them
     moved: float = 0.0184  # a byte of a stage
     box: float = 119.0
     stage: float = 44.0
@@ -415,10 +419,9 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
     size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
     operations = variant.groups * variant.row_tiles * variant.lines * variant.steps
     if weights and size == 4:
-        abreast, strips = _abreast(problem, variant)
-        products = _COSTS.threads_product * operations * variant.columns * strips / abreast
-        reads = 4 * variant.row_tiles * strips + variant.lines * variant.columns / (4 * abreast)
-        products += _COSTS.threads_read * 4 * variant.groups * variant.steps * reads
+        instructions, reads = _warp_work(problem, variant)
+        products = _COSTS.threads_product * instructions + _COSTS.threads_read * reads
+        products *= 4 * variant.groups * variant.steps
     else:
         products = _COSTS.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
     boxes = 2.0
@@ -430,11 +433,13 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
     return both + _COSTS.stage
 
 
-def _abreast(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, int]:
-    """Warps that have other columns of the same rows, and strips of 16 rows that each has (``box_product.cuh``)."""
-    if variant.columns % 32 == 0 and variant.row_tiles <= 2:
-        return 4, min(4, math.ceil(problem.in_channels_per_group / 16))
-    return (2, 2) if variant.columns % 16 == 0 else (1, 1)
+def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, int]:
+    """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
+    rows = 16 * variant.row_tiles * variant.abreast
+    if variant.abreast == 4:
+        rows = min(rows, round_up(problem.in_channels_per_group, 16))
+    columns = math.ceil(variant.lines * variant.columns * 4 / variant.pitch / variant.abreast) * variant.pitch // 4
+    return rows // 16 * columns // 8, (rows + columns) // 4
 
 
 def _block_cycles(variant: BoxVariant) -> float:
@@ -509,10 +514,24 @@ def _fill(pixel: int, steps: int) -> int:
 
 def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
     """Their buffers left open."""
+    size = DTYPE_BYTES[problem.dtype]
+    for variant in itertools.chain(_alone_variants(problem), _all_sharing_variants(problem)):
+        if size == 2:
+            yield variant
+            continue
+        box = _channel_pitch(problem, problem.in_channels_per_group) // size
+        found = (variant._replace(abreast=abreast) for abreast in (4, 2, 1))
+        fitting = [each for each in found if each.row_tiles * each.abreast * 16 % max(16, box) == 0]
+        fitting = [each for each in fitting if each.row_tiles * each.abreast <= _MOST_STRIPS]
+        if fitting:
+            yield min(fitting, key=lambda each: _warp_work(problem, each))
+
+
+def _alone_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+    """Those whose taps have windows of their own."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
     pitch = _channel_pitch(problem, problem.out_channels_per_group)
-    positions = 4 * OPERATION_BYTES // size
-    alone = Windows(ALONE, (1, 1, positions), pitch)
+    alone = Windows(ALONE, (1, 1, 4 * OPERATION_BYTES // size), pitch)
     units = alone.count(problem) * pitch // size
     for row_groups, row_tiles, resident in itertools.product((1, 2), (1, 2, 4), (1, 2)):
         if 64 * row_groups * row_tiles >= 2 * max(64, channels):
@@ -521,8 +540,13 @@ def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
         for columns in _widths(math.ceil(units / column_groups), pitch // size):
             if columns * row_tiles // 2 <= _most_sums(size, 2, resident):
                 yield BoxVariant(row_groups, row_tiles, columns, 4, 0, resident, column_groups, 1, *alone)
+
+
+def _all_sharing_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+    """Those whose taps share windows."""
+    pitch = _channel_pitch(problem, problem.out_channels_per_group)
     for steps in (4, 8):
-        for windows in shared_windows(problem, steps * OPERATION_BYTES // size, pitch):
+        for windows in shared_windows(problem, steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype], pitch):
             yield from _sharing_variants(problem, windows, steps)
 
 
@@ -545,7 +569,7 @@ def _sharing_variants(problem: ConvTransposeProblem, windows: Windows, steps: in
 def _most_sums(size: int, groups: int, resident: int) -> int:
     """Of a thread. Those that find operands need registers for that."""
     if groups > 2:
-        return _MOST_SUMS_OF_THREE if size == 2 else _MOST_SUMS_OF_THREE * 3 // 4
+        return _MOST_SUMS_OF_THREE
     return _MOST_SUMS // (resident if size == 2 else resident**2)
 
 

@@ -40,15 +40,18 @@ constexpr int A_BYTES = ROW_GROUPS * ROW_TILES * A_TILE;
 static_assert(TRANSPOSED ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
               "operands are whole boxes, or whole operations deep");
 
-// Where operands pass registers, warps of a group that have other columns of the same rows: each is read less often.
+// Sums of a thread: of as many tiles of rows, at all lines, or of strips of 16 rows where operands pass registers. There
+// ABREAST warps of a group have other columns of the same rows, each some units, a unit being COLUMN_BOX columns; strips
+// without any row are left out.
 #if BY_THREADS
-constexpr int ABREAST = COLUMNS % 32 == 0 && ROW_TILES <= 2 ? 4 : COLUMNS % 16 == 0 ? 2 : 1;
+constexpr int WARP_ROWS = GROUP_ROWS * ABREAST / 4;
+constexpr int WARP_UNITS = ceil_div(LINES * COLUMNS / COLUMN_BOX, ABREAST);
+constexpr int TILES = (ABREAST == 4 && IN_CHANNELS < WARP_ROWS ? round_up(IN_CHANNELS, 16) : WARP_ROWS) / 16;
+constexpr int SUMS = WARP_UNITS * COLUMN_BOX / 2;
+static_assert(WARP_ROWS % 16 == 0 && WARP_ROWS % ROW_BOX == 0, "warps have whole strips and boxes");
 #else
-constexpr int ABREAST = 1;
+constexpr int TILES = ROW_TILES * LINES, SUMS = COLUMNS / 2;
 #endif
-// Strips of 16 rows of a tile that a warp has, but for those without any row.
-constexpr int STRIPS = ABREAST == 4 && IN_CHANNELS <= 48 ? ceil_div(IN_CHANNELS, 16) : ABREAST;
-constexpr int SUMS = COLUMNS / 8 / ABREAST * STRIPS * 4;  // of a thread, of a tile by a line
 
 // Bytes of a stage, whose columns are laid out by a class (`Sums::multiply`).
 template <class Columns>
@@ -56,37 +59,34 @@ __host__ __device__ constexpr int stage_bytes() {
   return round_up(A_BYTES + Columns::BYTES, 1024);
 }
 
-// The sums of a thread: ROW_TILES tiles by LINES lines. Number i of those lies in row `row(tile, i)` of the block's,
-// and in column `column(i)` of the line's.
 struct Sums {
-  float of[ROW_TILES * LINES][SUMS];
+  float of[TILES][SUMS];
 
+#if !BY_THREADS
+  // Number i of a tile's sums at a line lies in row `row(tile, i)` of the block's, and in column
+  // i / 4 · 8 + lane % 4 · 2 + i % 2 of the line's.
   static __device__ __forceinline__ int row(int tile, int i) {
-    const int warp = threadIdx.x / 32 % 4, strip = warp / ABREAST * STRIPS + i / 4 % STRIPS;
-    return row_group() * GROUP_ROWS + tile * 64 + strip * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+    return row_group() * GROUP_ROWS + tile * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
   }
-  static __device__ __forceinline__ int column(int i) {
-    const int eight = threadIdx.x / 32 % ABREAST * (COLUMNS / 8 / ABREAST) + i / 4 / STRIPS;
-    return eight * 8 + threadIdx.x % 4 * 2 + i % 2;
-  }
+#endif
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int tile = 0; tile < ROW_TILES * LINES; ++tile)
+    for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) of[tile][i] = 0;
   }
   // Adds others, or begins with them.
   __device__ __forceinline__ void take(const Sums& others, bool begin) {
 #pragma unroll
-    for (int tile = 0; tile < ROW_TILES * LINES; ++tile)
+    for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) of[tile][i] = others.of[tile][i] + (begin ? 0 : of[tile][i]);
   }
 
   // The products of `stages` stages from `turn` on, to sums that begin with them. Columns says where those lie in the
-  // BYTES that a stage has of them: the group's line i at `line(i)`, its operation i `step(i)` further on, eight k EIGHT
-  // behind the eight before, and COLUMN_BOX columns BESIDE behind those before.
+  // BYTES that a stage has of them: the group's line i at `line(i)`, or its unit i at `unit(i)`, operation i `step(i)`
+  // further on, eight k EIGHT behind the eight before, and COLUMN_BOX columns BESIDE behind those before.
   template <class Columns>
   __device__ __forceinline__ void multiply(int stages, Ring& ring, Turn& turn, const unsigned char* buffers) {
     int before = 0;
@@ -112,59 +112,69 @@ struct Sums {
   }
 
 #if BY_THREADS
-  // Adds a stage, or begins with it. Of eight positions a lane takes two that are neighbours, so that those of a warp
-  // lie in different banks: which k an operation calls by which name is all the same to the product.
+  // A lane takes from a box's row as many neighbours as there are eights in it. The first are its row or column of one
+  // eight, the second of the next: which is called by which name is all the same to the product. So is it with k: of
+  // eight positions a lane takes two that are neighbours, so that those of a warp lie in different banks.
+  static constexpr int ROW_PIECE = ROW_BOX / 8, COLUMN_PIECE = COLUMN_BOX / 8;
+
+  // Adds a stage, or begins with it.
   template <class Columns>
   __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
     if (!more) clear();
+    const unsigned char* const rows = a + first_row() / ROW_BOX * box_bytes(ROW_PITCH);
+    const int lane = threadIdx.x % 4 * 2;  // its k
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      // Opaque, as below, so that the compiler does not keep all places in registers.
-      const int lane[2] = {(int)opaque(row_of_lane(0)), (int)opaque(row_of_lane(1))};
-      unsigned rows[ROW_TILES][STRIPS][4];
+      Vector<unsigned, ROW_PIECE> found[ceil_div(TILES * 16, ROW_BOX)][2];
 #pragma unroll
-      for (int tile = 0; tile < ROW_TILES; ++tile)
+      for (int i = 0; i < ceil_div(TILES * 16, ROW_BOX); ++i)
 #pragma unroll
-        for (int i = 0; i < 4 * STRIPS; ++i)
-          rows[tile][i / 4][i % 4] =
-              row_element(a + tile * A_TILE + step * OPERATION * ROW_PITCH, row_of_warp(i / 4) + i % 2 * 8,
-                          lane[i % 4 / 2]);
+        for (int k = 0; k < 2; ++k)
+          found[i][k] = piece<ROW_PITCH>(rows + i * box_bytes(ROW_PITCH) + step * OPERATION * ROW_PITCH,
+                                         (lane + k) * ROW_PITCH);
 #pragma unroll
-      for (int line = 0; line < LINES; ++line)
+      for (int unit = 0; unit < WARP_UNITS; ++unit) {
+        // Opaque, so that the compiler does not keep all steps' places in registers.
+        const int offset = (int)opaque(Columns::unit(first_unit() + unit)) + Columns::step(step);
+        const auto first = piece<COLUMN_PITCH>(b, offset + lane * COLUMN_PITCH);
+        const auto second = piece<COLUMN_PITCH>(b, offset + (lane + 1) * COLUMN_PITCH);
 #pragma unroll
-        for (int j = 0; j < COLUMNS / 8 / ABREAST; ++j) {
-          const int offset = (int)opaque(column_of_warp<Columns>(line, j)) + Columns::step(step);
-          const unsigned first = column_element(b, offset), second = column_element(b, offset + COLUMN_PITCH);
+        for (int i = 0; i < COLUMN_PIECE; ++i)
 #pragma unroll
-          for (int tile = 0; tile < ROW_TILES; ++tile)
+          for (int tile = 0; tile < TILES; ++tile) {
+            unsigned operand[4];
 #pragma unroll
-            for (int strip = 0; strip < STRIPS; ++strip)
-              mma(of[tile * LINES + line] + 4 * (j * STRIPS + strip), rows[tile][strip], first, second);
-        }
+            for (int j = 0; j < 4; ++j) {
+              const int eight = 2 * tile + j % 2;
+              operand[j] = found[eight / ROW_PIECE][j / 2].value[eight % ROW_PIECE];
+            }
+            mma(of[tile] + 4 * (unit * COLUMN_PIECE + i), operand, first.value[i], second.value[i]);
+          }
+      }
     }
     __syncwarp();
   }
-  static __device__ __forceinline__ int row_of_warp(int strip) {
-    return (threadIdx.x / 32 % 4 / ABREAST * STRIPS + strip) * 16;
+  // The lane's piece of a row of PITCH bytes that begins `offset` bytes behind one that nothing has changed.
+  template <int PITCH>
+  static __device__ __forceinline__ Vector<unsigned, PITCH / 32> piece(const unsigned char* box, int offset) {
+    const int at = offset + threadIdx.x % 32 / 4 * (PITCH / 8);
+    return *(const Vector<unsigned, PITCH / 32>*)(box + (at ^ (at >> 7 & (PITCH / 16 - 1)) << 4));
   }
-  // Bytes to the lane's element, at the first k, of the warp's j-th eight columns.
-  template <class Columns>
-  static __device__ __forceinline__ int column_of_warp(int line, int j) {
-    const int column = (threadIdx.x / 32 % ABREAST * (COLUMNS / 8 / ABREAST) + j) * 8, lane = threadIdx.x % 32;
-    return Columns::line(line) + column / COLUMN_BOX * Columns::BESIDE + column % COLUMN_BOX * ELEMENT +
-           lane % 4 * 2 * COLUMN_PITCH + lane / 4 * ELEMENT;
+
+ public:
+  // The warp's first row of the group, and its first unit.
+  static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % 4 / ABREAST * WARP_ROWS; }
+  static __device__ __forceinline__ int first_unit() { return threadIdx.x / 32 % ABREAST * WARP_UNITS; }
+  // A tile's row, in the block, of the thread's first or second sums of four: `half`.
+  static __device__ __forceinline__ int row(int tile, int half) {
+    const int eight = 2 * tile + half, lane = threadIdx.x % 32 / 4;
+    return row_group() * GROUP_ROWS + first_row() + eight / ROW_PIECE * ROW_BOX + lane * ROW_PIECE + eight % ROW_PIECE;
   }
-  static __device__ __forceinline__ unsigned column_element(const unsigned char* columns, int offset) {
-    return *(const unsigned*)(columns + (offset ^ (offset >> 7 & (COLUMN_PITCH / 16 - 1)) << 4));
-  }
-  // Bytes to the lane's element, at its first or second k, of the first eight rows; and that of those from `i` on.
-  static __device__ __forceinline__ int row_of_lane(int k) {
-    const int within = (threadIdx.x % 4 * 2 + k) * ROW_PITCH + threadIdx.x % 32 / 4 * ELEMENT;
-    return within ^ (within >> 7 & (ROW_PITCH / 16 - 1)) << 4;
-  }
-  static __device__ __forceinline__ unsigned row_element(const unsigned char* rows, int i, int lane) {
-    const int at = lane ^ i % ROW_BOX * ELEMENT;  // neither carries into the other
-    return *(const unsigned*)(rows + i / ROW_BOX * box_bytes(ROW_PITCH) + at);
+  // Of a unit the thread has so many neighbouring columns, from the first one on: number i.
+  static constexpr int NEIGHBOURS = 2 * COLUMN_PIECE;
+  static __device__ __forceinline__ int first_column() { return threadIdx.x % 4 * NEIGHBOURS; }
+  __device__ __forceinline__ float neighbour(int tile, int half, int unit, int i) const {
+    return of[tile][4 * (unit * COLUMN_PIECE + i % COLUMN_PIECE) + 2 * half + i / COLUMN_PIECE];
   }
 #else
   // Adds a stage, or begins with it, when those before have come to an end.
