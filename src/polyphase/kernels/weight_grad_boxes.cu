@@ -102,15 +102,15 @@ __device__ __forceinline__ void store(const Geometry& g, const Item& item, const
   float* const to = (float*)partial + item.part * g.plane + weights;
 #if BY_THREADS
   constexpr int VECTOR = Sums::NEIGHBOURS < 4 ? 2 : 4;
+  const int of_warp = (int)opaque(Sums::first_unit()), own_row = (int)opaque(Sums::own_row());
 #pragma unroll
   for (int unit = 0; unit < WARP_UNITS; ++unit)
 #pragma unroll
     for (int j = 0; j < Sums::NEIGHBOURS; j += VECTOR) {
-      const bool own = Sums::first_unit() + unit < LINES * LINE_UNITS;
-      const int at = own ? place(Sums::first_unit() + unit, Sums::first_column() + j) : -1;
+      const int at = of_warp + unit < LINES * LINE_UNITS ? place(of_warp + unit, Sums::first_column() + j) : -1;
 #pragma unroll
       for (int i = 0; i < 2 * TILES; ++i) {
-        const int row = Sums::row(i / 2, i % 2);
+        const int row = own_row + Sums::behind(i / 2, i % 2);
         if (at < 0 || row >= rows) continue;
         Vector<float, VECTOR>* const vector = (Vector<float, VECTOR>*)(to + row * (TAPS * OUT_CHANNELS) + at);
         Vector<float, VECTOR> found = again ? *vector : Vector<float, VECTOR>{};

@@ -165,10 +165,12 @@ struct Sums {
   // The warp's first row of the group, and its first unit.
   static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % 4 / ABREAST * WARP_ROWS; }
   static __device__ __forceinline__ int first_unit() { return threadIdx.x / 32 % ABREAST * WARP_UNITS; }
-  // A tile's row, in the block, of the thread's first or second sums of four: `half`.
-  static __device__ __forceinline__ int row(int tile, int half) {
-    const int eight = 2 * tile + half, lane = threadIdx.x % 32 / 4;
-    return row_group() * GROUP_ROWS + first_row() + eight / ROW_PIECE * ROW_BOX + lane * ROW_PIECE + eight % ROW_PIECE;
+  // The thread's first row, of the block's, and how far behind it those of a tile's first or second sums of four are.
+  static __device__ __forceinline__ int own_row() {
+    return row_group() * GROUP_ROWS + first_row() + threadIdx.x % 32 / 4 * ROW_PIECE;
+  }
+  static constexpr __device__ int behind(int tile, int half) {
+    return (2 * tile + half) / ROW_PIECE * ROW_BOX + (2 * tile + half) % ROW_PIECE;
   }
   // Of a unit the thread has so many neighbouring columns, from the first one on: number i.
   static constexpr int NEIGHBOURS = 2 * COLUMN_PIECE;
