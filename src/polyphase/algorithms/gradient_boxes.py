@@ -396,41 +396,43 @@ class _Costs:
     beside: float = 3.9  # and in memory
 
 
-_COSTS = _Costs()
+_COSTS = {Pass.INPUT_GRAD: _Costs(), Pass.WEIGHT_GRAD: _Costs(product=1.21)}
 
 
 def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
+    costs = _COSTS[pass_]
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, variant)))
     if pass_ is Pass.WEIGHT_GRAD:
         _, seconds, end = _parts(problem, variant, tiles, device)
     else:
         rounds = _items(problem, variant, tiles) / (device.multiprocessors * variant.resident)
         rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
-        item = _depth_stages(problem, variant) * _stage_cycles(problem, pass_, variant) + _block_cycles(variant)
-        seconds, end = (rounds * item * variant.resident + _COSTS.launch) / device.clock_hz, 0.0
-    moving = problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
+        item = _depth_stages(problem, variant) * _stage_cycles(problem, pass_, variant) + _block_cycles(pass_, variant)
+        seconds, end = (rounds * item * variant.resident + costs.launch) / device.clock_hz, 0.0
+    moving = problem.bytes / (costs.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
-    return (seconds**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside) + end, bound
+    return (seconds**costs.beside + moving**costs.beside) ** (1 / costs.beside) + end, bound
 
 
 def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> float:
     """Of a multiprocessor, for a block."""
+    costs = _COSTS[pass_]
     size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
     operations = variant.groups * variant.row_tiles * variant.lines * variant.steps
     if weights and size == 4:
         instructions, reads = _warp_work(problem, variant)
-        products = _COSTS.threads_product * instructions + _COSTS.threads_read * reads
+        products = costs.threads_product * instructions + costs.threads_read * reads
         products *= 4 * variant.groups * variant.steps
     else:
-        products = _COSTS.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
+        products = costs.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
     boxes = 2.0
     if weights:
         boxes = variant.rows * size / _channel_pitch(problem, problem.in_channels_per_group)
         boxes += _block_windows(problem, variant)
-    loading = max(_COSTS.moved * _stage_bytes(problem, pass_, variant), _COSTS.box * boxes)
-    both: float = (products**_COSTS.overlap + loading**_COSTS.overlap) ** (1 / _COSTS.overlap)
-    return both + _COSTS.stage
+    loading = max(costs.moved * _stage_bytes(problem, pass_, variant), costs.box * boxes)
+    both: float = (products**costs.overlap + loading**costs.overlap) ** (1 / costs.overlap)
+    return both + costs.stage
 
 
 def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, int]:
@@ -442,9 +444,10 @@ def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int,
     return rows // 16 * columns // 8, (rows + columns) // 4
 
 
-def _block_cycles(variant: BoxVariant) -> float:
-    """The same for what a block does once, or for a tile."""
-    return variant.rows * variant.block_columns * _COSTS.result + _COSTS.item / variant.resident
+def _block_cycles(pass_: Pass, variant: BoxVariant, stores: int = 1) -> float:
+    """The same for what a block does once, or for a tile, whose sums it stores so many times."""
+    costs = _COSTS[pass_]
+    return stores * variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
 
 
 @lru_cache(maxsize=4096)
@@ -453,17 +456,18 @@ def _parts(
 ) -> tuple[int, float, float]:
     """Parts of a weight gradient's positions, their predicted seconds, and those of what comes after."""
     blocks, places = math.prod(_blocks(problem, variant)) * problem.groups, device.multiprocessors * variant.resident
-    stage, block = _stage_cycles(problem, Pass.WEIGHT_GRAD, variant), _block_cycles(variant)
+    costs, stage = _COSTS[Pass.WEIGHT_GRAD], _stage_cycles(problem, Pass.WEIGHT_GRAD, variant)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
     flush = _FLUSH // math.prod(variant.lanes)
 
     def seconds(parts: int) -> tuple[float, float]:
         stages = math.ceil(tiles / parts)
-        cycles = math.ceil(blocks * parts / places) * (stages * stage + block) * variant.resident
+        block = stages * stage + _block_cycles(Pass.WEIGHT_GRAD, variant, math.ceil(stages / flush))
+        cycles = math.ceil(blocks * parts / places) * block * variant.resident
         alone = parts == 1 and (size == 4 or stages <= flush)
         moved = weights * (4 if alone else 8 * parts + size)
-        end = 0.0 if alone else _COSTS.launch / 2 / device.clock_hz
-        return (cycles + _COSTS.launch) / device.clock_hz, end + _COSTS.planes * moved / device.copy_bytes_per_second
+        end = 0.0 if alone else costs.launch / 2 / device.clock_hz
+        return (cycles + costs.launch) / device.clock_hz, end + costs.planes * moved / device.copy_bytes_per_second
 
     most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
     found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))

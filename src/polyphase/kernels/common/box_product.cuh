@@ -40,9 +40,9 @@ constexpr int A_BYTES = ROW_GROUPS * ROW_TILES * A_TILE;
 static_assert(TRANSPOSED ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
               "operands are whole boxes, or whole operations deep");
 
-// Sums of a thread: of as many tiles of rows, at all lines, or of strips of 16 rows where operands pass registers. There
-// ABREAST warps of a group have other columns of the same rows, each some units, a unit being COLUMN_BOX columns; strips
-// without any row are left out.
+// Sums of a thread: of as many tiles of rows, at all lines, or of strips of 16 rows where operands pass registers.
+// There ABREAST warps of a group have other columns of the same rows, each some units, a unit being COLUMN_BOX columns;
+// strips without any row are left out.
 #if BY_THREADS
 constexpr int WARP_ROWS = GROUP_ROWS * ABREAST / 4;
 constexpr int WARP_UNITS = ceil_div(LINES * COLUMNS / COLUMN_BOX, ABREAST);
@@ -130,8 +130,8 @@ struct Sums {
       for (int i = 0; i < ceil_div(TILES * 16, ROW_BOX); ++i)
 #pragma unroll
         for (int k = 0; k < 2; ++k)
-          found[i][k] = piece<ROW_PITCH>(rows + i * box_bytes(ROW_PITCH) + step * OPERATION * ROW_PITCH,
-                                         (lane + k) * ROW_PITCH);
+          found[i][k] =
+              piece<ROW_PITCH>(rows + i * box_bytes(ROW_PITCH) + step * OPERATION * ROW_PITCH, (lane + k) * ROW_PITCH);
 #pragma unroll
       for (int unit = 0; unit < WARP_UNITS; ++unit) {
         // Opaque, so that the compiler does not keep all steps' places in registers.
@@ -206,8 +206,8 @@ struct Sums {
   // Row or column i of a matrix at element k.
   static float element(unsigned matrix, int i, int k, int pitch, int beside, int eight) {
     const int box = pitch / ELEMENT;
-    const unsigned at = TRANSPOSED ? i / box * beside + k / 8 * eight + k % 8 * pitch + i % box * ELEMENT
-                                   : i * pitch + k * ELEMENT;
+    const unsigned at =
+        TRANSPOSED ? i / box * beside + k / 8 * eight + k % 8 * pitch + i % box * ELEMENT : i * pitch + k * ELEMENT;
     return operand(*(const scalar_t*)__cvta_shared_to_generic(swizzled(matrix + at, pitch)));
   }
   template <class Columns>

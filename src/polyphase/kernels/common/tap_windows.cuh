@@ -1,10 +1,10 @@
 // Where the columns of a weight gradient lie: in windows of the output gradient, as the copy engine brings them.
 //
-// Along each dimension every PERIOD-th tap meets elements of the same residue of the stride, and does so SHIFT positions
-// after the one before. So WINDOW_D · WINDOW_H · WINDOW_W of such taps share a window: what a tile of
-// LANES_D · LANES_H · LANES_W positions and a halo meet of some output channels, every stride-th element. To each tap
-// the tile is the same window from another row on, a row being a position. Along a dimension a window is of one tap, or
-// of all that share a residue; one of one tap is just the tile, and then its extents are all the same.
+// Along each dimension every PERIOD-th tap meets elements of the same residue of the stride, and does so SHIFT
+// positions after the one before. So WINDOW_D · WINDOW_H · WINDOW_W of such taps share a window: what a tile of LANES_D
+// · LANES_H · LANES_W positions and a halo meet of some output channels, every stride-th element. To each tap the tile
+// is the same window from another row on, a row being a position. Along a dimension a window is of one tap, or of all
+// that share a residue; one of one tap is just the tile, and then its extents are all the same.
 //
 // Index mapping. Windows of a group are counted by channel block, then by their first tap along w, h and d. A unit is a
 // window's channels at one tap, a line LINE_UNITS neighbouring units, equally far apart.
@@ -32,7 +32,9 @@ constexpr int WINDOWS = windows(AXIS_D, WINDOW_D) * WINDOWS_H * WINDOWS_W * CHAN
 constexpr int LINE_UNITS = COLUMNS / UNIT, BLOCK_UNITS = COLUMN_GROUPS * LINES * LINE_UNITS;
 constexpr int BLOCK_WINDOWS = BLOCK_UNITS / WINDOW_TAPS;
 static_assert(BLOCK_UNITS % WINDOW_TAPS == 0, "a block has whole windows");
-static_assert(WINDOW_TAPS == 1 || LINE_UNITS == (WINDOW_W > 1 ? WINDOW_W : WINDOW_H > 1 ? WINDOW_H : WINDOW_D),
+static_assert(WINDOW_TAPS == 1 || LINE_UNITS == (WINDOW_W > 1   ? WINDOW_W
+                                                 : WINDOW_H > 1 ? WINDOW_H
+                                                                : WINDOW_D),
               "a line is the innermost taps of a window");
 
 // The first row that position `index` of a tile meets, and that tap `index` of a window does.
@@ -52,7 +54,8 @@ __host__ __device__ constexpr int unit_offset(int unit) {
 struct WindowColumns {
   static constexpr int DEPTH = 32 / (int)sizeof(scalar_t);  // of an operation
   static constexpr int BYTES = BLOCK_WINDOWS * WINDOW_BYTES;
-  static constexpr int BESIDE = unit_offset(1), EIGHT = DEPTH > 8 ? row_of_position(8) * COLUMN_PITCH : 8 * COLUMN_PITCH;
+  static constexpr int BESIDE = unit_offset(1),
+                       EIGHT = DEPTH > 8 ? row_of_position(8) * COLUMN_PITCH : 8 * COLUMN_PITCH;
   static_assert(LANES_W % 8 == 0 && (LANES_W % DEPTH == 0 || LANES_H % 2 == 0), "eight rows lie together");
 
   // Behind the block's last unit is that one again, for warps that have one less than others.
