@@ -211,6 +211,22 @@ def test_every_size_has_the_layer_s_kernels() -> None:
         assert len(found) == 1
 
 
+def test_which_taps_share_a_window() -> None:
+    """All along some dimensions that meet the same residue; taps alone are always offered, for small images."""
+    wanted = {
+        make((8, 64, 64, 64), 64, 3, dtype="bfloat16"): {(1, 1, 1), (1, 1, 3), (1, 3, 1), (1, 3, 3)},
+        make((8, 64, 64, 64), 64, (4, 5), (2, 3), 1, dtype="bfloat16"): {(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)},
+        make((8, 64, 64, 64), 64, (1, 3), 2, 0, 0, dilation=2, tf32=True): {(1, 1, 1), (1, 1, 3)},
+        make((8, 64, 64, 64), 64, 2, 2, dtype="bfloat16"): {(1, 1, 1)},
+    }
+    algorithm = ALGORITHMS[Pass.WEIGHT_GRAD]
+    for problem, taps in wanted.items():
+        assert {variant.taps for variant in gradient_boxes._variants(problem, Pass.WEIGHT_GRAD, H200)} == taps
+        offered = [candidate.variant.taps for candidate, _ in offers(algorithm, problem, Pass.WEIGHT_GRAD)]
+        assert ALONE in offered
+        assert (offered[0] == ALONE) == (taps == {ALONE})
+
+
 @pytest.mark.parametrize("shape", [(8, 16, 3, 4), (8, 16, 2, 3, 4), (1, 16, 3, 3), (8, 16, 1, 1)])
 def test_a_gradient_in_the_wanted_format_is_no_copy(shape: tuple[int, ...]) -> None:
     last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
