@@ -112,10 +112,10 @@ struct Sums {
   }
 
 #if BY_THREADS
-  // A lane takes from a box's row as many neighbours as there are eights in it. The first are its row or column of one
-  // eight, the second of the next: which is called by which name is all the same to the product. So is it with k: of
-  // eight positions a lane takes two that are neighbours, so that those of a warp lie in different banks.
-  static constexpr int ROW_PIECE = ROW_BOX / 8, COLUMN_PIECE = COLUMN_BOX / 8;
+  // A lane takes neighbours of a box's row at once: two rows of a strip, so that registers are those of an operand, and
+  // of columns one of each eight of a unit. Which of them is called by which name is all the same to the product. So is
+  // it with k: of eight positions a lane takes two that are neighbours, so that those of a warp lie in different banks.
+  static constexpr int ROW_PIECE = ROW_BOX < 16 ? 1 : 2, COLUMN_PIECE = COLUMN_BOX / 8;
 
   // Adds a stage, or begins with it.
   template <class Columns>
@@ -125,40 +125,35 @@ struct Sums {
     const int lane = threadIdx.x % 4 * 2;  // its k
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      Vector<unsigned, ROW_PIECE> found[ceil_div(TILES * 16, ROW_BOX)][2];
+      unsigned operands[TILES][4];
 #pragma unroll
-      for (int i = 0; i < ceil_div(TILES * 16, ROW_BOX); ++i)
+      for (int i = 0; i < TILES * 4; i += ROW_PIECE) {
+        const int row = i / 4 * 16 + i % 2 * 8, k = i % 4 / 2;
+        const unsigned char* const box = rows + row / ROW_BOX * box_bytes(ROW_PITCH) + step * OPERATION * ROW_PITCH;
+        const auto found = piece<ROW_PITCH, ROW_PIECE>(box, (lane + k) * ROW_PITCH + row % ROW_BOX * ELEMENT);
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
-          found[i][k] =
-              piece<ROW_PITCH>(rows + i * box_bytes(ROW_PITCH) + step * OPERATION * ROW_PITCH, (lane + k) * ROW_PITCH);
+        for (int j = 0; j < ROW_PIECE; ++j) operands[i / 4][i % 4 + j] = found.value[j];
+      }
 #pragma unroll
       for (int unit = 0; unit < WARP_UNITS; ++unit) {
         // Opaque, so that the compiler does not keep all steps' places in registers.
         const int offset = (int)opaque(Columns::unit(first_unit() + unit)) + Columns::step(step);
-        const auto first = piece<COLUMN_PITCH>(b, offset + lane * COLUMN_PITCH);
-        const auto second = piece<COLUMN_PITCH>(b, offset + (lane + 1) * COLUMN_PITCH);
+        const auto first = piece<COLUMN_PITCH, COLUMN_PIECE>(b, offset + lane * COLUMN_PITCH);
+        const auto second = piece<COLUMN_PITCH, COLUMN_PIECE>(b, offset + (lane + 1) * COLUMN_PITCH);
 #pragma unroll
         for (int i = 0; i < COLUMN_PIECE; ++i)
 #pragma unroll
-          for (int tile = 0; tile < TILES; ++tile) {
-            unsigned operand[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const int eight = 2 * tile + j % 2;
-              operand[j] = found[eight / ROW_PIECE][j / 2].value[eight % ROW_PIECE];
-            }
-            mma(of[tile] + 4 * (unit * COLUMN_PIECE + i), operand, first.value[i], second.value[i]);
-          }
+          for (int tile = 0; tile < TILES; ++tile)
+            mma(of[tile] + 4 * (unit * COLUMN_PIECE + i), operands[tile], first.value[i], second.value[i]);
       }
     }
     __syncwarp();
   }
-  // The lane's piece of a row of PITCH bytes that begins `offset` bytes behind one that nothing has changed.
-  template <int PITCH>
-  static __device__ __forceinline__ Vector<unsigned, PITCH / 32> piece(const unsigned char* box, int offset) {
-    const int at = offset + threadIdx.x % 32 / 4 * (PITCH / 8);
-    return *(const Vector<unsigned, PITCH / 32>*)(box + (at ^ (at >> 7 & (PITCH / 16 - 1)) << 4));
+  // Of a row of PITCH bytes the lane's COUNT neighbours, those of a warp from `offset` on, were it not for swizzling.
+  template <int PITCH, int COUNT>
+  static __device__ __forceinline__ Vector<unsigned, COUNT> piece(const unsigned char* box, int offset) {
+    const int at = offset + threadIdx.x % 32 / 4 * (COUNT * ELEMENT);
+    return *(const Vector<unsigned, COUNT>*)(box + (at ^ (at >> 7 & (PITCH / 16 - 1)) << 4));
   }
 
  public:
@@ -169,9 +164,7 @@ struct Sums {
   static __device__ __forceinline__ int own_row() {
     return row_group() * GROUP_ROWS + first_row() + threadIdx.x % 32 / 4 * ROW_PIECE;
   }
-  static constexpr __device__ int behind(int tile, int half) {
-    return (2 * tile + half) / ROW_PIECE * ROW_BOX + (2 * tile + half) % ROW_PIECE;
-  }
+  static constexpr __device__ int behind(int tile, int half) { return tile * 16 + (ROW_PIECE == 1 ? 8 * half : half); }
   // Of a unit the thread has so many neighbouring columns, from the first one on: number i.
   static constexpr int NEIGHBOURS = 2 * COLUMN_PIECE;
   static __device__ __forceinline__ int first_column() { return threadIdx.x % 4 * NEIGHBOURS; }
