@@ -43,7 +43,6 @@ _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 128  # of a thread
 _MOST_SUMS_OF_THREE = 96  # where three groups multiply
-_MOST_STRIPS = 8  # of 16 rows, that a warp has of float32
 _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
 _DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
 _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
@@ -54,8 +53,7 @@ class BoxVariant(NamedTuple):
     """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks.
 
     A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
-    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do. Of a group's warps ``abreast``
-    have other columns of the same rows, in float32.
+    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
     """
 
     row_groups: int
@@ -69,7 +67,6 @@ class BoxVariant(NamedTuple):
     taps: Three = ALONE
     lanes: Three = ALONE
     pitch: int = 0
-    abreast: int = 1
 
     @property
     def groups(self) -> int:
@@ -237,7 +234,6 @@ class WeightGradBoxes(_GradientBoxes):
         boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
         constants = (
             *self._constants(problem, variant, of_x, windows.pitch),
-            *((("ABREAST", variant.abreast),) if DTYPE_BYTES[problem.dtype] == 4 else ()),
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
         )
@@ -435,13 +431,14 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
     return both + costs.stage
 
 
-def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, int]:
+def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
     """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
-    rows = 16 * variant.row_tiles * variant.abreast
-    if variant.abreast == 4:
-        rows = min(rows, round_up(problem.in_channels_per_group, 16))
-    columns = math.ceil(variant.lines * variant.columns * 4 / variant.pitch / variant.abreast) * variant.pitch // 4
-    return rows // 16 * columns // 8, (rows + columns) // 4
+    columns, strips = variant.lines * variant.columns, variant.row_tiles  # of 16 rows
+    if variant.row_tiles == 1:  # box_product.cuh: ABREAST
+        abreast = 4 if variant.columns % 32 == 0 else 2 if variant.columns % 16 == 0 else 1
+        columns //= abreast
+        strips = min(4, math.ceil(problem.in_channels_per_group / 16)) if abreast == 4 else abreast
+    return strips * columns / 8, 4 * strips + columns / 4
 
 
 def _block_cycles(pass_: Pass, variant: BoxVariant, stores: int = 1) -> float:
@@ -458,7 +455,7 @@ def _parts(
     blocks, places = math.prod(_blocks(problem, variant)) * problem.groups, device.multiprocessors * variant.resident
     costs, stage = _COSTS[Pass.WEIGHT_GRAD], _stage_cycles(problem, Pass.WEIGHT_GRAD, variant)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
-    flush = _FLUSH // math.prod(variant.lanes)
+    flush = max(1, _FLUSH // math.prod(variant.lanes))
 
     def seconds(parts: int) -> tuple[float, float]:
         stages = math.ceil(tiles / parts)
@@ -518,17 +515,11 @@ def _fill(pixel: int, steps: int) -> int:
 
 def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
     """Their buffers left open."""
-    size = DTYPE_BYTES[problem.dtype]
-    for variant in itertools.chain(_alone_variants(problem), _all_sharing_variants(problem)):
-        if size == 2:
-            yield variant
-            continue
-        box = _channel_pitch(problem, problem.in_channels_per_group) // size
-        found = (variant._replace(abreast=abreast) for abreast in (4, 2, 1))
-        fitting = [each for each in found if each.row_tiles * each.abreast * 16 % max(16, box) == 0]
-        fitting = [each for each in fitting if each.row_tiles * each.abreast <= _MOST_STRIPS]
-        if fitting:
-            yield min(fitting, key=lambda each: _warp_work(problem, each))
+    yield from _alone_variants(problem)
+    pitch = _channel_pitch(problem, problem.out_channels_per_group)
+    for steps in (4, 8):
+        for windows in shared_windows(problem, steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype], pitch):
+            yield from _sharing_variants(problem, windows, steps)
 
 
 def _alone_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
@@ -546,34 +537,27 @@ def _alone_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
                 yield BoxVariant(row_groups, row_tiles, columns, 4, 0, resident, column_groups, 1, *alone)
 
 
-def _all_sharing_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
-    """Those whose taps share windows."""
-    pitch = _channel_pitch(problem, problem.out_channels_per_group)
-    for steps in (4, 8):
-        for windows in shared_windows(problem, steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype], pitch):
-            yield from _sharing_variants(problem, windows, steps)
-
-
 def _sharing_variants(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[BoxVariant]:
     """Those whose blocks have one window or a few of such: all their lines, shared out among groups."""
     size = DTYPE_BYTES[problem.dtype]
     columns, lines = windows.along * windows.pitch // size, math.prod(windows.taps) // windows.along
-    shapes = itertools.product(((1, 2), (2, 1), (1, 3), (3, 1)), (1, 2), (1, 2), (1, 2, 3, 4))
-    for (row_groups, column_groups), row_tiles, resident, count in shapes:
+    row_tiles = (1, 2) if size == 2 else (1,)
+    shapes = itertools.product(((1, 2), (2, 1), (1, 3), (3, 1)), row_tiles, (1, 2), (1, 2, 3, 4))
+    for (row_groups, column_groups), tiles, resident, count in shapes:
         groups = row_groups * column_groups
         each, rest = divmod(count * lines, column_groups)
-        too_many = 64 * row_groups * row_tiles >= 2 * max(64, problem.in_channels_per_group)
+        too_many = 64 * row_groups * tiles >= 2 * max(64, problem.in_channels_per_group)
         if rest or too_many or count > windows.count(problem) or groups * resident > 4:
             continue
-        if each * columns * row_tiles // 2 <= _most_sums(size, groups, resident):
-            shape = row_groups, row_tiles, columns, steps, 0, resident, column_groups, each
+        if each * columns * tiles // 2 <= _most_sums(size, groups, resident):
+            shape = row_groups, tiles, columns, steps, 0, resident, column_groups, each
             yield BoxVariant(*shape, *windows)
 
 
 def _most_sums(size: int, groups: int, resident: int) -> int:
     """Of a thread. Those that find operands need registers for that."""
     if groups > 2:
-        return _MOST_SUMS_OF_THREE
+        return _MOST_SUMS_OF_THREE if size == 2 else _MOST_SUMS_OF_THREE * 3 // 4
     return _MOST_SUMS // (resident if size == 2 else resident**2)
 
 

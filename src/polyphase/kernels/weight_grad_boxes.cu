@@ -91,59 +91,39 @@ __device__ __forceinline__ void store(const Geometry& g, const Item& item, const
   const int rows = IN_CHANNELS - item.first_in;  // that exist
   // Opaque, so that the compiler does not find all columns' places before the products: there are no registers for
   // that.
-  const int first_window = (int)opaque(item.first_window), first_unit = column_group() * (LINES * LINE_UNITS);
-  // The place of a column of the group's in the first row, below zero where there is none.
-  const auto place = [=](int unit, int column) {
-    const int index = first_window + (first_unit + unit) / WINDOW_TAPS;
-    const Window window(index);
-    const int tap = window.weight_tap((first_unit + unit) % WINDOW_TAPS), out = window.channel + column;
-    return index < WINDOWS && tap >= 0 && (WHOLE_UNITS || out < OUT_CHANNELS) ? tap * OUT_CHANNELS + out : -1;
-  };
-  float* const to = (float*)partial + item.part * g.plane + weights;
-#if BY_THREADS
-  constexpr int VECTOR = Sums::NEIGHBOURS < 4 ? 2 : 4;
-  const int of_warp = (int)opaque(Sums::first_unit()), own_row = (int)opaque(Sums::own_row());
-#pragma unroll
-  for (int unit = 0; unit < WARP_UNITS; ++unit)
-#pragma unroll
-    for (int j = 0; j < Sums::NEIGHBOURS; j += VECTOR) {
-      const int at = of_warp + unit < LINES * LINE_UNITS ? place(of_warp + unit, Sums::first_column() + j) : -1;
-#pragma unroll
-      for (int i = 0; i < 2 * TILES; ++i) {
-        const int row = own_row + Sums::behind(i / 2, i % 2);
-        if (at < 0 || row >= rows) continue;
-        Vector<float, VECTOR>* const vector = (Vector<float, VECTOR>*)(to + row * (TAPS * OUT_CHANNELS) + at);
-        Vector<float, VECTOR> found = again ? *vector : Vector<float, VECTOR>{};
-#pragma unroll
-        for (int k = 0; k < VECTOR; ++k) found.value[k] += sums.neighbour(i / 2, i % 2, unit, j + k);
-        *vector = found;
-      }
-      __syncwarp();
-    }
-#else
+  const int first_window = (int)opaque(item.first_window);
 #pragma unroll
   for (int line = 0; line < LINES; ++line) {
+    const int first_unit = (column_group() * LINES + line) * LINE_UNITS;
+    // The place of a column in the first row, below zero where there is none.
+    const auto place = [=](int column) {
+      const int unit = first_unit + column / UNIT, index = first_window + unit / WINDOW_TAPS;
+      const Window window(index);
+      const int tap = window.weight_tap(unit % WINDOW_TAPS), out = window.channel + column % UNIT;
+      return index < WINDOWS && tap >= 0 && (WHOLE_UNITS || out < OUT_CHANNELS) ? tap * OUT_CHANNELS + out : -1;
+    };
     if (ELEMENT == 2 && g.narrowed) {
-      scalar_t* const narrow_to = (scalar_t*)partial + weights;
+      scalar_t* const to = (scalar_t*)partial + weights;
 #pragma unroll
       for (int j = 0; j < SUMS / 4; j += 2) {
-        const int at = place(line * LINE_UNITS + 8 * j / UNIT, 8 * j % UNIT + first_exchanged());
+        const int at = place(8 * j + first_exchanged());
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i) {
           const int row = Sums::row(i / 2, i % 2 * 2);
           const float* const found = sums.of[i / 2 * LINES + line] + 4 * j + i % 2 * 2;
           const Vector<unsigned, 2> four = exchanged(found, found + 4);
-          if (at >= 0 && row < rows) *(Vector<unsigned, 2>*)(narrow_to + row * (TAPS * OUT_CHANNELS) + at) = four;
+          if (at >= 0 && row < rows) *(Vector<unsigned, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at) = four;
         }
         __syncwarp();  // so that it does not mingle columns, either
       }
     } else {
+      float* const to = (float*)partial + item.part * g.plane + weights;
 #pragma unroll
       for (int j = 0; j < SUMS / 4; ++j) {
-        const int at = place(line * LINE_UNITS + 8 * j / UNIT, 8 * j % UNIT + threadIdx.x % 4 * 2);
+        const int at = place(Sums::column(4 * j));
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i) {
-          const int row = Sums::row(i / 2, i % 2 * 2);
+          const int row = Sums::row(i / 2, 4 * j + i % 2 * 2);
           if (at < 0 || row >= rows) continue;
           const float* const found = sums.of[i / 2 * LINES + line] + 4 * j + i % 2 * 2;
           Vector<float, 2>* const pair = (Vector<float, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at);
@@ -154,7 +134,6 @@ __device__ __forceinline__ void store(const Geometry& g, const Item& item, const
       }
     }
   }
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)

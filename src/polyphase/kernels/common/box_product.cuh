@@ -40,18 +40,16 @@ constexpr int A_BYTES = ROW_GROUPS * ROW_TILES * A_TILE;
 static_assert(TRANSPOSED ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
               "operands are whole boxes, or whole operations deep");
 
-// Sums of a thread: of as many tiles of rows, at all lines, or of strips of 16 rows where operands pass registers.
-// There ABREAST warps of a group have other columns of the same rows, each some units, a unit being COLUMN_BOX columns;
-// strips without any row are left out.
+// Where operands pass registers, warps of a group that have other columns of the same rows: each is read less often.
+// With several tiles of rows a warp reads its columns for all of them.
 #if BY_THREADS
-constexpr int WARP_ROWS = GROUP_ROWS * ABREAST / 4;
-constexpr int WARP_UNITS = ceil_div(LINES * COLUMNS / COLUMN_BOX, ABREAST);
-constexpr int TILES = (ABREAST == 4 && IN_CHANNELS < WARP_ROWS ? round_up(IN_CHANNELS, 16) : WARP_ROWS) / 16;
-constexpr int SUMS = WARP_UNITS * COLUMN_BOX / 2;
-static_assert(WARP_ROWS % 16 == 0 && WARP_ROWS % ROW_BOX == 0, "warps have whole strips and boxes");
+constexpr int ABREAST = ROW_TILES > 1 ? 1 : COLUMNS % 32 == 0 ? 4 : COLUMNS % 16 == 0 ? 2 : 1;
 #else
-constexpr int TILES = ROW_TILES * LINES, SUMS = COLUMNS / 2;
+constexpr int ABREAST = 1;
 #endif
+// Strips of 16 rows of a tile that a warp has, but for those without any row.
+constexpr int STRIPS = ABREAST == 4 && IN_CHANNELS <= 48 ? ceil_div(IN_CHANNELS, 16) : ABREAST;
+constexpr int SUMS = COLUMNS / 8 / ABREAST * STRIPS * 4;  // of a thread, of a tile by a line
 
 // Bytes of a stage, whose columns are laid out by a class (`Sums::multiply`).
 template <class Columns>
@@ -59,34 +57,37 @@ __host__ __device__ constexpr int stage_bytes() {
   return round_up(A_BYTES + Columns::BYTES, 1024);
 }
 
+// The sums of a thread: ROW_TILES tiles by LINES lines. Number i of those lies in row `row(tile, i)` of the block's,
+// and in column `column(i)` of the line's.
 struct Sums {
-  float of[TILES][SUMS];
+  float of[ROW_TILES * LINES][SUMS];
 
-#if !BY_THREADS
-  // Number i of a tile's sums at a line lies in row `row(tile, i)` of the block's, and in column
-  // i / 4 · 8 + lane % 4 · 2 + i % 2 of the line's.
   static __device__ __forceinline__ int row(int tile, int i) {
-    return row_group() * GROUP_ROWS + tile * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+    const int warp = threadIdx.x / 32 % 4, strip = warp / ABREAST * STRIPS + i / 4 % STRIPS;
+    return row_group() * GROUP_ROWS + tile * 64 + strip * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
   }
-#endif
+  static __device__ __forceinline__ int column(int i) {
+    const int eight = threadIdx.x / 32 % ABREAST * (COLUMNS / 8 / ABREAST) + i / 4 / STRIPS;
+    return eight * 8 + threadIdx.x % 4 * 2 + i % 2;
+  }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
+    for (int tile = 0; tile < ROW_TILES * LINES; ++tile)
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) of[tile][i] = 0;
   }
   // Adds others, or begins with them.
   __device__ __forceinline__ void take(const Sums& others, bool begin) {
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
+    for (int tile = 0; tile < ROW_TILES * LINES; ++tile)
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) of[tile][i] = others.of[tile][i] + (begin ? 0 : of[tile][i]);
   }
 
   // The products of `stages` stages from `turn` on, to sums that begin with them. Columns says where those lie in the
-  // BYTES that a stage has of them: the group's line i at `line(i)`, or its unit i at `unit(i)`, operation i `step(i)`
-  // further on, eight k EIGHT behind the eight before, and COLUMN_BOX columns BESIDE behind those before.
+  // BYTES that a stage has of them: the group's line i at `line(i)`, its operation i `step(i)` further on, eight k
+  // EIGHT behind the eight before, and COLUMN_BOX columns BESIDE behind those before.
   template <class Columns>
   __device__ __forceinline__ void multiply(int stages, Ring& ring, Turn& turn, const unsigned char* buffers) {
     int before = 0;
@@ -112,64 +113,74 @@ struct Sums {
   }
 
 #if BY_THREADS
-  // A lane takes neighbours of a box's row at once: two rows of a strip, so that registers are those of an operand, and
-  // of columns one of each eight of a unit. Which of them is called by which name is all the same to the product. So is
-  // it with k: of eight positions a lane takes two that are neighbours, so that those of a warp lie in different banks.
-  static constexpr int ROW_PIECE = ROW_BOX < 16 ? 1 : 2, COLUMN_PIECE = COLUMN_BOX / 8;
-
-  // Adds a stage, or begins with it.
+  // Adds a stage, or begins with it. Of eight positions a lane takes two that are neighbours, so that those of a warp
+  // lie in different banks: which k an operation calls by which name is all the same to the product.
   template <class Columns>
   __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
     if (!more) clear();
-    const unsigned char* const rows = a + first_row() / ROW_BOX * box_bytes(ROW_PITCH);
-    const int lane = threadIdx.x % 4 * 2;  // its k
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      unsigned operands[TILES][4];
+      unsigned rows[ROW_TILES][STRIPS][4];
+      const int lane[2] = {held(place_of_lane<ROW_PITCH>(0)), held(place_of_lane<ROW_PITCH>(1))};
 #pragma unroll
-      for (int i = 0; i < TILES * 4; i += ROW_PIECE) {
-        const int row = i / 4 * 16 + i % 2 * 8, k = i % 4 / 2;
-        const unsigned char* const box = rows + row / ROW_BOX * box_bytes(ROW_PITCH) + step * OPERATION * ROW_PITCH;
-        const auto found = piece<ROW_PITCH, ROW_PIECE>(box, (lane + k) * ROW_PITCH + row % ROW_BOX * ELEMENT);
+      for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
-        for (int j = 0; j < ROW_PIECE; ++j) operands[i / 4][i % 4 + j] = found.value[j];
-      }
+        for (int i = 0; i < 4 * STRIPS; ++i)
+          rows[tile][i / 4][i % 4] =
+              element<ROW_PITCH>(a + tile * A_TILE + step * OPERATION * ROW_PITCH, row_of_warp(i / 4) + i % 2 * 8,
+                                 box_bytes(ROW_PITCH), lane[i % 4 / 2]);
 #pragma unroll
-      for (int unit = 0; unit < WARP_UNITS; ++unit) {
-        // Opaque, so that the compiler does not keep all steps' places in registers.
-        const int offset = (int)opaque(Columns::unit(first_unit() + unit)) + Columns::step(step);
-        const auto first = piece<COLUMN_PITCH, COLUMN_PIECE>(b, offset + lane * COLUMN_PITCH);
-        const auto second = piece<COLUMN_PITCH, COLUMN_PIECE>(b, offset + (lane + 1) * COLUMN_PITCH);
+      for (int line = 0; line < LINES; ++line)
 #pragma unroll
-        for (int i = 0; i < COLUMN_PIECE; ++i)
+        for (int j = 0; j < COLUMNS / 8 / ABREAST; ++j) {
+          unsigned columns[2];
+          if constexpr (ABREAST == 1 && Columns::ALIGNED) {
 #pragma unroll
-          for (int tile = 0; tile < TILES; ++tile)
-            mma(of[tile] + 4 * (unit * COLUMN_PIECE + i), operands[tile], first.value[i], second.value[i]);
-      }
+            for (int k = 0; k < 2; ++k)
+              columns[k] = element<COLUMN_PITCH>(b + Columns::line(line) + Columns::step(step), 8 * j, Columns::BESIDE,
+                                                 place_of_lane<COLUMN_PITCH>(k));
+          } else {
+            const int at = held(column_of_warp<Columns>(line, j)) + Columns::step(step);
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+              columns[k] = *(const unsigned*)(b + swizzled<COLUMN_PITCH>(at + k * COLUMN_PITCH));
+          }
+#pragma unroll
+          for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+            for (int strip = 0; strip < STRIPS; ++strip)
+              mma(of[tile * LINES + line] + 4 * (j * STRIPS + strip), rows[tile][strip], columns[0], columns[1]);
+        }
     }
     __syncwarp();
   }
-  // Of a row of PITCH bytes the lane's COUNT neighbours, those of a warp from `offset` on, were it not for swizzling.
-  template <int PITCH, int COUNT>
-  static __device__ __forceinline__ Vector<unsigned, COUNT> piece(const unsigned char* box, int offset) {
-    const int at = offset + threadIdx.x % 32 / 4 * (COUNT * ELEMENT);
-    return *(const Vector<unsigned, COUNT>*)(box + (at ^ (at >> 7 & (PITCH / 16 - 1)) << 4));
+  // The same, but where warps share rows opaque, so that the compiler does not keep all steps' places in registers.
+  static __device__ __forceinline__ int held(int value) { return ABREAST == 1 ? value : (int)opaque(value); }
+  static __device__ __forceinline__ int row_of_warp(int strip) {
+    return (threadIdx.x / 32 % 4 / ABREAST * STRIPS + strip) * 16;
   }
-
- public:
-  // The warp's first row of the group, and its first unit.
-  static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % 4 / ABREAST * WARP_ROWS; }
-  static __device__ __forceinline__ int first_unit() { return threadIdx.x / 32 % ABREAST * WARP_UNITS; }
-  // The thread's first row, of the block's, and how far behind it those of a tile's first or second sums of four are.
-  static __device__ __forceinline__ int own_row() {
-    return row_group() * GROUP_ROWS + first_row() + threadIdx.x % 32 / 4 * ROW_PIECE;
+  // Bytes to the lane's element, at the first k, of the warp's j-th eight columns.
+  template <class Columns>
+  static __device__ __forceinline__ int column_of_warp(int line, int j) {
+    const int column = (threadIdx.x / 32 % ABREAST * (COLUMNS / 8 / ABREAST) + j) * 8, lane = threadIdx.x % 32;
+    return Columns::line(line) + column / COLUMN_BOX * Columns::BESIDE + column % COLUMN_BOX * ELEMENT +
+           lane % 4 * 2 * COLUMN_PITCH + lane / 4 * ELEMENT;
   }
-  static constexpr __device__ int behind(int tile, int half) { return tile * 16 + (ROW_PIECE == 1 ? 8 * half : half); }
-  // Of a unit the thread has so many neighbouring columns, from the first one on: number i.
-  static constexpr int NEIGHBOURS = 2 * COLUMN_PIECE;
-  static __device__ __forceinline__ int first_column() { return threadIdx.x % 4 * NEIGHBOURS; }
-  __device__ __forceinline__ float neighbour(int tile, int half, int unit, int i) const {
-    return of[tile][4 * (unit * COLUMN_PIECE + i % COLUMN_PIECE) + 2 * half + i / COLUMN_PIECE];
+  // Where bytes that many behind a box's first are, whose chunks have changed places.
+  template <int PITCH>
+  static __device__ __forceinline__ int swizzled(int offset) {
+    return offset ^ (offset >> 7 & (PITCH / 16 - 1)) << 4;
+  }
+  // Bytes to the lane's element, at its first or second k of eight, of the first eight rows or columns.
+  template <int PITCH>
+  static __device__ __forceinline__ int place_of_lane(int k) {
+    return swizzled<PITCH>((threadIdx.x % 4 * 2 + k) * PITCH + threadIdx.x % 32 / 4 * ELEMENT);
+  }
+  // That element of the eight rows or columns from `i` on, of boxes that are `beside` bytes apart.
+  template <int PITCH>
+  static __device__ __forceinline__ unsigned element(const unsigned char* boxes, int i, int beside, int lane) {
+    constexpr int BOX = PITCH / ELEMENT;
+    return *(const unsigned*)(boxes + i / BOX * beside + (lane ^ i % BOX * ELEMENT));  // neither carries into the other
   }
 #else
   // Adds a stage, or begins with it, when those before have come to an end.

@@ -56,13 +56,9 @@ struct WindowColumns {
   static constexpr int BYTES = BLOCK_WINDOWS * WINDOW_BYTES;
   static constexpr int BESIDE = unit_offset(1),
                        EIGHT = DEPTH > 8 ? row_of_position(8) * COLUMN_PITCH : 8 * COLUMN_PITCH;
+  static constexpr bool ALIGNED = WINDOW_TAPS == 1;  // all operations begin where swizzling does
   static_assert(LANES_W % 8 == 0 && (LANES_W % DEPTH == 0 || LANES_H % 2 == 0), "eight rows lie together");
 
-  // Behind the block's last unit is that one again, for warps that have one less than others.
-  static __device__ __forceinline__ int unit(int index) {
-    const int unit = column_group() * (LINES * LINE_UNITS) + index;
-    return unit_offset(unit < BLOCK_UNITS ? unit : BLOCK_UNITS - 1);
-  }
   static __device__ __forceinline__ int line(int index) {
     return unit_offset((column_group() * LINES + index) * LINE_UNITS);
   }
