@@ -378,8 +378,9 @@ class _Costs:
     """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
     product: float = 0.957  # times what the cores take
-    threads_product: float = 0.83  # an instruction of a warp, of operands that pass registers
-    threads_read: float = 0.85  # and a word that it reads of them
+    threads_product: float = 1.22  # an instruction of a warp, of operands that pass registers
+    threads_read: float = 1.03  # and a word that it reads of them
+    third_group: float = 0.9  # times both where three groups hide more of what each waits for
     moved: float = 0.0184  # a byte of a stage
     box: float = 119.0
     stage: float = 44.0
@@ -392,7 +393,22 @@ class _Costs:
     beside: float = 3.9  # and in memory
 
 
-_COSTS = {Pass.INPUT_GRAD: _Costs(), Pass.WEIGHT_GRAD: _Costs(product=1.21)}
+_COSTS = {
+    Pass.INPUT_GRAD: _Costs(),
+    Pass.WEIGHT_GRAD: _Costs(
+        product=1.09,
+        moved=0.0238,
+        box=108.0,
+        stage=94.0,
+        result=0.424,
+        item=0.0,
+        launch=7000.0,
+        bandwidth=1.04,
+        planes=0.5,
+        overlap=5.84,
+        beside=2.29,
+    ),
+}
 
 
 def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo) -> tuple[float, str]:
@@ -419,7 +435,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
     if weights and size == 4:
         instructions, reads = _warp_work(problem, variant)
         products = costs.threads_product * instructions + costs.threads_read * reads
-        products *= 4 * variant.groups * variant.steps
+        products *= 4 * variant.groups * variant.steps * (costs.third_group if variant.groups > 2 else 1)
     else:
         products = costs.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
     boxes = 2.0
@@ -516,6 +532,9 @@ def _fill(pixel: int, steps: int) -> int:
 def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
     """Their buffers left open."""
     yield from _alone_variants(problem)
+    # Of float32 with more rows a block has them in tiles of a warp's own, which is worth more.
+    if DTYPE_BYTES[problem.dtype] == 4 and problem.in_channels_per_group > 64:
+        return
     pitch = _channel_pitch(problem, problem.out_channels_per_group)
     for steps in (4, 8):
         for windows in shared_windows(problem, steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype], pitch):
