@@ -94,7 +94,7 @@ __device__ __forceinline__ void store(const Geometry& g, const Item& item, const
   const int first_window = (int)opaque(item.first_window);
 #pragma unroll
   for (int line = 0; line < LINES; ++line) {
-    const int first_unit = (column_group() * LINES + line) * LINE_UNITS;
+    const int first_unit = (int)opaque((column_group() * LINES + line) * LINE_UNITS);
     // The place of a column in the first row, below zero where there is none.
     const auto place = [=](int column) {
       const int unit = first_unit + column / UNIT, index = first_window + unit / WINDOW_TAPS;
