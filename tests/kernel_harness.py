@@ -33,6 +33,7 @@ from polyphase.algorithms.base import (
     dense_strides,
     extent,
 )
+from polyphase.algorithms.turning import turning, turning_back
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
@@ -160,8 +161,18 @@ def run(
     def place(values: Tensor, strides: Strides) -> Tensor:
         return Buffer(tuple(values.shape), strides, dtype, executor.device, values, offset, guard).tensor
 
+    def turned(number: int, values: Tensor, strides: Strides) -> Tensor:
+        """An operand where it lies, or channels innermost, as the launch has it."""
+        placed, shape = place(values, strides), tuple(values.shape)
+        if number >= launch.turned:
+            return placed
+        found = Buffer(shape, dense_strides(shape, channels_last=True), dtype, executor.device, None, 0, guard)
+        executor(turning(problem.dtype, shape, strides), [placed, found.tensor])
+        found.read()
+        return found.tensor
+
     if pass_ is Pass.WEIGHT_GRAD:
-        x, grad = place(operands[0], layouts.input), place(operands[1], layouts.output)
+        x, grad = turned(0, operands[0], layouts.input), turned(1, operands[1], layouts.output)
         inputs, outputs, *kernel = problem.weight_shape
         last = launch.planes_channels_last
         planes = (launch.planes, inputs, *kernel, outputs) if last else (launch.planes, inputs, outputs, *kernel)
@@ -172,11 +183,14 @@ def run(
         found = partial.read().view(planes).sum(0).to(dtype)
         return found.movedim(-1, 1) if last else found
     forward = pass_ is Pass.FORWARD
-    src = place(operands[0], layouts.input if forward else layouts.output)
+    src = turned(0, operands[0], layouts.input if forward else layouts.output)
     weight = operands[1].movedim(1, -1) if layouts.weight_channels_last else operands[1]
     flat_weight = place(weight.reshape(1, -1), (0, 1, 0, 0, 0))
     shape, strides = (problem.output_shape, layouts.output) if forward else (problem.input_shape, layouts.input)
     dst = Buffer(shape, strides, dtype, executor.device, None, 0, guard)
+    computed = dst
+    if launch.turned:
+        computed = Buffer(shape, dense_strides(shape, channels_last=True), dtype, executor.device, None, 0, guard)
     flat_bias = None if bias is None else place(bias.reshape(1, -1), (0, 1, 0, 0, 0))
     workspace = None
     if launch.prologue is not None:
@@ -184,9 +198,12 @@ def run(
         workspace = Buffer((1, size), (size, 1, 0, 0, 0), torch.uint8, executor.device, None, 0, guard)
         executor(launch.prologue, [flat_weight, workspace.tensor])
         flat_weight = workspace.tensor
-    executor(replace(launch, prologue=None), [src, flat_weight, flat_bias, dst.tensor])
+    executor(replace(launch, prologue=None), [src, flat_weight, flat_bias, computed.tensor])
     if workspace is not None:
         workspace.read()
+    if launch.turned:
+        computed.read()
+        executor(turning_back(problem.dtype, shape), [computed.tensor, dst.tensor])
     return dst.read()
 
 

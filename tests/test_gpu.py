@@ -21,6 +21,7 @@ import polyphase
 from helpers import (
     OUR_MODULES,
     OURS,
+    TORCH,
     Operands,
     amid_nan,
     constants,
@@ -39,6 +40,7 @@ from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
+from polyphase.algorithms.turned_boxes import InputGradTurned, WeightGradTurned
 from polyphase.device import DeviceInfo
 from polyphase.jit import launcher
 from polyphase.jit.ahead import compile_ahead
@@ -64,6 +66,9 @@ from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_
 from test_pixel_gemm import LAYERS as PIXEL_LAYERS
 from test_scatter_gemm import LAYERS as SCATTER_LAYERS
 from test_scatter_gemm import assert_carries_inf_and_nan
+from test_turned_boxes import ALGORITHMS as TURNED_ALGORITHMS
+from test_turned_boxes import LAYERS as TURNED_LAYERS
+from test_turned_boxes import assert_turns
 
 pytestmark = [
     pytest.mark.gpu,
@@ -166,6 +171,12 @@ def strange_cases() -> Iterator[ParameterSet]:
             if algorithm.refusal(layer, pass_, H200) is None
         ),
         *(
+            (f"{name}, turned", layer, (pass_, algorithm))
+            for name, layer in TURNED_LAYERS.items()
+            for pass_, algorithm in TURNED_ALGORITHMS.items()
+            if algorithm.refusal(layer, pass_, H200) is None
+        ),
+        *(
             (f"{name}, pixels", replace(layer, dtype=dtype), (Pass.FORWARD, PixelGemm()))
             for name, layer in PIXEL_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16")
@@ -190,7 +201,8 @@ def strange_cases() -> Iterator[ParameterSet]:
         ),
     ]
     for name, layer, (pass_, algorithm) in layers:
-        one_format = layer.channels_last or isinstance(algorithm, (GatherGemm, PixelGemm, GatherChannels))
+        of_one_format = (GatherGemm, PixelGemm, GatherChannels, InputGradTurned, WeightGradTurned)
+        one_format = layer.channels_last or isinstance(algorithm, of_one_format)
         for problem in [layer] if one_format else formats(layer):
             for number, layouts in enumerate(strange_layouts(problem)):
                 order = "last" if problem.channels_last else "first"
@@ -695,6 +707,37 @@ def test_gradients_can_be_changed_in_place(dtype: torch.dtype, size: int, create
         assert not gradient._is_view()
         gradient.mul_(2)
         gradient.add_(leaf)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("shape", [(2, 72, 5, 13), (3, 9, 1, 1), (1, 133, 3, 4, 11), (5, 16, 70)])
+def test_turning(shape: tuple[int, ...], dtype: str) -> None:
+    assert_turns(shape, dtype, Gpu(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride"), [((32, 256, 9, 9), 3, 2), ((8, 64, 17, 5, 7), 3, 2), ((9, 64, 1, 1), 4, 1)]
+)
+def test_gradients_lie_as_their_tensors(shape: tuple[int, ...], kernel: int, stride: int, dtype: torch.dtype) -> None:
+    """Where tensors are turned to channels_last and back, and where single pixels have every format at once."""
+    dims = len(shape) - 2
+    problem = make(shape, 64, kernel, stride, dtype=str(dtype).removeprefix("torch."), tf32=True)
+    device = DeviceInfo.of(DEVICE)
+    if device.has_wgmma and max(shape[2:]) > 1:
+        chosen = [plan.plan(problem, pass_, device).algorithm for pass_ in TURNED_ALGORITHMS]
+        assert any(name.endswith("turned") for name in chosen)
+    x, w = (
+        torch.randint(-4, 5, size, device=DEVICE, dtype=dtype, requires_grad=True)
+        for size in (shape, problem.weight_shape)
+    )
+    grad = torch.randint(-4, 5, problem.output_shape, device=DEVICE, dtype=dtype)
+    found = torch.autograd.grad(OURS[dims](x, w, None, stride), (x, w), grad)
+    wide = [each.detach().cpu().double().requires_grad_() for each in (x, w)]
+    expected = torch.autograd.grad(TORCH[dims](*wide, None, stride), wide, grad.cpu().double())
+    for gradient, leaf, exact in zip(found, (x, w), expected):
+        assert gradient.stride() == leaf.stride()
+        assert torch.equal(gradient.cpu(), exact.to(dtype))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -57,6 +57,10 @@ LAYERS = {
     "one-dimensional": make((3, 24, 64), 20, 5, 3, 2, 1, tf32=True),
     "one-dimensional, long rows": make((2, 16, 512), 16, 16, 8, 4, tf32=True),
     "three-dimensional": make((2, 16, 4, 6, 8), 24, (2, 3, 4), (1, 2, 2), (0, 1, 1), (0, 1, 0), tf32=True),
+    "images of 4 elements too many": make((3, 24, 14, 14), 20, 2, 2, dtype="bfloat16"),
+    "images of 2 elements too many": make((3, 40, 5, 6), 24, 3, 2, 1, dtype="float16"),
+    "rows of 4 elements too many": make((2, 20, 3, 76), 16, 4, 2, 1, groups=2, dtype="bfloat16"),
+    "slabs of 4 elements too many": make((2, 16, 3, 6, 6), 16, 2, 2, dtype="bfloat16"),
     "empty batch": make((0, 16, 4, 8), 16, 4, 2, 1, dtype="bfloat16"),
 }
 
@@ -77,6 +81,7 @@ def test_layers_take_every_way() -> None:
                 if tiling is not None:
                     ways.add((pass_, "window", tiling.window_box is not None))
                     ways.add((pass_, "runs", tiling.runs.span))
+                    ways.add((pass_, "pieces", tiling.runs.piece_bytes, tiling.joined > 0))
                     ways.add((pass_, "joined", tiling.joined > 0))
                     ways.add((pass_, "pairs", gradient_wgmma.in_pairs(problem), tiling.window_box is not None))
     for pass_ in GRADIENTS:
@@ -84,6 +89,8 @@ def test_layers_take_every_way() -> None:
         assert {way[2:] for way in ways if way[:2] == (pass_, "pairs")} >= {(True, True), (True, False), (False, True)}
     assert {way[2] for way in ways if way[:2] == (Pass.WEIGHT_GRAD, "runs")} == {32, 64, 128}
     assert {way[2] for way in ways if way[:2] == (Pass.WEIGHT_GRAD, "joined")} == {False, True}
+    pieces = {way[2:] for way in ways if way[:2] == (Pass.WEIGHT_GRAD, "pieces")}
+    assert pieces == {(0, False), (0, True), (8, False), (8, True), (4, True)}
 
 
 @pytest.mark.parametrize(

@@ -238,15 +238,15 @@ MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by boxes
 def assert_few_sources(problem: ConvTransposeProblem) -> None:
     """The layer has one kernel for tiny images, and one for all others; its forward pass a few of either.
 
-    The weight gradient has another where the copy engine does not take the input; it is compiled beforehand. Gradients
-    by Hopper's instruction that take taps in pairs have others where the output's rows are odd by their padding, which
-    is an argument of its own.
+    So have gradients of each algorithm that is the fastest at some size; those whose tiles or boxes the copy engine
+    does not bring at every size have a few. Gradients by Hopper's instruction that take taps in pairs have others where
+    the output's rows are odd by their padding, which is an argument of its own.
     So has the forward pass in half precision where the input's rows are odd; the product of matrices that it is of
     single pixels, of which a batch is the image; and the forward pass of a kernel that is its stride, whose padded
     outputs have elements without a tap.
     """
     for pass_ in Pass:
-        sources: dict[tuple[bool, ...], dict[KernelSource, ConvTransposeProblem]] = {}
+        sources: dict[tuple[bool | str, ...], dict[KernelSource, ConvTransposeProblem]] = {}
         for sized in [*other_sizes(problem), replace(problem, batch=0), problem]:
             chosen = plan.plan(sized, pass_, H200)
             launch = chosen.launch
@@ -258,13 +258,14 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.algorithm.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
             cells = chosen.algorithm == "pixel_gemm"
-            boxes = chosen.algorithm.endswith("boxes")
             single = pass_ is Pass.FORWARD and has_odd_rows(computed)
-            kind = computed == sized, is_tiny(computed), by_engine, odd, cells, single, boxes
+            by = "" if pass_ is Pass.FORWARD else chosen.algorithm
+            kind = computed == sized, is_tiny(computed), odd, cells, single, by
             sources.setdefault(kind, {}).setdefault(launch.source, sized)
         for kind, found in sources.items():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
-            most = MOST_KERNELS if pass_ is Pass.FORWARD or kind[-1] else 1
+            several = pass_ is Pass.FORWARD or str(kind[-1]).endswith(("boxes", "turned", "wgmma"))
+            most = MOST_KERNELS if several else 1
             assert len(narrow) <= most, (
                 f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
             )

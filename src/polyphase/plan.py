@@ -4,8 +4,8 @@ Every algorithm says whether it can run, and offers variants with a predicted ti
 offered is a short list that depends on the layer and the kind of its images (tiny, or such as the cores take as they
 lie, or neither), not on their size or the batch's. The first of it is what the layer has at most sizes; the forward
 pass has another of the list where that is clearly faster at the size at hand, so that all sizes together need a few.
-So have gradients of some algorithms; others have one kernel, but for weight gradients that the fastest cannot compute
-at every size. Nothing is tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
+So have gradients of some algorithms, and all of them may have another algorithm's first at the size at hand. Nothing is
+tried at run time; what `polyphase.tuning` has measured beforehand goes before predictions.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from polyphase.algorithms import ALGORITHMS
 from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared
 from polyphase.algorithms.plane_sum import plane_sum
 from polyphase.algorithms.rankings import kept
+from polyphase.algorithms.turning import turning
 from polyphase.device import PORTABLE, DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
-# Another kernel than the first is taken where its prediction is less than that much of the first's.
+# Another kernel than the first is taken where its prediction is less than that much of the first's; of a gradient also
+# another algorithm's.
 _CLEARLY = 0.97
+_CLEARLY_BY_OTHERS = {Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
 
 # Why an algorithm that computes a layer offers nothing for a call of it.
 _NO_TILE = "no tile fits tensors of this size that lie as these do"
@@ -111,14 +114,20 @@ def plan(
     if measured is not None:
         algorithm, *chosen = measured
     else:
-        found = next(_offers(algorithms, problem, pass_, device, layouts), None)
+        offers = _offers(algorithms, problem, pass_, device, layouts)
+        found = next(offers, None)
         if found is None:
             reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device) or _NO_TILE}" for a in ALGORITHMS)
             raise UnsupportedError(f"no algorithm computes the {pass_.value} of {given} on {device.arch}: {reasons}")
         algorithm, candidates = found
         chosen = _by_size(algorithm, candidates, pass_)
     kernels = [(algorithm, candidate) for candidate in chosen]
-    if not algorithm.any_size:
+    if measured is None and pass_ is not Pass.FORWARD:
+        firsts = [(each, next(candidates)) for each, candidates in offers]
+        other, first = min(firsts, key=lambda each: each[1].seconds, default=kernels[0])
+        if first.seconds < _CLEARLY_BY_OTHERS[pass_] * kernels[0][1].seconds:
+            kernels = [(other, first), kernels[-1]]
+    if not any(each.any_size for each, _ in kernels):
         for_others = (each for each in algorithms if each.any_size)
         other, candidates = next(_offers(for_others, problem, pass_, device, layouts))
         kernels.append((other, next(candidates)))
@@ -224,8 +233,11 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     ]
     both = plan(given, pass_, device, by_prediction=True).launches
     one_way = [launch.one_way for launch in both if launch.one_way is not None]
-    sums = [plane_sum(problem.dtype, 1, 1).source] if pass_ is Pass.WEIGHT_GRAD else []
-    return list(dict.fromkeys([*(source for launch in (*firsts, *both) for source in launch.sources), *one_way, *sums]))
+    beside = [plane_sum(problem.dtype, 1, 1).source] if pass_ is Pass.WEIGHT_GRAD else []
+    if any(launch.turned for launch in (*firsts, *both)):
+        beside.append(turning(problem.dtype, problem.input_shape, layouts.input).source)
+    every = (source for launch in (*firsts, *both) for source in launch.sources)
+    return list(dict.fromkeys([*every, *one_way, *beside]))
 
 
 def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:

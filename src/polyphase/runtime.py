@@ -1,4 +1,4 @@
-"""From tensors on a GPU to a launched kernel. A warm call is one look-up, one allocation, one launch.
+"""From tensors on a GPU to a launched kernel. A warm call is one look-up, one allocation, one launch, mostly.
 
 Arguments are valid already (`polyphase.validate`): batched tensors of one real floating dtype on one CUDA device, of
 any strides. Weights are ``(C_in, C_out / groups, *kernel_size)``. Outputs come in the memory format that PyTorch would
@@ -7,6 +7,7 @@ give.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ import torch
 
 from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides, dense_strides
 from polyphase.algorithms.plane_sum import plane_sum
+from polyphase.algorithms.turning import turning, turning_back
 from polyphase.device import DeviceInfo
 from polyphase.jit.compiler import preload
 from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
@@ -40,9 +42,13 @@ preload()
 
 
 class _Call:
-    """One pass of one problem, ready to launch: the output to allocate, the kernel, and what adds up its planes."""
+    """One pass of one problem, ready to launch: the output to allocate, the kernel, what adds up its planes.
 
-    __slots__ = ("copies_weight", "executable", "shape", "strides", "sum")
+    ``turns`` bring as many of its first tensors to channels_last before, each of so many elements, and ``turn_back``
+    what has been computed to where it belongs.
+    """
+
+    __slots__ = ("copies_weight", "executable", "shape", "strides", "sum", "turn_back", "turns")
 
     def __init__(
         self,
@@ -51,12 +57,16 @@ class _Call:
         strides: tuple[int, ...],
         copies_weight: bool,
         sum: Executable | None,
+        turns: list[tuple[Executable, int]],
+        turn_back: Executable | None,
     ) -> None:
         self.executable = executable
         self.shape = shape
         self.strides = strides
         self.copies_weight = copies_weight
         self.sum = sum
+        self.turns = turns
+        self.turn_back = turn_back
 
 
 def forward(
@@ -142,15 +152,22 @@ def weight_grad(
         _remember(_weight_grad_calls, key, call)
     # What is returned is no view: autograd would not let it be changed in place.
     found = input.new_empty_strided(call.shape, call.strides)
-    partial = found
+    added = found if call.turn_back is None else input.new_empty(found.numel())
+    partial = added
     if call.sum is not None:
         accumulator = torch.float64 if input.dtype == torch.float64 else torch.float32
         partial = input.new_empty((call.executable.planes, found.numel()), dtype=accumulator)
     if POISON:
-        partial.fill_(float("nan"))
-    _launch(call.executable, input.data_ptr(), grad_output.data_ptr(), partial.data_ptr())
+        for each in (partial, added, found):
+            each.fill_(float("nan"))
+    read = [input, grad_output]
+    for i, turn in enumerate(call.turns):
+        read[i] = _turned(read[i], *turn)
+    _launch(call.executable, read[0].data_ptr(), read[1].data_ptr(), partial.data_ptr())
     if call.sum is not None:
-        _launch(call.sum, partial.data_ptr(), found.data_ptr())
+        _launch(call.sum, partial.data_ptr(), added.data_ptr())
+    if call.turn_back is not None:
+        _launch(call.turn_back, added.data_ptr(), found.data_ptr())
     return found
 
 
@@ -165,16 +182,29 @@ def _run(call: _Call, source: torch.Tensor, weight: torch.Tensor, bias_address: 
     if call.copies_weight:
         weight = weight.contiguous()
     output = source.new_empty_strided(call.shape, call.strides)
+    computed = output if call.turn_back is None else source.new_empty(output.numel())
     if POISON:
-        output.fill_(float("nan"))
+        for each in (computed, output):
+            each.fill_(float("nan"))
     executable = call.executable
+    for turn in call.turns:
+        source = _turned(source, *turn)
     weight_address = weight.data_ptr()
     if executable.prologue is not None:
         workspace = source.new_empty(executable.workspace_bytes, dtype=torch.uint8)
         _launch(executable.prologue, weight_address, workspace.data_ptr())
         weight_address = workspace.data_ptr()
-    _launch(executable, source.data_ptr(), weight_address, bias_address, output.data_ptr())
+    _launch(executable, source.data_ptr(), weight_address, bias_address, computed.data_ptr())
+    if call.turn_back is not None:
+        _launch(call.turn_back, computed.data_ptr(), output.data_ptr())
     return output
+
+
+def _turned(tensor: torch.Tensor, turn: Executable, elements: int) -> torch.Tensor:
+    """The same elements, channels innermost."""
+    turned = tensor.new_empty(elements)
+    _launch(turn, tensor.data_ptr(), turned.data_ptr())
+    return turned
 
 
 def _launch(executable: Executable, *pointers: int) -> None:
@@ -219,7 +249,13 @@ def _prepare(
     launch = launches[0]
     if len(launches) > 1 and torch.cuda.is_current_stream_capturing():
         # A graph is captured with a kernel that is there: nothing is compiled or loaded amid the capture.
-        there = (each for each in launches if all(is_loaded(source, device.arch, index) for source in each.sources))
+        turns_too = turning(problem.dtype, problem.input_shape, dense.input).source
+        there = (
+            each
+            for each in launches
+            for sources in [(*each.sources, turns_too) if each.turned else each.sources]
+            if all(is_loaded(source, device.arch, index) for source in sources)
+        )
         launch = next(there, launch)
     executable = Executable(launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
     adds_up = None
@@ -231,14 +267,23 @@ def _prepare(
     for source in (source for each in chosen.launches for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:
-        shape, strides5 = problem.weight_shape, dense_strides(problem.weight_shape, launch.planes_channels_last)
+        last = launch.planes_channels_last and not launch.turned
+        shape, strides5 = problem.weight_shape, dense_strides(problem.weight_shape, last)
     elif pass_ is Pass.FORWARD:
         shape, strides5 = problem.output_shape, layouts.output
     else:
         shape, strides5 = problem.input_shape, layouts.input
     strides = strides5[:2] + strides5[5 - problem.dims :]
     copies_weight = weight is not None and not weight_last and not weight.is_contiguous()
-    return _Call(executable, shape, strides, copies_weight, adds_up)
+    turns, turn_back = [], None
+    if launch.turned:
+        sides = [(problem.input_shape, layouts.input), (problem.output_shape, layouts.output)]
+        for side in sides[-launch.turned :]:
+            turn = Executable(turning(problem.dtype, *side), device.arch, index, 2)
+            turns.append((turn, math.prod(side[0])))
+        if pass_ is Pass.INPUT_GRAD or launch.planes_channels_last:
+            turn_back = Executable(turning_back(problem.dtype, shape), device.arch, index, 2)
+    return _Call(executable, shape, strides, copies_weight, adds_up, turns, turn_back)
 
 
 def _is_dense_channels_last(weight: torch.Tensor) -> bool:

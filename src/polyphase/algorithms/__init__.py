@@ -12,6 +12,7 @@ from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
+from polyphase.algorithms.turned_boxes import InputGradTurned, WeightGradTurned
 from polyphase.algorithms.weight_grad import WeightGrad
 
 ALGORITHMS: tuple[Algorithm, ...] = (
@@ -23,9 +24,11 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     InputGradGemm(),
     InputGradWgmma(),
     InputGradBoxes(),
+    InputGradTurned(),
     WeightGradGemm(),
     WeightGradWgmma(),
     WeightGradBoxes(),
+    WeightGradTurned(),
     GatherChannels(),
     GatherTiled(),
     GatherGeneral(),

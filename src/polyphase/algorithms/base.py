@@ -177,6 +177,8 @@ class Launch:
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
+    after (`turning`).
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
 
@@ -190,6 +192,7 @@ class Launch:
     narrowed: bool = False
     prologue: Launch | None = None
     workspace_bytes: int = 0
+    turned: int = 0
     boxes: tuple[Boxes, ...] = ()
     one_way: KernelSource | None = None
 

@@ -15,6 +15,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 
 # Measured over predicted time of input gradients in channels_last (docs/performance.md).
 _MEASURED_INPUT_GRAD_LAST = 2.3
+_STEP_CYCLES = 450.0  # of a thread, for a source element and its weights; measured on an H200
 
 
 class GeneralVariant(NamedTuple):
@@ -53,6 +54,7 @@ class GatherGeneral:
             if problem.channels_last and not gather.forward:
                 cycles *= _MEASURED_INPUT_GRAD_LAST
             seconds, bound = cost_seconds(problem, device, cycles)
+            seconds = max(seconds, steps * _STEP_CYCLES / device.clock_hz)  # where threads are few, one's own
             result.append(Candidate(self.name, GeneralVariant(dst), seconds, bound))
         yield from sorted(result, key=lambda candidate: (candidate.seconds, -candidate.variant.dst_per_thread))
 

@@ -69,18 +69,13 @@ class _GradientWgmma(Gradient):
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel, and none where the first cannot be launched."""
+        """Ranked at a typical size, so that a layer keeps its kernel where tiles of this size can be had."""
 
         def predict(variant: WgmmaVariant) -> tuple[float, str] | None:
             tiling = tiling_of(problem, pass_, layouts, variant, device)
             return None if tiling is None else _estimate(problem, pass_, variant, tiling, device)
 
-        ranked = _ranked(standard(problem), pass_, device)
-        found = first_candidates(self.name, ranked, predict, _OFFERED)
-        first = next(found, None)
-        if first is not None and first.variant == ranked[0]:
-            yield first
-            yield from found
+        return first_candidates(self.name, _ranked(standard(problem), pass_, device), predict, _OFFERED)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WgmmaVariant
@@ -91,7 +86,7 @@ class _GradientWgmma(Gradient):
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
         shared = (tiling.table, tiling.stage, tiling.window_at)
-        geometry = bytes(2 * TENSOR_MAP_BYTES) + grad.packed()
+        geometry = bytes(2 * TENSOR_MAP_BYTES) + x.packed() + grad.packed()
         planes = 1
         if pass_ is Pass.WEIGHT_GRAD:
             parts = _parts(problem, variant, tiling, device)
@@ -101,12 +96,13 @@ class _GradientWgmma(Gradient):
             geometry += tiling.window.packed() + tiling.runs.packed()
             geometry += struct.pack("<2i8i", problem.batch, problem.groups, *tiling.lanes, *tiling.tiles)
             geometry += struct.pack("<5i", tiling.joined, tiling.steps, flush, tiling.skew, tiling.box_bytes)
+            geometry += struct.pack("<i", tiling.runs.piece_bytes)
             geometry += struct.pack("<3i", *shared)
             geometry = padded(geometry)
             geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
             grid = blocks * planes
         else:
-            geometry += x.packed() + tiling.window.packed() + tiling.runs.packed()
+            geometry += tiling.window.packed() + tiling.runs.packed()
             geometry += struct.pack("<9i", problem.batch, *tiling.lanes, *tiling.tiles)
             geometry += struct.pack("<5i", tiling.skew, tiling.box_bytes, *shared)
             grid = blocks * tiling.total

@@ -29,8 +29,8 @@ _LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more
 # to 128 bytes that the engine brings; for a stage.
 _PRODUCT, _READ, _COLUMN, _OPERATION, _ROW, _STAGE = 14.9, 0.83, 0.127, 32.0, 0.505, 390.0
 # The same for copies: of a stage, in the input gradient; for a thread's piece, where it lies alike in several channels;
-# for each of those, and for one that a row begins in.
-_COPIED_STAGE, _PIECE, _COPY, _WORDS = 1330.0, 355.0, 49.0, 141.0
+# for each of those, and for one that a row begins in; for a thread's piece of the operand.
+_COPIED_STAGE, _PIECE, _COPY, _WORDS, _RUN_PIECE = 1330.0, 355.0, 49.0, 141.0, 10.0
 
 
 class WgmmaVariant(NamedTuple):
@@ -50,12 +50,13 @@ class WgmmaVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """What the copy engine brings for a stage, as the kernels' ``Runs``, and the boxes that it is made of."""
+    """What a stage holds of the operand, as the kernels' ``Runs``: boxes of the copy engine's, or copied pieces."""
 
     count: Four
     length: int
     span: int
-    boxes: Boxes
+    boxes: Boxes | None  # none where threads copy it
+    piece_bytes: int = 0  # then, at once
 
     def packed(self) -> bytes:
         return struct.pack("<6i", *self.count, self.length, self.span)
@@ -153,7 +154,7 @@ def _tiles(
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD:
         found = _input_runs(problem, layouts, variant, lanes)
-        steps = math.prod(lanes) * size // OPERATION_BYTES
+        steps = math.ceil(math.prod(lanes) * size / OPERATION_BYTES)
     else:
         found = _weight_runs(problem, layouts, variant), 0
         steps = variant.out_chunk * problem.taps * size // OPERATION_BYTES
@@ -161,7 +162,7 @@ def _tiles(
     if runs is None:
         return None
     window_box, places = None, 0
-    if (brought := _as_box(problem, pass_, layouts, variant, lanes)) is not None:
+    if runs.boxes is not None and (brought := _as_box(problem, pass_, layouts, variant, lanes)) is not None:
         window, window_box, skew = brought
     elif (copied := _as_rows(problem, pass_, layouts, variant.out_chunk, lanes)) is not None:
         window, skew = copied, 0
@@ -326,10 +327,19 @@ def _input_runs(
         else (width, channels, height, depth, max(1, batch))
     )
     strides = engine_strides(zip(sides[1:], (channel, row, slab, image)))
+    if strides is None and images * slabs * (1 if joined else rows) == 1:
+        length = round_up(length, OPERATION_BYTES // size)  # threads can end a run with zeros
     span = next((span for span in (128, 64, 32) if length * size % span == 0), None)
-    if not layouts.aligned or strides is None or layouts.input[4] != 1 or span is None:
+    if not layouts.aligned or layouts.input[4] != 1 or span is None:
         return None, 0
     count = (images, slabs, 1 if joined else rows, length * size // span)
+    if strides is None:
+        # Float32 would have to be rounded to TF32 on its way.
+        steps = zip(sides[1:], (channel, row, slab, image))
+        common = math.gcd(*(step for count, step in steps if count > 1), 8)
+        piece = common if size == 2 and common in (4, 8) else 0
+        pieces = math.prod(count) * span // piece if piece else 0
+        return (Runs(count, span // size, span, None, piece), joined) if 0 < pieces <= LOADERS else (None, 0)
     box = (span // size, variant.columns, 1, 1, 1)
     boxes = Boxes(problem.dtype, sides, strides, box, span, tf32=True)
     return Runs(count, span // size, span, boxes), joined
@@ -354,9 +364,12 @@ def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVaria
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
     reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.steps)
     product = _PRODUCT + _READ * reads + _COLUMN * variant.columns
-    rows = math.prod(tiling.runs.count) * variant.columns
+    rows = math.prod(tiling.runs.count) * variant.columns if tiling.runs.boxes is not None else 0
     if tiling.window_box is None:
         copies = _copy_cycles(problem, pass_, variant, tiling)
+        if tiling.runs.boxes is None:
+            pieces = tiling.runs.column_bytes // tiling.runs.piece_bytes
+            copies += _RUN_PIECE * math.ceil(variant.columns / (LOADERS // pieces))
     else:
         rows += variant.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
         copies = 0.0

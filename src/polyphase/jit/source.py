@@ -50,7 +50,7 @@ _BUILDING_BLOCKS = {
     ),
     "weight_grad_wgmma": (
         "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
-        "window_wgmma",
+        "window_wgmma", "run_loader",
     ),
     "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
     "weight_grad_boxes": (
@@ -58,6 +58,7 @@ _BUILDING_BLOCKS = {
     ),
     "pack_channels": ("dependent",),
     "add_planes": (),
+    "turn_channels": ("divisor",),
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),

@@ -10,7 +10,7 @@
 
 struct Geometry {
   TensorMap box, window_box;  // of the weight, and of the output gradient
-  Tensor5 g, x;
+  Tensor5 x, g;
   Window window;
   Runs runs;
   int batch;
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];
   Sums sums, total;
-  add_stages(STAGES, ring, buffers, g.stage_bytes, [&](int stage, const char* from, int shift) {
+  add_stages(STAGES, ring, buffers, g.stage_bytes, false, [&](int stage, const char* from, int shift) {
     sums.add(from + g.window_bytes + shift, from, g.runs, offsets, offsets_of_rows, DEPTH / OPERATION,
              stage % FLUSH == 0, tells);
     if (FLUSH >= STAGES || (stage % FLUSH < FLUSH - 1 && stage < STAGES - 1)) return;

@@ -10,7 +10,7 @@
 
 struct Geometry {
   TensorMap box, window_box;  // of the input, and of the output gradient
-  Tensor5 g;
+  Tensor5 x, g;
   Window window;
   Runs runs;
   int batch, groups;
@@ -20,6 +20,7 @@ struct Geometry {
   int steps, flush;  // operations of a stage; stages that the cores sum
   int skew;          // elements from the window's first to what the first tap of the first position meets
   int box_bytes;     // of the window, if the engine brings it
+  int piece_bytes;   // of the input, if the engine does not bring it: what is copied at once, 8 or 4
   int table_bytes, stage_bytes, window_bytes;  // of shared memory
   long long part_length;                       // tiles of a part
   long long all_tiles;
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int* const offsets = (int*)(shared_memory + BUFFERS * g.stage_bytes);
   Place* const places = (Place*)((char*)offsets + g.table_bytes);
 
-  const bool tells = g.box_bytes != 0;
+  const bool tells = g.box_bytes != 0;  // all: where threads copy the input, they also copy the window
   ring.init(tells);
   __syncthreads();
 
@@ -62,6 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       g_loader.init(places);
       threads_sync(LOADERS_MEET, LOADERS);
     }
+    const RunLoader x_loader(g.x, g.runs, ELEMENT == 2 && g.piece_bytes ? g.piece_bytes : 16, g.lanes, g.joined);
+    const scalar_t* const first_column = x + (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
     const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
     int tile[4], origin[4];  // the next to be loaded, and its first position
     decode(g.tiles, first_tile, tile);
@@ -80,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     load_stages(
         stages, tells, ring, buffers, g.stage_bytes,
         [&](int, char* to, unsigned barrier) {
+          if (ELEMENT == 2 && g.piece_bytes) return;
           locate();
           const int place[5] = {origin[3] + origin[2] * g.joined, group * IN_CHANNELS + first_in,
                                 g.joined ? 0 : origin[2], origin[1], origin[0]};
@@ -92,6 +96,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         },
         [&](int, char* to) {
           locate();
+          if (ELEMENT == 2 && g.piece_bytes == 8)
+            x_loader.load<8>(first_column, IN_CHANNELS - first_in, to, g.batch, origin);
+          if (ELEMENT == 2 && g.piece_bytes == 4)
+            x_loader.load<4>(first_column, IN_CHANNELS - first_in, to, g.batch, origin);
           to_window(origin, g.skew);
           const int shift = g_loader.load(first_channel, channels, to + g.window_bytes, g.batch, origin);
           next();
@@ -136,13 +144,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   };
   int until_flush = g.flush;
-  add_stages(stages, ring, buffers, g.stage_bytes, [&](int stage, const char* from, int shift) {
-    sums.add(from + g.window_bytes + shift, from, g.runs, offsets, offsets_of_rows, g.steps, until_flush == g.flush,
-             tells);
-    if (--until_flush > 0 && stage + 1 < stages) return;
-    flush(stage >= g.flush);
-    until_flush = g.flush;
-  });
+  add_stages(stages, ring, buffers, g.stage_bytes, ELEMENT == 2 && g.piece_bytes != 0,
+             [&](int stage, const char* from, int shift) {
+               sums.add(from + g.window_bytes + shift, from, g.runs, offsets, offsets_of_rows, g.steps,
+                        until_flush == g.flush, tells);
+               if (--until_flush > 0 && stage + 1 < stages) return;
+               flush(stage >= g.flush);
+               until_flush = g.flush;
+             });
   if (stages > 0) return;
   for (int column = 0; column < min(COLUMNS, IN_CHANNELS - first_in); ++column)  // of an empty batch
     for (int row = threadIdx.x; row < filled; row += MULTIPLIERS) partial[column * (OUT_CHANNELS * TAPS) + row] = 0;

@@ -116,6 +116,11 @@ __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::
 
 #endif
 
+// Where the copy engine puts a byte, in rows within whose `bytes` it swizzles chunks of 16: 32, 64, 128, or 16 for none.
+__device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
+  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
+}
+
 // One thread copies contiguous bytes, a multiple of 16; `barrier` completes when they have come.
 #if BULK_COPY && !defined(EMULATOR)
 // The phase of a barrier does not end before so many bytes more have come.
@@ -160,9 +165,6 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
 template <int BLOCKS>
 __device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   bulk_copy(to, from, bytes, barrier);
-}
-__device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
-  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
 }
 __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t* tensor,
                                          const int (&place)[5], unsigned bytes, unsigned barrier) {

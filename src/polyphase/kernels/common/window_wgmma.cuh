@@ -5,7 +5,7 @@
 // Columns are input channels. In the weight gradient rows are pairs of output channel and tap, k are positions, and the
 // operand is the input; in the input gradient rows are positions, k are pairs of output channel and tap, and the
 // operand is the weight. The operand lies in memory as the cores want it, k innermost: the copy engine brings boxes of
-// it, rounded to TF32, swizzled. The window (common/window.cuh) comes as it lies, in boxes, too, or where those cannot
+// it, rounded to TF32, swizzled, or where it cannot all loaders copy it so (common/run_loader.cuh). The window (common/window.cuh) comes as it lies, in boxes, too, or where those cannot
 // be had by copies of all loaders (common/window_rows.cuh). Its elements pass the registers of those who multiply,
 // wherever a stride or a tap has them: nothing is unfolded, and nothing turned around.
 //
@@ -42,7 +42,7 @@ struct Runs {
 struct WindowRing : Ring {
   int shift[BUFFERS];
 
-  // Whether one thread alone `tells` the engine what to bring, or all copy.
+  // Whether one thread alone `tells` the engine what to bring, or all copy, too.
   __device__ __forceinline__ void init(bool tells) {
     if (threadIdx.x > 0) return;
     Ring::init(tells ? 1 : 2 * LOADERS, 4 * GROUPS);  // with what they store, and what they copy
@@ -69,8 +69,8 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
   }
 }
 
-// The loaders' part: tell(stage, buffer, barrier), by the first of them, has the engine bring a stage; where it brings
-// no windows, copy(stage, buffer) begins the copies of all and returns the window's shift.
+// The loaders' part: tell(stage, buffer, barrier), by the first of them, has the engine bring what it can of a stage;
+// where that is not all, copy(stage, buffer) begins the copies of all and returns the window's shift.
 template <class Tell, class Copy>
 __device__ __forceinline__ void load_stages(int stages, bool tells, WindowRing& ring, char* buffers, int bytes,
                                             const Tell& tell, const Copy& copy) {
@@ -294,14 +294,15 @@ struct Sums {
 #endif
 };
 
-// The multiplying groups' part: add(stage, buffer, shift) is one stage.
+// The multiplying groups' part: add(stage, buffer, shift) is one stage, whose operand may have been `copied` by threads.
 template <class Add>
-__device__ __forceinline__ void add_stages(int stages, WindowRing& ring, const char* buffers, int bytes,
+__device__ __forceinline__ void add_stages(int stages, WindowRing& ring, const char* buffers, int bytes, bool copied,
                                            const Add& add) {
   Turn turn;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     barrier_wait(shared_address(ring.full + turn.index), turn.parity);
+    if (copied) publish_shared();
     add(stage, buffers + turn.index * bytes, ring.shift[turn.index]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(ring.empty + turn.index));

@@ -1,0 +1,38 @@
+"""What brings a tensor to channels_last, ``kernels/turn_channels.cu``."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from polyphase.algorithms.base import Launch, Strides, packed_divisor
+from polyphase.algorithms.gather import five
+from polyphase.jit.source import KernelSource
+
+_THREADS = 256
+_PIXELS, _CHANNELS = 64, 64  # of a block
+
+
+def turning(dtype: str, shape: tuple[int, ...], strides: Strides) -> Launch:
+    """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost."""
+    batch, channels, *sizes = five(shape)
+    pixels = batch * math.prod(sizes)
+    geometry = struct.pack("<5q2i", *strides, channels, pixels) + b"".join(map(packed_divisor, sizes))
+    constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
+    return Launch(
+        source=KernelSource("turn_channels", dtype, False, constants),
+        grid=(math.ceil(pixels / _PIXELS), math.ceil(channels / _CHANNELS) if pixels else 0, 1),
+        block=_THREADS,
+        shared_bytes=0,
+        geometry=geometry + bytes(-len(geometry) % 8),
+    )
+
+
+def turning_back(dtype: str, shape: tuple[int, ...]) -> Launch:
+    """From a tensor ``(N, C, *spatial)`` without gaps whose channels are innermost to a contiguous one.
+
+    To the kernel that is a tensor whose pixels are channels, and the other way round.
+    """
+    batch, channels, *sizes = shape
+    pixels = math.prod(sizes)
+    return turning(dtype, (batch, pixels, channels), (pixels * channels, channels, 0, 0, 1))
