@@ -25,8 +25,9 @@ from kernel_harness import (
 )
 from polyphase.algorithms import gradient_boxes
 from polyphase.algorithms.base import Candidate, Layouts
-from polyphase.algorithms.gradient_boxes import InputGradBoxes, WeightGradBoxes
+from polyphase.algorithms.gradient_boxes import BoxVariant, InputGradBoxes, WeightGradBoxes
 from polyphase.algorithms.plane_sum import plane_sum
+from polyphase.algorithms.tap_windows import ALONE
 from polyphase.device import DeviceInfo
 from polyphase.layout import as_output, empty_output
 from polyphase.plan import plan
@@ -59,6 +60,11 @@ LAYERS = {
     "single pixels": make((150, 16, 1, 1), 16, 4, dtype="bfloat16"),
     "many input channels": make((2, 264, 4, 16), 16, 4, 2, 1, dtype="bfloat16"),
     "three-dimensional": make((2, 16, 4, 6, 8), 24, (2, 3, 4), (1, 2, 2), (0, 1, 1), (0, 1, 0), tf32=True),
+    "dilated windows": make((2, 16, 5, 20), 40, (3, 5), (1, 2), (2, 1), (0, 1), dilation=(2, 3), dtype="bfloat16"),
+    "dilated windows, float32": make((1, 24, 4, 24), 40, (5, 3), (3, 2), 1, 0, dilation=(1, 2), tf32=True),
+    "seven taps": make((1, 48, 9, 18), 64, (1, 7), 1, (0, 3), tf32=True),
+    "windows of slabs": make((2, 24, 4, 3, 16), 16, 3, 1, 1, dtype="float16"),
+    "windows of slabs, float32": make((1, 56, 3, 4, 8), 24, (3, 3, 1), 1, tf32=True),
     "empty batch": make((0, 16, 4, 8), 16, 4, 2, 1, dtype="bfloat16"),
 }
 
@@ -90,14 +96,22 @@ def test_layers_take_every_way() -> None:
     assert {(Pass.WEIGHT_GRAD, "narrowed", True), (Pass.WEIGHT_GRAD, "narrowed", False)} <= ways
 
 
+def _shape(variant: BoxVariant) -> tuple[object, ...]:
+    """A variant but for what is like another's; of those whose taps share windows there are too many."""
+    if variant.taps == ALONE:
+        return (variant,)
+    return variant.taps, variant.row_groups, variant.column_groups, variant.lines > 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pass_", ALGORITHMS)
 def test_every_shape(pass_: Pass, dtype: str) -> None:
     """Blocks of every shape, with rows and columns that do not exist."""
     problem = make((1, 264, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
-    variants = gradient_boxes._variants(problem, pass_, H200)
-    others = gradient_boxes._variants(replace(problem, in_channels=40, out_channels=40), pass_, H200)
-    for number, variant in enumerate(dict.fromkeys([*variants, *others])):
+    variants = [*gradient_boxes._variants(problem, pass_, H200)]
+    variants += gradient_boxes._variants(replace(problem, in_channels=40, out_channels=40), pass_, H200)
+    shapes = {_shape(variant): variant for variant in variants}
+    for number, variant in enumerate(shapes.values()):
         layouts = replace(Layouts.dense(problem), weight_channels_last=number % 2 == 0)
         launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
         candidate = Candidate(ALGORITHMS[pass_].name, variant, 0.0, "")
@@ -195,6 +209,23 @@ def test_every_size_has_the_layer_s_kernels() -> None:
             candidates = algorithm.candidates(sized, pass_, H200, Layouts.dense(sized))
             found.add(tuple(candidate.variant for candidate in candidates))
         assert len(found) == 1
+
+
+def test_which_taps_share_a_window() -> None:
+    """All along some dimensions that meet the same residue; taps alone are always offered, for small images."""
+    wanted = {
+        make((8, 64, 64, 64), 64, 3, dtype="bfloat16"): {(1, 1, 1), (1, 1, 3), (1, 3, 1), (1, 3, 3)},
+        make((8, 64, 64, 64), 64, (4, 5), (2, 3), 1, dtype="bfloat16"): {(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)},
+        make((8, 64, 64, 64), 64, (1, 3), 2, 0, 0, dilation=2, tf32=True): {(1, 1, 1), (1, 1, 3)},
+        make((8, 64, 64, 64), 64, 2, 2, dtype="bfloat16"): {(1, 1, 1)},
+        make((8, 128, 64, 64), 64, 3, tf32=True): {(1, 1, 1)},
+    }
+    algorithm = ALGORITHMS[Pass.WEIGHT_GRAD]
+    for problem, taps in wanted.items():
+        assert {variant.taps for variant in gradient_boxes._variants(problem, Pass.WEIGHT_GRAD, H200)} == taps
+        offered = [candidate.variant.taps for candidate, _ in offers(algorithm, problem, Pass.WEIGHT_GRAD)]
+        assert ALONE in offered
+        assert (offered[0] == ALONE) == (taps == {ALONE})
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 3, 4), (8, 16, 2, 3, 4), (1, 16, 3, 3), (8, 16, 1, 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -31,17 +31,18 @@ from polyphase.algorithms.base import (
 from polyphase.algorithms.gather import Side, five
 from polyphase.algorithms.gradient import Gradient, lanes_of
 from polyphase.algorithms.rankings import kept
+from polyphase.algorithms.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
-_GROUPS = 2  # of 128 threads that multiply
-_OFFERED = 6
-_MAX_BOX_SIDE, _MAX_BOX_STEP = 256, 8  # elements of the tensor, from a box's first to its last; and between two
+_OFFERED, _ALONE_OFFERED = 6, 2  # of variants, and of those among them whose taps share no windows
+_MAX_BOX_STEP = 8  # elements of the tensor from one of a box to the next
 _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a byte for each
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 128  # of a thread
+_MOST_SUMS_OF_THREE = 96  # where three groups multiply
 _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
 _DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
 _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
@@ -49,7 +50,11 @@ _PACK_THREADS = 256
 
 
 class BoxVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks."""
+    """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks.
+
+    A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
+    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
+    """
 
     row_groups: int
     row_tiles: int
@@ -57,6 +62,16 @@ class BoxVariant(NamedTuple):
     steps: int
     buffers: int
     resident: int
+    column_groups: int = 1
+    lines: int = 1
+    taps: Three = ALONE
+    lanes: Three = ALONE
+    pitch: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Of 128 threads that multiply."""
+        return self.row_groups * self.column_groups
 
     @property
     def loaders(self) -> int:
@@ -64,23 +79,29 @@ class BoxVariant(NamedTuple):
         return 128 if self.resident == 1 else 32
 
     @property
-    def rows(self) -> int:
+    def threads(self) -> int:
         """Of a block."""
+        return 128 * self.groups + self.loaders
+
+    @property
+    def rows(self) -> int:
+        """The same."""
         return 64 * self.row_groups * self.row_tiles
 
     @property
     def block_columns(self) -> int:
-        """The same; ``columns`` are a group's."""
-        return _GROUPS // self.row_groups * self.columns
+        """The same; ``columns`` are a line's."""
+        return self.column_groups * self.lines * self.columns
 
     @property
     def depth_bytes(self) -> int:
-        """What a stage holds of a row or column."""
+        """What a stage holds of a row, or of a column that is no window's."""
         return OPERATION_BYTES * self.steps
 
     @property
-    def stage_bytes(self) -> int:
-        return round_up((self.rows + self.block_columns) * self.depth_bytes, 1024)
+    def windows(self) -> Windows:
+        """Of a weight gradient."""
+        return Windows(self.taps, self.lanes, self.pitch)
 
 
 class _GradientBoxes(Gradient):
@@ -132,7 +153,9 @@ class _GradientBoxes(Gradient):
             *layer_constants(problem, self.pass_),
             ("LOADERS", variant.loaders),
             ("ROW_GROUPS", variant.row_groups),
+            ("COLUMN_GROUPS", variant.column_groups),
             ("ROW_TILES", variant.row_tiles),
+            ("LINES", variant.lines),
             ("COLUMNS", variant.columns),
             ("STEPS", variant.steps),
             ("ROW_PITCH", row_pitch),
@@ -175,8 +198,8 @@ class InputGradBoxes(_GradientBoxes):
                 (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
             ),
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
-            block=128 * _GROUPS + variant.loaders,
-            shared_bytes=variant.buffers * variant.stage_bytes,
+            block=variant.threads,
+            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
             prologue=_pack(problem, pass_) if packs else None,
             workspace_bytes=problem.elements[1] * DTYPE_BYTES[problem.dtype] if packs else 0,
@@ -185,7 +208,7 @@ class InputGradBoxes(_GradientBoxes):
 
 
 class WeightGradBoxes(_GradientBoxes):
-    """The weight gradient: boxes of the output gradient, one for each tap, by the input's, in parts of positions."""
+    """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
 
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_boxes"
@@ -199,27 +222,33 @@ class WeightGradBoxes(_GradientBoxes):
         lanes = _lanes(problem, pass_, variant)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         total, blocks = math.prod(tiles), _blocks(problem, variant)
-        length = max(1, math.ceil(total / _parts(problem, variant, total, device)[0]))
-        planes = max(1, math.ceil(total / length))
+        planes = _parts(problem, variant, total, device)[0]
         flush = max(1, _FLUSH // math.prod(lanes))
         narrowed = planes == 1 and total <= flush
         geometry = bytes(2 * TENSOR_MAP_BYTES) + struct.pack("<3i", problem.groups, *blocks)
         items = math.prod(blocks) * problem.groups * planes
-        geometry = padded(geometry + struct.pack("<11i", *lanes, *tiles, flush, narrowed, items))
-        geometry += struct.pack("<3q", length, total, problem.elements[1])
-        of_x, of_grad = _channel_pitch(problem, problem.in_channels_per_group), _grad_pitch(problem)
+        geometry += struct.pack("<12i", *lanes, *tiles, *_digits(planes, tiles))
+        geometry = padded(geometry + struct.pack("<4i", planes, flush, narrowed, items))
+        geometry += struct.pack("<2q", total, problem.elements[1])
+        of_x, windows = _channel_pitch(problem, problem.in_channels_per_group), variant.windows
+        boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
+        constants = (
+            *self._constants(problem, variant, of_x, windows.pitch),
+            *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
+            *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
+        )
         return Launch(
-            source=KernelSource(self.name, problem.dtype, True, self._constants(problem, variant, of_x, of_grad)),
+            source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
-            block=128 * _GROUPS + variant.loaders,
-            shared_bytes=variant.buffers * variant.stage_bytes,
+            block=variant.threads,
+            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
             planes=planes,
             planes_channels_last=problem.taps > 1,  # with one there is no difference, to lone pixels there is
             narrowed=narrowed,
             boxes=(
                 _pixel_boxes(problem, layouts, lanes, of_x, output=False),
-                _pixel_boxes(problem, layouts, lanes, of_grad, tensor=1),
+                _pixel_boxes(problem, layouts, boxes, windows.pitch, tensor=1),
             ),
         )
 
@@ -283,51 +312,55 @@ def _channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
     return min((128, 64, 32), key=lambda pitch: (round_up(pixel, pitch), -pitch))
 
 
-def _grad_pitch(problem: ConvTransposeProblem) -> int:
-    return _channel_pitch(problem, problem.out_channels_per_group)
-
-
 def _items(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int) -> int:
     """Of an input gradient, what blocks share out."""
     columns = math.ceil(problem.in_channels_per_group / variant.columns)
     return tiles * problem.groups * columns
 
 
-def _unit_elements(problem: ConvTransposeProblem) -> int:
-    """Pairs of an output channel and a tap, of a group, those that fill up boxes included."""
-    size, pitch = DTYPE_BYTES[problem.dtype], _grad_pitch(problem)
-    return problem.taps * round_up(problem.out_channels_per_group * size, pitch) // size
+def _block_windows(problem: ConvTransposeProblem, variant: BoxVariant) -> int:
+    """Of a weight gradient's block."""
+    return variant.block_columns * DTYPE_BYTES[problem.dtype] // (variant.pitch * math.prod(variant.taps))
 
 
 def _blocks(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, int]:
     """Of a weight gradient, of rows and of columns of a group."""
-    columns = math.ceil(_unit_elements(problem) / variant.block_columns)
+    columns = math.ceil(variant.windows.count(problem) / _block_windows(problem, variant))
     return math.ceil(problem.in_channels_per_group / variant.rows), columns
+
+
+def _stage_bytes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> int:
+    """In shared memory."""
+    rows = variant.rows * variant.depth_bytes
+    if pass_ is Pass.WEIGHT_GRAD:
+        return round_up(rows + _block_windows(problem, variant) * variant.windows.bytes(problem), 1024)
+    return round_up(rows + variant.block_columns * variant.depth_bytes, 1024)
+
+
+def _digits(count: int, tiles: Four) -> Four:
+    """Tiles along n, d, h and w that come to so many."""
+    count, w = divmod(count, tiles[3])
+    count, h = divmod(count, tiles[2])
+    n, d = divmod(count, tiles[1])
+    return n, d, h, w
 
 
 def _lanes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> Four:
     """Extents of a tile of positions, so that there are few tiles; of a weight gradient just so many, of a stage."""
+    if variant.taps != ALONE:
+        return (1, *variant.lanes)
     if pass_ is Pass.WEIGHT_GRAD:
-        found = _exact_lanes(variant.depth_bytes // DTYPE_BYTES[problem.dtype])
+        found = exact_lanes(math.prod(variant.lanes))
     else:
         found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in lanes_of(problem, variant.rows))
 
     def fits(lanes: Four) -> bool:
-        spans = ((count - 1) * axis.stride + 1 for count, axis in zip(lanes[1:], problem.axes3))
-        return max(spans) <= _MAX_BOX_SIDE and max(lanes) <= _MOST_IMAGES
+        return box_fits(lanes[1:], problem) and max(lanes) <= _MOST_IMAGES
 
     def tiles(lanes: Four) -> int:
         return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
 
     return min(filter(fits, found), key=tiles)
-
-
-def _exact_lanes(positions: int) -> Iterable[Four]:
-    """Extents of so many positions, a power of two; long rows first."""
-    powers = [1 << i for i in reversed(range(positions.bit_length()))]
-    for w, h, d in itertools.product(powers, repeat=3):
-        if w * h * d <= positions:
-            yield positions // (w * h * d), d, h, w
 
 
 def _depth_stages(problem: ConvTransposeProblem, variant: BoxVariant) -> int:
@@ -345,8 +378,9 @@ class _Costs:
     """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
     product: float = 0.957  # times what the cores take
-    threads_product: float = 0.413  # a column of an operation, of operands that pass registers
-    threads_read: float = 0.85  # and for a row or column that is read
+    threads_product: float = 1.22  # an instruction of a warp, of operands that pass registers
+    threads_read: float = 1.03  # and a word that it reads of them
+    third_group: float = 0.9  # times both where three groups hide more of what each waits for
     moved: float = 0.0184  # a byte of a stage
     box: float = 119.0
     stage: float = 44.0
@@ -359,46 +393,74 @@ class _Costs:
     beside: float = 3.9  # and in memory
 
 
-_COSTS = _Costs()
+_COSTS = {
+    Pass.INPUT_GRAD: _Costs(),
+    Pass.WEIGHT_GRAD: _Costs(
+        product=1.09,
+        moved=0.0238,
+        box=108.0,
+        stage=94.0,
+        result=0.424,
+        item=0.0,
+        launch=7000.0,
+        bandwidth=1.04,
+        planes=0.5,
+        overlap=5.84,
+        beside=2.29,
+    ),
+}
 
 
 def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
+    costs = _COSTS[pass_]
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, variant)))
     if pass_ is Pass.WEIGHT_GRAD:
         _, seconds, end = _parts(problem, variant, tiles, device)
     else:
         rounds = _items(problem, variant, tiles) / (device.multiprocessors * variant.resident)
         rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
-        item = _depth_stages(problem, variant) * _stage_cycles(problem, pass_, variant) + _block_cycles(variant)
-        seconds, end = (rounds * item * variant.resident + _COSTS.launch) / device.clock_hz, 0.0
-    moving = problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
+        item = _depth_stages(problem, variant) * _stage_cycles(problem, pass_, variant) + _block_cycles(pass_, variant)
+        seconds, end = (rounds * item * variant.resident + costs.launch) / device.clock_hz, 0.0
+    moving = problem.bytes / (costs.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
-    return (seconds**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside) + end, bound
+    return (seconds**costs.beside + moving**costs.beside) ** (1 / costs.beside) + end, bound
 
 
 def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> float:
     """Of a multiprocessor, for a block."""
+    costs = _COSTS[pass_]
     size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
-    operations = _GROUPS * variant.row_tiles * variant.steps
+    operations = variant.groups * variant.row_tiles * variant.lines * variant.steps
     if weights and size == 4:
-        products = _COSTS.threads_product * operations * variant.columns
-        products += _COSTS.threads_read * _GROUPS * variant.steps * (16 * variant.row_tiles + variant.columns)
+        instructions, reads = _warp_work(problem, variant)
+        products = costs.threads_product * instructions + costs.threads_read * reads
+        products *= 4 * variant.groups * variant.steps * (costs.third_group if variant.groups > 2 else 1)
     else:
-        products = _COSTS.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
+        products = costs.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
     boxes = 2.0
     if weights:
         boxes = variant.rows * size / _channel_pitch(problem, problem.in_channels_per_group)
-        boxes += variant.block_columns * size / _grad_pitch(problem)
-    moved = _COSTS.moved * (variant.rows + variant.block_columns) * variant.depth_bytes
-    loading = max(moved, _COSTS.box * boxes)
-    both: float = (products**_COSTS.overlap + loading**_COSTS.overlap) ** (1 / _COSTS.overlap)
-    return both + _COSTS.stage
+        boxes += _block_windows(problem, variant)
+    loading = max(costs.moved * _stage_bytes(problem, pass_, variant), costs.box * boxes)
+    both: float = (products**costs.overlap + loading**costs.overlap) ** (1 / costs.overlap)
+    return both + costs.stage
 
 
-def _block_cycles(variant: BoxVariant) -> float:
-    """The same for what a block does once, or for a tile."""
-    return variant.rows * variant.block_columns * _COSTS.result + _COSTS.item / variant.resident
+def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
+    """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
+    columns, strips = variant.lines * variant.columns, variant.row_tiles  # of 16 rows
+    if variant.row_tiles == 1:  # box_product.cuh: ABREAST
+        abreast = 4 if variant.columns % 32 == 0 else 2 if variant.columns % 16 == 0 else 1
+        columns //= abreast
+        strips = min(4, math.ceil(problem.in_channels_per_group / 16)) if abreast == 4 else abreast
+    return strips * columns / 8, 4 * strips + columns / 4
+
+
+def _block_cycles(pass_: Pass, variant: BoxVariant, stores: int = 1) -> float:
+    """The same for what a block does once, or for a tile, whose sums it stores so many times."""
+    costs = _COSTS[pass_]
+    return stores * variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
 
 
 @lru_cache(maxsize=4096)
@@ -407,17 +469,18 @@ def _parts(
 ) -> tuple[int, float, float]:
     """Parts of a weight gradient's positions, their predicted seconds, and those of what comes after."""
     blocks, places = math.prod(_blocks(problem, variant)) * problem.groups, device.multiprocessors * variant.resident
-    stage, block = _stage_cycles(problem, Pass.WEIGHT_GRAD, variant), _block_cycles(variant)
+    costs, stage = _COSTS[Pass.WEIGHT_GRAD], _stage_cycles(problem, Pass.WEIGHT_GRAD, variant)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
-    flush = _FLUSH // (variant.depth_bytes // size)
+    flush = max(1, _FLUSH // math.prod(variant.lanes))
 
     def seconds(parts: int) -> tuple[float, float]:
         stages = math.ceil(tiles / parts)
-        cycles = math.ceil(blocks * parts / places) * (stages * stage + block) * variant.resident
+        block = stages * stage + _block_cycles(Pass.WEIGHT_GRAD, variant, math.ceil(stages / flush))
+        cycles = math.ceil(blocks * parts / places) * block * variant.resident
         alone = parts == 1 and (size == 4 or stages <= flush)
         moved = weights * (4 if alone else 8 * parts + size)
-        end = 0.0 if alone else _COSTS.launch / 2 / device.clock_hz
-        return (cycles + _COSTS.launch) / device.clock_hz, end + _COSTS.planes * moved / device.copy_bytes_per_second
+        end = 0.0 if alone else costs.launch / 2 / device.clock_hz
+        return (cycles + costs.launch) / device.clock_hz, end + costs.planes * moved / device.copy_bytes_per_second
 
     most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
     found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
@@ -430,14 +493,20 @@ def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> l
     members = list(_variants(problem, pass_, device))
 
     def rank() -> list[BoxVariant]:
-        return sorted(members, key=lambda variant: (_estimate(problem, pass_, variant, device)[0], variant))
+        ordered = sorted(members, key=lambda variant: (_estimate(problem, pass_, variant, device)[0], variant))
+        alone = [variant for variant in ordered if variant.taps == ALONE]
+        # Those whose taps share windows are of one tile, which may be far from what images are at other sizes.
+        first = ordered[: _OFFERED - _ALONE_OFFERED]
+        first += [variant for variant in alone[:_ALONE_OFFERED] if variant not in first]
+        return first + [variant for variant in ordered if variant not in first]
 
     return kept(f"{pass_.value} by boxes of {problem!r}, on {device!r}", members, rank)
 
 
 def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[BoxVariant]:
     for variant in _input_variants(problem) if pass_ is Pass.INPUT_GRAD else _weight_variants(problem):
-        buffers = min(_MOST_BUFFERS, (device.shared_bytes_of(variant.resident) - _DECLARED) // variant.stage_bytes)
+        room = device.shared_bytes_of(variant.resident) - _DECLARED
+        buffers = min(_MOST_BUFFERS, room // _stage_bytes(problem, pass_, variant))
         if buffers >= _LEAST_BUFFERS:
             yield variant._replace(buffers=buffers)
 
@@ -462,14 +531,53 @@ def _fill(pixel: int, steps: int) -> int:
 
 def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
     """Their buffers left open."""
-    units, size = _unit_elements(problem), DTYPE_BYTES[problem.dtype]
+    yield from _alone_variants(problem)
+    # Of float32 with more rows a block has them in tiles of a warp's own, which is worth more.
+    if DTYPE_BYTES[problem.dtype] == 4 and problem.in_channels_per_group > 64:
+        return
+    pitch = _channel_pitch(problem, problem.out_channels_per_group)
+    for steps in (4, 8):
+        for windows in shared_windows(problem, steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype], pitch):
+            yield from _sharing_variants(problem, windows, steps)
+
+
+def _alone_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+    """Those whose taps have windows of their own."""
+    size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
+    pitch = _channel_pitch(problem, problem.out_channels_per_group)
+    alone = Windows(ALONE, (1, 1, 4 * OPERATION_BYTES // size), pitch)
+    units = alone.count(problem) * pitch // size
     for row_groups, row_tiles, resident in itertools.product((1, 2), (1, 2, 4), (1, 2)):
-        if 64 * row_groups * row_tiles >= 2 * max(64, problem.in_channels_per_group):
+        if 64 * row_groups * row_tiles >= 2 * max(64, channels):
             continue
-        for columns in _widths(math.ceil(units * row_groups / _GROUPS), _grad_pitch(problem) // size):
-            most = _MOST_SUMS // (resident if size == 2 else resident**2)  # threads that find operands need registers
-            if columns * row_tiles // 2 <= most:
-                yield BoxVariant(row_groups, row_tiles, columns, 4, 0, resident)
+        column_groups = 2 // row_groups
+        for columns in _widths(math.ceil(units / column_groups), pitch // size):
+            if columns * row_tiles // 2 <= _most_sums(size, 2, resident):
+                yield BoxVariant(row_groups, row_tiles, columns, 4, 0, resident, column_groups, 1, *alone)
+
+
+def _sharing_variants(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[BoxVariant]:
+    """Those whose blocks have one window or a few of such: all their lines, shared out among groups."""
+    size = DTYPE_BYTES[problem.dtype]
+    columns, lines = windows.along * windows.pitch // size, math.prod(windows.taps) // windows.along
+    row_tiles = (1, 2) if size == 2 else (1,)
+    shapes = itertools.product(((1, 2), (2, 1), (1, 3), (3, 1)), row_tiles, (1, 2), (1, 2, 3, 4))
+    for (row_groups, column_groups), tiles, resident, count in shapes:
+        groups = row_groups * column_groups
+        each, rest = divmod(count * lines, column_groups)
+        too_many = 64 * row_groups * tiles >= 2 * max(64, problem.in_channels_per_group)
+        if rest or too_many or count > windows.count(problem) or groups * resident > 4:
+            continue
+        if each * columns * tiles // 2 <= _most_sums(size, groups, resident):
+            shape = row_groups, tiles, columns, steps, 0, resident, column_groups, each
+            yield BoxVariant(*shape, *windows)
+
+
+def _most_sums(size: int, groups: int, resident: int) -> int:
+    """Of a thread. Those that find operands need registers for that."""
+    if groups > 2:
+        return _MOST_SUMS_OF_THREE if size == 2 else _MOST_SUMS_OF_THREE * 3 // 4
+    return _MOST_SUMS // (resident if size == 2 else resident**2)
 
 
 def _widths(channels: int, multiple: int) -> list[int]:

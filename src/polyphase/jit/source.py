@@ -53,7 +53,9 @@ _BUILDING_BLOCKS = {
         "window_wgmma", "run_loader",
     ),
     "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
-    "weight_grad_boxes": ("tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
+    "weight_grad_boxes": (
+        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product", "tap_windows",
+    ),
     "pack_channels": ("dependent",),
     "add_planes": (),
     "turn_channels": ("divisor",),

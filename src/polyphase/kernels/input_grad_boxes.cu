@@ -28,6 +28,13 @@ constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
 // Neighbouring channels that a thread stores at once: 32 bytes of four threads.
 constexpr int VECTOR = IN_CHANNELS % (8 / ELEMENT) == 0 ? 8 / ELEMENT : 1;
 
+// What `Sums::multiply` asks: a stage's weights are one box.
+struct TapColumns {
+  static constexpr int BYTES = COLUMNS * COLUMN_PITCH, BESIDE = 0, EIGHT = 8 * COLUMN_PITCH;
+  static __host__ __device__ constexpr int line(int) { return 0; }
+  static __host__ __device__ constexpr int step(int index) { return 32 * index; }
+};
+
 // What a block computes at once.
 struct Item {
   int group, first_in;
@@ -95,7 +102,7 @@ __device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* gr
         for (int width = 0; width < AXIS_W.kernel; ++width, ++tap)
 #pragma unroll 1
           for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const unsigned to = shared_address(buffers + turn.index * STAGE_BYTES);
+            const unsigned to = shared_address(buffers + turn.index * stage_bytes<TapColumns>());
             const unsigned full = shared_address(ring.full + turn.index);
             const int from[5] = {item.group * OUT_CHANNELS + chunk * CHANNELS,
                                  item.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
@@ -104,7 +111,7 @@ __device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* gr
             const int weights[5] = {chunk * CHANNELS, item.group * IN_CHANNELS + item.first_in, tap, 0, 0};
             barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
             box_copy(to, g.grad_box, grad, from, bytes, full);
-            box_copy(to + A_BYTES, g.weight_box, weight, weights, B_BYTES, full);
+            box_copy(to + A_BYTES, g.weight_box, weight, weights, TapColumns::BYTES, full);
             barrier_arrive(full);
             turn.next();
           }
@@ -132,11 +139,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (FLUSH < STAGES) {
 #pragma unroll 1
         for (int stage = 0; stage < STAGES; stage += FLUSH) {
-          sums.multiply(min(FLUSH, STAGES - stage), ring, turn, shared_memory);
+          sums.multiply<TapColumns>(min(FLUSH, STAGES - stage), ring, turn, shared_memory);
           total.take(sums, stage == 0);
         }
       } else {
-        sums.multiply(STAGES, ring, turn, shared_memory);
+        sums.multiply<TapColumns>(STAGES, ring, turn, shared_memory);
       }
       const Sums& all = FLUSH < STAGES ? total : sums;
       const Item item(g, index);

@@ -2,12 +2,13 @@
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
-// Index mapping. Rows of the product are input channels, columns units: some neighbouring output channels at one tap. A
-// block has some rows and columns of one group, and one contiguous part of the tiles of input positions; a stage is a
-// tile. For each unit the copy engine brings the tile's elements of the output gradient, every stride-th one; positions
-// that do not exist are zeros of the input. Blocks on different parts write to different planes of `partial`, which the
-// caller sums in order: the result does not depend on timing. There output channels are innermost. Blocks take items
-// (columns fastest, then rows, group and part) in turns, and load the next while they store one.
+// Index mapping. Rows of the product are input channels, columns units: some neighbouring output channels at one tap
+// (common/tap_windows.cuh). A block has some rows of one group and the units of some windows, and every n-th tile of
+// input positions, of n parts, so that those that blocks have at a time are neighbours; a stage is a tile. The copy
+// engine brings the tile's input and for each window what its taps meet of the output gradient; positions that do not
+// exist are zeros of the input. Blocks on different parts write to different planes of `partial`, which the caller sums
+// in order: the result does not depend on timing. There output channels are innermost. Blocks take items (columns
+// fastest, then rows, group and part) in turns, and load the next while they store one.
 //
 // The cores' sums lose a bit at every step. So `flush` stages are summed there, and those sums in `partial`. Where
 // there is but one part, of no more stages than that, `partial` is the result, of the tensors' type (`narrowed`).
@@ -17,44 +18,27 @@ struct Geometry {
   int groups, blocks[2];  // of rows, of columns
   int lanes[4];           // positions of a tile along n, d, h, w: STEPS operations
   int tiles[4];           // tiles along n, d, h, w
-  int flush, narrowed, items;
-  long long part_length;  // tiles of a part
+  int ahead[4];           // a part's tiles are so far apart, along n, d, h, w: the number of parts
+  int parts, flush, narrowed, items;
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
 };
 
-constexpr int BLOCK_ROWS = ROW_GROUPS * GROUP_ROWS, BLOCK_COLUMNS = 2 / ROW_GROUPS * COLUMNS;
-constexpr int UNIT = COLUMN_BOX;  // output channels
-constexpr int TAP_UNITS = ceil_div(OUT_CHANNELS, UNIT), UNITS = TAPS * TAP_UNITS;
+constexpr int BLOCK_ROWS = ROW_GROUPS * GROUP_ROWS;
 constexpr bool WHOLE_UNITS = OUT_CHANNELS % UNIT == 0;
 static_assert(OUT_CHANNELS % 2 == 0 && UNIT % 8 == 0, "neighbouring sums, and eight columns, are of one tap");
 
-// Where the output gradient's boxes of a unit begin.
-struct UnitPlace {
-  int channel, offset[3];  // the channel of the group; along d, h, w
-
-  __device__ __forceinline__ explicit UnitPlace(int unit) {
-    const int tap = unit / TAP_UNITS;
-    channel = unit % TAP_UNITS * UNIT;
-    offset[0] = tap / (AXIS_W.kernel * AXIS_H.kernel) * AXIS_D.dilation - AXIS_D.padding;
-    offset[1] = tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation - AXIS_H.padding;
-    offset[2] = tap % AXIS_W.kernel * AXIS_W.dilation - AXIS_W.padding;
-  }
-};
-
-// What a block computes at once: its first input channel and unit, and tiles of positions.
+// What a block computes at once: its first input channel and window, and tiles of positions.
 struct Item {
-  int first_in, first_unit, group, part, stages;
-  long long first_tile;
+  int first_in, first_window, group, part, stages;
 
   __device__ __forceinline__ Item(const Geometry& g, int index) {
-    first_unit = index % g.blocks[1] * (BLOCK_COLUMNS / UNIT);
+    first_window = index % g.blocks[1] * BLOCK_WINDOWS;
     index /= g.blocks[1];
     first_in = index % g.blocks[0] * BLOCK_ROWS;
     index /= g.blocks[0];
     group = index % g.groups, part = index / g.groups;
-    first_tile = part * g.part_length;
-    stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
+    stages = (int)((g.all_tiles - part + g.parts - 1) / g.parts);
   }
 };
 
@@ -63,15 +47,15 @@ __device__ __forceinline__ void load_tiles(const Geometry& g, const Item& item, 
                                            Ring& ring, Turn& turn, const unsigned char* buffers) {
   const int in_boxes =
       min(BLOCK_ROWS / ROW_BOX, ceil_div(IN_CHANNELS - item.first_in, ROW_BOX));  // others are not stored
-  const int boxes = in_boxes + min(BLOCK_COLUMNS / UNIT, UNITS - item.first_unit);
+  const int boxes = in_boxes + min(BLOCK_WINDOWS, WINDOWS - item.first_window);
   int tile[4];
-  decode(g.tiles, item.first_tile, tile);
+  decode(g.tiles, item.part, tile);
 #pragma unroll 1
   for (int stage = 0; stage < item.stages; ++stage) {
     int at[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) at[i] = tile[i] * g.lanes[i];
-    const unsigned buffer = shared_address(buffers + turn.index * STAGE_BYTES);
+    const unsigned buffer = shared_address(buffers + turn.index * stage_bytes<WindowColumns>());
     const unsigned full = shared_address(ring.full + turn.index);
     barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
 #pragma unroll 1
@@ -80,19 +64,22 @@ __device__ __forceinline__ void load_tiles(const Geometry& g, const Item& item, 
         const int from[5] = {item.group * IN_CHANNELS + item.first_in + i * ROW_BOX, at[3], at[2], at[1], at[0]};
         box_copy(buffer + i * box_bytes(ROW_PITCH), g.x_box, x, from, box_bytes(ROW_PITCH), full);
       } else {
-        const UnitPlace unit(item.first_unit + i - in_boxes);
-        const int from[5] = {item.group * OUT_CHANNELS + unit.channel, at[3] * AXIS_W.stride + unit.offset[2],
-                             at[2] * AXIS_H.stride + unit.offset[1], at[1] * AXIS_D.stride + unit.offset[0], at[0]};
-        box_copy(buffer + A_BYTES + (i - in_boxes) * box_bytes(COLUMN_PITCH), g.grad_box, grad, from,
-                 box_bytes(COLUMN_PITCH), full);
+        const Window window(item.first_window + i - in_boxes);
+        const int from[5] = {item.group * OUT_CHANNELS + window.channel,
+                             at[3] * AXIS_W.stride + window.tap[2] * AXIS_W.dilation - AXIS_W.padding,
+                             at[2] * AXIS_H.stride + window.tap[1] * AXIS_H.dilation - AXIS_H.padding,
+                             at[1] * AXIS_D.stride + window.tap[0] * AXIS_D.dilation - AXIS_D.padding, at[0]};
+        box_copy(buffer + A_BYTES + (i - in_boxes) * WINDOW_BYTES, g.grad_box, grad, from, WINDOW_BOX, full);
       }
     }
     barrier_arrive(full);
     turn.next();
+    int carry = 0;  // to the part's next tile
 #pragma unroll
-    for (int i = 3; i >= 0; --i) {  // the next tile
-      if (++tile[i] < g.tiles[i]) break;
-      tile[i] = 0;
+    for (int i = 3; i >= 0; --i) {
+      tile[i] += g.ahead[i] + carry;
+      carry = i > 0 && tile[i] >= g.tiles[i];
+      if (carry) tile[i] -= g.tiles[i];
     }
   }
 }
@@ -104,42 +91,47 @@ __device__ __forceinline__ void store(const Geometry& g, const Item& item, const
   const int rows = IN_CHANNELS - item.first_in;  // that exist
   // Opaque, so that the compiler does not find all columns' places before the products: there are no registers for
   // that.
-  const int unit = (int)opaque(item.first_unit) + (ROW_GROUPS == 1 ? threadIdx.x / 128 * (COLUMNS / UNIT) : 0);
-  // The place of a column in the first row, below zero where there is none.
-  const auto place = [=](int first, int beside) {
-    const int tap = (unit + first / UNIT) / TAP_UNITS;
-    const int out = (unit + first / UNIT) % TAP_UNITS * UNIT + first % UNIT + beside;
-    return tap < TAPS && (WHOLE_UNITS || out < OUT_CHANNELS) ? tap * OUT_CHANNELS + out : -1;
-  };
-  if (ELEMENT == 2 && g.narrowed) {
-    scalar_t* const to = (scalar_t*)partial + weights;
+  const int first_window = (int)opaque(item.first_window);
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; j += 2) {
-      const int at = place(8 * j, first_exchanged());
+  for (int line = 0; line < LINES; ++line) {
+    const int first_unit = (int)opaque((column_group() * LINES + line) * LINE_UNITS);
+    // The place of a column in the first row, below zero where there is none.
+    const auto place = [=](int column) {
+      const int unit = first_unit + column / UNIT, index = first_window + unit / WINDOW_TAPS;
+      const Window window(index);
+      const int tap = window.weight_tap(unit % WINDOW_TAPS), out = window.channel + column % UNIT;
+      return index < WINDOWS && tap >= 0 && (WHOLE_UNITS || out < OUT_CHANNELS) ? tap * OUT_CHANNELS + out : -1;
+    };
+    if (ELEMENT == 2 && g.narrowed) {
+      scalar_t* const to = (scalar_t*)partial + weights;
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; ++i) {
-        const int row = Sums::row(i / 2, i % 2 * 2);
-        const float* const found = sums.of[i / 2] + 4 * j + i % 2 * 2;
-        const Vector<unsigned, 2> four = exchanged(found, found + 4);
-        if (at >= 0 && row < rows) *(Vector<unsigned, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at) = four;
+      for (int j = 0; j < SUMS / 4; j += 2) {
+        const int at = place(8 * j + first_exchanged());
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i) {
+          const int row = Sums::row(i / 2, i % 2 * 2);
+          const float* const found = sums.of[i / 2 * LINES + line] + 4 * j + i % 2 * 2;
+          const Vector<unsigned, 2> four = exchanged(found, found + 4);
+          if (at >= 0 && row < rows) *(Vector<unsigned, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at) = four;
+        }
+        __syncwarp();  // so that it does not mingle columns, either
       }
-      __syncwarp();  // so that it does not mingle columns, either
-    }
-  } else {
-    float* const to = (float*)partial + item.part * g.plane + weights;
+    } else {
+      float* const to = (float*)partial + item.part * g.plane + weights;
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const int at = place(8 * j, threadIdx.x % 4 * 2);
+      for (int j = 0; j < SUMS / 4; ++j) {
+        const int at = place(Sums::column(4 * j));
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; ++i) {
-        const int row = Sums::row(i / 2, i % 2 * 2);
-        if (at < 0 || row >= rows) continue;
-        const float* const found = sums.of[i / 2] + 4 * j + i % 2 * 2;
-        Vector<float, 2>* const pair = (Vector<float, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at);
-        const Vector<float, 2> before = again ? *pair : Vector<float, 2>{};
-        *pair = {found[0] + before.value[0], found[1] + before.value[1]};
+        for (int i = 0; i < 2 * ROW_TILES; ++i) {
+          const int row = Sums::row(i / 2, 4 * j + i % 2 * 2);
+          if (at < 0 || row >= rows) continue;
+          const float* const found = sums.of[i / 2 * LINES + line] + 4 * j + i % 2 * 2;
+          Vector<float, 2>* const pair = (Vector<float, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at);
+          const Vector<float, 2> before = again ? *pair : Vector<float, 2>{};
+          *pair = {found[0] + before.value[0], found[1] + before.value[1]};
+        }
+        __syncwarp();
       }
-      __syncwarp();
     }
   }
 }
@@ -163,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Sums sums;
         const int count = min(g.flush, item.stages - stage);
         if (count == 0) sums.clear();  // of an empty batch
-        sums.multiply(count, ring, turn, shared_memory);
+        sums.multiply<WindowColumns>(count, ring, turn, shared_memory);
         store(g, item, sums, partial, stage > 0);
         stage += count;
       } while (stage < item.stages);

@@ -10,12 +10,14 @@ __device__ __forceinline__ void publish_shared() {}
 #if WGMMA_INSTRUCTION && !defined(EMULATOR)
 // A matrix whose rows are 16 bytes of each of two chunks: PITCH bytes apart, and the second chunk `chunk_bytes` behind
 // the first; with more than 16 of PITCH all chunks of a row are neighbours, whose order the copy engine has changed.
-// Of a transposed matrix, 64 of whose columns are the 128 bytes of PITCH, the next 64 are `chunk_bytes` behind.
+// Of a transposed matrix, 64 of whose columns are the 128 bytes of PITCH, the next 64 are `chunk_bytes` behind. Eight
+// rows are `eight_bytes` behind the eight before.
 template <int PITCH>
-__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
+__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes,
+                                                              unsigned eight_bytes = 8 * PITCH) {
   constexpr unsigned long long swizzle = PITCH == 128 ? 1 : PITCH == 64 ? 2 : PITCH == 32 ? 3 : 0;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
-         (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
+         (unsigned long long)(eight_bytes >> 4) << 32 | swizzle << 62;
 }
 // The same of rows of `pitch` bytes, 32, 64 or 128, whose chunks are all neighbours. One that begins so many bytes
 // later is described by a sixteenth of them more.
