@@ -1,0 +1,288 @@
+"""The direct weight gradient for few channels in a group, in channels_last: ``kernels/weight_grad_channels.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from functools import lru_cache, reduce
+from typing import NamedTuple
+
+from polyphase.algorithms.base import (
+    Candidate,
+    Four,
+    Launch,
+    Layouts,
+    affordable_planes,
+    arranged,
+    layer_constants,
+    padded,
+    round_up,
+    slower_of,
+    standard,
+    tiles_of,
+)
+from polyphase.algorithms.gather import Side, five
+from polyphase.device import REGISTERS, DeviceInfo
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
+
+_THREADS = 256  # at most
+_MAX_LANES, _MIN_LANES = 32, 8
+_MAX_CHANNELS = 16  # of a group, on either side
+_MAX_SUMS = 112  # of a thread
+_MAX_SUMS_OF_ROW = 48
+_CHAIN = 2048  # terms of a sum
+_OFFERED = 4
+
+
+class ChannelsGradVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``weight_grad_channels.cu`` says what the names mean."""
+
+    vector: int
+    positions: int
+    rows: int
+    columns: int
+    in_held: int
+    lanes: int
+    block_shares: int
+    min_blocks: int
+
+    @property
+    def walkers(self) -> int:
+        """Threads along positions."""
+        return max(1, _THREADS // (self.lanes * self.block_shares))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.block_shares * self.walkers
+
+    def x_held(self, problem: ConvTransposeProblem) -> int:
+        """Input channels of a position that a thread holds."""
+        return max(1, self.vector // problem.out_channels_per_group) * self.in_held
+
+    def shares(self, problem: ConvTransposeProblem) -> int:
+        """Shares of the weights of a vector's channels."""
+        depth, height, width = (axis.kernel for axis in problem.axes3)
+        of_taps = math.ceil(depth * height / self.rows) * math.ceil(width / self.columns)
+        return of_taps * problem.in_channels_per_group // self.in_held
+
+
+class WeightGradChannels:
+    """A few neighbouring output channels a thread, with all or some of their weights, at a part of the positions."""
+
+    name = "weight_grad_channels"
+    any_size = True
+    adapts = False
+
+    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not Pass.WEIGHT_GRAD:
+            return "computes the weight gradient only"
+        if not problem.channels_last:
+            return "its lanes run along channels, which do not lie side by side"
+        channels = max(problem.in_channels_per_group, problem.out_channels_per_group)
+        if channels > _MAX_CHANNELS:
+            return f"groups of {channels} channels are not few (at most {_MAX_CHANNELS})"
+        return None
+
+    def candidates(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    ) -> Iterator[Candidate]:
+        x, grad = _sides(problem, layouts)
+        if not (x.channels_last and grad.channels_last):
+            return
+        for variant in _ranked(standard(problem), device):
+            # The kernel has distances within a row as constants of 32 bits.
+            if max(_pixel(x) * variant.positions, _pixel(grad) * _window(problem, variant)) < 2**31:
+                yield Candidate(self.name, variant, *_estimate(problem, variant, device))
+
+    def launch(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        variant: ChannelsGradVariant,
+    ) -> Launch:
+        x, grad = _sides(problem, layouts)
+        source = KernelSource(
+            kernel=self.name,
+            dtype=problem.dtype,
+            wide_offsets=True,
+            constants=(
+                *layer_constants(problem, pass_),
+                ("LANES", variant.lanes),
+                ("BLOCK_SHARES", variant.block_shares),
+                ("WALKERS", variant.walkers),
+                ("VECTOR", variant.vector),
+                ("POSITIONS", variant.positions),
+                ("ROWS", variant.rows),
+                ("COLUMNS", variant.columns),
+                ("IN_HELD", variant.in_held),
+                ("X_VECTOR", _at_once(x, variant.x_held(problem), problem, layouts)),
+                ("GRAD_VECTOR", _at_once(grad, variant.vector, problem, layouts)),
+                ("X_PIXEL", _pixel(x)),
+                ("GRAD_PIXEL", _pixel(grad)),
+                ("MIN_BLOCKS", variant.min_blocks),
+            ),
+        )
+        walkers, (n, d, h, w) = _tiles(problem, variant)
+        all_tiles = n * d * h * w
+        blocks = _blocks(problem, variant)
+        length = max(1, math.ceil(all_tiles / _parts(problem, variant, device)))
+        parts = max(1, math.ceil(all_tiles / length))
+        flush = max(1, _CHAIN // variant.positions)
+        geometry = x.packed() + grad.packed()
+        vectors = problem.out_channels // variant.vector
+        geometry += struct.pack("<12i", problem.batch, vectors, blocks[0], flush, *walkers, n, d, w, h)
+        geometry += struct.pack("<3q", length, all_tiles, problem.elements[1])
+        sums_of_row = variant.columns * variant.in_held * variant.vector
+        return Launch(
+            source=source,
+            grid=(math.prod(blocks) * parts, 1, 1),
+            block=variant.threads,
+            shared_bytes=sums_of_row * (variant.threads | 1) * accumulator_bytes(problem.dtype),
+            geometry=padded(geometry),
+            planes=parts,
+        )
+
+
+def _sides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Side, Side]:
+    """Input and output gradient."""
+    return Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output)
+
+
+def _pixel(side: Side) -> int:
+    """Elements from a pixel to its neighbour along w; what they would be where there is none."""
+    return side.strides[4] if side.shape[4] > 1 else side.shape[1]
+
+
+def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layouts) -> int:
+    """Channels that are read at once, of so many that a thread holds."""
+    if not layouts.aligned:
+        return 1
+    batch, _, *spatial = side.strides
+    return reduce(math.gcd, (held, 16 // DTYPE_BYTES[problem.dtype], batch, *spatial))
+
+
+def _window(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
+    """Columns of a row of the output gradient from the first that a thread's positions meet to the last."""
+    width = problem.axes3[2]
+    return (variant.positions - 1) * width.stride + (variant.columns - 1) * width.dilation + 1
+
+
+def _columns_met(problem: ConvTransposeProblem, positions: int, columns: int) -> int:
+    """Columns of a row of the output gradient that so many positions meet at so many taps."""
+    width = problem.axes3[2]
+    return len({i * width.stride + tap * width.dilation for i in range(positions) for tap in range(columns)})
+
+
+def _tiles(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[Four, Four]:
+    """How a block's walkers extend along n, d, h and w, and the tiles that images come to, in steps of theirs."""
+    depth, height, width = five(problem.input_shape)[2:]
+    sizes = depth, height, math.ceil(width / variant.positions)
+    walkers = arranged(problem.batch, sizes, variant.walkers)
+    return walkers, tiles_of(problem.batch, sizes, walkers)
+
+
+def _blocks(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[int, int]:
+    """Blocks of a part: of vectors, and of shares."""
+    vectors = problem.out_channels // variant.vector
+    return math.ceil(vectors / variant.lanes), math.ceil(variant.shares(problem) / variant.block_shares)
+
+
+def _parts(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> int:
+    """Parts of the positions: all blocks are resident together, and have a few tiles each."""
+    resident = device.multiprocessors * variant.min_blocks // math.prod(_blocks(problem, variant))
+    tiles = math.prod(_tiles(problem, variant)[1])
+    return max(1, min(resident, tiles // _LEAST_TILES, affordable_planes(problem)))
+
+
+_LEAST_TILES = 4
+
+
+@lru_cache(maxsize=512)
+def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[ChannelsGradVariant]:
+    """The best variants at the size of ``problem``."""
+    found = [(_estimate(problem, variant, device)[0], variant) for variant in _variants(problem, device)]
+    return [variant for _, variant in sorted(found)[:_OFFERED]]
+
+
+def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsGradVariant]:
+    """Every variant whose sums fit a thread's registers."""
+    size, of_in, of_out = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group, problem.out_channels_per_group
+    words = accumulator_bytes(problem.dtype) // 4
+    depth, height, width = (axis.kernel for axis in problem.axes3)
+    for vector in (8, 4, 2, 1):
+        if vector * size > 16 or (vector % of_out and of_out % vector) or problem.out_channels % vector:
+            continue
+        held = [of_in] if vector > of_out else [n for n in range(1, min(of_in, 8) + 1) if of_in % n == 0]
+        for in_held, rows, columns in itertools.product(held, _parts_of(depth * height), _parts_of(width)):
+            of_row = columns * in_held * vector
+            if rows * of_row * words > _MAX_SUMS or of_row * words > _MAX_SUMS_OF_ROW:
+                continue
+            for positions in (8, 4, 2, 1):
+                variant = ChannelsGradVariant(vector, positions, rows, columns, in_held, 1, 1, 1)
+                registers = _registers(problem, variant)
+                if registers > 250:
+                    continue
+                lanes, block_shares = _lanes(problem, variant)
+                variant = variant._replace(lanes=lanes, block_shares=block_shares)
+                shared = of_row * (variant.threads | 1) * 4 * words + 1024
+                resident = REGISTERS // (variant.threads * round_up(registers, 8))
+                hoped = min(8, resident, device.shared_bytes_per_multiprocessor // shared)
+                if hoped:
+                    yield variant._replace(min_blocks=hoped)
+
+
+def _parts_of(count: int) -> list[int]:
+    """What ``count`` comes to in equal parts, rounded up."""
+    return sorted({math.ceil(count / parts) for parts in range(1, count + 1)}, reverse=True)
+
+
+def _lanes(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[int, int]:
+    """Neighbouring threads that own neighbouring vectors, and the shares of a block."""
+    vectors, shares = problem.out_channels // variant.vector, variant.shares(problem)
+    most = max(_MIN_LANES, min(_MAX_LANES, _THREADS // shares))
+    lanes = math.ceil(vectors / math.ceil(vectors / most))
+    return lanes, math.ceil(shares / math.ceil(shares * lanes / _THREADS))
+
+
+def _registers(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
+    """Registers of a thread, by estimate."""
+    sums = variant.rows * variant.columns * variant.in_held * variant.vector
+    met = _columns_met(problem, variant.positions, variant.columns)
+    values = variant.positions * variant.x_held(problem) + met * variant.vector
+    return 40 + (sums + values) * accumulator_bytes(problem.dtype) // 4
+
+
+def _estimate(
+    problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
+    met = _columns_met(problem, variant.positions, variant.columns)
+    x_elements = variant.positions * variant.x_held(problem)
+    grad_elements = variant.rows * met * variant.vector
+    at_once = 16 // size
+    x_loads = variant.positions * math.ceil(variant.x_held(problem) / at_once)
+    grad_loads = variant.rows * met
+    products = variant.rows * variant.columns * variant.in_held * variant.vector * variant.positions
+    instructions = products * words + x_loads + grad_loads + 60 + 6 * variant.rows
+    if size == 2:
+        instructions += x_elements + grad_elements
+    # Lines of 128 bytes that a warp meets at once.
+    lines = 32 / 128 * (x_elements + grad_elements) * size
+    cycles = instructions / 4 + lines
+    walkers, tiles = _tiles(problem, variant)
+    blocks = math.prod(_blocks(problem, variant))
+    steps = math.prod(tiles) * blocks
+    work = steps * variant.threads / 32 * cycles / (device.multiprocessors * device.clock_hz)
+    work *= 1 + 64 / (variant.threads * variant.min_blocks)
+    moving = problem.bytes / device.copy_bytes_per_second
+    parts = _parts(problem, variant, device)
+    seconds = (work**1.5 + moving**1.5) ** (1 / 1.5)
+    seconds += parts * problem.elements[1] * 4 / device.copy_bytes_per_second + 5e-6
+    return seconds, slower_of(work, moving)[1]

@@ -1,0 +1,220 @@
+// Direct kernel of the weight gradient where channels come last and groups have few of them: depthwise layers, and
+// others whose groups would leave most of a tensor core's operation empty. In exact arithmetic.
+//
+//   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
+//
+// Index mapping. Lanes run along channels: a thread owns VECTOR neighbouring output channels, of one group or of
+// GROUPS_HELD whole ones, LANES threads side by side neighbouring vectors. With them it owns IN_HELD input channels of
+// each of these groups, and ROWS rows of the kernel with COLUMNS taps each: a *share* of its vectors' weights. As many
+// shares as fit are a block's, and read the same elements at the same time, of which the L1 cache keeps them.
+//
+// The block's other threads, WALKERS times those, are at neighbouring positions, along w first, then h, d and n in
+// extents chosen at launch. Each takes POSITIONS neighbours along w at a time: it loads what they meet in a row of the
+// output gradient, then adds to all its sums. A block goes on along h, so that rows which the next positions meet again
+// are in the cache. Blocks on different parts of the positions write to different planes of `partial`, which the caller
+// sums in order: the result does not depend on timing.
+//
+// X_PIXEL and GRAD_PIXEL are the elements from a pixel to its neighbour along w, which hold all groups' channels.
+//
+// Shared memory: all threads' sums of one row of the kernel, [sum][thread], written and read between two barriers.
+
+struct Geometry {
+  Tensor5 x, g;
+  int batch;
+  int vectors, vector_blocks;  // of all output channels; LANES of them are a block's
+  int flush;                   // tiles that are summed in one chain
+  int walkers[4];              // extents along n, d, h, w; their product is at most WALKERS
+  int tiles[4];                // of so many positions, along n, d, w, h
+  long long part_length;       // tiles of a part
+  long long all_tiles;
+  long long plane;  // elements of one plane of `partial`: all weights
+};
+
+constexpr int GROUPS_HELD = VECTOR > OUT_CHANNELS ? VECTOR / OUT_CHANNELS : 1;
+constexpr int X_HELD = GROUPS_HELD * IN_HELD;
+constexpr int KERNEL_ROWS = AXIS_D.kernel * AXIS_H.kernel;
+constexpr int ROW_SHARES = ceil_div(KERNEL_ROWS, ROWS), COLUMN_SHARES = ceil_div(AXIS_W.kernel, COLUMNS);
+constexpr int SHARES = ROW_SHARES * COLUMN_SHARES * (IN_CHANNELS / IN_HELD);
+constexpr int SHARE_BLOCKS = ceil_div(SHARES, BLOCK_SHARES);
+constexpr int SLOTS = LANES * BLOCK_SHARES;  // threads at the same positions
+constexpr int THREADS = SLOTS * WALKERS;
+constexpr int PITCH = THREADS | 1;
+constexpr int WINDOW = (POSITIONS - 1) * AXIS_W.stride + (COLUMNS - 1) * AXIS_W.dilation + 1;
+
+static_assert(VECTOR % OUT_CHANNELS == 0 || OUT_CHANNELS % VECTOR == 0, "a vector is of whole groups, or of one");
+static_assert(IN_CHANNELS % IN_HELD == 0 && X_HELD % X_VECTOR == 0 && VECTOR % GRAD_VECTOR == 0, "whole vectors");
+static_assert(GROUPS_HELD == 1 || IN_HELD == IN_CHANNELS, "input channels of several groups are neighbours");
+
+// Whether a position meets column `column` of a row's window at any tap.
+__host__ __device__ constexpr bool is_met(int column) {
+  for (int tap = 0; tap < COLUMNS; ++tap) {
+    const int rest = column - tap * AXIS_W.dilation;
+    if (rest >= 0 && rest % AXIS_W.stride == 0 && rest / AXIS_W.stride < POSITIONS) return true;
+  }
+  return false;
+}
+
+// COUNT neighbouring channels of a pixel, WIDTH of them at once.
+template <int COUNT, int WIDTH>
+__device__ __forceinline__ void load(const scalar_t* from, bool exists, accum_t (&values)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += WIDTH) {
+    Vector<scalar_t, WIDTH> vector = {};
+    if (exists) vector = *(const Vector<scalar_t, WIDTH>*)(from + i);
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) values[i + j] = widen(vector.value[j]);
+  }
+}
+
+// What a thread owns of the weights of its vector.
+struct Share {
+  int row, column, in;  // the first row of the kernel, tap of a row, and input channel of a group
+
+  __device__ __forceinline__ explicit Share(int index)
+      : row(index % ROW_SHARES * ROWS),
+        column(index / ROW_SHARES % COLUMN_SHARES * COLUMNS),
+        in(index / (ROW_SHARES * COLUMN_SHARES) * IN_HELD) {}
+};
+
+// POSITIONS neighbouring positions, of which `count` exist, and where they meet the output gradient at the first tap.
+struct Place {
+  const scalar_t *x, *grad;  // of the thread's channels
+  int count, d, h, w;
+
+  // Whether all rows of the kernel, and the share's columns, meet elements that exist.
+  __device__ __forceinline__ bool is_whole(const Tensor5& g) const {
+    return count >= POSITIONS && d >= 0 && d + (AXIS_D.kernel - 1) * AXIS_D.dilation < g.size[0] && h >= 0 &&
+           h + (AXIS_H.kernel - 1) * AXIS_H.dilation < g.size[1] && w >= 0 && w + WINDOW <= g.size[2];
+  }
+};
+
+struct Sums {
+  accum_t of[ROWS][COLUMNS][IN_HELD][VECTOR];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < ROWS * COLUMNS * IN_HELD * VECTOR; ++i) (&of[0][0][0][0])[i] = 0;
+  }
+
+  // WHOLE: nothing need be asked for.
+  template <bool WHOLE>
+  __device__ __forceinline__ void add(const Place& place, const Share& share, const Tensor5& g) {
+    accum_t x[POSITIONS][X_HELD];
+#pragma unroll
+    for (int i = 0; i < POSITIONS; ++i)
+      load<X_HELD, X_VECTOR>(place.x + i * X_PIXEL, WHOLE || i < place.count, x[i]);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = share.row + r;
+      if (KERNEL_ROWS % ROWS != 0 && row >= KERNEL_ROWS) continue;
+      const int d = row / AXIS_H.kernel * AXIS_D.dilation, h = row % AXIS_H.kernel * AXIS_H.dilation;
+      if (!WHOLE && ((unsigned)(place.d + d) >= (unsigned)g.size[0] || (unsigned)(place.h + h) >= (unsigned)g.size[1]))
+        continue;
+      const scalar_t* const line = place.grad + d * g.stride[2] + h * g.stride[3];
+      accum_t grad[WINDOW][VECTOR];
+#pragma unroll
+      for (int column = 0; column < WINDOW; ++column)
+        if (is_met(column))
+          load<VECTOR, GRAD_VECTOR>(line + column * GRAD_PIXEL,
+                                    WHOLE || (unsigned)(place.w + column) < (unsigned)g.size[2], grad[column]);
+#pragma unroll
+      for (int i = 0; i < POSITIONS; ++i) {
+        if (!WHOLE && i >= place.count) continue;
+#pragma unroll
+        for (int tap = 0; tap < COLUMNS; ++tap)
+#pragma unroll
+          for (int in = 0; in < IN_HELD; ++in)
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j)
+              of[r][tap][in][j] += x[i][(GROUPS_HELD > 1 ? j / OUT_CHANNELS : 0) * IN_HELD + in] *
+                                   grad[i * AXIS_W.stride + tap * AXIS_W.dilation][j];
+      }
+    }
+  }
+
+  // Adds up the walkers' sums, in their order, and stores them, or adds them to what is there: `again`.
+  __device__ __forceinline__ void store(accum_t* shared, accum_t* plane, int first_vector, int first_share, int vectors,
+                                        bool again) const {
+    constexpr int OF_ROW = COLUMNS * IN_HELD * VECTOR;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int i = 0; i < OF_ROW; ++i) shared[i * PITCH + threadIdx.x] = (&of[r][0][0][0])[i];
+      __syncthreads();
+#pragma unroll 1
+      for (int index = threadIdx.x; index < OF_ROW * SLOTS; index += THREADS) {
+        const int tap = index % COLUMNS, pair = index / COLUMNS % (IN_HELD * VECTOR);
+        const int slot = index / OF_ROW, vector = first_vector + slot % LANES, of_all = first_share + slot / LANES;
+        const accum_t* const from = shared + (tap * (IN_HELD * VECTOR) + pair) * PITCH + slot;
+        accum_t total = from[0];
+#pragma unroll 4
+        for (int walker = 1; walker < WALKERS; ++walker) total += from[walker * SLOTS];
+        const Share share(of_all);
+        if (vector >= vectors || of_all >= SHARES || share.row + r >= KERNEL_ROWS ||
+            share.column + tap >= AXIS_W.kernel)
+          continue;
+        const int out = vector * VECTOR + pair % VECTOR;
+        const long long in = (long long)(out / OUT_CHANNELS) * IN_CHANNELS + share.in + pair / VECTOR;
+        accum_t* const to = plane + (in * OUT_CHANNELS + out % OUT_CHANNELS) * TAPS + (share.row + r) * AXIS_W.kernel +
+                            share.column + tap;
+        *to = again ? *to + total : total;
+      }
+      __syncthreads();
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    weight_grad_channels(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
+                         const Geometry g) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  const int first_vector = blockIdx.x % g.vector_blocks * LANES;
+  const int first_share = blockIdx.x / g.vector_blocks % SHARE_BLOCKS * BLOCK_SHARES;
+  const long long part = blockIdx.x / g.vector_blocks / SHARE_BLOCKS;
+  const int vector = first_vector + threadIdx.x % LANES, of_all = first_share + threadIdx.x / LANES % BLOCK_SHARES;
+  const Share share(of_all);
+  x += vector * VECTOR / OUT_CHANNELS * IN_CHANNELS + share.in;
+  grad += vector * VECTOR + (long long)share.column * AXIS_W.dilation * GRAD_PIXEL;
+  partial += part * g.plane;
+
+  int walker[4], tile[4];
+  decode(g.walkers, (int)threadIdx.x / SLOTS, walker);
+  const bool owns = vector < g.vectors && of_all < SHARES && walker[0] < g.walkers[0];
+  long long first = part * g.part_length;
+  const long long end = min(first + g.part_length, g.all_tiles);
+  decode(g.tiles, first, tile);
+  bool again = false;
+#pragma unroll 1
+  do {
+    Sums sums;
+    sums.clear();
+    const long long until = min(first + g.flush, end);
+#pragma unroll 1
+    for (; first < until; ++first) {
+      const int n = tile[0] * g.walkers[0] + walker[0], d = tile[1] * g.walkers[1] + walker[1];
+      const int w = (tile[2] * g.walkers[3] + walker[3]) * POSITIONS, h = tile[3] * g.walkers[2] + walker[2];
+      Place place;
+      place.count = g.x.size[2] - w;
+      place.d = d * AXIS_D.stride - AXIS_D.padding;
+      place.h = h * AXIS_H.stride - AXIS_H.padding;
+      const int first_column = w * AXIS_W.stride - AXIS_W.padding;
+      place.w = first_column + share.column * AXIS_W.dilation;
+      place.x = x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + (long long)w * X_PIXEL;
+      place.grad = grad + n * g.g.stride[0] + place.d * g.g.stride[2] + place.h * g.g.stride[3] +
+                   (long long)first_column * GRAD_PIXEL;
+      if (owns && n < g.batch && d < g.x.size[0] && h < g.x.size[1] && place.count > 0) {
+        if (place.is_whole(g.g))
+          sums.add<true>(place, share, g.g);
+        else
+          sums.add<false>(place, share, g.g);
+      }
+#pragma unroll
+      for (int i = 3; i >= 0; --i) {  // the next tile
+        if (++tile[i] < g.tiles[i]) break;
+        tile[i] = 0;
+      }
+    }
+    sums.store((accum_t*)shared_memory, partial, first_vector, first_share, g.vectors, again);
+    again = true;
+  } while (first < end);
+}
