@@ -33,7 +33,9 @@ _MAX_LANES, _MIN_LANES = 32, 8
 _MAX_CHANNELS = 16  # of a group, on either side
 _MAX_SUMS = 112  # of a thread
 _MAX_SUMS_OF_ROW = 48
+_MAX_REGISTERS = 208  # by estimate; with more some would spill
 _CHAIN = 2048  # terms of a sum
+_LEAST_TILES = 4  # of a part
 _OFFERED = 4
 
 
@@ -200,9 +202,6 @@ def _parts(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: 
     return max(1, min(resident, tiles // _LEAST_TILES, affordable_planes(problem)))
 
 
-_LEAST_TILES = 4
-
-
 @lru_cache(maxsize=512)
 def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[ChannelsGradVariant]:
     """The best variants at the size of ``problem``."""
@@ -226,7 +225,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Cha
             for positions in (8, 4, 2, 1):
                 variant = ChannelsGradVariant(vector, positions, rows, columns, in_held, 1, 1, 1)
                 registers = _registers(problem, variant)
-                if registers > 250:
+                if registers > _MAX_REGISTERS:
                     continue
                 lanes, block_shares = _lanes(problem, variant)
                 variant = variant._replace(lanes=lanes, block_shares=block_shares)
@@ -255,7 +254,7 @@ def _registers(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> i
     sums = variant.rows * variant.columns * variant.in_held * variant.vector
     met = _columns_met(problem, variant.positions, variant.columns)
     values = variant.positions * variant.x_held(problem) + met * variant.vector
-    return 40 + (sums + values) * accumulator_bytes(problem.dtype) // 4
+    return 48 + (sums + values) * accumulator_bytes(problem.dtype) // 4
 
 
 def _estimate(

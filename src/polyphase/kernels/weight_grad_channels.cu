@@ -54,17 +54,43 @@ __host__ __device__ constexpr bool is_met(int column) {
   return false;
 }
 
-// COUNT neighbouring channels of a pixel, WIDTH of them at once.
-template <int COUNT, int WIDTH>
-__device__ __forceinline__ void load(const scalar_t* from, bool exists, accum_t (&values)[COUNT]) {
+// COUNT neighbouring channels of a pixel as they were loaded, WIDTH of them at once.
+template <class T, int COUNT, int WIDTH, bool PAIRS = sizeof(T) == 2 && COUNT % 2 == 0>
+struct Held {
+  T value[COUNT];
+
+  __device__ __forceinline__ void load(const T* from, bool exists) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i += WIDTH) {
-    Vector<scalar_t, WIDTH> vector = {};
-    if (exists) vector = *(const Vector<scalar_t, WIDTH>*)(from + i);
+    for (int i = 0; i < COUNT; i += WIDTH) {
+      Vector<T, WIDTH> vector = {};
+      if (exists) vector = *(const Vector<T, WIDTH>*)(from + i);
 #pragma unroll
-    for (int j = 0; j < WIDTH; ++j) values[i + j] = widen(vector.value[j]);
+      for (int j = 0; j < WIDTH; ++j) value[i + j] = vector.value[j];
+    }
   }
-}
+  __device__ __forceinline__ accum_t operator[](int i) const { return widen(value[i]); }
+};
+
+// Elements of 16 bits stay in pairs until they are used: to take a pair apart would wait for the load.
+template <class T, int COUNT, int WIDTH>
+struct Held<T, COUNT, WIDTH, true> {
+  unsigned pairs[COUNT / 2];
+
+  __device__ __forceinline__ void load(const T* from, bool exists) {
+    constexpr int AT_ONCE = WIDTH > 1 ? WIDTH / 2 : 1;
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; i += AT_ONCE) {
+      Vector<unsigned, AT_ONCE> vector = {};
+      if (exists && WIDTH > 1) vector = *(const Vector<unsigned, AT_ONCE>*)(from + 2 * i);
+      if (exists && WIDTH == 1) vector.value[0] = from[2 * i].bits | (unsigned)from[2 * i + 1].bits << 16;
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) pairs[i + j] = vector.value[j];
+    }
+  }
+  __device__ __forceinline__ accum_t operator[](int i) const {
+    return widen(T{(unsigned short)(pairs[i / 2] >> 16 * (i % 2))});
+  }
+};
 
 // What a thread owns of the weights of its vector.
 struct Share {
@@ -99,24 +125,23 @@ struct Sums {
   // WHOLE: nothing need be asked for.
   template <bool WHOLE>
   __device__ __forceinline__ void add(const Place& place, const Share& share, const Tensor5& g) {
-    accum_t x[POSITIONS][X_HELD];
+    Held<scalar_t, X_HELD, X_VECTOR> x[POSITIONS];
 #pragma unroll
-    for (int i = 0; i < POSITIONS; ++i)
-      load<X_HELD, X_VECTOR>(place.x + i * X_PIXEL, WHOLE || i < place.count, x[i]);
+    for (int i = 0; i < POSITIONS; ++i) x[i].load(place.x + i * X_PIXEL, WHOLE || i < place.count);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const int row = share.row + r;
       if (KERNEL_ROWS % ROWS != 0 && row >= KERNEL_ROWS) continue;
       const int d = row / AXIS_H.kernel * AXIS_D.dilation, h = row % AXIS_H.kernel * AXIS_H.dilation;
-      if (!WHOLE && ((unsigned)(place.d + d) >= (unsigned)g.size[0] || (unsigned)(place.h + h) >= (unsigned)g.size[1]))
-        continue;
+      const bool exists =
+          WHOLE || ((unsigned)(place.d + d) < (unsigned)g.size[0] && (unsigned)(place.h + h) < (unsigned)g.size[1]);
       const scalar_t* const line = place.grad + d * g.stride[2] + h * g.stride[3];
-      accum_t grad[WINDOW][VECTOR];
+      Held<scalar_t, VECTOR, GRAD_VECTOR> grad[WINDOW];
 #pragma unroll
       for (int column = 0; column < WINDOW; ++column)
         if (is_met(column))
-          load<VECTOR, GRAD_VECTOR>(line + column * GRAD_PIXEL,
-                                    WHOLE || (unsigned)(place.w + column) < (unsigned)g.size[2], grad[column]);
+          grad[column].load(line + column * GRAD_PIXEL,
+                            WHOLE || (exists && (unsigned)(place.w + column) < (unsigned)g.size[2]));
 #pragma unroll
       for (int i = 0; i < POSITIONS; ++i) {
         if (!WHOLE && i >= place.count) continue;
@@ -202,11 +227,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       place.x = x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + (long long)w * X_PIXEL;
       place.grad = grad + n * g.g.stride[0] + place.d * g.g.stride[2] + place.h * g.g.stride[3] +
                    (long long)first_column * GRAD_PIXEL;
-      if (owns && n < g.batch && d < g.x.size[0] && h < g.x.size[1] && place.count > 0) {
-        if (place.is_whole(g.g))
-          sums.add<true>(place, share, g.g);
-        else
-          sums.add<false>(place, share, g.g);
+      const bool exists = owns && n < g.batch && d < g.x.size[0] && h < g.x.size[1] && place.count > 0;
+      if (__all_sync(~0u, !exists || place.is_whole(g.g))) {  // so that a warp does not compute in both ways
+        if (exists) sums.add<true>(place, share, g.g);
+      } else {
+        if (exists) sums.add<false>(place, share, g.g);
       }
 #pragma unroll
       for (int i = 3; i >= 0; --i) {  // the next tile
