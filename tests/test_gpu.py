@@ -39,6 +39,7 @@ from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
+from polyphase.algorithms.weight_grad_channels import WeightGradChannels
 from polyphase.device import DeviceInfo
 from polyphase.jit import launcher
 from polyphase.jit.ahead import compile_ahead
@@ -64,6 +65,7 @@ from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_
 from test_pixel_gemm import LAYERS as PIXEL_LAYERS
 from test_scatter_gemm import LAYERS as SCATTER_LAYERS
 from test_scatter_gemm import assert_carries_inf_and_nan
+from test_weight_grad_channels import LAYERS as CHANNELS_GRAD_LAYERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -176,6 +178,11 @@ def strange_cases() -> Iterator[ParameterSet]:
             for dtype in ("float32", "float16", "bfloat16", "float64")
             for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD)
             if GatherChannels().refusal(replace(layer, dtype=dtype), pass_, H200) is None  # a long sum of float32
+        ),
+        *(
+            (f"{name}, channels", replace(layer, dtype=dtype), (Pass.WEIGHT_GRAD, WeightGradChannels()))
+            for name, layer in CHANNELS_GRAD_LAYERS.items()
+            for dtype in ("float32", "float16", "bfloat16", "float64")
         ),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
         *(
@@ -547,7 +554,7 @@ def test_bias_of_any_strides() -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_planes_are_added_up(dtype: str) -> None:
-    for planes, elements in ((1, 200), (2, 513), (40, 4), (9, 70000)):
+    for planes, elements in ((1, 200), (2, 513), (40, 4), (9, 70000), (131, 1153)):
         assert_planes_are_added_up(planes, elements, dtype, Gpu())
 
 

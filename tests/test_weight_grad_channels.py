@@ -79,7 +79,7 @@ def test_layers(problem: ConvTransposeProblem) -> None:
 def _counts(launch: Launch) -> tuple[list[int], list[int], int, int]:
     """Walkers and tiles along n, d, h and w, tiles of a part, and of all."""
     *_, wn, wd, wh, ww, n, d, w, h = struct.unpack_from("<12i", launch.geometry, 2 * 56)
-    length, total, _ = struct.unpack_from("<3q", launch.geometry, 2 * 56 + 48)
+    length, total, _ = struct.unpack_from("<2iq", launch.geometry, 2 * 56 + 48)
     return [wn, wd, wh, ww], [n, d, h, w], length, total
 
 
@@ -105,6 +105,9 @@ def test_layers_take_every_path() -> None:
                     "columns left over": width % variant.columns > 0,
                     "several blocks of shares": variant.shares(problem) > variant.block_shares,
                     "lanes that idle": problem.out_channels // variant.vector % variant.lanes > 0,
+                    "several rows added at once": constants["ROWS_AT_ONCE"] > 1,
+                    "not all rows added at once": constants["ROWS_AT_ONCE"] < variant.rows,
+                    "threads that idle": launch.block > variant.lanes * variant.block_shares * variant.walkers,
                     "several parts": launch.planes > 1,
                     "a shorter part": length > 0 and total % length > 0,
                     **{f"several walkers along {axis}": count > 1 for axis, count in zip("ndhw", walkers)},

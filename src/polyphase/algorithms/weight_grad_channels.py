@@ -35,6 +35,7 @@ _MAX_SUMS = 112  # of a thread
 _MAX_SUMS_OF_ROW = 48
 _MAX_REGISTERS = 208  # by estimate; with more some would spill
 _CHAIN = 2048  # terms of a sum
+_SHARED_BYTES = 48 << 10  # of a block, where one row of its threads needs no more
 _LEAST_TILES = 4  # of a part
 _OFFERED = 4
 
@@ -58,8 +59,8 @@ class ChannelsGradVariant(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
-        return self.lanes * self.block_shares * self.walkers
+        """Threads of a block, in whole warps."""
+        return round_up(self.lanes * self.block_shares * self.walkers, 32)
 
     def x_held(self, problem: ConvTransposeProblem) -> int:
         """Input channels of a position that a thread holds."""
@@ -122,6 +123,7 @@ class WeightGradChannels:
                 ("POSITIONS", variant.positions),
                 ("ROWS", variant.rows),
                 ("COLUMNS", variant.columns),
+                ("ROWS_AT_ONCE", _rows_at_once(problem, variant)),
                 ("IN_HELD", variant.in_held),
                 ("X_VECTOR", _at_once(x, variant.x_held(problem), problem, layouts)),
                 ("GRAD_VECTOR", _at_once(grad, variant.vector, problem, layouts)),
@@ -139,13 +141,12 @@ class WeightGradChannels:
         geometry = x.packed() + grad.packed()
         vectors = problem.out_channels // variant.vector
         geometry += struct.pack("<12i", problem.batch, vectors, blocks[0], flush, *walkers, n, d, w, h)
-        geometry += struct.pack("<3q", length, all_tiles, problem.elements[1])
-        sums_of_row = variant.columns * variant.in_held * variant.vector
+        geometry += struct.pack("<2iq", length, all_tiles, problem.elements[1])
         return Launch(
             source=source,
             grid=(math.prod(blocks) * parts, 1, 1),
             block=variant.threads,
-            shared_bytes=sums_of_row * (variant.threads | 1) * accumulator_bytes(problem.dtype),
+            shared_bytes=_shared_bytes(problem, variant, _rows_at_once(problem, variant)),
             geometry=padded(geometry),
             planes=parts,
         )
@@ -229,11 +230,23 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Cha
                     continue
                 lanes, block_shares = _lanes(problem, variant)
                 variant = variant._replace(lanes=lanes, block_shares=block_shares)
-                shared = of_row * (variant.threads | 1) * 4 * words + 1024
+                shared = _shared_bytes(problem, variant, _rows_at_once(problem, variant)) + 1024
                 resident = REGISTERS // (variant.threads * round_up(registers, 8))
                 hoped = min(8, resident, device.shared_bytes_per_multiprocessor // shared)
-                if hoped:
+                if hoped and shared <= device.shared_bytes_per_block:
                     yield variant._replace(min_blocks=hoped)
+
+
+def _shared_bytes(problem: ConvTransposeProblem, variant: ChannelsGradVariant, rows: int) -> int:
+    """Shared memory of a block that adds up so many of its threads' rows at once."""
+    sums = rows * variant.columns * variant.in_held * variant.vector
+    return variant.threads * (sums | 1) * accumulator_bytes(problem.dtype)
+
+
+def _rows_at_once(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
+    """Rows of its threads that a block adds up at once."""
+    fitting = (n for n in range(variant.rows, 1, -1) if _shared_bytes(problem, variant, n) <= _SHARED_BYTES)
+    return next(fitting, 1)
 
 
 def _parts_of(count: int) -> list[int]:

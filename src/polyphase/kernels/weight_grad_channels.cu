@@ -16,7 +16,8 @@
 //
 // X_PIXEL and GRAD_PIXEL are the elements from a pixel to its neighbour along w, which hold all groups' channels.
 //
-// Shared memory: all threads' sums of one row of the kernel, [sum][thread], written and read between two barriers.
+// Shared memory: all threads' sums of ROWS_AT_ONCE of their rows, [thread][sum] in the order of the weight, and an odd
+// number apart, so that they meet in no bank; written, then read by those that add them up and store, between barriers.
 
 struct Geometry {
   Tensor5 x, g;
@@ -25,9 +26,8 @@ struct Geometry {
   int flush;                   // tiles that are summed in one chain
   int walkers[4];              // extents along n, d, h, w; their product is at most WALKERS
   int tiles[4];                // of so many positions, along n, d, w, h
-  long long part_length;       // tiles of a part
-  long long all_tiles;
-  long long plane;  // elements of one plane of `partial`: all weights
+  int part_length, all_tiles;  // tiles of a part, of all
+  long long plane;             // elements of one plane of `partial`: all weights
 };
 
 constexpr int GROUPS_HELD = VECTOR > OUT_CHANNELS ? VECTOR / OUT_CHANNELS : 1;
@@ -37,8 +37,9 @@ constexpr int ROW_SHARES = ceil_div(KERNEL_ROWS, ROWS), COLUMN_SHARES = ceil_div
 constexpr int SHARES = ROW_SHARES * COLUMN_SHARES * (IN_CHANNELS / IN_HELD);
 constexpr int SHARE_BLOCKS = ceil_div(SHARES, BLOCK_SHARES);
 constexpr int SLOTS = LANES * BLOCK_SHARES;  // threads at the same positions
-constexpr int THREADS = SLOTS * WALKERS;
-constexpr int PITCH = THREADS | 1;
+constexpr int THREADS = round_up(SLOTS * WALKERS, 32);
+constexpr int OF_ROW = COLUMNS * IN_HELD * VECTOR;  // sums of a thread
+constexpr int PITCH = ROWS_AT_ONCE * OF_ROW | 1;
 constexpr int WINDOW = (POSITIONS - 1) * AXIS_W.stride + (COLUMNS - 1) * AXIS_W.dilation + 1;
 
 static_assert(VECTOR % OUT_CHANNELS == 0 || OUT_CHANNELS % VECTOR == 0, "a vector is of whole groups, or of one");
@@ -160,28 +161,31 @@ struct Sums {
   // Adds up the walkers' sums, in their order, and stores them, or adds them to what is there: `again`.
   __device__ __forceinline__ void store(accum_t* shared, accum_t* plane, int first_vector, int first_share, int vectors,
                                         bool again) const {
-    constexpr int OF_ROW = COLUMNS * IN_HELD * VECTOR;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
+      constexpr int PAIRS = IN_HELD * VECTOR, AT_ONCE = ROWS_AT_ONCE * OF_ROW;
 #pragma unroll
-      for (int i = 0; i < OF_ROW; ++i) shared[i * PITCH + threadIdx.x] = (&of[r][0][0][0])[i];
+      for (int r = 0; r < ROWS_AT_ONCE && first + r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < OF_ROW; ++i)
+          shared[threadIdx.x * PITCH + (i % PAIRS * ROWS_AT_ONCE + r) * COLUMNS + i / PAIRS] =
+              (&of[first + r][0][0][0])[i];
       __syncthreads();
 #pragma unroll 1
-      for (int index = threadIdx.x; index < OF_ROW * SLOTS; index += THREADS) {
-        const int tap = index % COLUMNS, pair = index / COLUMNS % (IN_HELD * VECTOR);
-        const int slot = index / OF_ROW, vector = first_vector + slot % LANES, of_all = first_share + slot / LANES;
-        const accum_t* const from = shared + (tap * (IN_HELD * VECTOR) + pair) * PITCH + slot;
-        accum_t total = from[0];
-#pragma unroll 4
-        for (int walker = 1; walker < WALKERS; ++walker) total += from[walker * SLOTS];
+      for (int index = threadIdx.x; index < AT_ONCE * SLOTS; index += THREADS) {
+        const int tap = index % COLUMNS, pair = index / (COLUMNS * ROWS_AT_ONCE) % PAIRS, slot = index / AT_ONCE;
+        const int vector = first_vector + slot % LANES, of_all = first_share + slot / LANES;
         const Share share(of_all);
-        if (vector >= vectors || of_all >= SHARES || share.row + r >= KERNEL_ROWS ||
-            share.column + tap >= AXIS_W.kernel)
+        const int own = first + index / COLUMNS % ROWS_AT_ONCE, row = share.row + own, column = share.column + tap;
+        const accum_t* const from = shared + slot * PITCH + index % AT_ONCE;
+        if (vector >= vectors || of_all >= SHARES || own >= ROWS || row >= KERNEL_ROWS || column >= AXIS_W.kernel)
           continue;
+        accum_t total = from[0];
+#pragma unroll 8
+        for (int walker = 1; walker < WALKERS; ++walker) total += from[walker * (SLOTS * PITCH)];
         const int out = vector * VECTOR + pair % VECTOR;
         const long long in = (long long)(out / OUT_CHANNELS) * IN_CHANNELS + share.in + pair / VECTOR;
-        accum_t* const to = plane + (in * OUT_CHANNELS + out % OUT_CHANNELS) * TAPS + (share.row + r) * AXIS_W.kernel +
-                            share.column + tap;
+        accum_t* const to = plane + (in * OUT_CHANNELS + out % OUT_CHANNELS) * TAPS + row * AXIS_W.kernel + column;
         *to = again ? *to + total : total;
       }
       __syncthreads();
@@ -195,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int first_vector = blockIdx.x % g.vector_blocks * LANES;
   const int first_share = blockIdx.x / g.vector_blocks % SHARE_BLOCKS * BLOCK_SHARES;
-  const long long part = blockIdx.x / g.vector_blocks / SHARE_BLOCKS;
+  const int part = blockIdx.x / g.vector_blocks / SHARE_BLOCKS;
   const int vector = first_vector + threadIdx.x % LANES, of_all = first_share + threadIdx.x / LANES % BLOCK_SHARES;
   const Share share(of_all);
   x += vector * VECTOR / OUT_CHANNELS * IN_CHANNELS + share.in;
@@ -205,15 +209,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int walker[4], tile[4];
   decode(g.walkers, (int)threadIdx.x / SLOTS, walker);
   const bool owns = vector < g.vectors && of_all < SHARES && walker[0] < g.walkers[0];
-  long long first = part * g.part_length;
-  const long long end = min(first + g.part_length, g.all_tiles);
+  int first = part * g.part_length;
+  const int end = min(first + g.part_length, g.all_tiles);
   decode(g.tiles, first, tile);
   bool again = false;
 #pragma unroll 1
   do {
     Sums sums;
     sums.clear();
-    const long long until = min(first + g.flush, end);
+    const int until = min(first + g.flush, end);
 #pragma unroll 1
     for (; first < until; ++first) {
       const int n = tile[0] * g.walkers[0] + walker[0], d = tile[1] * g.walkers[1] + walker[1];
