@@ -19,6 +19,7 @@ from polyphase.algorithms.base import (
     layer_constants,
     padded,
     round_up,
+    rounds_of,
     slower_of,
     standard,
     tiles_of,
@@ -61,6 +62,16 @@ class ChannelsGradVariant(NamedTuple):
     def threads(self) -> int:
         """Threads of a block, in whole warps."""
         return round_up(self.lanes * self.block_shares * self.walkers, 32)
+
+    @property
+    def sums_of_row(self) -> int:
+        """Sums of a thread for a row of the kernel."""
+        return self.columns * self.in_held * self.vector
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread."""
+        return self.rows * self.sums_of_row
 
     def x_held(self, problem: ConvTransposeProblem) -> int:
         """Input channels of a position that a thread holds."""
@@ -239,8 +250,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Cha
 
 def _shared_bytes(problem: ConvTransposeProblem, variant: ChannelsGradVariant, rows: int) -> int:
     """Shared memory of a block that adds up so many of its threads' rows at once."""
-    sums = rows * variant.columns * variant.in_held * variant.vector
-    return variant.threads * (sums | 1) * accumulator_bytes(problem.dtype)
+    return variant.threads * (rows * variant.sums_of_row | 1) * accumulator_bytes(problem.dtype)
 
 
 def _rows_at_once(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
@@ -262,39 +272,58 @@ def _lanes(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple
     return lanes, math.ceil(shares / math.ceil(shares * lanes / _THREADS))
 
 
+def _held(problem: ConvTransposeProblem, channels: int) -> int:
+    """Registers that so many neighbouring channels take until they are used: two of 16 bits are a pair."""
+    return channels // 2 if DTYPE_BYTES[problem.dtype] == 2 and channels % 2 == 0 else channels
+
+
 def _registers(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
-    """Registers of a thread, by estimate."""
-    sums = variant.rows * variant.columns * variant.in_held * variant.vector
+    """Registers of a thread, by estimate: its sums, its input, and a row of the output gradient."""
     met = _columns_met(problem, variant.positions, variant.columns)
-    values = variant.positions * variant.x_held(problem) + met * variant.vector
-    return 48 + (sums + values) * accumulator_bytes(problem.dtype) // 4
+    held = variant.positions * _held(problem, variant.x_held(problem)) + met * _held(problem, variant.vector)
+    return 48 + (variant.sums + held) * accumulator_bytes(problem.dtype) // 4
 
 
-def _estimate(
-    problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo
-) -> tuple[float, str]:
-    """Predicted time, and what bounds it."""
+def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> tuple[float, str]:
+    """Predicted time, and what bounds it.
+
+    Fitted to 609 measured times of 32 cases (docs/performance.md).
+    """
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
+    x_held = variant.x_held(problem)
     met = _columns_met(problem, variant.positions, variant.columns)
-    x_elements = variant.positions * variant.x_held(problem)
-    grad_elements = variant.rows * met * variant.vector
-    at_once = 16 // size
-    x_loads = variant.positions * math.ceil(variant.x_held(problem) / at_once)
-    grad_loads = variant.rows * met
-    products = variant.rows * variant.columns * variant.in_held * variant.vector * variant.positions
-    instructions = products * words + x_loads + grad_loads + 60 + 6 * variant.rows
+    loads = variant.positions * _loads(problem, x_held) + variant.rows * met * _loads(problem, variant.vector)
+    instructions = 0.54 * words * variant.sums * variant.positions + 1.5 * loads + 1.5 * variant.rows
     if size == 2:
-        instructions += x_elements + grad_elements
-    # Lines of 128 bytes that a warp meets at once.
-    lines = 32 / 128 * (x_elements + grad_elements) * size
-    cycles = instructions / 4 + lines
-    walkers, tiles = _tiles(problem, variant)
-    blocks = math.prod(_blocks(problem, variant))
-    steps = math.prod(tiles) * blocks
-    work = steps * variant.threads / 32 * cycles / (device.multiprocessors * device.clock_hz)
-    work *= 1 + 64 / (variant.threads * variant.min_blocks)
-    moving = problem.bytes / device.copy_bytes_per_second
+        instructions += 0.47 * (variant.positions * x_held + variant.rows * met * variant.vector)
+    cycles = instructions * (1 + 1.4 * _at_borders(problem, variant)) / 4
+
+    # What a thread loads at once, before it waits for it: as many of its rows as it has registers for.
+    limit = device.registers_of(variant.threads * variant.min_blocks)
+    spare = limit - 32 - words * (variant.sums + variant.positions * _held(problem, x_held))
+    rows_at_once = max(1, spare // (words * met * _held(problem, variant.vector)))
+    waits = math.ceil(variant.rows / rows_at_once)
+
     parts = _parts(problem, variant, device)
-    seconds = (work**1.5 + moving**1.5) ** (1 / 1.5)
-    seconds += parts * problem.elements[1] * 4 / device.copy_bytes_per_second + 5e-6
-    return seconds, slower_of(work, moving)[1]
+    blocks = parts * math.prod(_blocks(problem, variant))
+    resident, _ = rounds_of(blocks, variant.min_blocks, device)
+    rounds = math.ceil(blocks / (device.multiprocessors * variant.min_blocks))
+    warps = variant.threads // 32 * resident
+    tiles = math.ceil(math.prod(_tiles(problem, variant)[1]) / parts)
+    work = rounds * tiles * ((warps + 11.5) * cycles + 840 * waits) / device.clock_hz
+    moving = problem.bytes / device.copy_bytes_per_second
+    adding = 3e-6 + 1.2e-8 * parts if parts > 1 else 0.0
+    return (work**2.15 + moving**2.15) ** (1 / 2.15) + 10e-6 + adding, slower_of(work, moving)[1]
+
+
+def _loads(problem: ConvTransposeProblem, channels: int) -> int:
+    """Loads of so many neighbouring channels, where pixels are aligned."""
+    return channels // math.gcd(channels, 16 // DTYPE_BYTES[problem.dtype])
+
+
+def _at_borders(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> float:
+    """In which part of a warp's steps a position meets columns beside the output gradient, and asks for each."""
+    width = problem.axes3[2]
+    at_once = max(1, 32 / (variant.lanes * variant.block_shares))  # walkers of a warp
+    steps = math.ceil(problem.input_size[-1] / variant.positions)
+    return min(1, (math.ceil(width.padding / (width.stride * variant.positions)) + 1) * at_once / steps)
