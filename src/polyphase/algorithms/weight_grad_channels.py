@@ -37,6 +37,7 @@ _MAX_SUMS_OF_ROW = 48
 _MAX_REGISTERS = 208  # by estimate; with more some would spill
 _CHAIN = 2048  # terms of a sum
 _SHARED_BYTES = 48 << 10  # of a block, where one row of its threads needs no more
+_LINES = 1.0
 _LEAST_TILES = 4  # of a part
 _OFFERED = 4
 
@@ -94,8 +95,6 @@ class WeightGradChannels:
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.WEIGHT_GRAD:
             return "computes the weight gradient only"
-        if not problem.channels_last:
-            return "its lanes run along channels, which do not lie side by side"
         channels = max(problem.in_channels_per_group, problem.out_channels_per_group)
         if channels > _MAX_CHANNELS:
             return f"groups of {channels} channels are not few (at most {_MAX_CHANNELS})"
@@ -105,7 +104,7 @@ class WeightGradChannels:
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> Iterator[Candidate]:
         x, grad = _sides(problem, layouts)
-        if not (x.channels_last and grad.channels_last):
+        if problem.channels_last and not (x.channels_last and grad.channels_last):
             return
         for variant in _ranked(standard(problem), device):
             # The kernel has distances within a row as constants of 32 bits.
@@ -208,10 +207,16 @@ def _blocks(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tupl
 
 
 def _parts(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> int:
-    """Parts of the positions: all blocks are resident together, and have a few tiles each."""
-    resident = device.multiprocessors * variant.min_blocks // math.prod(_blocks(problem, variant))
-    tiles = math.prod(_tiles(problem, variant)[1])
-    return max(1, min(resident, tiles // _LEAST_TILES, affordable_planes(problem)))
+    """Parts of the positions, of a few tiles each: all blocks are resident together, or in few rounds."""
+    blocks, tiles = math.prod(_blocks(problem, variant)), math.prod(_tiles(problem, variant)[1])
+    resident = device.multiprocessors * variant.min_blocks
+    most = max(1, min(tiles // _LEAST_TILES, affordable_planes(problem)))
+
+    def cost(parts: int) -> int:
+        return math.ceil(blocks * parts / resident) * (math.ceil(tiles / parts) + _LEAST_TILES // 2)
+
+    rounds = range(math.ceil(blocks / resident), math.ceil(blocks / resident) + 4)
+    return min((min(most, max(1, count * resident // blocks)) for count in rounds), key=cost)
 
 
 @lru_cache(maxsize=512)
@@ -226,10 +231,11 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Cha
     size, of_in, of_out = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group, problem.out_channels_per_group
     words = accumulator_bytes(problem.dtype) // 4
     depth, height, width = (axis.kernel for axis in problem.axes3)
-    for vector in (8, 4, 2, 1):
+    for vector in (8, 4, 2, 1) if problem.channels_last else (1,):
         if vector * size > 16 or (vector % of_out and of_out % vector) or problem.out_channels % vector:
             continue
         held = [of_in] if vector > of_out else [n for n in range(1, min(of_in, 8) + 1) if of_in % n == 0]
+        held = held if problem.channels_last else [1]
         for in_held, rows, columns in itertools.product(held, _parts_of(depth * height), _parts_of(width)):
             of_row = columns * in_held * vector
             if rows * of_row * words > _MAX_SUMS or of_row * words > _MAX_SUMS_OF_ROW:
@@ -267,6 +273,8 @@ def _parts_of(count: int) -> list[int]:
 def _lanes(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[int, int]:
     """Neighbouring threads that own neighbouring vectors, and the shares of a block."""
     vectors, shares = problem.out_channels // variant.vector, variant.shares(problem)
+    if not problem.channels_last:
+        return 1, math.ceil(shares / math.ceil(shares / _THREADS))
     most = max(_MIN_LANES, min(_MAX_LANES, _THREADS // shares))
     lanes = math.ceil(vectors / math.ceil(vectors / most))
     return lanes, math.ceil(shares / math.ceil(shares * lanes / _THREADS))
@@ -287,16 +295,19 @@ def _registers(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> i
 def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it.
 
-    Fitted to 609 measured times of 32 cases (docs/performance.md).
+    Fitted to 1082 measured times of 32 cases (docs/performance.md).
     """
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
     x_held = variant.x_held(problem)
     met = _columns_met(problem, variant.positions, variant.columns)
     loads = variant.positions * _loads(problem, x_held) + variant.rows * met * _loads(problem, variant.vector)
-    instructions = 0.54 * words * variant.sums * variant.positions + 1.5 * loads + 1.5 * variant.rows
+    instructions = 0.4 * words * variant.sums * variant.positions + 1.5 * loads
     if size == 2:
-        instructions += 0.47 * (variant.positions * x_held + variant.rows * met * variant.vector)
-    cycles = instructions * (1 + 1.4 * _at_borders(problem, variant)) / 4
+        instructions += 0.4 * (variant.positions * x_held + variant.rows * met * variant.vector)
+    cycles = instructions * (1 + 1.2 * _at_borders(problem, variant)) / 4
+    if not problem.channels_last:  # neighbours are so many columns apart, and meet so many lines at once
+        cycles += _LINES * variant.positions * max(1, variant.positions * size / 4)
+        cycles += _LINES * variant.rows * met * max(1, variant.positions * problem.axes3[2].stride * size / 4)
 
     # What a thread loads at once, before it waits for it: as many of its rows as it has registers for.
     limit = device.registers_of(variant.threads * variant.min_blocks)
@@ -310,10 +321,13 @@ def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, devic
     rounds = math.ceil(blocks / (device.multiprocessors * variant.min_blocks))
     warps = variant.threads // 32 * resident
     tiles = math.ceil(math.prod(_tiles(problem, variant)[1]) / parts)
-    work = rounds * tiles * ((warps + 11.5) * cycles + 840 * waits) / device.clock_hz
+    work = rounds * tiles * ((warps + 15) * cycles + 790 * waits) / device.clock_hz
     moving = problem.bytes / device.copy_bytes_per_second
+    # What is left in planes, in pieces of a row of the kernel or of less, and added up.
+    scattered = 1.1 if variant.columns < problem.axes3[2].kernel else 0.55
+    storing = parts * problem.elements[1] * scattered / (device.multiprocessors * device.clock_hz)
     adding = 3e-6 + 1.2e-8 * parts if parts > 1 else 0.0
-    return (work**2.15 + moving**2.15) ** (1 / 2.15) + 10e-6 + adding, slower_of(work, moving)[1]
+    return math.hypot(work, moving) + 9.6e-6 + storing + adding, slower_of(work, moving)[1]
 
 
 def _loads(problem: ConvTransposeProblem, channels: int) -> int:

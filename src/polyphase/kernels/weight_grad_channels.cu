@@ -202,8 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int part = blockIdx.x / g.vector_blocks / SHARE_BLOCKS;
   const int vector = first_vector + threadIdx.x % LANES, of_all = first_share + threadIdx.x / LANES % BLOCK_SHARES;
   const Share share(of_all);
-  x += vector * VECTOR / OUT_CHANNELS * IN_CHANNELS + share.in;
-  grad += vector * VECTOR + (long long)share.column * AXIS_W.dilation * GRAD_PIXEL;
+  x += (vector * VECTOR / OUT_CHANNELS * IN_CHANNELS + share.in) * g.x.stride[1];
+  grad += vector * VECTOR * g.g.stride[1] + (long long)share.column * AXIS_W.dilation * GRAD_PIXEL;
   partial += part * g.plane;
 
   int walker[4], tile[4];
