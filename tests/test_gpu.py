@@ -158,6 +158,7 @@ def cases() -> Iterator[ParameterSet]:
 
 def strange_cases() -> Iterator[ParameterSet]:
     """The layers of tests of single algorithms, their tensors dense and not."""
+    channels_grad = WeightGradChannels()
     layers = [
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
         *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_ALGORITHMS.items()),
@@ -180,9 +181,9 @@ def strange_cases() -> Iterator[ParameterSet]:
             if GatherChannels().refusal(replace(layer, dtype=dtype), pass_, H200) is None  # a long sum of float32
         ),
         *(
-            (f"{name}, channels", replace(layer, dtype=dtype), (Pass.WEIGHT_GRAD, WeightGradChannels()))
+            (f"{name}, channels", replace(layer, dtype=dtype, channels_last=last), (Pass.WEIGHT_GRAD, channels_grad))
             for name, layer in CHANNELS_GRAD_LAYERS.items()
-            for dtype in ("float32", "float16", "bfloat16", "float64")
+            for dtype, last in (("float32", True), ("float16", True), ("bfloat16", False), ("float64", False))
         ),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
         *(
@@ -196,8 +197,9 @@ def strange_cases() -> Iterator[ParameterSet]:
             for dtype in ("float32", "float16", "bfloat16")
         ),
     ]
+    one_format_each = GatherGemm, PixelGemm, GatherChannels, WeightGradChannels
     for name, layer, (pass_, algorithm) in layers:
-        one_format = layer.channels_last or isinstance(algorithm, (GatherGemm, PixelGemm, GatherChannels))
+        one_format = layer.channels_last or isinstance(algorithm, one_format_each)
         for problem in [layer] if one_format else formats(layer):
             for number, layouts in enumerate(strange_layouts(problem)):
                 order = "last" if problem.channels_last else "first"

@@ -1,7 +1,8 @@
-"""The weight gradient of few channels in a group in channels_last, in the emulator; test_gpu.py has them on a GPU."""
+"""The weight gradient of few channels in a group, in the emulator; test_gpu.py has the same layers on a GPU."""
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Iterator
@@ -58,10 +59,16 @@ LAYERS = {
 }
 
 
+#: The dtypes that layers are tested in, in each memory format: channels last, and first.
+DTYPES = {True: ("float32", "bfloat16"), False: ("bfloat16", "float64")}
+
+
 def cases() -> Iterator[ParameterSet]:
     for name, problem in LAYERS.items():
-        for dtype in ("float32", "bfloat16", "float64"):
-            yield pytest.param(replace(problem, dtype=dtype), id=f"{name}-{dtype}")
+        for last, dtypes in DTYPES.items():
+            for dtype in dtypes:
+                order = "last" if last else "first"
+                yield pytest.param(replace(problem, dtype=dtype, channels_last=last), id=f"{name}-{order}-{dtype}")
 
 
 def strange_offers(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, list[tuple[Candidate, Launch]]]]:
@@ -107,6 +114,7 @@ def test_layers_take_every_path() -> None:
                     "columns left over": width % variant.columns > 0,
                     "several blocks of shares": variant.shares(problem) > variant.block_shares,
                     "lanes that idle": problem.out_channels // variant.vector % variant.lanes > 0,
+                    "several lanes": variant.lanes > 1,
                     "several rows added at once": constants["ROWS_AT_ONCE"] > 1,
                     "not all rows added at once": constants["ROWS_AT_ONCE"] < variant.rows,
                     "threads that idle": launch.block > variant.lanes * variant.block_shares * variant.walkers,
@@ -168,10 +176,20 @@ def test_an_output_gradient_that_is_infinite_beside_the_image() -> None:
         assert found.isfinite().all()
 
 
+def test_blocks_fill_rounds() -> None:
+    """Where there are more blocks of channels than are resident, parts make the last round of them a full one."""
+    layer = make((16, 600, 20, 20), 600, 3, 1, 1, groups=600)
+    few = replace(H200, multiprocessors=100)
+    for candidate in WeightGradChannels().candidates(layer, WEIGHT_GRAD, few, Layouts.dense(layer)):
+        launch = WeightGradChannels().launch(layer, WEIGHT_GRAD, few, Layouts.dense(layer), candidate.variant)
+        rounds = launch.grid[0] / (100 * candidate.variant.min_blocks)
+        assert launch.grid[0] == 600 * launch.planes
+        assert rounds > 0.85 * math.ceil(rounds)
+
+
 def test_refusals() -> None:
     depthwise = make((2, 64, 9, 11), 64, 3, groups=64)
     refusal = WeightGradChannels().refusal
-    assert refusal(replace(depthwise, channels_last=True), WEIGHT_GRAD, H200) is None
-    assert "weight gradient" in (refusal(replace(depthwise, channels_last=True), Pass.FORWARD, H200) or "")
-    assert "side by side" in (refusal(depthwise, WEIGHT_GRAD, H200) or "")
-    assert "not few" in (refusal(make((2, 64, 9, 11), 64, 3, channels_last=True), WEIGHT_GRAD, H200) or "")
+    assert refusal(depthwise, WEIGHT_GRAD, H200) is None
+    assert "weight gradient" in (refusal(depthwise, Pass.FORWARD, H200) or "")
+    assert "not few" in (refusal(make((2, 64, 9, 11), 64, 3), WEIGHT_GRAD, H200) or "")

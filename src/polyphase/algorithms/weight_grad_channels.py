@@ -37,7 +37,7 @@ _MAX_SUMS_OF_ROW = 48
 _MAX_REGISTERS = 208  # by estimate; with more some would spill
 _CHAIN = 2048  # terms of a sum
 _SHARED_BYTES = 48 << 10  # of a block, where one row of its threads needs no more
-_LINES = 1.0
+_LINES = 0.25  # cycles of a line of memory
 _LEAST_TILES = 4  # of a part
 _OFFERED = 4
 
@@ -90,7 +90,7 @@ class WeightGradChannels:
 
     name = "weight_grad_channels"
     any_size = True
-    adapts = False
+    adapts = True
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.WEIGHT_GRAD:
@@ -295,16 +295,18 @@ def _registers(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> i
 def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it.
 
-    Fitted to 1082 measured times of 32 cases (docs/performance.md).
+    Fitted to 1442 measured times of 90 cases (docs/performance.md).
     """
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
     x_held = variant.x_held(problem)
     met = _columns_met(problem, variant.positions, variant.columns)
     loads = variant.positions * _loads(problem, x_held) + variant.rows * met * _loads(problem, variant.vector)
-    instructions = 0.4 * words * variant.sums * variant.positions + 1.5 * loads
-    if size == 2:
-        instructions += 0.4 * (variant.positions * x_held + variant.rows * met * variant.vector)
-    cycles = instructions * (1 + 1.2 * _at_borders(problem, variant)) / 4
+    instructions = 1.08 * words * variant.sums * variant.positions + 4.2 * loads
+    if size == 2:  # the input is widened again for each tap where there is much of it
+        x_elements = variant.positions * x_held
+        x_widened = x_elements * (variant.rows * variant.columns if x_elements > 32 else 1)
+        instructions += 1.08 * (x_widened + variant.rows * met * variant.vector)
+    cycles = instructions * (1 + 0.6 * _at_borders(problem, variant)) / 4
     if not problem.channels_last:  # neighbours are so many columns apart, and meet so many lines at once
         cycles += _LINES * variant.positions * max(1, variant.positions * size / 4)
         cycles += _LINES * variant.rows * met * max(1, variant.positions * problem.axes3[2].stride * size / 4)
@@ -321,13 +323,15 @@ def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, devic
     rounds = math.ceil(blocks / (device.multiprocessors * variant.min_blocks))
     warps = variant.threads // 32 * resident
     tiles = math.ceil(math.prod(_tiles(problem, variant)[1]) / parts)
-    work = rounds * tiles * ((warps + 15) * cycles + 790 * waits) / device.clock_hz
+    # A step takes what all warps issue, or what one of them waits for.
+    step = ((warps * cycles) ** 2.6 + (7.8 * cycles + 900 * waits) ** 2.6) ** (1 / 2.6)
+    work = rounds * tiles * step / device.clock_hz
     moving = problem.bytes / device.copy_bytes_per_second
     # What is left in planes, in pieces of a row of the kernel or of less, and added up.
-    scattered = 1.1 if variant.columns < problem.axes3[2].kernel else 0.55
+    scattered = 1.4 if variant.columns < problem.axes3[2].kernel else 0.7
     storing = parts * problem.elements[1] * scattered / (device.multiprocessors * device.clock_hz)
     adding = 3e-6 + 1.2e-8 * parts if parts > 1 else 0.0
-    return math.hypot(work, moving) + 9.6e-6 + storing + adding, slower_of(work, moving)[1]
+    return math.hypot(work, moving) + 9.9e-6 + storing + adding, slower_of(work, moving)[1]
 
 
 def _loads(problem: ConvTransposeProblem, channels: int) -> int:
