@@ -34,7 +34,8 @@ _MAX_LANES, _MIN_LANES = 32, 8
 _MAX_CHANNELS = 16  # of a group, on either side
 _MAX_SUMS = 112  # of a thread
 _MAX_SUMS_OF_ROW = 48
-_MAX_REGISTERS = 208  # by estimate; with more some would spill
+_MAX_UNROLLED = 448  # products of a thread, in straight-line code; with more some would spill
+_MAX_REGISTERS = 180  # by estimate; likewise
 _CHAIN = 2048  # terms of a sum
 _SHARED_BYTES = 48 << 10  # of a block, where one row of its threads needs no more
 _LINES = 0.25  # cycles of a line of memory
@@ -245,7 +246,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Cha
             for positions in (8, 4, 2, 1):
                 variant = ChannelsGradVariant(vector, positions, rows, columns, in_held, 1, 1, 1)
                 registers = _registers(problem, variant)
-                if registers > _MAX_REGISTERS:
+                if registers > _MAX_REGISTERS or rows * of_row * words * positions > _MAX_UNROLLED:
                     continue
                 lanes, block_shares = _lanes(problem, variant)
                 variant = variant._replace(lanes=lanes, block_shares=block_shares)
@@ -288,10 +289,11 @@ def _held(problem: ConvTransposeProblem, channels: int) -> int:
 
 
 def _registers(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
-    """Registers of a thread, by estimate: its sums, its input, and a row of the output gradient."""
+    """Registers of a thread, by estimate: its sums, its input, a row of the output gradient, and some of others."""
     met = _columns_met(problem, variant.positions, variant.columns)
     held = variant.positions * _held(problem, variant.x_held(problem)) + met * _held(problem, variant.vector)
-    return 48 + (variant.sums + held) * accumulator_bytes(problem.dtype) // 4
+    others = 8 * min(3, variant.rows - 1) if DTYPE_BYTES[problem.dtype] == 2 and variant.positions > 2 else 0
+    return 48 + others + (variant.sums + held) * accumulator_bytes(problem.dtype) // 4
 
 
 def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> tuple[float, str]:
