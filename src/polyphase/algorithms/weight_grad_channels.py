@@ -1,4 +1,4 @@
-"""The direct weight gradient for few channels in a group, in channels_last: ``kernels/weight_grad_channels.cu``."""
+"""The direct weight gradient for few channels in a group: ``kernels/weight_grad_channels.cu``."""
 
 from __future__ import annotations
 

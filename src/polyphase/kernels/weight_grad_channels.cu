@@ -1,5 +1,5 @@
-// Direct kernel of the weight gradient where channels come last and groups have few of them: depthwise layers, and
-// others whose groups would leave most of a tensor core's operation empty. In exact arithmetic.
+// Direct kernel of the weight gradient where groups have few channels: depthwise layers, and others whose groups would
+// leave most of a tensor core's operation empty. In exact arithmetic.
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
@@ -14,7 +14,10 @@
 // are in the cache. Blocks on different parts of the positions write to different planes of `partial`, which the caller
 // sums in order: the result does not depend on timing.
 //
-// X_PIXEL and GRAD_PIXEL are the elements from a pixel to its neighbour along w, which hold all groups' channels.
+// That is where channels come last. Where they come first, a thread has one channel on either side (LANES, VECTOR and
+// IN_HELD are 1), so that neighbouring threads are at neighbouring positions.
+//
+// X_PIXEL and GRAD_PIXEL are the elements from a pixel to its neighbour along w.
 //
 // Shared memory: all threads' sums of ROWS_AT_ONCE of their rows, [thread][sum] in the order of the weight, and an odd
 // number apart, so that they meet in no bank; written, then read by those that add them up and store, between barriers.
