@@ -41,6 +41,7 @@ from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.algorithms.turned_boxes import InputGradTurned, WeightGradTurned
+from polyphase.algorithms.weight_grad_channels import WeightGradChannels
 from polyphase.device import DeviceInfo
 from polyphase.jit import launcher
 from polyphase.jit.ahead import compile_ahead
@@ -69,6 +70,7 @@ from test_scatter_gemm import assert_carries_inf_and_nan
 from test_turned_boxes import ALGORITHMS as TURNED_ALGORITHMS
 from test_turned_boxes import LAYERS as TURNED_LAYERS
 from test_turned_boxes import assert_turns
+from test_weight_grad_channels import LAYERS as CHANNELS_GRAD_LAYERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -161,6 +163,7 @@ def cases() -> Iterator[ParameterSet]:
 
 def strange_cases() -> Iterator[ParameterSet]:
     """The layers of tests of single algorithms, their tensors dense and not."""
+    channels_grad = WeightGradChannels()
     layers = [
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
         *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_ALGORITHMS.items()),
@@ -188,6 +191,11 @@ def strange_cases() -> Iterator[ParameterSet]:
             for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD)
             if GatherChannels().refusal(replace(layer, dtype=dtype), pass_, H200) is None  # a long sum of float32
         ),
+        *(
+            (f"{name}, channels", replace(layer, dtype=dtype, channels_last=last), (Pass.WEIGHT_GRAD, channels_grad))
+            for name, layer in CHANNELS_GRAD_LAYERS.items()
+            for dtype, last in (("float32", True), ("float16", True), ("bfloat16", False), ("float64", False))
+        ),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
         *(
             (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, algorithm))
@@ -200,9 +208,9 @@ def strange_cases() -> Iterator[ParameterSet]:
             for dtype in ("float32", "float16", "bfloat16")
         ),
     ]
+    one_format_each = GatherGemm, PixelGemm, GatherChannels, WeightGradChannels, InputGradTurned, WeightGradTurned
     for name, layer, (pass_, algorithm) in layers:
-        of_one_format = (GatherGemm, PixelGemm, GatherChannels, InputGradTurned, WeightGradTurned)
-        one_format = layer.channels_last or isinstance(algorithm, of_one_format)
+        one_format = layer.channels_last or isinstance(algorithm, one_format_each)
         for problem in [layer] if one_format else formats(layer):
             for number, layouts in enumerate(strange_layouts(problem)):
                 order = "last" if problem.channels_last else "first"
@@ -559,7 +567,7 @@ def test_bias_of_any_strides() -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_planes_are_added_up(dtype: str) -> None:
-    for planes, elements in ((1, 200), (2, 513), (40, 4), (9, 70000)):
+    for planes, elements in ((1, 200), (2, 513), (40, 4), (9, 70000), (131, 1153)):
         assert_planes_are_added_up(planes, elements, dtype, Gpu())
 
 

@@ -148,7 +148,7 @@ def test_float32_is_rounded_to_nearest(pass_: Pass) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("planes", "elements"), [(1, 200), (2, 513), (9, 130), (40, 4), (3, 128)])
+@pytest.mark.parametrize(("planes", "elements"), [(1, 200), (2, 513), (9, 130), (40, 4), (3, 128), (64, 513)])
 def test_planes_are_added_up(planes: int, elements: int, dtype: str) -> None:
     assert_planes_are_added_up(planes, elements, dtype, Emulator())
 

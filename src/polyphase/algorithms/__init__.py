@@ -14,6 +14,7 @@ from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.algorithms.turned_boxes import InputGradTurned, WeightGradTurned
 from polyphase.algorithms.weight_grad import WeightGrad
+from polyphase.algorithms.weight_grad_channels import WeightGradChannels
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     ImplicitGemm(),
@@ -32,6 +33,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     GatherChannels(),
     GatherTiled(),
     GatherGeneral(),
+    WeightGradChannels(),
     WeightGrad(),
 )
 

@@ -365,6 +365,16 @@ def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
     return n, d, h, w
 
 
+def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
+    """How so many threads extend along n, d, h and w: along w first, in tiles of about the same size."""
+    extents = []
+    for size in (*sizes[::-1], batch):
+        extents.append(math.ceil(size / math.ceil(size / threads)) if size else 1)
+        threads //= extents[-1]
+    w, h, d, n = extents
+    return n, d, h, w
+
+
 def layer_constants(
     problem: ConvTransposeProblem, pass_: Pass, weight_channels_last: bool = False
 ) -> tuple[tuple[str, Constant], ...]:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from polyphase.algorithms.base import (
     Candidate,
-    Four,
     Launch,
     Layouts,
+    arranged,
     padded,
     round_up,
     slower_of,
@@ -108,7 +108,7 @@ class GatherChannels:
             ),
         )
         sizes = (*gather.dst.shape[2:4], math.ceil(gather.cells[2] / variant.cells))
-        lanes = _arrange(problem.batch, sizes, _THREADS // variant.lanes)
+        lanes = arranged(problem.batch, sizes, _THREADS // variant.lanes)
         blocks = math.ceil(_vectors(gather, variant) / variant.lanes)
         rows = tiles_of(problem.batch, sizes, lanes)
         # A block goes on along h as long as the machine stays full: it has its weights already.
@@ -124,16 +124,6 @@ class GatherChannels:
             shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
             geometry=padded(geometry),
         )
-
-
-def _arrange(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
-    """How a block's threads extend along n, d, h and w: along w first, in tiles of about the same size."""
-    extents = []
-    for size in (*sizes[::-1], batch):
-        extents.append(math.ceil(size / math.ceil(size / threads)) if size else 1)
-        threads //= extents[-1]
-    w, h, d, n = extents
-    return n, d, h, w
 
 
 def _vectors(gather: Gather, variant: ChannelsVariant) -> int:

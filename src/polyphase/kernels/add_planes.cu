@@ -1,6 +1,6 @@
 // The planes of a weight's gradient, partial sums, added up in a fixed order, in the tensors' type.
 //
-// Index mapping. Of `groups` groups of threads, one or GROUPS, each adds every groups-th plane, a thread four
+// Index mapping. Of `groups` groups of threads, one or several, each adds every groups-th plane, a thread four
 // neighbours of it; the first group adds up what the others have.
 
 struct Geometry {
@@ -12,9 +12,8 @@ constexpr int TOGETHER = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     add_planes(const accum_t* __restrict__ partial, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
-  __shared__ Vector<accum_t, TOGETHER> others[GROUPS][THREADS / GROUPS];
-  const bool shares = g.groups > 1;
-  const int lanes = shares ? THREADS / GROUPS : THREADS, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
+  __shared__ Vector<accum_t, TOGETHER> others[THREADS];
+  const int lanes = THREADS / g.groups, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
   const long long first = ((long long)blockIdx.x * lanes + lane) * TOGETHER;
   const bool whole = g.plane % TOGETHER == 0;
   const int count = first >= g.plane ? 0 : g.plane - first < TOGETHER ? (int)(g.plane - first) : TOGETHER;
@@ -33,14 +32,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j) sum.value[j] += more.value[j];
   }
-  if (shares) {
-    others[group][lane] = sum;
+  if (g.groups > 1) {
+    others[threadIdx.x] = sum;
     __syncthreads();
     if (group > 0) return;
+#pragma unroll 4
+    for (int i = 1; i < g.groups; ++i)
 #pragma unroll
-    for (int i = 1; i < GROUPS; ++i)
-#pragma unroll
-      for (int j = 0; j < TOGETHER; ++j) sum.value[j] += others[i][lane].value[j];
+      for (int j = 0; j < TOGETHER; ++j) sum.value[j] += others[i * lanes + lane].value[j];
   }
   Vector<scalar_t, TOGETHER> result;
 #pragma unroll
