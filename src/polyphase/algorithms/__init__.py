@@ -13,6 +13,7 @@ from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.algorithms.weight_grad import WeightGrad
+from polyphase.algorithms.weight_grad_windows import WeightGradWindows
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     ImplicitGemm(),
@@ -29,6 +30,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     GatherChannels(),
     GatherTiled(),
     GatherGeneral(),
+    WeightGradWindows(),
     WeightGrad(),
 )
 
