@@ -124,10 +124,10 @@ def test_refusals() -> None:
     assert refusal(layer, PASS, H200) is None
     wanted = {
         replace(layer, dtype="bfloat16"): "float32",
-        replace(layer, out_channels=32): "PyTorch uses it",
+        replace(layer, out_channels=33): "528 pairs",
         replace(layer, out_channels=4, groups=2): "one group",
         replace(layer, channels_last=True, dilation=(1, 2)): "side by side",
-        replace(layer, kernel_size=(600, 2)): "no tile",
+        replace(layer, stride=(2, 20000)): "no tile",
     }
     for problem, reason in wanted.items():
         assert reason in (refusal(problem, PASS, H200) or "")

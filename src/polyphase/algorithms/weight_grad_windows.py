@@ -35,8 +35,10 @@ from polyphase.problem import ConvTransposeProblem, Pass
 _OFFERED = 4
 _POSITIONS = 4  # that a thread takes at once
 _THREADS = (128, 192, 256)  # of a block, about
+_MOST_COLUMNS = 512  # of the weight's gradient
 _MOST_SLICE = 512  # threads that share no positions
 _MOST_SUMS = 96  # of a thread
+_MOST_LINES = 4  # kernel rows of a thread
 _MOST_QUADS = 40  # of four elements that a thread reads of a row at once
 _MOST_ROW = 256  # positions of a tile along the width
 _BUFFERS = (3, 2)
@@ -47,6 +49,7 @@ class WindowsVariant(NamedTuple):
     """The compile-time shape of a kernel; ``weight_grad_windows.cu`` says what the names mean."""
 
     thread_rows: int
+    thread_lines: int
     thread_columns: int
     row_threads: int
     out_chunk: int
@@ -106,7 +109,7 @@ class _Layer:
     @property
     def skew(self) -> int:
         """Elements that a row of the window begins before the first that is met."""
-        return -self.problem.axes3[2].padding % self.grad_piece
+        return -self.problem.axes3[2].padding % 4
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,8 @@ class WeightGradWindows:
             return "copies float32 asynchronously, from compute capability 8.0 on"
         if problem.groups > 1:
             return "reads the channels of one group side by side"
-        if problem.uses_tf32:
-            return "stays exact where TF32 is allowed, and PyTorch uses it"
+        if (columns := problem.out_channels * problem.taps) > _MOST_COLUMNS:
+            return f"{columns} pairs of an output channel and a tap are too many (at most {_MOST_COLUMNS})"
         if _Layer.of(problem, Layouts.dense(problem)) is None:
             return "taps along the width do not lie side by side"
         if not _ranked(standard(problem), device):
@@ -174,7 +177,8 @@ class WeightGradWindows:
         flush = max(1, _CHAIN * variant.k_slices // math.prod(tiling.lanes))
         geometry = layer.x.packed() + layer.grad.packed()
         geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, tiling.rows, tiling.pitch, tiling.x_pitch)
-        geometry += struct.pack("<4i", _lanes_log(layer, tiling), tiling.window_at, tiling.stage, flush)
+        geometry += struct.pack("<3i", layer.x_piece, layer.grad_piece, _lanes_log(layer, tiling))
+        geometry += struct.pack("<3i", tiling.window_at, tiling.stage, flush)
         geometry = padded(geometry) + struct.pack("<3q", length, tiling.total, problem.elements[1])
         source = KernelSource(
             kernel=self.name,
@@ -183,9 +187,8 @@ class WeightGradWindows:
             constants=(
                 *layer_constants(layer.problem, pass_),
                 ("X_LAST", layer.x.channels_last),
-                ("X_PIECE", layer.x_piece),
-                ("G_PIECE", layer.grad_piece),
                 ("THREAD_ROWS", variant.thread_rows),
+                ("THREAD_LINES", variant.thread_lines),
                 ("THREAD_COLUMNS", variant.thread_columns),
                 ("ROW_THREADS", variant.row_threads),
                 ("OUT_CHUNK", variant.out_chunk),
@@ -202,7 +205,7 @@ class WeightGradWindows:
             shared_bytes=_shared_bytes(layer, variant, tiling),
             geometry=geometry,
             planes=planes,
-            planes_channels_last=layer.problem is not problem and problem.taps > 1,
+            planes_channels_last=layer.problem != problem and problem.taps > 1,
         )
 
 
@@ -303,8 +306,8 @@ def _tile_cycles(layer: _Layer, variant: WindowsVariant, lanes: Four, rows: int,
     problem = layer.problem
     warps = variant.threads / 32
     steps = math.ceil(lanes[2] * lanes[3] / _POSITIONS / variant.k_slices)
-    products = _POSITIONS * variant.thread_rows * variant.thread_columns
-    reads = variant.thread_rows + _quads(problem, variant.thread_columns, layer.skew)
+    products = _POSITIONS * variant.thread_rows * variant.thread_lines * variant.thread_columns
+    reads = variant.thread_rows + variant.thread_lines * _quads(problem, variant.thread_columns, layer.skew)
     wide = math.ceil(min(32, variant.row_threads) / 8)
     passes = variant.thread_rows * wide + reads - variant.thread_rows
     product = max((products + reads + _LOOP) / 4 * _ISSUED, 1.5 * passes)
@@ -350,32 +353,43 @@ def _variants(layer: _Layer, device: DeviceInfo) -> Iterator[WindowsVariant]:
     """Variants worth a thought."""
     problem = layer.problem
     axis = problem.axes3[2]
-    kernel_rows = problem.axes3[0].kernel * problem.axes3[1].kernel
-    for thread_rows, splits in itertools.product((8, 4), range(1, axis.kernel + 1)):
-        columns = math.ceil(axis.kernel / splits)
-        if splits > 1:  # threads begin at whole quads
+    taps = problem.axes3[0].kernel * problem.axes3[1].kernel
+    for out_chunk in _parts_of(problem.out_channels):
+        for thread_lines, columns, thread_rows in _thread_tiles(layer, out_chunk * taps):
+            splits = math.ceil(axis.kernel / columns)
+            sums = thread_rows * thread_lines * columns
+            quads = thread_lines * _quads(problem, columns)
+            held = 2 * thread_lines * columns + 8 if layer.x.channels_last else 4 * quads + 4
+            registers = round_up(sums + held + 44, 8)
+            for row_blocks in (1, 2, 4, 8):
+                row_threads = math.ceil(math.ceil(problem.in_channels / row_blocks) / thread_rows)
+                used = row_threads * math.ceil(out_chunk * taps / thread_lines) * splits
+                if used > _MOST_SLICE:
+                    continue
+                whole = round_up(used, 32)
+                slice_threads = whole if whole <= 1.1 * used else used
+                for threads, buffers in itertools.product(_THREADS, _BUFFERS):
+                    k_slices = max(1, threads // slice_threads)
+                    variant = WindowsVariant(
+                        thread_rows, thread_lines, columns, row_threads, out_chunk, k_slices, slice_threads, buffers, 1
+                    )
+                    resident = min(8, REGISTERS // (variant.threads * min(248, registers)))
+                    if resident:
+                        yield variant._replace(min_blocks=resident)
+
+
+def _parts_of(count: int) -> list[int]:
+    """Sizes of about equal parts."""
+    return sorted({math.ceil(count / parts) for parts in range(1, count + 1)}, reverse=True)
+
+
+def _thread_tiles(layer: _Layer, lines: int) -> Iterator[tuple[int, int, int]]:
+    """Kernel rows, columns of each, and rows of a thread."""
+    axis = layer.problem.axes3[2]
+    for columns in _parts_of(axis.kernel):
+        if columns < axis.kernel:  # threads begin at whole quads
             columns = round_up(columns, 4 // math.gcd(4, axis.dilation))
-        if math.ceil(axis.kernel / columns) != splits or thread_rows * columns > _MOST_SUMS:
-            continue
-        quads = _quads(problem, columns)
-        if quads > _MOST_QUADS:
-            continue
-        held = 4 * thread_rows if not layer.x.channels_last else 8
-        held += 4 * quads if not layer.x.channels_last else 2 * columns + 8
-        registers = round_up(thread_rows * columns + held + 36, 8)
-        for row_blocks, out_blocks in itertools.product((1, 2, 4, 8), range(1, problem.out_channels + 1)):
-            row_threads = math.ceil(math.ceil(problem.in_channels / row_blocks) / thread_rows)
-            out_chunk = math.ceil(problem.out_channels / out_blocks)
-            used = row_threads * out_chunk * kernel_rows * splits
-            if used > _MOST_SLICE or math.ceil(problem.out_channels / out_chunk) != out_blocks:
-                continue
-            whole = round_up(used, 32)
-            slice_threads = whole if whole <= 1.1 * used else used
-            for threads, buffers in itertools.product(_THREADS, _BUFFERS):
-                k_slices = max(1, threads // slice_threads)
-                variant = WindowsVariant(
-                    thread_rows, columns, row_threads, out_chunk, k_slices, slice_threads, buffers, 1
-                )
-                resident = min(8, REGISTERS // (variant.threads * min(248, registers)))
-                if resident:
-                    yield variant._replace(min_blocks=resident)
+        quads = _quads(layer.problem, columns) if columns <= _MOST_SUMS // 4 else math.inf
+        for thread_lines, thread_rows in itertools.product(range(1, min(lines, _MOST_LINES) + 1), (8, 4)):
+            if thread_rows * thread_lines * columns <= _MOST_SUMS and thread_lines * quads <= _MOST_QUADS:
+                yield thread_lines, columns, thread_rows

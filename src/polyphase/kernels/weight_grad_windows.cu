@@ -9,10 +9,10 @@
 //
 // Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels with all their taps, and one contiguous
 // part of the tiles of input positions; a stage is a tile, of one image and one slab of it. A thread owns THREAD_ROWS
-// channels by THREAD_COLUMNS taps of one kernel row, and takes POSITIONS neighbours along w at once. K_SLICES groups of
-// threads, each SLICE_THREADS apart, share the positions of a tile; their sums are added in order at the end. Blocks on
-// different parts write to different planes of `partial`, which the caller sums in order: the result does not depend on
-// timing.
+// channels by THREAD_COLUMNS taps of each of THREAD_LINES kernel rows, and takes POSITIONS neighbours along w at once.
+// K_SLICES groups of threads, each SLICE_THREADS apart, share the positions of a tile; their sums are added in order at
+// the end. Blocks on different parts write to different planes of `partial`, which the caller sums in order: the result
+// does not depend on timing.
 //
 // Shared memory: BUFFERS stages, each the tile's input and its window of the output gradient. The input lies as
 // [position][channel] where X_LAST, else as [channel][position]: as it comes, too. Behind the last stage the sums of
@@ -27,6 +27,7 @@ struct Geometry {
   int tiles[4];           // tiles along n, d, h, w
   int rows, pitch;        // of the window: rows of a slab, elements of a row
   int x_pitch;            // elements from one channel's positions to the next's, unless X_LAST
+  int x_piece, g_piece;   // elements that are copied at once: four or one
   int lanes_log;          // threads along a row of the input, unless X_LAST: 2 to the power of that, of a warp
   int window_at, stage;   // elements of shared memory: in front of a stage's window, of a stage
   int flush;              // stages that are summed in one chain
@@ -36,15 +37,16 @@ struct Geometry {
 };
 
 constexpr int POSITIONS = 4;
-constexpr int SPLITS = ceil_div(AXIS_W.kernel, THREAD_COLUMNS);  // threads along a kernel row
-constexpr int KERNEL_ROWS = OUT_CHUNK * AXIS_D.kernel * AXIS_H.kernel, COLUMN_THREADS = KERNEL_ROWS * SPLITS;
-constexpr int ROWS = ROW_THREADS * THREAD_ROWS, COLUMNS = KERNEL_ROWS * AXIS_W.kernel;
+constexpr int SPLITS = ceil_div(AXIS_W.kernel, THREAD_COLUMNS);   // threads along a kernel row
+constexpr int LINES = OUT_CHUNK * AXIS_D.kernel * AXIS_H.kernel;  // kernel rows, of all channels
+constexpr int COLUMN_THREADS = ceil_div(LINES, THREAD_LINES) * SPLITS;
+constexpr int ROWS = ROW_THREADS * THREAD_ROWS, COLUMNS = LINES * AXIS_W.kernel;
 constexpr int THREADS = round_up(SLICE_THREADS * K_SLICES, 32);
 constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), COLUMN_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
 constexpr int SLABS = (AXIS_D.kernel - 1) * AXIS_D.dilation + 1;  // of the window
 
-// A row of the window begins SKEW elements before the first that is met, so that pieces are aligned.
-constexpr int SKEW = (G_PIECE - AXIS_W.padding % G_PIECE) % G_PIECE;
+// A row of the window begins SKEW elements before the first that is met, so that pieces of four are aligned.
+constexpr int SKEW = (4 - AXIS_W.padding % 4) % 4;
 
 static_assert(ROW_THREADS * COLUMN_THREADS <= SLICE_THREADS, "a slice has a thread for all sums");
 static_assert(THREAD_ROWS % 4 == 0, "rows are read four at a time");
@@ -66,23 +68,24 @@ __host__ __device__ constexpr int first_met(int quad) {
 
 typedef Vector<float, 4> Four;
 
-// Copies a tile of the input: where X_LAST the block's channels of each position, else rows of each channel. What does
-// not exist is zero.
+// Copies a tile of the input, PIECE elements at once: where X_LAST the block's channels of each position, else rows of
+// each channel. What does not exist is zero.
+template <int PIECE>
 __device__ __forceinline__ void load_input(const float* x, int channels, const Geometry& g, const int (&at)[4],
                                            float* to) {
   const float* const from = x + offset_of(g.x, at);
   const int height = g.x.size[1] - at[2], width = g.x.size[2] - at[3];
   if constexpr (X_LAST) {
-    constexpr int PIECES = ROWS / X_PIECE;  // of a position
+    constexpr int PIECES = ROWS / PIECE;  // of a position
 #pragma unroll 1
     for (int h = 0; h < g.lanes[2]; ++h) {
       const float* const row = from + h * g.x.stride[3];
       const unsigned slots = shared_address(to + h * g.lanes[3] * ROWS);
 #pragma unroll 2
       for (int i = threadIdx.x; i < g.lanes[3] * PIECES; i += THREADS) {
-        const int w = i / PIECES, channel = i % PIECES * X_PIECE;
+        const int w = i / PIECES, channel = i % PIECES * PIECE;
         const bool exists = h < height && w < width && channel < channels;
-        copy_async<4 * X_PIECE>(slots + i * (4 * X_PIECE), row + w * g.x.stride[4] + channel, exists);
+        copy_async<4 * PIECE>(slots + i * (4 * PIECE), row + w * g.x.stride[4] + channel, exists);
       }
     }
   } else {
@@ -92,18 +95,19 @@ __device__ __forceinline__ void load_input(const float* x, int channels, const G
       const float* const row = from + h * g.x.stride[3];
       const unsigned slots = shared_address(to + h * g.lanes[3]);
 #pragma unroll 1
-      for (int w = lane * X_PIECE; w < g.lanes[3]; w += X_PIECE << g.lanes_log)
+      for (int w = lane * PIECE; w < g.lanes[3]; w += PIECE << g.lanes_log)
 #pragma unroll 2
         for (int channel = first; channel < ROWS; channel += THREADS >> g.lanes_log) {
           const bool exists = h < height && w < width && channel < channels;
-          copy_async<4 * X_PIECE>(slots + (channel * g.x_pitch + w) * 4,
-                                  row + channel * g.x.stride[1] + w * g.x.stride[4], exists);
+          copy_async<4 * PIECE>(slots + (channel * g.x_pitch + w) * 4,
+                                row + channel * g.x.stride[1] + w * g.x.stride[4], exists);
         }
     }
   }
 }
 
 // Copies the tile's window, a warp a row at a time; zeros beside the tensor.
+template <int PIECE>
 __device__ __forceinline__ void load_window(const float* grad, int channels, const Geometry& g, const int (&at)[4],
                                             float* to) {
   const int d = at[1] * AXIS_D.stride - AXIS_D.padding, h = at[2] * AXIS_H.stride - AXIS_H.padding;
@@ -121,21 +125,21 @@ __device__ __forceinline__ void load_window(const float* grad, int channels, con
         grad + channel * g.g.stride[1] + of_d * g.g.stride[2] + of_h * g.g.stride[3] + w * g.g.stride[4];
     const unsigned slots = shared_address(to + (slab * g.rows + row) * g.pitch);
 #pragma unroll 2
-    for (int i = threadIdx.x % 32 * G_PIECE; i < g.pitch; i += 32 * G_PIECE)
-      copy_async<4 * G_PIECE>(slots + 4 * i, from + i * g.g.stride[4],
-                              inside && (unsigned)(w + i) < (unsigned)g.g.size[2]);
+    for (int i = threadIdx.x % 32 * PIECE; i < g.pitch; i += 32 * PIECE)
+      copy_async<4 * PIECE>(slots + 4 * i, from + i * g.g.stride[4],
+                            inside && (unsigned)(w + i) < (unsigned)g.g.size[2]);
   }
 }
 
 // A thread's place in its block.
 struct Thread {
-  int slice, row, kernel_row, split;
+  int slice, row, line, split;  // its first kernel row
   bool works;
 
   __device__ __forceinline__ Thread() {
     slice = threadIdx.x / SLICE_THREADS;
     const int within = threadIdx.x % SLICE_THREADS, column = within / ROW_THREADS;
-    row = within % ROW_THREADS, kernel_row = column / SPLITS, split = column % SPLITS;
+    row = within % ROW_THREADS, line = column / SPLITS * THREAD_LINES, split = column % SPLITS;
     works = slice < K_SLICES && column < COLUMN_THREADS;
   }
   // Of its rows: where X_LAST four neighbours at a time are read together, else positions are.
@@ -145,24 +149,26 @@ struct Thread {
 };
 
 struct Sums {
-  float of[THREAD_ROWS][THREAD_COLUMNS];
+  float of[THREAD_ROWS][THREAD_LINES][THREAD_COLUMNS];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < THREAD_ROWS; ++i)
 #pragma unroll
-      for (int j = 0; j < THREAD_COLUMNS; ++j) of[i][j] = 0;
+      for (int line = 0; line < THREAD_LINES; ++line)
+#pragma unroll
+        for (int j = 0; j < THREAD_COLUMNS; ++j) of[i][line][j] = 0;
   }
 
-  // POSITIONS neighbours: `x` is the first's first row of the thread's, `window` its first column.
-  __device__ __forceinline__ void add(const float* x, const float* window, int x_pitch) {
-    Four met[QUADS];
+  // POSITIONS neighbours: `x` is the first's first row of the thread's; in `window` and `lines` from there on they meet
+  // the thread's first columns.
+  __device__ __forceinline__ void add(const float* x, int x_pitch, const float* window,
+                                      const int (&lines)[THREAD_LINES]) {
+    Window met;
     if constexpr (X_LAST) {
 #pragma unroll
       for (int position = 0; position < POSITIONS; ++position) {
-#pragma unroll
-        for (int quad = 0; quad < QUADS; ++quad)
-          if (first_met(quad) == position) met[quad] = *(const Four*)(window + 4 * quad);
+        met.read(window, lines, position, position);
 #pragma unroll
         for (int rows = 0; rows < THREAD_ROWS; rows += 4) {
           const Four four = *(const Four*)(x + position * ROWS + rows * ROW_THREADS);
@@ -171,9 +177,7 @@ struct Sums {
         }
       }
     } else {
-#pragma unroll
-      for (int quad = 0; quad < QUADS; ++quad)
-        if (first_met(quad) < POSITIONS) met[quad] = *(const Four*)(window + 4 * quad);
+      met.read(window, lines, 0, POSITIONS - 1);
 #pragma unroll
       for (int row = 0; row < THREAD_ROWS; ++row) {
         const Four four = *(const Four*)(x + row * ROW_THREADS * x_pitch);
@@ -184,10 +188,28 @@ struct Sums {
   }
 
  private:
-  __device__ __forceinline__ void add(int row, float x, const Four (&met)[QUADS], int position) {
+  // What the thread's positions meet.
+  struct Window {
+    Four of[THREAD_LINES][QUADS];
+
+    // Quads that are met first by one of these positions.
+    __device__ __forceinline__ void read(const float* from, const int (&lines)[THREAD_LINES], int first, int last) {
 #pragma unroll
-    for (int column = 0; column < THREAD_COLUMNS; ++column)
-      of[row][column] += x * met[place(position, column) / 4].value[place(position, column) % 4];
+      for (int line = 0; line < THREAD_LINES; ++line)
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad)
+          if (first <= first_met(quad) && first_met(quad) <= last)
+            of[line][quad] = *(const Four*)(from + lines[line] + 4 * quad);
+    }
+    __device__ __forceinline__ float at(int line, int place) const { return of[line][place / 4].value[place % 4]; }
+  };
+
+  __device__ __forceinline__ void add(int row, float x, const Window& met, int position) {
+#pragma unroll
+    for (int line = 0; line < THREAD_LINES; ++line)
+#pragma unroll
+      for (int column = 0; column < THREAD_COLUMNS; ++column)
+        of[row][line][column] += x * met.at(line, place(position, column));
   }
 };
 
@@ -212,10 +234,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int of_w = g.lanes[3] / POSITIONS;
   const int first_h = thread.slice / of_w, first_w = thread.slice % of_w, step_h = K_SLICES / of_w;
   const int step_w = K_SLICES % of_w;
-  const int tap_d = thread.kernel_row / AXIS_H.kernel, tap_h = thread.kernel_row % AXIS_H.kernel;
-  const int slab = tap_d / AXIS_D.kernel * SLABS + tap_d % AXIS_D.kernel * AXIS_D.dilation;
-  const int in_window = g.window_at + (slab * g.rows + tap_h * AXIS_H.dilation) * g.pitch +
-                        thread.split * (THREAD_COLUMNS * AXIS_W.dilation);
+  int lines[THREAD_LINES];
+#pragma unroll
+  for (int i = 0; i < THREAD_LINES; ++i) {
+    const int line = min(thread.line + i, LINES - 1);  // the last for those that do not exist
+    const int tap_d = line / AXIS_H.kernel, tap_h = line % AXIS_H.kernel;
+    const int slab = tap_d / AXIS_D.kernel * SLABS + tap_d % AXIS_D.kernel * AXIS_D.dilation;
+    lines[i] = g.window_at + (slab * g.rows + tap_h * AXIS_H.dilation) * g.pitch +
+               thread.split * (THREAD_COLUMNS * AXIS_W.dilation);
+  }
   const int in_input = X_LAST ? thread.row * 4 : thread.row * g.x_pitch;
 
   int tile[4];  // the next to be loaded
@@ -224,8 +251,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int at[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) at[i] = tile[i] * g.lanes[i];
-    load_input(x, rows, g, at, to);
-    load_window(grad, channels, g, at, to + g.window_at);
+    if (g.x_piece == 4)
+      load_input<4>(x, rows, g, at, to);
+    else
+      load_input<1>(x, rows, g, at, to);
+    if (g.g_piece == 4)
+      load_window<4>(grad, channels, g, at, to + g.window_at);
+    else
+      load_window<1>(grad, channels, g, at, to + g.window_at);
 #pragma unroll
     for (int i = 3; i >= 0; --i) {
       if (++tile[i] < g.tiles[i]) break;
@@ -257,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
       while (h < g.lanes[2]) {
         const int position = h * g.lanes[3] + w * POSITIONS;
-        sums.add(from + in_input + position * (X_LAST ? ROWS : 1),
-                 from + in_window + h * AXIS_H.stride * g.pitch + w * (POSITIONS * AXIS_W.stride), g.x_pitch);
+        sums.add(from + in_input + position * (X_LAST ? ROWS : 1), g.x_pitch,
+                 from + h * AXIS_H.stride * g.pitch + w * (POSITIONS * AXIS_W.stride), lines);
         h += step_h, w += step_w;
         if (w >= of_w) w -= of_w, ++h;
       }
@@ -268,15 +301,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     // All slices' sums, then their sum in order.
     if (thread.works) {
-      float* const to = buffers + thread.slice * (ROWS * COLUMNS) + thread.kernel_row * AXIS_W.kernel;
+      float* const to = buffers + thread.slice * (ROWS * COLUMNS) + thread.line * AXIS_W.kernel;
 #pragma unroll
       for (int i = 0; i < THREAD_ROWS; ++i)
 #pragma unroll
-        for (int j = 0; j < THREAD_COLUMNS; ++j) {
-          const int column = thread.split * THREAD_COLUMNS + j;
-          if (SPLITS * THREAD_COLUMNS == AXIS_W.kernel || column < AXIS_W.kernel)
-            to[thread.row_of(i) * COLUMNS + column] = sums.of[i][j];
-        }
+        for (int line = 0; line < THREAD_LINES; ++line)
+#pragma unroll
+          for (int j = 0; j < THREAD_COLUMNS; ++j) {
+            const int column = thread.split * THREAD_COLUMNS + j;
+            if ((LINES % THREAD_LINES == 0 || thread.line + line < LINES) &&
+                (SPLITS * THREAD_COLUMNS == AXIS_W.kernel || column < AXIS_W.kernel))
+              to[thread.row_of(i) * COLUMNS + line * AXIS_W.kernel + column] = sums.of[i][line][j];
+          }
     }
     __syncthreads();
 #pragma unroll 1
