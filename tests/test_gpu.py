@@ -39,6 +39,7 @@ from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
+from polyphase.algorithms.weight_grad_windows import WeightGradWindows
 from polyphase.device import DeviceInfo
 from polyphase.jit import launcher
 from polyphase.jit.ahead import compile_ahead
@@ -56,6 +57,7 @@ from test_gradient_boxes import assert_planes_are_added_up
 from test_gradient_gemm import ALGORITHMS, MIRRORED
 from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
 from test_gradient_wgmma import ALGORITHMS as WGMMA_ALGORITHMS
+from test_gradient_wgmma import LAST as WGMMA_LAST
 from test_gradient_wgmma import LAYERS as WGMMA_LAYERS
 from test_kernels import PROBLEMS, RINGS, WIDE_LAYERS, GemmCase, gemm_cases, ring_case, share_all_items, wide
 from test_kernels import items_to_take as items_to_take  # a fixture, of these tests as well
@@ -64,6 +66,7 @@ from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_
 from test_pixel_gemm import LAYERS as PIXEL_LAYERS
 from test_scatter_gemm import LAYERS as SCATTER_LAYERS
 from test_scatter_gemm import assert_carries_inf_and_nan
+from test_weight_grad_windows import LAYERS as WINDOWS_LAYERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -159,6 +162,14 @@ def strange_cases() -> Iterator[ParameterSet]:
     layers = [
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
         *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_ALGORITHMS.items()),
+        *(
+            (f"{name}, wgmma", layer, (Pass.WEIGHT_GRAD, WGMMA_ALGORITHMS[Pass.WEIGHT_GRAD]))
+            for name, layer in WGMMA_LAST.items()
+        ),
+        *(
+            (f"{name}, windows", layer, (Pass.WEIGHT_GRAD, WeightGradWindows()))
+            for name, layer in WINDOWS_LAYERS.items()
+        ),
         *(
             (f"{name}, boxes", layer, (pass_, algorithm))
             for name, layer in BOX_LAYERS.items()

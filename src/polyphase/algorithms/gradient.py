@@ -91,9 +91,7 @@ def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, l
     return Part(extent, piece, pitch, math.prod(extent) // piece), skew
 
 
-def as_one_channel(
-    problem: ConvTransposeProblem, layouts: Layouts
-) -> tuple[ConvTransposeProblem, Layouts] | None:
+def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
     """The layer of one output channel that a weight gradient in channels_last is, and how its tensors lie.
 
     A row's pixels are one row of narrower ones, a pixel's channels and then the next one's, and so are taps along the

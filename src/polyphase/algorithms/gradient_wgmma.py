@@ -250,9 +250,7 @@ def _predictions(
     seen, layouts = read
     tilings = ((variant, tiling_of(seen, pass_, layouts, variant, device)) for variant in variants)
     return {
-        variant: _estimate(seen, pass_, variant, tiling, device)[0]
-        for variant, tiling in tilings
-        if tiling is not None
+        variant: _estimate(seen, pass_, variant, tiling, device)[0] for variant, tiling in tilings if tiling is not None
     }
 
 

@@ -348,9 +348,7 @@ def _input_runs(
     return Runs(count, span // size, span, boxes), joined
 
 
-def _pixel_runs(
-    problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant, lanes: Four
-) -> Runs | None:
+def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant, lanes: Four) -> Runs | None:
     """The input's where channels are innermost: a tile's pixels, some channels a box."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
     batch, _, depth, height, width = five(problem.input_shape)

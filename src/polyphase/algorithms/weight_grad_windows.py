@@ -34,14 +34,15 @@ from polyphase.problem import ConvTransposeProblem, Pass
 
 _OFFERED = 4
 _POSITIONS = 4  # that a thread takes at once
-_THREADS = (128, 192, 256)  # of a block, about
+_THREADS = (384, 512)  # of a block, about: one is resident
+_FEW_THREADS = 320  # that hide too little from one another
 _MOST_COLUMNS = 512  # of the weight's gradient
 _MOST_SLICE = 512  # threads that share no positions
 _MOST_SUMS = 96  # of a thread
+_MOST_CHUNKS = 4  # sizes of parts of the output channels
 _MOST_LINES = 4  # kernel rows of a thread
 _MOST_QUADS = 40  # of four elements that a thread reads of a row at once
 _MOST_ROW = 256  # positions of a tile along the width
-_BUFFERS = (3, 2)
 _CHAIN = 1024  # positions that a thread sums in one chain
 
 
@@ -55,8 +56,6 @@ class WindowsVariant(NamedTuple):
     out_chunk: int
     k_slices: int
     slice_threads: int
-    buffers: int
-    min_blocks: int
 
     @property
     def rows(self) -> int:
@@ -144,6 +143,8 @@ class WeightGradWindows:
             return "copies float32 asynchronously, from compute capability 8.0 on"
         if problem.groups > 1:
             return "reads the channels of one group side by side"
+        if problem.uses_tf32 and not problem.channels_last:
+            return "stays exact where TF32 is allowed, and tensor cores read rows of pixels as they lie"
         if (columns := problem.out_channels * problem.taps) > _MOST_COLUMNS:
             return f"{columns} pairs of an output channel and a tap are too many (at most {_MOST_COLUMNS})"
         if _Layer.of(problem, Layouts.dense(problem)) is None:
@@ -194,8 +195,7 @@ class WeightGradWindows:
                 ("OUT_CHUNK", variant.out_chunk),
                 ("K_SLICES", variant.k_slices),
                 ("SLICE_THREADS", variant.slice_threads),
-                ("BUFFERS", variant.buffers),
-                ("MIN_BLOCKS", variant.min_blocks),
+                ("MIN_BLOCKS", 1),
             ),
         )
         return Launch(
@@ -216,8 +216,8 @@ def _blocks(layer: _Layer, variant: WindowsVariant) -> int:
 
 
 def _parts(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> int:
-    """Parts of the positions: the machine is filled once."""
-    full = max(1, device.multiprocessors * variant.min_blocks // _blocks(layer, variant))
+    """Parts of the positions: every multiprocessor has a block."""
+    full = max(1, device.multiprocessors // _blocks(layer, variant))
     return max(1, min(full, affordable_planes(layer.problem), tiling.total))
 
 
@@ -227,7 +227,7 @@ def _block_columns(layer: _Layer, variant: WindowsVariant) -> int:
 
 def _shared_bytes(layer: _Layer, variant: WindowsVariant, tiling: _Tiling) -> int:
     sums = variant.k_slices * variant.rows * _block_columns(layer, variant)
-    return 4 * max(variant.buffers * tiling.stage, sums)
+    return 4 * max(2 * tiling.stage, sums)
 
 
 def _lanes_log(layer: _Layer, tiling: _Tiling) -> int:
@@ -242,9 +242,9 @@ def _tiling(layer: _Layer, variant: WindowsVariant, device: DeviceInfo) -> _Tili
     best, least = None, math.inf
     for w, h in itertools.product(_widths(width), _heights(height)):
         tiling = _tile(layer, variant, (1, 1, h, w))
-        if _shared_bytes(layer, variant, tiling) > device.shared_bytes_of(variant.min_blocks):
+        if _shared_bytes(layer, variant, tiling) > device.shared_bytes_per_block:
             continue
-        work = tiling.total * tiling.cycles
+        work = _cycles(layer, variant, tiling, device)
         if work < least:
             best, least = tiling, work
     return best
@@ -253,12 +253,12 @@ def _tiling(layer: _Layer, variant: WindowsVariant, device: DeviceInfo) -> _Tili
 def _widths(size: int) -> list[int]:
     """Extents along the width worth trying: about equal parts, in whole positions of a thread."""
     parts = range(math.ceil(size / _MOST_ROW), math.ceil(size / 8) + 1)
-    found = {round_up(math.ceil(size / count), _POSITIONS) for count in itertools.islice(parts, 16)}
-    return sorted(found | {8, 16, 32}, reverse=True)
+    found = {round_up(math.ceil(size / count), _POSITIONS) for count in itertools.islice(parts, 8)}
+    return sorted(found | {16, 32}, reverse=True)
 
 
 def _heights(size: int) -> list[int]:
-    return sorted({min(size, 1 << i) for i in range(6)} | {math.ceil(size / math.ceil(size / n)) for n in (3, 6, 12)})
+    return sorted({min(size, count) for count in (1, 2, 3, 4, 6, 8, 12, 16)})
 
 
 def _tile(layer: _Layer, variant: WindowsVariant, lanes: Four) -> _Tiling:
@@ -294,41 +294,45 @@ def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int = 0) ->
     return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
 
 
-# Instructions beside the products: of a thread for its positions, of a warp for a copy, and for a row of the window.
-# Cycles of a multiprocessor for a stage.
-_LOOP, _COPY, _ROW, _STAGE = 16.0, 9.0, 30.0, 200.0
-_ISSUED = 1.2  # cycles for each instruction that a scheduler could issue
-_BLOCK = 4000.0  # cycles of a block, beside its stages
+# Fitted to 265 measured times of 36 cases on an H200 (docs/performance.md). Instructions beside products and reads: of
+# a thread for its positions, of a warp for a copy, and for a row of the window. Cycles for an instruction that a
+# scheduler issues, for what a warp reads of shared memory at once, and for a stage.
+_LOOP, _COPY, _ROW = 16.5, 36.0, 79.0
+_ISSUED, _PASS, _STAGE = 1.09, 0.49, 990.0
+_END = 15e-6  # seconds of a call, beside its stages
+_TOGETHER = 2.8  # how far instructions and bytes hide each other: a norm, of which the largest would be the maximum
 
 
 def _tile_cycles(layer: _Layer, variant: WindowsVariant, lanes: Four, rows: int, pitch: int) -> float:
     """Predicted cycles of a multiprocessor for a tile."""
     problem = layer.problem
-    warps = variant.threads / 32
     steps = math.ceil(lanes[2] * lanes[3] / _POSITIONS / variant.k_slices)
     products = _POSITIONS * variant.thread_rows * variant.thread_lines * variant.thread_columns
-    reads = variant.thread_rows + variant.thread_lines * _quads(problem, variant.thread_columns, layer.skew)
-    wide = math.ceil(min(32, variant.row_threads) / 8)
-    passes = variant.thread_rows * wide + reads - variant.thread_rows
-    product = max((products + reads + _LOOP) / 4 * _ISSUED, 1.5 * passes)
+    of_window = variant.thread_lines * _quads(problem, variant.thread_columns, layer.skew)
+    warps = 4 * math.ceil(variant.threads / 128)  # as if all schedulers had as many
+    issued = (products + variant.thread_rows + of_window + _LOOP) / 4 * _ISSUED * warps
+    passes = variant.thread_rows * math.ceil(min(32, variant.row_threads) / 8) + of_window
     x_copies = variant.rows * lanes[2] * lanes[3] / layer.x_piece / 32
     window_rows = variant.out_chunk * _slabs(problem) * rows
     copies = (x_copies + window_rows * math.ceil(pitch / layer.grad_piece / 32)) * _COPY + window_rows * _ROW
-    return warps * steps * product + copies / 4 + _STAGE
+    return steps * max(issued, passes * _PASS * variant.threads / 32) + copies / 4 + _STAGE
+
+
+def _cycles(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> float:
+    """Predicted cycles of the busiest multiprocessor."""
+    parts = _parts(layer, variant, tiling, device)
+    rounds = math.ceil(_blocks(layer, variant) * parts / device.multiprocessors)
+    return rounds * math.ceil(tiling.total / parts) * tiling.cycles
 
 
 def _estimate(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     parts = _parts(layer, variant, tiling, device)
-    stages = math.ceil(tiling.total / parts)
-    blocks = _blocks(layer, variant) * parts
-    resident = max(1, min(variant.min_blocks, math.ceil(blocks / device.multiprocessors)))
-    rounds = math.ceil(blocks / (device.multiprocessors * resident))
-    cycles = rounds * (resident * stages * tiling.cycles + _BLOCK)
-    end = 2e-6 + 8 * parts * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
-    work = cycles / device.clock_hz
+    work = _cycles(layer, variant, tiling, device) / device.clock_hz
     moving = layer.problem.bytes / device.copy_bytes_per_second
-    return (work**2 + moving**2) ** 0.5 + end, slower_of(work, moving)[1]
+    planes = 8 * parts * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
+    seconds = (work**_TOGETHER + moving**_TOGETHER) ** (1 / _TOGETHER)
+    return seconds + planes + _END, slower_of(work, moving)[1]
 
 
 @lru_cache(maxsize=1024)
@@ -336,7 +340,8 @@ def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[WindowsVa
     """Variants of a layer at a typical size, the fastest prediction first."""
     layer = _Layer.of(problem, Layouts.dense(problem))
     assert layer is not None
-    members = list(dict.fromkeys(_variants(layer, device)))
+    members = list(dict.fromkeys(_variants(layer)))
+    members = [variant for variant in members if variant.threads >= _FEW_THREADS] or members
     return kept(f"weight_grad_windows of {problem!r}, on {device!r}", members, lambda: _rank(layer, members, device))
 
 
@@ -349,33 +354,32 @@ def _rank(layer: _Layer, members: list[WindowsVariant], device: DeviceInfo) -> l
     return [variant for _, variant in sorted(scored)]
 
 
-def _variants(layer: _Layer, device: DeviceInfo) -> Iterator[WindowsVariant]:
+def _variants(layer: _Layer) -> Iterator[WindowsVariant]:
     """Variants worth a thought."""
     problem = layer.problem
     axis = problem.axes3[2]
     taps = problem.axes3[0].kernel * problem.axes3[1].kernel
-    for out_chunk in _parts_of(problem.out_channels):
+    for out_chunk in _parts_of(problem.out_channels)[:_MOST_CHUNKS]:
         for thread_lines, columns, thread_rows in _thread_tiles(layer, out_chunk * taps):
             splits = math.ceil(axis.kernel / columns)
             sums = thread_rows * thread_lines * columns
             quads = thread_lines * _quads(problem, columns)
             held = 2 * thread_lines * columns + 8 if layer.x.channels_last else 4 * quads + 4
-            registers = round_up(sums + held + 44, 8)
-            for row_blocks in (1, 2, 4, 8):
+            registers = round_up(sums + held + 36, 8)
+            for row_blocks in (1, 2):
                 row_threads = math.ceil(math.ceil(problem.in_channels / row_blocks) / thread_rows)
                 used = row_threads * math.ceil(out_chunk * taps / thread_lines) * splits
                 if used > _MOST_SLICE:
                     continue
                 whole = round_up(used, 32)
                 slice_threads = whole if whole <= 1.1 * used else used
-                for threads, buffers in itertools.product(_THREADS, _BUFFERS):
+                for threads in _THREADS:
                     k_slices = max(1, threads // slice_threads)
                     variant = WindowsVariant(
-                        thread_rows, thread_lines, columns, row_threads, out_chunk, k_slices, slice_threads, buffers, 1
+                        thread_rows, thread_lines, columns, row_threads, out_chunk, k_slices, slice_threads
                     )
-                    resident = min(8, REGISTERS // (variant.threads * min(248, registers)))
-                    if resident:
-                        yield variant._replace(min_blocks=resident)
+                    if variant.threads * registers <= REGISTERS:
+                        yield variant
 
 
 def _parts_of(count: int) -> list[int]:

@@ -14,11 +14,11 @@
 // the end. Blocks on different parts write to different planes of `partial`, which the caller sums in order: the result
 // does not depend on timing.
 //
-// Shared memory: BUFFERS stages, each the tile's input and its window of the output gradient. The input lies as
+// Shared memory: two stages, each the tile's input and its window of the output gradient. The input lies as
 // [position][channel] where X_LAST, else as [channel][position]: as it comes, too. Behind the last stage the sums of
 // all slices, [slice][row][column], take their place.
 //
-// Synchronisation: a stage is copied while those before it are computed. The barrier that follows a stage's arrival
+// Synchronisation: a stage is copied while the one before it is computed. The barrier that follows a stage's arrival
 // also says that all have done with the one before, whose buffer is filled next.
 
 struct Geometry {
@@ -77,32 +77,36 @@ __device__ __forceinline__ void load_input(const float* x, int channels, const G
   const int height = g.x.size[1] - at[2], width = g.x.size[2] - at[3];
   if constexpr (X_LAST) {
     constexpr int PIECES = ROWS / PIECE;  // of a position
+    constexpr int W_STEP = THREADS / PIECES, CHANNEL_STEP = THREADS % PIECES * PIECE;
 #pragma unroll 1
     for (int h = 0; h < g.lanes[2]; ++h) {
-      const float* const row = from + h * g.x.stride[3];
-      const unsigned slots = shared_address(to + h * g.lanes[3] * ROWS);
-#pragma unroll 2
-      for (int i = threadIdx.x; i < g.lanes[3] * PIECES; i += THREADS) {
-        const int w = i / PIECES, channel = i % PIECES * PIECE;
-        const bool exists = h < height && w < width && channel < channels;
-        copy_async<4 * PIECE>(slots + i * (4 * PIECE), row + w * g.x.stride[4] + channel, exists);
+      int w = threadIdx.x / PIECES, channel = threadIdx.x % PIECES * PIECE;
+      const float* next = from + h * g.x.stride[3] + w * g.x.stride[4];
+      unsigned slot = shared_address(to + h * g.lanes[3] * ROWS) + threadIdx.x * (4 * PIECE);
+#pragma unroll 1
+      while (w < g.lanes[3]) {
+        copy_async<4 * PIECE>(slot, next + channel, h < height && w < width && channel < channels);
+        slot += THREADS * (4 * PIECE), w += W_STEP, next += W_STEP * g.x.stride[4];
+        if (CHANNEL_STEP > 0 && (channel += CHANNEL_STEP) >= ROWS) channel -= ROWS, ++w, next += g.x.stride[4];
       }
     }
   } else {
     const int lane = threadIdx.x & ((1 << g.lanes_log) - 1), first = threadIdx.x >> g.lanes_log;
+    const int at_once = THREADS >> g.lanes_log;
+    const long long step = at_once * g.x.stride[1];
 #pragma unroll 1
-    for (int h = 0; h < g.lanes[2]; ++h) {
-      const float* const row = from + h * g.x.stride[3];
-      const unsigned slots = shared_address(to + h * g.lanes[3]);
+    for (int h = 0; h < g.lanes[2]; ++h)
 #pragma unroll 1
-      for (int w = lane * PIECE; w < g.lanes[3]; w += PIECE << g.lanes_log)
+      for (int w = lane * PIECE; w < g.lanes[3]; w += PIECE << g.lanes_log) {
+        const bool exists = h < height && w < width;
+        const float* next = from + h * g.x.stride[3] + w * g.x.stride[4] + first * g.x.stride[1];
+        unsigned slot = shared_address(to + h * g.lanes[3] + w + first * g.x_pitch);
 #pragma unroll 2
-        for (int channel = first; channel < ROWS; channel += THREADS >> g.lanes_log) {
-          const bool exists = h < height && w < width && channel < channels;
-          copy_async<4 * PIECE>(slots + (channel * g.x_pitch + w) * 4,
-                                row + channel * g.x.stride[1] + w * g.x.stride[4], exists);
+        for (int channel = first; channel < ROWS; channel += at_once) {
+          copy_async<4 * PIECE>(slot, next, exists && channel < channels);
+          slot += at_once * g.x_pitch * 4, next += step;
         }
-    }
+      }
   }
 }
 
@@ -121,13 +125,15 @@ __device__ __forceinline__ void load_window(const float* grad, int channels, con
     const int channel = slab / SLABS, of_d = d + slab % SLABS, of_h = h + row;
     const bool inside =
         channel < channels && (unsigned)of_d < (unsigned)g.g.size[0] && (unsigned)of_h < (unsigned)g.g.size[1];
-    const float* const from =
-        grad + channel * g.g.stride[1] + of_d * g.g.stride[2] + of_h * g.g.stride[3] + w * g.g.stride[4];
-    const unsigned slots = shared_address(to + (slab * g.rows + row) * g.pitch);
+    int i = threadIdx.x % 32 * PIECE;
+    const float* next =
+        grad + channel * g.g.stride[1] + of_d * g.g.stride[2] + of_h * g.g.stride[3] + (w + i) * g.g.stride[4];
+    unsigned slot = shared_address(to + (slab * g.rows + row) * g.pitch + i);
 #pragma unroll 2
-    for (int i = threadIdx.x % 32 * PIECE; i < g.pitch; i += 32 * PIECE)
-      copy_async<4 * PIECE>(slots + 4 * i, from + i * g.g.stride[4],
-                            inside && (unsigned)(w + i) < (unsigned)g.g.size[2]);
+    for (; i < g.pitch; i += 32 * PIECE) {
+      copy_async<4 * PIECE>(slot, next, inside && (unsigned)(w + i) < (unsigned)g.g.size[2]);
+      slot += 32 * (4 * PIECE), next += 32 * PIECE * g.g.stride[4];
+    }
   }
 }
 
@@ -271,20 +277,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Sums sums;
     sums.clear();
     const int stages = min(g.flush, all_stages - done);
-#pragma unroll 1
-    for (int stage = 0; stage < BUFFERS - 1; ++stage) {
-      if (stage < stages) load(buffers + stage * g.stage);
-      copies_commit();
-    }
-    int buffer = 0, next = BUFFERS - 1;
+    if (stages > 0) load(buffers);
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
-      copies_wait<BUFFERS - 2>();
-      __syncthreads();
-      if (stage + BUFFERS - 1 < stages) load(buffers + next * g.stage);
       copies_commit();
-      const float* const from = buffers + buffer * g.stage;
-      buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1, next = next + 1 == BUFFERS ? 0 : next + 1;
+      copies_wait<0>();
+      __syncthreads();
+      const float* const from = buffers + stage % 2 * g.stage;
+      if (stage + 1 < stages) load(buffers + (stage + 1) % 2 * g.stage);
       if (!thread.works) continue;
       int h = first_h, w = first_w;
 #pragma unroll 1
@@ -296,7 +296,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (w >= of_w) w -= of_w, ++h;
       }
     }
-    copies_wait<0>();
     __syncthreads();
 
     // All slices' sums, then their sum in order.
