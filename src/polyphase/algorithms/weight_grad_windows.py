@@ -287,10 +287,10 @@ def _slabs(problem: ConvTransposeProblem) -> int:
     return (axis.kernel - 1) * axis.dilation + 1
 
 
-def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int = 0) -> int:
-    """Quads of elements that a thread reads of a row at once."""
+def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int, positions: int = _POSITIONS) -> int:
+    """Quads of elements that so many of a thread's positions meet of a row."""
     axis = problem.axes3[2]
-    places = itertools.product(range(_POSITIONS), range(thread_columns))
+    places = itertools.product(range(positions), range(thread_columns))
     return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
 
 
@@ -362,10 +362,7 @@ def _variants(layer: _Layer) -> Iterator[WindowsVariant]:
     for out_chunk in _parts_of(problem.out_channels)[:_MOST_CHUNKS]:
         for thread_lines, columns, thread_rows in _thread_tiles(layer, out_chunk * taps):
             splits = math.ceil(axis.kernel / columns)
-            sums = thread_rows * thread_lines * columns
-            quads = thread_lines * _quads(problem, columns)
-            held = 2 * thread_lines * columns + 8 if layer.x.channels_last else 4 * quads + 4
-            registers = round_up(sums + held + 36, 8)
+            registers = _registers(layer, thread_rows, thread_lines, columns)
             for row_blocks in (1, 2):
                 row_threads = math.ceil(math.ceil(problem.in_channels / row_blocks) / thread_rows)
                 used = row_threads * math.ceil(out_chunk * taps / thread_lines) * splits
@@ -378,8 +375,19 @@ def _variants(layer: _Layer) -> Iterator[WindowsVariant]:
                     variant = WindowsVariant(
                         thread_rows, thread_lines, columns, row_threads, out_chunk, k_slices, slice_threads
                     )
-                    if variant.threads * registers <= REGISTERS:
+                    if round_up(variant.threads, 128) * registers <= REGISTERS:
                         yield variant
+
+
+def _registers(layer: _Layer, thread_rows: int, thread_lines: int, columns: int) -> int:
+    """Registers of a thread, by estimate: with fewer the compiler spills."""
+    all_quads = _quads(layer.problem, columns, layer.skew)
+    if layer.x.channels_last:  # a position's, and what is new at the next
+        of_one = _quads(layer.problem, columns, layer.skew, 1)
+        held = 4 * thread_lines * (of_one + (all_quads - of_one) / (_POSITIONS - 1)) + 8
+    else:
+        held = 4 * thread_lines * all_quads + 4
+    return round_up(math.ceil(thread_rows * thread_lines * columns + held + 4 * thread_lines + 38), 8)
 
 
 def _parts_of(count: int) -> list[int]:
@@ -393,7 +401,7 @@ def _thread_tiles(layer: _Layer, lines: int) -> Iterator[tuple[int, int, int]]:
     for columns in _parts_of(axis.kernel):
         if columns < axis.kernel:  # threads begin at whole quads
             columns = round_up(columns, 4 // math.gcd(4, axis.dilation))
-        quads = _quads(layer.problem, columns) if columns <= _MOST_SUMS // 4 else math.inf
+        quads = _quads(layer.problem, columns, layer.skew) if columns <= _MOST_SUMS // 4 else math.inf
         for thread_lines, thread_rows in itertools.product(range(1, min(lines, _MOST_LINES) + 1), (8, 4)):
             if thread_rows * thread_lines * columns <= _MOST_SUMS and thread_lines * quads <= _MOST_QUADS:
                 yield thread_lines, columns, thread_rows

@@ -5,9 +5,10 @@
 // Columns are input channels. In the weight gradient rows are pairs of output channel and tap, k are positions, and the
 // operand is the input; in the input gradient rows are positions, k are pairs of output channel and tap, and the
 // operand is the weight. The operand lies in memory as the cores want it, k innermost, or columns where it is
-// TRANSPOSED, as the cores take half types, too: the copy engine brings boxes of it, rounded to TF32, swizzled. The window (common/window.cuh) comes as it lies, in boxes, too, or where those cannot
-// be had by copies of all loaders (common/window_rows.cuh). Its elements pass the registers of those who multiply,
-// wherever a stride or a tap has them: nothing is unfolded, and nothing turned around.
+// TRANSPOSED, as the cores take half types, too: the copy engine brings boxes of it, rounded to TF32, swizzled. The
+// window (common/window.cuh) comes as it lies, in boxes, too, or where those cannot be had by copies of all loaders
+// (common/window_rows.cuh). Its elements pass the registers of those who multiply, wherever a stride or a tap has them:
+// nothing is unfolded, and nothing turned around.
 //
 // Index mapping. GROUPS groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more loads.
 // BUFFERS stages lie in shared memory, a barrier tells that one is full, another that it is free again.
@@ -238,8 +239,7 @@ struct Sums {
       const int at = (step + i) * 32, within = at & (pitch - 1);
       const int bytes = TRANSPOSED ? (step + i) * OPERATION * pitch : (at - within) * COLUMNS + within;
 #pragma unroll
-      for (int tile = 0; tile < ROW_TILES; ++tile)
-        columns.multiply(bytes, rows.of[i][tile], of[tile], i > 0 || !begin);
+      for (int tile = 0; tile < ROW_TILES; ++tile) columns.multiply(bytes, rows.of[i][tile], of[tile], i > 0 || !begin);
     }
     products_commit();
   }
@@ -287,10 +287,10 @@ struct Sums {
           for (int k = 0; k < OPERATION; ++k) {
             const Word& row = *(const Word*)(lanes.rows[k / WORD % 4] + i % 4 / 2 + k / WORD / 4 * 2);
             const int along = column * ELEMENT;  // where columns are innermost
-            const unsigned at = first + (TRANSPOSED ? along / pitch * box + k * pitch + along % pitch
-                                                    : column * pitch + k * ELEMENT);
-            sum += operand(row.value[k % WORD]) *
-                   operand(*(const scalar_t*)__cvta_shared_to_generic(swizzled(at, pitch)));
+            const unsigned at =
+                first + (TRANSPOSED ? along / pitch * box + k * pitch + along % pitch : column * pitch + k * ELEMENT);
+            sum +=
+                operand(row.value[k % WORD]) * operand(*(const scalar_t*)__cvta_shared_to_generic(swizzled(at, pitch)));
           }
           to[i] = sum;
         }
