@@ -215,6 +215,8 @@ def test_where_it_refuses() -> None:
     }
     last = replace(layer, channels_last=True)
     assert "pixels are innermost" in (InputGradWgmma().refusal(last, Pass.INPUT_GRAD, H200) or "")
+    assert "whole boxes" in (WeightGradWgmma().refusal(last, Pass.WEIGHT_GRAD, H200) or "")
+    last = replace(last, out_channels=6)
     for apart in (replace(last, groups=2), replace(last, dilation=(1, 2))):
         assert "side by side" in (WeightGradWgmma().refusal(apart, Pass.WEIGHT_GRAD, H200) or "")
     narrow = replace(layer, out_channels=9, kernel_size=(3, 3))

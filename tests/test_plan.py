@@ -232,7 +232,7 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     return found[:25]
 
 
-MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by boxes
+MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by an algorithm that adapts
 
 
 def assert_few_sources(problem: ConvTransposeProblem) -> None:
@@ -258,9 +258,9 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.algorithm.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
             cells = chosen.algorithm == "pixel_gemm"
-            boxes = chosen.algorithm.endswith("boxes")
+            adapts = next(each.adapts for each in ALGORITHMS if each.name == chosen.algorithm)
             single = pass_ is Pass.FORWARD and has_odd_rows(computed)
-            kind = computed == sized, is_tiny(computed), by_engine, odd, cells, single, boxes
+            kind = computed == sized, is_tiny(computed), by_engine, odd, cells, single, adapts
             sources.setdefault(kind, {}).setdefault(launch.source, sized)
         for kind, found in sources.items():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}

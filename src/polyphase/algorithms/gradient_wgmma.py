@@ -60,6 +60,8 @@ class _GradientWgmma(Gradient):
             return f"{device.arch} lacks Hopper's matrix instruction"
         if problem.channels_last and (self.pass_ is Pass.INPUT_GRAD or DTYPE_BYTES[problem.dtype] != 2):
             return "reads tensors whose pixels are innermost, but for the weight gradient of half types"
+        if problem.channels_last and problem.out_channels * DTYPE_BYTES[problem.dtype] % 32 == 0:
+            return "output channels are whole boxes, of each tap alone"
         if _as_read(problem, Layouts.dense(problem)) is None:
             return "output channels and taps along the width do not lie side by side"
         row = problem.out_channels_per_group * problem.taps * DTYPE_BYTES[problem.dtype]
@@ -160,6 +162,7 @@ class WeightGradWgmma(_GradientWgmma):
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_wgmma"
     any_size = False
+    adapts = True
 
 
 def _as_read(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:

@@ -43,6 +43,7 @@ _MOST_CHUNKS = 4  # sizes of parts of the output channels
 _MOST_LINES = 4  # kernel rows of a thread
 _MOST_QUADS = 40  # of four elements that a thread reads of a row at once
 _MOST_ROW = 256  # positions of a tile along the width
+_SPARE = 8  # registers that the compiler needs beyond the estimate where it is not for Hopper
 _CHAIN = 1024  # positions that a thread sums in one chain
 
 
@@ -134,7 +135,7 @@ class WeightGradWindows:
 
     name = "weight_grad_windows"
     any_size = True
-    adapts = False
+    adapts = True
 
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.WEIGHT_GRAD:
@@ -340,7 +341,7 @@ def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[WindowsVa
     """Variants of a layer at a typical size, the fastest prediction first."""
     layer = _Layer.of(problem, Layouts.dense(problem))
     assert layer is not None
-    members = list(dict.fromkeys(_variants(layer)))
+    members = list(dict.fromkeys(_variants(layer, 0 if device.has_wgmma else _SPARE)))
     members = [variant for variant in members if variant.threads >= _FEW_THREADS] or members
     return kept(f"weight_grad_windows of {problem!r}, on {device!r}", members, lambda: _rank(layer, members, device))
 
@@ -354,15 +355,15 @@ def _rank(layer: _Layer, members: list[WindowsVariant], device: DeviceInfo) -> l
     return [variant for _, variant in sorted(scored)]
 
 
-def _variants(layer: _Layer) -> Iterator[WindowsVariant]:
-    """Variants worth a thought."""
+def _variants(layer: _Layer, spare: int = 0) -> Iterator[WindowsVariant]:
+    """Variants worth a thought, each thread's ``spare`` registers among what there must be."""
     problem = layer.problem
     axis = problem.axes3[2]
     taps = problem.axes3[0].kernel * problem.axes3[1].kernel
     for out_chunk in _parts_of(problem.out_channels)[:_MOST_CHUNKS]:
         for thread_lines, columns, thread_rows in _thread_tiles(layer, out_chunk * taps):
             splits = math.ceil(axis.kernel / columns)
-            registers = _registers(layer, thread_rows, thread_lines, columns)
+            registers = _registers(layer, thread_rows, thread_lines, columns) + spare
             for row_blocks in (1, 2):
                 row_threads = math.ceil(math.ceil(problem.in_channels / row_blocks) / thread_rows)
                 used = row_threads * math.ceil(out_chunk * taps / thread_lines) * splits
