@@ -42,6 +42,7 @@ from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.algorithms.turned_boxes import InputGradTurned, WeightGradTurned
 from polyphase.algorithms.weight_grad_channels import WeightGradChannels
+from polyphase.algorithms.weight_grad_windows import WeightGradWindows
 from polyphase.device import DeviceInfo
 from polyphase.jit import launcher
 from polyphase.jit.ahead import compile_ahead
@@ -59,6 +60,7 @@ from test_gradient_boxes import assert_planes_are_added_up
 from test_gradient_gemm import ALGORITHMS, MIRRORED
 from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
 from test_gradient_wgmma import ALGORITHMS as WGMMA_ALGORITHMS
+from test_gradient_wgmma import LAST as WGMMA_LAST
 from test_gradient_wgmma import LAYERS as WGMMA_LAYERS
 from test_kernels import PROBLEMS, RINGS, WIDE_LAYERS, GemmCase, gemm_cases, ring_case, share_all_items, wide
 from test_kernels import items_to_take as items_to_take  # a fixture, of these tests as well
@@ -71,6 +73,7 @@ from test_turned_boxes import ALGORITHMS as TURNED_ALGORITHMS
 from test_turned_boxes import LAYERS as TURNED_LAYERS
 from test_turned_boxes import assert_turns
 from test_weight_grad_channels import LAYERS as CHANNELS_GRAD_LAYERS
+from test_weight_grad_windows import LAYERS as WINDOWS_LAYERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -167,6 +170,14 @@ def strange_cases() -> Iterator[ParameterSet]:
     layers = [
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
         *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_ALGORITHMS.items()),
+        *(
+            (f"{name}, wgmma", layer, (Pass.WEIGHT_GRAD, WGMMA_ALGORITHMS[Pass.WEIGHT_GRAD]))
+            for name, layer in WGMMA_LAST.items()
+        ),
+        *(
+            (f"{name}, windows", layer, (Pass.WEIGHT_GRAD, WeightGradWindows()))
+            for name, layer in WINDOWS_LAYERS.items()
+        ),
         *(
             (f"{name}, boxes", layer, (pass_, algorithm))
             for name, layer in BOX_LAYERS.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -63,6 +64,41 @@ LAYERS = {
     "slabs of 4 elements too many": make((2, 16, 3, 6, 6), 16, 2, 2, dtype="bfloat16"),
     "empty batch": make((0, 16, 4, 8), 16, 4, 2, 1, dtype="bfloat16"),
 }
+
+# Channels last, weight gradients alone: all output channels are one.
+last = partial(make, channels_last=True, dtype="bfloat16")
+LAST = {
+    "last of a generator": last((3, 40, 8, 12), 3, 4, 2, 1),
+    "super resolution": last((2, 24, 9, 16), 1, 9, 4, 4, 3),
+    "stride 1": replace(last((2, 64, 9, 20), 3, 7, 1, 3), dtype="float16"),
+    "odd images": last((2, 16, 7, 11), 1, 5, 2, 2),
+    "boxes of 32 bytes": last((1, 136, 6, 12), 2, 3, 2, 1, 1),
+    "several boxes": last((1, 200, 4, 8), 21, 4, 2, 1),
+    "odd strides": last((2, 16, 8, 6), 6, (3, 5), (2, 3), (1, 2), 1, dilation=(2, 1)),
+    "tiny images": last((35, 16, 3, 3), 3, 4, 2, 1),
+    "three-dimensional": last((2, 16, 4, 5, 6), 2, (2, 3, 4), (1, 2, 2), (0, 1, 1), (0, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_channels_last(name: str) -> None:
+    """Tensors of each kind that the engine takes, a variant of each; on a GPU it is all of them."""
+    problem, algorithm, met = LAST[name], ALGORITHMS[Pass.WEIGHT_GRAD], 0
+    assert InputGradWgmma().refusal(problem, Pass.INPUT_GRAD, H200)
+    for number, layouts in enumerate(strange_layouts(problem)):
+        if found := offers(algorithm, problem, Pass.WEIGHT_GRAD, layouts):
+            candidate, launch = found[number % len(found)]
+            assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, layouts, Emulator(number))
+            met += 1
+    assert met >= 3
+
+
+def test_channels_last_take_every_way() -> None:
+    """Windows come as boxes and by copies; the input comes in boxes of every width, one and several."""
+    found = [launch for problem in LAST.values() for _, launch in offers(WeightGradWgmma(), problem, Pass.WEIGHT_GRAD)]
+    assert {launch.boxes[0].swizzle for launch in found} == {32, 64, 128}
+    assert {len(launch.boxes) for launch in found} == {1, 2}
+    assert {dict(launch.source.constants)["COLUMN_TILES"] for launch in found} > {2, 8}
 
 
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS)))
@@ -182,8 +218,14 @@ def test_where_it_refuses() -> None:
     wanted = {
         replace(layer, dtype="float32"): "stays exact",
         replace(layer, dtype="float64"): "do not take float64",
-        replace(layer, channels_last=True): "pixels are innermost",
+        replace(layer, dtype="float32", tf32=True, channels_last=True): "pixels are innermost",
     }
+    last = replace(layer, channels_last=True)
+    assert "pixels are innermost" in (InputGradWgmma().refusal(last, Pass.INPUT_GRAD, H200) or "")
+    assert "whole boxes" in (WeightGradWgmma().refusal(last, Pass.WEIGHT_GRAD, H200) or "")
+    last = replace(last, out_channels=6)
+    for apart in (replace(last, groups=2), replace(last, dilation=(1, 2))):
+        assert "side by side" in (WeightGradWgmma().refusal(apart, Pass.WEIGHT_GRAD, H200) or "")
     narrow = replace(layer, out_channels=9, kernel_size=(3, 3))
     assert "162 bytes" in (InputGradWgmma().refusal(narrow, Pass.INPUT_GRAD, H200) or "")
     for pass_, algorithm in ALGORITHMS.items():

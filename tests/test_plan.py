@@ -232,7 +232,7 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     return found[:25]
 
 
-MOST_KERNELS = 10  # of a layer's forward pass, and of gradients that adapt
+MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by an algorithm that adapts
 
 
 def assert_few_sources(problem: ConvTransposeProblem) -> None:
@@ -264,8 +264,8 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             sources.setdefault(kind, {}).setdefault(launch.source, sized)
         for kind, found in sources.items():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
-            several = pass_ is Pass.FORWARD or str(kind[-1]).endswith(("boxes", "turned", "wgmma", "weight_grad_channels"))
-            most = MOST_KERNELS if several else 1
+            adapt = next((each.adapts for each in ALGORITHMS if each.name == kind[-1]), pass_ is Pass.FORWARD)
+            most = MOST_KERNELS if adapt or str(kind[-1]).endswith("wgmma") else 1
             assert len(narrow) <= most, (
                 f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
             )

@@ -15,6 +15,7 @@ from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.algorithms.turned_boxes import InputGradTurned, WeightGradTurned
 from polyphase.algorithms.weight_grad import WeightGrad
 from polyphase.algorithms.weight_grad_channels import WeightGradChannels
+from polyphase.algorithms.weight_grad_windows import WeightGradWindows
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     ImplicitGemm(),
@@ -34,6 +35,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     GatherTiled(),
     GatherGeneral(),
     WeightGradChannels(),
+    WeightGradWindows(),
     WeightGrad(),
 )
 

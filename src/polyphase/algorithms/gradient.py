@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from polyphase.algorithms.base import Four, Layouts, round_up
 from polyphase.algorithms.gather import Side, five
@@ -88,3 +89,32 @@ def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, l
     extent = (*extent[:3], round_up(skew + extent[3], piece))
     pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
     return Part(extent, piece, pitch, math.prod(extent) // piece), skew
+
+
+def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
+    """The layer of one output channel that a weight gradient in channels_last is, and how its tensors lie.
+
+    A row's pixels are one row of narrower ones, a pixel's channels and then the next one's, and so are taps along the
+    width: what was one step is a step of as many as there are channels. None where pixels lie apart, or taps do.
+    """
+    channels, axis = problem.out_channels, problem.axes3[2]
+    if problem.groups > 1 or not problem.channels_last or (axis.dilation > 1 and axis.kernel > 1):
+        return None
+    batch, _, depth, height, width = layouts.output
+    if width != channels or (channels > 1 and layouts.output[1] != 1):
+        return None
+
+    def widened(values: tuple[int, ...]) -> tuple[int, ...]:
+        return (*values[:-1], values[-1] * channels)
+
+    narrow = replace(
+        problem,
+        out_channels=1,
+        kernel_size=widened(problem.kernel_size),
+        stride=widened(problem.stride),
+        padding=widened(problem.padding),
+        output_padding=widened(problem.output_padding),
+        dilation=(*problem.dilation[:-1], 1),
+        channels_last=False,
+    )
+    return narrow, replace(layouts, output=(batch, 0, depth, height, 1))

@@ -25,12 +25,13 @@ from polyphase.algorithms.base import (
     typical,
 )
 from polyphase.algorithms.gather import Side, five
-from polyphase.algorithms.gradient import Gradient, blocks_of
+from polyphase.algorithms.gradient import Gradient, as_one_channel, blocks_of
 from polyphase.algorithms.gradient_wgmma_tile import (
     GROUPS,
     LOADERS,
     Tiling,
     WgmmaVariant,
+    channel_pitch,
     in_pairs,
     shared_bytes_of,
     stage_cycles,
@@ -57,8 +58,12 @@ class _GradientWgmma(Gradient):
     def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
-        if problem.channels_last:
-            return "reads tensors whose pixels are innermost"
+        if problem.channels_last and (self.pass_ is Pass.INPUT_GRAD or DTYPE_BYTES[problem.dtype] != 2):
+            return "reads tensors whose pixels are innermost, but for the weight gradient of half types"
+        if problem.channels_last and problem.out_channels * DTYPE_BYTES[problem.dtype] % 32 == 0:
+            return "output channels are whole boxes, of each tap alone"
+        if _as_read(problem, Layouts.dense(problem)) is None:
+            return "output channels and taps along the width do not lie side by side"
         row = problem.out_channels_per_group * problem.taps * DTYPE_BYTES[problem.dtype]
         if self.pass_ is Pass.INPUT_GRAD and row % 16:
             return f"an input channel's weights, {row} bytes, are no multiple of 16 bytes"
@@ -72,14 +77,18 @@ class _GradientWgmma(Gradient):
         """Ranked at a typical size, so that a layer keeps its kernel where tiles of this size can be had."""
 
         def predict(variant: WgmmaVariant) -> tuple[float, str] | None:
-            tiling = tiling_of(problem, pass_, layouts, variant, device)
-            return None if tiling is None else _estimate(problem, pass_, variant, tiling, device)
+            read = _as_read(problem, layouts)
+            tiling = None if read is None else tiling_of(read[0], pass_, read[1], variant, device)
+            return None if read is None or tiling is None else _estimate(read[0], pass_, variant, tiling, device)
 
         return first_candidates(self.name, _ranked(standard(problem), pass_, device), predict, _OFFERED)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WgmmaVariant
     ) -> Launch:
+        given, read = problem, _as_read(problem, layouts)
+        assert read is not None
+        problem, layouts = read
         tiling = tiling_of(problem, pass_, layouts, variant, device)
         assert tiling is not None
         grad = Side(five(problem.output_shape), layouts.output)
@@ -116,6 +125,7 @@ class _GradientWgmma(Gradient):
             ("COLUMN_TILES", variant.columns // 8),
             ("OUT_CHUNK", variant.out_chunk),
             ("PAIRS", in_pairs(problem)),
+            ("TRANSPOSED", given.channels_last),
             ("BUFFERS", variant.buffers),
             *((("FLUSH", _stages_summed(problem, variant)),) if pass_ is Pass.INPUT_GRAD else ()),
             ("PARTS", 1),
@@ -129,6 +139,7 @@ class _GradientWgmma(Gradient):
             shared_bytes=shared_bytes_of(variant, tiling),
             geometry=geometry,
             planes=planes,
+            planes_channels_last=given.channels_last and given.taps > 1,
             boxes=tuple(each for each in (tiling.runs.boxes, tiling.window_box) if each is not None),
         )
 
@@ -147,6 +158,12 @@ class WeightGradWgmma(_GradientWgmma):
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_wgmma"
     any_size = False
+    adapts = True
+
+
+def _as_read(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
+    """The layer as the kernels see it: channels that are innermost are one, None where they cannot be."""
+    return as_one_channel(problem, layouts) if problem.channels_last else (problem, layouts)
 
 
 def _stages_summed(problem: ConvTransposeProblem, variant: WgmmaVariant) -> int:
@@ -226,12 +243,13 @@ def _predictions(
     problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, variants: list[WgmmaVariant]
 ) -> dict[WgmmaVariant, float]:
     """Seconds, of the variants that there are at this size."""
-    layouts = Layouts.dense(problem)
-    tilings = ((variant, tiling_of(problem, pass_, layouts, variant, device)) for variant in variants)
+    read = _as_read(problem, Layouts.dense(problem))
+    if read is None:
+        return {}
+    seen, layouts = read
+    tilings = ((variant, tiling_of(seen, pass_, layouts, variant, device)) for variant in variants)
     return {
-        variant: _estimate(problem, pass_, variant, tiling, device)[0]
-        for variant, tiling in tilings
-        if tiling is not None
+        variant: _estimate(seen, pass_, variant, tiling, device)[0] for variant, tiling in tilings if tiling is not None
     }
 
 
@@ -243,10 +261,13 @@ def _fastest(seconds: dict[WgmmaVariant, float]) -> list[WgmmaVariant]:
 def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaVariant]:
     """Variants worth a thought, their buffers left open."""
     out, taps, size = problem.out_channels_per_group, problem.taps, DTYPE_BYTES[problem.dtype]
+    if problem.channels_last:  # all output channels are a block's, as if they were taps
+        out, taps = 1, out * taps
     operation = OPERATION_BYTES // size
     most = _MOST_SUMS // 2 if pass_ is Pass.INPUT_GRAD and _is_long(problem) else _MOST_SUMS
+    unit = channel_pitch(problem, problem.in_channels_per_group) // size if problem.channels_last else 8
     widths = {
-        round_up(math.ceil(problem.in_channels_per_group / math.ceil(problem.in_channels_per_group / widest)), 8)
+        round_up(math.ceil(problem.in_channels_per_group / math.ceil(problem.in_channels_per_group / widest)), unit)
         for widest in (_MOST_COLUMNS, 128, 64)
     }
     for columns, row_tiles in itertools.product(sorted(widths), (1, 2, 3, 4)):

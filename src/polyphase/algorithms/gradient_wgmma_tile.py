@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, next_power_of_two, round_up, tiles_of
-from polyphase.algorithms.gather import five
+from polyphase.algorithms.gather import Side, five
 from polyphase.algorithms.gradient import extent_of_window, lanes_of
 from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
@@ -55,16 +55,28 @@ class Runs:
     count: Four
     length: int
     span: int
+    box_bytes: int  # or what is copied in the place of a box
     boxes: Boxes | None  # none where threads copy it
     piece_bytes: int = 0  # then, at once
 
     def packed(self) -> bytes:
-        return struct.pack("<6i", *self.count, self.length, self.span)
+        return struct.pack("<7i", *self.count, self.length, self.span, self.box_bytes)
+
+    @classmethod
+    def of_boxes(cls, count: Four, boxes: Boxes) -> Runs:
+        """Those that the engine brings."""
+        size = DTYPE_BYTES[boxes.dtype]
+        return cls(count, boxes.swizzle // size, boxes.swizzle, math.prod(boxes.box) * size, boxes)
 
     @property
-    def column_bytes(self) -> int:
-        """Of a stage, for a column."""
-        return math.prod(self.count) * self.span
+    def bytes(self) -> int:
+        """Of a stage."""
+        return math.prod(self.count) * self.box_bytes
+
+    @property
+    def rows(self) -> int:
+        """Of up to 128 bytes, of a stage."""
+        return self.bytes // self.span
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,10 @@ def _tiles(
     lanes: Four,
 ) -> Tiling | None:
     size = DTYPE_BYTES[problem.dtype]
-    if pass_ is Pass.WEIGHT_GRAD:
+    if pass_ is Pass.WEIGHT_GRAD and Side(five(problem.input_shape), layouts.input).channels_last:
+        found = _pixel_runs(problem, layouts, variant, lanes), 0
+        steps = math.prod(lanes) * size // OPERATION_BYTES
+    elif pass_ is Pass.WEIGHT_GRAD:
         found = _input_runs(problem, layouts, variant, lanes)
         steps = math.ceil(math.prod(lanes) * size / OPERATION_BYTES)
     else:
@@ -169,7 +184,7 @@ def _tiles(
         places = MOVING_BYTES * window.rows * window.pieces
     else:
         return None
-    window_at = runs.column_bytes * variant.columns
+    window_at = runs.bytes
     shift = 0 if window_box is not None else PIECE_BYTES
     stage = round_up(window_at + variant.out_chunk * window.steps[3] * size + shift, 1024)
     tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
@@ -339,10 +354,32 @@ def _input_runs(
         common = math.gcd(*(step for count, step in steps if count > 1), 8)
         piece = common if size == 2 and common in (4, 8) else 0
         pieces = math.prod(count) * span // piece if piece else 0
-        return (Runs(count, span // size, span, None, piece), joined) if 0 < pieces <= LOADERS else (None, 0)
+        runs = Runs(count, span // size, span, variant.columns * span, None, piece)
+        return (runs, joined) if 0 < pieces <= LOADERS else (None, 0)
     box = (span // size, variant.columns, 1, 1, 1)
     boxes = Boxes(problem.dtype, sides, strides, box, span, tf32=True)
-    return Runs(count, span // size, span, boxes), joined
+    return Runs.of_boxes(count, boxes), joined
+
+
+def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant, lanes: Four) -> Runs | None:
+    """The input's where channels are innermost: a tile's pixels, some channels a box."""
+    size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
+    batch, _, depth, height, width = five(problem.input_shape)
+    image, _, slab, row, column = (step * size for step in layouts.input)
+    strides = engine_strides([(width, column), (height, row), (depth, slab), (batch, image)])
+    pitch = channel_pitch(problem, channels)
+    whole = math.prod(lanes) * size % OPERATION_BYTES == 0 and variant.columns * size % pitch == 0
+    if not layouts.aligned or strides is None or not whole or max(lanes) > _MAX_BOX_SIDE:
+        return None
+    sides = (channels, width, height, depth, max(1, batch))
+    boxes = Boxes(problem.dtype, sides, strides, (pitch // size, *lanes[::-1]), pitch, tf32=True)
+    return Runs.of_boxes((1, 1, 1, variant.columns * size // pitch), boxes)
+
+
+def channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
+    """Bytes of a box's row where those are rows or columns of an operand: the most that leave the fewest over."""
+    pixel = channels * DTYPE_BYTES[problem.dtype]
+    return min((128, 64, 32), key=lambda pitch: (round_up(pixel, pitch), -pitch))
 
 
 def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant) -> Runs | None:
@@ -356,7 +393,7 @@ def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: Wgmma
     boxes = Boxes(
         problem.dtype, sides, (columns * size, 16, 16, 16), (span // size, variant.columns, 1, 1, 1), span, True, 1
     )
-    return Runs((1, 1, 1, math.ceil(depth / span)), span // size, span, boxes)
+    return Runs.of_boxes((1, 1, 1, math.ceil(depth / span)), boxes)
 
 
 def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
@@ -364,11 +401,11 @@ def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVaria
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
     reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.steps)
     product = _PRODUCT + _READ * reads + _COLUMN * variant.columns
-    rows = math.prod(tiling.runs.count) * variant.columns if tiling.runs.boxes is not None else 0
+    rows = tiling.runs.rows if tiling.runs.boxes is not None else 0
     if tiling.window_box is None:
         copies = _copy_cycles(problem, pass_, variant, tiling)
         if tiling.runs.boxes is None:
-            pieces = tiling.runs.column_bytes // tiling.runs.piece_bytes
+            pieces = tiling.runs.bytes // variant.columns // tiling.runs.piece_bytes
             copies += _RUN_PIECE * math.ceil(variant.columns / (LOADERS // pieces))
     else:
         rows += variant.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)

@@ -24,7 +24,7 @@ from polyphase.problem import ConvTransposeProblem, Pass, accumulator_bytes
 
 _THREADS = 256
 # Measured over predicted time (docs/performance.md): the model ranks variants, and is held against another algorithm's.
-_MEASURED, _MEASURED_CHANNELS_LAST = 1.9, 3.8
+_MEASURED, _MEASURED_CHANNELS_LAST = 1.6, 3.8
 _LAUNCH = 12e-6  # seconds, of its blocks' prologues and planes
 
 
@@ -58,9 +58,10 @@ class WeightGrad:
         for variant, cycles in _variants(
             problem.in_channels_per_group, columns, problem.dtype, device.shared_bytes_per_block
         ):
-            tiles = math.ceil(problem.in_channels_per_group / variant.rows) * math.ceil(columns / variant.columns)
+            tiles, parts = _tiles(problem, variant), _parts(problem, variant, device)
             measured = _MEASURED_CHANNELS_LAST if problem.channels_last else _MEASURED
-            seconds, bound = cost_seconds(problem, device, measured * problem.groups * tiles * positions * cycles)
+            idle = max(1.0, device.multiprocessors / (tiles * parts))  # multiprocessors without a block
+            seconds, bound = cost_seconds(problem, device, measured * idle * tiles * positions * cycles)
             yield Candidate(self.name, variant, seconds + _LAUNCH, bound)
 
     def launch(
@@ -71,18 +72,10 @@ class WeightGrad:
         layouts: Layouts,
         variant: WeightGradVariant,
     ) -> Launch:
-        columns = problem.out_channels_per_group * problem.taps
-        tiles = (
-            math.ceil(problem.in_channels_per_group / variant.rows)
-            * math.ceil(columns / variant.columns)
-            * problem.groups
-        )
+        tiles, parts = _tiles(problem, variant), _parts(problem, variant, device)
         positions = problem.batch * math.prod(problem.input_size)
         weights = math.prod(problem.weight_shape)
         accumulator = accumulator_bytes(problem.dtype)
-        # Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue.
-        waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / tiles)
-        parts = max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))
         part_length = max(1, math.ceil(positions / parts / variant.depth)) * variant.depth
         parts = max(1, math.ceil(positions / part_length))
         source = KernelSource(
@@ -112,6 +105,20 @@ class WeightGrad:
             geometry=geometry,
             planes=parts,
         )
+
+
+def _tiles(problem: ConvTransposeProblem, variant: WeightGradVariant) -> int:
+    """Blocks of a part."""
+    columns = problem.out_channels_per_group * problem.taps
+    rows = math.ceil(problem.in_channels_per_group / variant.rows)
+    return problem.groups * rows * math.ceil(columns / variant.columns)
+
+
+def _parts(problem: ConvTransposeProblem, variant: WeightGradVariant, device: DeviceInfo) -> int:
+    """Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue."""
+    waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / max(1, _tiles(problem, variant)))
+    positions = problem.batch * math.prod(problem.input_size)
+    return max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))
 
 
 def _shared_floats(variant: WeightGradVariant) -> int:

@@ -43,6 +43,7 @@ _BUILDING_BLOCKS = {
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "weight_grad": (),
     "weight_grad_channels": (),
+    "weight_grad_windows": ("copy_async",),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "input_grad_wgmma": (

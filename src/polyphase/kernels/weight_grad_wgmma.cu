@@ -6,6 +6,9 @@
 // and one contiguous part of the tiles of input positions; a stage is a tile. Blocks on different parts write to
 // different planes of `partial`, which the caller sums in order: the result does not depend on timing.
 //
+// With channels last, in half types, the input is TRANSPOSED, and output channels that lie side by side are taken for
+// one channel of wider rows (`as_one_channel` in algorithms/gradient.py).
+//
 // The cores' sums lose a bit at every step. So some stages are summed there, and those sums in `partial`.
 
 struct Geometry {
@@ -85,8 +88,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         [&](int, char* to, unsigned barrier) {
           if (ELEMENT == 2 && g.piece_bytes) return;
           locate();
-          const int place[5] = {origin[3] + origin[2] * g.joined, group * IN_CHANNELS + first_in,
-                                g.joined ? 0 : origin[2], origin[1], origin[0]};
+          const int channel = group * IN_CHANNELS + first_in, w = origin[3] + origin[2] * g.joined;
+          const int place[5] = {TRANSPOSED ? channel : w, TRANSPOSED ? w : channel, g.joined ? 0 : origin[2], origin[1],
+                                origin[0]};
           load_runs(g.box, x, g.runs, place, to, barrier);
           if (!tells) return;
           to_window(origin, g.skew);

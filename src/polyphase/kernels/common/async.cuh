@@ -116,7 +116,8 @@ __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::
 
 #endif
 
-// Where the copy engine puts a byte, in rows within whose `bytes` it swizzles chunks of 16: 32, 64, 128, or 16 for none.
+// Where the copy engine puts a byte, in rows within whose `bytes` it swizzles chunks of 16: 32, 64, 128, or 16 for
+// none.
 __device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
   return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
 }

@@ -17,7 +17,7 @@ class RunLoader {
     decode(runs.count, piece / of_run, at);
     at[3] = at[3] * runs.length + piece % of_run * (piece_bytes / ELEMENT);
     at_once = LOADERS / pieces, first = loader() / pieces;
-    place = piece / of_run * (COLUMNS * runs.bytes) + piece % of_run * piece_bytes;
+    place = piece / of_run * runs.box + piece % of_run * piece_bytes;
   }
 
   // The tile that begins at `origin` (n, d, h, w), in `channels` channels from `from` on; what lies beyond is zero.

@@ -21,9 +21,10 @@ __device__ __forceinline__ unsigned long long describe_matrix(unsigned address, 
 }
 // The same of rows of `pitch` bytes, 32, 64 or 128, whose chunks are all neighbours. One that begins so many bytes
 // later is described by a sixteenth of them more.
-__device__ __forceinline__ unsigned long long describe_rows(unsigned address, int pitch) {
+__device__ __forceinline__ unsigned long long describe_rows(unsigned address, int pitch, unsigned chunk_bytes) {
   const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
-  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
+  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
+         (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
 }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

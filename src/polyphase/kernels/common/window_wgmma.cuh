@@ -4,10 +4,11 @@
 //
 // Columns are input channels. In the weight gradient rows are pairs of output channel and tap, k are positions, and the
 // operand is the input; in the input gradient rows are positions, k are pairs of output channel and tap, and the
-// operand is the weight. The operand lies in memory as the cores want it, k innermost: the copy engine brings boxes of
-// it, rounded to TF32, swizzled, or where it cannot all loaders copy it so (common/run_loader.cuh). The window (common/window.cuh) comes as it lies, in boxes, too, or where those cannot
-// be had by copies of all loaders (common/window_rows.cuh). Its elements pass the registers of those who multiply,
-// wherever a stride or a tap has them: nothing is unfolded, and nothing turned around.
+// operand is the weight. The operand lies in memory as the cores want it, k innermost, or columns where it is
+// TRANSPOSED, as the cores take half types, too: the copy engine brings boxes of it, rounded to TF32, swizzled, or all
+// loaders copy it so (common/run_loader.cuh). The window (common/window.cuh) comes as it lies, in boxes, too, or where
+// those cannot be had by copies of all loaders (common/window_rows.cuh). Its elements pass the registers of those who
+// multiply, wherever a stride or a tap has them: nothing is unfolded, and nothing turned around.
 //
 // Index mapping. GROUPS groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more loads.
 // BUFFERS stages lie in shared memory, a barrier tells that one is full, another that it is free again.
@@ -31,11 +32,12 @@ static_assert(registers_suffice(MULTIPLIERS, MULTIPLIER_REGISTERS, 32 * LOAD_WAR
 static_assert(LOAD_WARPS == 4 && FIRST_LOAD_WARP == 4 * GROUPS, "the last group loads");
 
 // What the engine brings of the operand for a stage: boxes of `bytes` along k, by COLUMNS columns, one behind the
-// other.
+// other. TRANSPOSED boxes are of `bytes` along the columns, by all k of the stage: there is a row of them.
 struct Runs {
   int count[4];  // along n, d, h and w
-  int length;    // k of a run
+  int length;    // k of a run, or its columns
   int bytes;     // of a run: 32, 64 or 128, within which chunks change places
+  int box;       // bytes of a box
 };
 
 // Beside the barriers how far into its buffer a window is shifted, in bytes.
@@ -50,17 +52,18 @@ struct WindowRing : Ring {
   }
 };
 
-// By one thread: the runs of a stage. `place` is the first run's first element: w, channel, h, d and n.
+// By one thread: the runs of a stage. `place` is the first run's first element: w, channel, h, d and n, or channel, w
+// and so on.
 __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* tensor, const Runs& runs,
                                           const int (&place)[5], char* to, unsigned barrier) {
-  const int count = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3], bytes = COLUMNS * runs.bytes;
+  const int count = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3];
   int at[4] = {};
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const int from[5] = {place[0] + at[3] * runs.length, place[1], place[2] + at[2], place[3] + at[1],
                          place[4] + at[0]};
-    box_copy(shared_address(to), map, tensor, from, bytes, barrier);
-    to += bytes;
+    box_copy(shared_address(to), map, tensor, from, runs.box, barrier);
+    to += runs.box;
 #pragma unroll
     for (int j = 3; j >= 0; --j) {  // the next run: divisions took longer than a copy
       if (++at[j] < runs.count[j]) break;
@@ -228,15 +231,15 @@ struct Sums {
   __device__ __forceinline__ void multiply(Rows<COUNT>& rows, const char* operand, const Runs& runs, int step,
                                            bool begin) {
     const int pitch = INPUT_GRAD ? 128 : runs.bytes;  // of the weight always
-    const Operand columns(operand, pitch);
+    const Operand columns(operand, pitch, runs.box);
     pin(rows.of);
     products_begin();
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const int at = (step + i) * 32, within = at & (pitch - 1);
+      const int bytes = TRANSPOSED ? (step + i) * OPERATION * pitch : (at - within) * COLUMNS + within;
 #pragma unroll
-      for (int tile = 0; tile < ROW_TILES; ++tile)
-        columns.multiply((at - within) * COLUMNS + within, rows.of[i][tile], of[tile], i > 0 || !begin);
+      for (int tile = 0; tile < ROW_TILES; ++tile) columns.multiply(bytes, rows.of[i][tile], of[tile], i > 0 || !begin);
     }
     products_commit();
   }
@@ -248,13 +251,13 @@ struct Sums {
     pin(rows.of);
   }
 
-  // The columns of a stage, in runs of `pitch` bytes each.
+  // The columns of a stage, in runs of `pitch` bytes each, boxes of `box`.
 #ifndef EMULATOR
   struct Operand {
     unsigned long long described;
 
-    __device__ __forceinline__ Operand(const char* from, int pitch)
-        : described(describe_rows(shared_address(from), pitch)) {}
+    __device__ __forceinline__ Operand(const char* from, int pitch, int box)
+        : described(describe_rows(shared_address(from), pitch, TRANSPOSED ? box : 0)) {}
     // Of the operation that begins so many bytes behind the first.
     __device__ __forceinline__ void multiply(int bytes, const unsigned (&rows)[4], float (&sums)[4 * COLUMN_TILES],
                                              bool add) const {
@@ -264,9 +267,9 @@ struct Sums {
 #else
   struct Operand {
     unsigned from;
-    int pitch;
+    int pitch, box;
 
-    Operand(const char* operand, int pitch) : from(shared_address(operand)), pitch(pitch) {}
+    Operand(const char* operand, int pitch, int box) : from(shared_address(operand)), pitch(pitch), box(box) {}
     // Rows are read where the lanes of a row have them, and no sooner than hardware may be done.
     void multiply(int bytes, const unsigned (&rows)[4], float (&sums)[4 * COLUMN_TILES], bool add) const {
       typedef Vector<scalar_t, WORD> Word;
@@ -276,15 +279,18 @@ struct Sums {
       const auto all = emulator::all_lanes(~0u, (const unsigned*)rows);
       for (int i = 0; i < 4; ++i) lanes.rows[i] = all.of[threadIdx.x % 32 / 4 * 4 + i];
       float* const to = sums;
-      const unsigned first = from + bytes + threadIdx.x % 4 * 2 * pitch;
-      emulator::later(emulator::Async::products, [=, pitch = pitch] {
+      const unsigned first = from + bytes + threadIdx.x % 4 * 2 * (TRANSPOSED ? ELEMENT : pitch);
+      emulator::later(emulator::Async::products, [=, pitch = pitch, box = box] {
         for (int i = 0; i < 4 * COLUMN_TILES; ++i) {
           float sum = add ? to[i] : 0;
-          for (int k = 0; k < 8; ++k) {
-            const unsigned at = first + (i / 4 * 8 + i % 2) * pitch + k * 4;
-            const Word& row = *(const Word*)(lanes.rows[k % 4] + i % 4 / 2 + k / 4 * 2);
-            const Word& column = *(const Word*)__cvta_shared_to_generic(swizzled(at, pitch));
-            for (int j = 0; j < WORD; ++j) sum += operand(row.value[j]) * operand(column.value[j]);
+          const int column = i / 4 * 8 + i % 2;  // from the first on
+          for (int k = 0; k < OPERATION; ++k) {
+            const Word& row = *(const Word*)(lanes.rows[k / WORD % 4] + i % 4 / 2 + k / WORD / 4 * 2);
+            const int along = column * ELEMENT;  // where columns are innermost
+            const unsigned at =
+                first + (TRANSPOSED ? along / pitch * box + k * pitch + along % pitch : column * pitch + k * ELEMENT);
+            sum +=
+                operand(row.value[k % WORD]) * operand(*(const scalar_t*)__cvta_shared_to_generic(swizzled(at, pitch)));
           }
           to[i] = sum;
         }
@@ -294,7 +300,8 @@ struct Sums {
 #endif
 };
 
-// The multiplying groups' part: add(stage, buffer, shift) is one stage, whose operand may have been `copied` by threads.
+// The multiplying groups' part: add(stage, buffer, shift) is one stage, whose operand may have been `copied` by
+// threads.
 template <class Add>
 __device__ __forceinline__ void add_stages(int stages, WindowRing& ring, const char* buffers, int bytes, bool copied,
                                            const Add& add) {
