@@ -1464,6 +1464,12 @@ __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::
 
 #endif
 
+// Where the copy engine puts a byte, in rows within whose `bytes` it swizzles chunks of 16: 32, 64, 128, or 16 for
+// none.
+__device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
+  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
+}
+
 // One thread copies contiguous bytes, a multiple of 16; `barrier` completes when they have come.
 #if BULK_COPY && !defined(EMULATOR)
 // The phase of a barrier does not end before so many bytes more have come.
@@ -1508,9 +1514,6 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
 template <int BLOCKS>
 __device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   bulk_copy(to, from, bytes, barrier);
-}
-__device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
-  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
 }
 __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t* tensor,
                                          const int (&place)[5], unsigned bytes, unsigned barrier) {
@@ -3466,6 +3469,8 @@ _BUILDING_BLOCKS = {
     "pixel_gemm": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "mma", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "weight_grad": (),
+    "weight_grad_channels": (),
+    "weight_grad_windows": ("copy_async",),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "input_grad_wgmma": (
@@ -3474,12 +3479,15 @@ _BUILDING_BLOCKS = {
     ),
     "weight_grad_wgmma": (
         "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
-        "window_wgmma",
+        "window_wgmma", "run_loader",
     ),
     "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
-    "weight_grad_boxes": ("tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
+    "weight_grad_boxes": (
+        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product", "tap_windows",
+    ),
     "pack_channels": ("dependent",),
     "add_planes": (),
+    "turn_channels": ("divisor",),
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
@@ -3675,6 +3683,8 @@ class Launch:
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
+    after (`turning`).
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
 
@@ -3688,6 +3698,7 @@ class Launch:
     narrowed: bool = False
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
+    turned: int = 0
     boxes: "tuple[Boxes, ...]" = ()
     one_way: "KernelSource | None" = None
 
@@ -4276,7 +4287,7 @@ def _tiling(
 @lru_cache(maxsize=256)
 def _tilings(problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, columns: int) -> "list[_Tiling]":
     """Those by tiles of at most so many cells, for all variants alike."""
-    tilings = (_tiles(problem, layouts, out_chunk, lanes) for lanes in _lanes(problem, columns))
+    tilings = (_gather_gemm_tiles(problem, layouts, out_chunk, lanes) for lanes in _lanes(problem, columns))
     return [each for each in tilings if each is not None]
 
 
@@ -4300,7 +4311,7 @@ def _gather_gemm_extents(cells: int, most: int) -> "list[int]":
     return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
 
 
-def _tiles(
+def _gather_gemm_tiles(
     problem: "ConvTransposeProblem", layouts: "Layouts", out_chunk: int, lanes: "tuple[int, int, int, int]"
 ) -> "_Tiling | None":
     """The tiling by tiles of so many cells along n, d, h and w, or None where those cannot be."""
@@ -4777,18 +4788,10 @@ class WeightGrad:
         layouts: "Layouts",
         variant: "WeightGradVariant",
     ) -> "Launch":
-        columns = problem.out_channels_per_group * problem.taps
-        tiles = (
-            math.ceil(problem.in_channels_per_group / variant.rows)
-            * math.ceil(columns / variant.columns)
-            * problem.groups
-        )
+        tiles, parts = _weight_grad_tiles(problem, variant), _parts(problem, variant, device)
         positions = problem.batch * math.prod(problem.input_size)
         weights = math.prod(problem.weight_shape)
         accumulator = accumulator_bytes(problem.dtype)
-        # Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue.
-        waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / tiles)
-        parts = max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))
         part_length = max(1, math.ceil(positions / parts / variant.depth)) * variant.depth
         parts = max(1, math.ceil(positions / part_length))
         source = KernelSource(
@@ -4818,6 +4821,20 @@ class WeightGrad:
             geometry=geometry,
             planes=parts,
         )
+
+
+def _weight_grad_tiles(problem: "ConvTransposeProblem", variant: "WeightGradVariant") -> int:
+    """Blocks of a part."""
+    columns = problem.out_channels_per_group * problem.taps
+    rows = math.ceil(problem.in_channels_per_group / variant.rows)
+    return problem.groups * rows * math.ceil(columns / variant.columns)
+
+
+def _parts(problem: "ConvTransposeProblem", variant: "WeightGradVariant", device: "DeviceInfo") -> int:
+    """Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue."""
+    waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / max(1, _weight_grad_tiles(problem, variant)))
+    positions = problem.batch * math.prod(problem.input_size)
+    return max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))
 
 
 def _shared_floats(variant: "WeightGradVariant") -> int:

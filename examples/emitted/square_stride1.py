@@ -780,18 +780,21 @@ __device__ __forceinline__ void publish_shared() {}
 #if WGMMA_INSTRUCTION && !defined(EMULATOR)
 // A matrix whose rows are 16 bytes of each of two chunks: PITCH bytes apart, and the second chunk `chunk_bytes` behind
 // the first; with more than 16 of PITCH all chunks of a row are neighbours, whose order the copy engine has changed.
-// Of a transposed matrix, 64 of whose columns are the 128 bytes of PITCH, the next 64 are `chunk_bytes` behind.
+// Of a transposed matrix, 64 of whose columns are the 128 bytes of PITCH, the next 64 are `chunk_bytes` behind. Eight
+// rows are `eight_bytes` behind the eight before.
 template <int PITCH>
-__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes) {
+__device__ __forceinline__ unsigned long long describe_matrix(unsigned address, unsigned chunk_bytes,
+                                                              unsigned eight_bytes = 8 * PITCH) {
   constexpr unsigned long long swizzle = PITCH == 128 ? 1 : PITCH == 64 ? 2 : PITCH == 32 ? 3 : 0;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
-         (unsigned long long)(8 * PITCH >> 4) << 32 | swizzle << 62;
+         (unsigned long long)(eight_bytes >> 4) << 32 | swizzle << 62;
 }
 // The same of rows of `pitch` bytes, 32, 64 or 128, whose chunks are all neighbours. One that begins so many bytes
 // later is described by a sixteenth of them more.
-__device__ __forceinline__ unsigned long long describe_rows(unsigned address, int pitch) {
+__device__ __forceinline__ unsigned long long describe_rows(unsigned address, int pitch, unsigned chunk_bytes) {
   const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
-  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
+  return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(chunk_bytes >> 4) << 16 |
+         (unsigned long long)(pitch / 2) << 32 | swizzle << 62;
 }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -948,6 +951,12 @@ __device__ __forceinline__ void threads_sync(int name, int threads) { emulator::
 
 #endif
 
+// Where the copy engine puts a byte, in rows within whose `bytes` it swizzles chunks of 16: 32, 64, 128, or 16 for
+// none.
+__device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
+  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
+}
+
 // One thread copies contiguous bytes, a multiple of 16; `barrier` completes when they have come.
 #if BULK_COPY && !defined(EMULATOR)
 // The phase of a barrier does not end before so many bytes more have come.
@@ -992,9 +1001,6 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
 template <int BLOCKS>
 __device__ __forceinline__ void bulk_copy_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   bulk_copy(to, from, bytes, barrier);
-}
-__device__ __forceinline__ unsigned swizzled(unsigned address, int bytes) {
-  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
 }
 __device__ __forceinline__ void box_copy(unsigned to, const TensorMap& map, const scalar_t* tensor,
                                          const int (&place)[5], unsigned bytes, unsigned barrier) {
@@ -3859,6 +3865,8 @@ _BUILDING_BLOCKS = {
     "pixel_gemm": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "mma", "divisor"),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "weight_grad": (),
+    "weight_grad_channels": (),
+    "weight_grad_windows": ("copy_async",),
     "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
     "input_grad_wgmma": (
@@ -3867,12 +3875,15 @@ _BUILDING_BLOCKS = {
     ),
     "weight_grad_wgmma": (
         "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
-        "window_wgmma",
+        "window_wgmma", "run_loader",
     ),
     "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
-    "weight_grad_boxes": ("tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
+    "weight_grad_boxes": (
+        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product", "tap_windows",
+    ),
     "pack_channels": ("dependent",),
     "add_planes": (),
+    "turn_channels": ("divisor",),
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_columns": ("tensor_float", "dependent"),
@@ -4118,6 +4129,8 @@ class Launch:
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
+    after (`turning`).
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
 
@@ -4131,6 +4144,7 @@ class Launch:
     narrowed: bool = False
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
+    turned: int = 0
     boxes: "tuple[Boxes, ...]" = ()
     one_way: "KernelSource | None" = None
 
@@ -4417,7 +4431,7 @@ STILL_BYTES, MOVING_BYTES = 8, 16
 
 # Cycles of each of a multiprocessor's four schedulers for a warp's copy, for one whose elements pass registers, and for
 # finding where a row of pieces lies. Fitted with `polyphase.algorithms.gradient_gemm`.
-_COPY, _THROUGH_REGISTERS, _FIND = 24.0, 200.0, 22.0
+_COPY, _THROUGH_REGISTERS, _FIND = 24.0, 80.0, 22.0
 
 
 @dataclass(frozen=True)

@@ -118,3 +118,9 @@ def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Con
         channels_last=False,
     )
     return narrow, replace(layouts, output=(batch, 0, depth, height, 1))
+
+
+def channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
+    """Bytes of a box's row where those are rows or columns of an operand: the most that leave the fewest over."""
+    pixel = channels * DTYPE_BYTES[problem.dtype]
+    return min((128, 64, 32), key=lambda pitch: (round_up(pixel, pitch), -pitch))

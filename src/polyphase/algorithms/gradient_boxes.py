@@ -29,7 +29,7 @@ from polyphase.algorithms.base import (
     tiles_of,
 )
 from polyphase.algorithms.gather import Side, five
-from polyphase.algorithms.gradient import Gradient, lanes_of
+from polyphase.algorithms.gradient import Gradient, channel_pitch, lanes_of
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
@@ -230,7 +230,7 @@ class WeightGradBoxes(_GradientBoxes):
         geometry += struct.pack("<12i", *lanes, *tiles, *_digits(planes, tiles))
         geometry = padded(geometry + struct.pack("<4i", planes, flush, narrowed, items))
         geometry += struct.pack("<2q", total, problem.elements[1])
-        of_x, windows = _channel_pitch(problem, problem.in_channels_per_group), variant.windows
+        of_x, windows = channel_pitch(problem, problem.in_channels_per_group), variant.windows
         boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
         constants = (
             *self._constants(problem, variant, of_x, windows.pitch),
@@ -304,12 +304,6 @@ def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> Boxes:
     assert strides is not None
     box = (pitch // size, variant.columns, 1, 1, 1)
     return Boxes(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
-
-
-def _channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
-    """Bytes of a box's row where those are rows or columns of an operand: the most that leave the fewest over."""
-    pixel = channels * DTYPE_BYTES[problem.dtype]
-    return min((128, 64, 32), key=lambda pitch: (round_up(pixel, pitch), -pitch))
 
 
 def _items(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int) -> int:
@@ -440,7 +434,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
         products = costs.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
     boxes = 2.0
     if weights:
-        boxes = variant.rows * size / _channel_pitch(problem, problem.in_channels_per_group)
+        boxes = variant.rows * size / channel_pitch(problem, problem.in_channels_per_group)
         boxes += _block_windows(problem, variant)
     loading = max(costs.moved * _stage_bytes(problem, pass_, variant), costs.box * boxes)
     both: float = (products**costs.overlap + loading**costs.overlap) ** (1 / costs.overlap)
@@ -535,7 +529,7 @@ def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
     # Of float32 with more rows a block has them in tiles of a warp's own, which is worth more.
     if DTYPE_BYTES[problem.dtype] == 4 and problem.in_channels_per_group > 64:
         return
-    pitch = _channel_pitch(problem, problem.out_channels_per_group)
+    pitch = channel_pitch(problem, problem.out_channels_per_group)
     for steps in (4, 8):
         for windows in shared_windows(problem, steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype], pitch):
             yield from _sharing_variants(problem, windows, steps)
@@ -544,7 +538,7 @@ def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
 def _alone_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
     """Those whose taps have windows of their own."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
-    pitch = _channel_pitch(problem, problem.out_channels_per_group)
+    pitch = channel_pitch(problem, problem.out_channels_per_group)
     alone = Windows(ALONE, (1, 1, 4 * OPERATION_BYTES // size), pitch)
     units = alone.count(problem) * pitch // size
     for row_groups, row_tiles, resident in itertools.product((1, 2), (1, 2, 4), (1, 2)):

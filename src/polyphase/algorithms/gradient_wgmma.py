@@ -25,13 +25,12 @@ from polyphase.algorithms.base import (
     typical,
 )
 from polyphase.algorithms.gather import Side, five
-from polyphase.algorithms.gradient import Gradient, as_one_channel, blocks_of
+from polyphase.algorithms.gradient import Gradient, as_one_channel, blocks_of, channel_pitch
 from polyphase.algorithms.gradient_wgmma_tile import (
     GROUPS,
     LOADERS,
     Tiling,
     WgmmaVariant,
-    channel_pitch,
     in_pairs,
     shared_bytes_of,
     stage_cycles,

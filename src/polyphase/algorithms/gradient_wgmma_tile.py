@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, next_power_of_two, round_up, tiles_of
 from polyphase.algorithms.gather import Side, five
-from polyphase.algorithms.gradient import extent_of_window, lanes_of
+from polyphase.algorithms.gradient import channel_pitch, extent_of_window, lanes_of
 from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
 from polyphase.device import DeviceInfo
@@ -30,7 +30,7 @@ _LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more
 _PRODUCT, _READ, _COLUMN, _OPERATION, _ROW, _STAGE = 14.9, 0.83, 0.127, 32.0, 0.505, 390.0
 # The same for copies: of a stage, in the input gradient; for a thread's piece, where it lies alike in several channels;
 # for each of those, and for one that a row begins in; for a thread's piece of the operand.
-_COPIED_STAGE, _PIECE, _COPY, _WORDS, _RUN_PIECE = 1330.0, 355.0, 49.0, 141.0, 10.0
+_COPIED_STAGE, _PIECE, _COPY, _WORDS, _RUN_PIECE = 1330.0, 355.0, 49.0, 141.0, 75.0
 
 
 class WgmmaVariant(NamedTuple):
@@ -374,12 +374,6 @@ def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaV
     sides = (channels, width, height, depth, max(1, batch))
     boxes = Boxes(problem.dtype, sides, strides, (pitch // size, *lanes[::-1]), pitch, tf32=True)
     return Runs.of_boxes((1, 1, 1, variant.columns * size // pitch), boxes)
-
-
-def channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
-    """Bytes of a box's row where those are rows or columns of an operand: the most that leave the fewest over."""
-    pixel = channels * DTYPE_BYTES[problem.dtype]
-    return min((128, 64, 32), key=lambda pitch: (round_up(pixel, pitch), -pitch))
 
 
 def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant) -> Runs | None:

@@ -18,7 +18,7 @@ STILL_BYTES, MOVING_BYTES = 8, 16
 
 # Cycles of each of a multiprocessor's four schedulers for a warp's copy, for one whose elements pass registers, and for
 # finding where a row of pieces lies. Fitted with `polyphase.algorithms.gradient_gemm`.
-_COPY, _THROUGH_REGISTERS, _FIND = 24.0, 200.0, 22.0
+_COPY, _THROUGH_REGISTERS, _FIND = 24.0, 80.0, 22.0
 
 
 @dataclass(frozen=True)
