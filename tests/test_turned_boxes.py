@@ -70,6 +70,15 @@ def test_turning(shape: tuple[int, ...], dtype: str) -> None:
     assert_turns(shape, dtype, Emulator())
 
 
+def test_images_of_many_pixels_are_turned() -> None:
+    """To the way back they are channels, of which a grid's second and third dimension would not take as many."""
+    for launch in (
+        turning("float32", (1, 16, 2048, 4096), (1, 1, 1, 1, 1)),
+        turning_back("float32", (1, 16, 2048, 4096)),
+    ):
+        assert launch.grid == (2048 * 4096 // 64, 1, 1)
+
+
 def assert_turns(shape: tuple[int, ...], dtype: str, executor: Executor) -> None:
     """A dense tensor, one with gaps, and one whose images lie within channels, and back."""
     values = integers(shape, 3).to(DTYPES[dtype])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
-from polyphase.algorithms.base import Launch, Strides, packed_divisor
+from polyphase.algorithms.base import Launch, Strides, packed_divisor, plain_launch
 from polyphase.algorithms.gather import five
 from polyphase.jit.source import KernelSource
 
@@ -19,13 +19,9 @@ def turning(dtype: str, shape: tuple[int, ...], strides: Strides) -> Launch:
     pixels = batch * math.prod(sizes)
     geometry = struct.pack("<5q2i", *strides, channels, pixels) + b"".join(map(packed_divisor, sizes))
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
-    return Launch(
-        source=KernelSource("turn_channels", dtype, False, constants),
-        grid=(math.ceil(pixels / _PIXELS), math.ceil(channels / _CHANNELS) if pixels else 0, 1),
-        block=_THREADS,
-        shared_bytes=0,
-        geometry=geometry + bytes(-len(geometry) % 8),
-    )
+    blocks = math.ceil(pixels / _PIXELS) * math.ceil(channels / _CHANNELS)
+    source = KernelSource("turn_channels", dtype, False, constants)
+    return plain_launch(source, blocks, _THREADS, geometry + bytes(-len(geometry) % 8))
 
 
 def turning_back(dtype: str, shape: tuple[int, ...]) -> Launch:

@@ -18,7 +18,8 @@ constexpr int VECTORS = CHANNELS / VECTOR;                             // of a p
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     turn_channels(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
   __shared__ scalar_t tile[CHANNELS][PITCH];
-  const int first_pixel = (int)blockIdx.x * PIXELS, first_channel = (int)blockIdx.y * CHANNELS;
+  const int blocks = ceil_div(g.pixels, PIXELS);  // of so many channels
+  const int first_pixel = (int)blockIdx.x % blocks * PIXELS, first_channel = (int)blockIdx.x / blocks * CHANNELS;
 
   const int pixel = first_pixel + threadIdx.x % PIXELS;
   if (pixel < g.pixels) {
