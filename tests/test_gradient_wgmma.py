@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -19,8 +21,9 @@ from kernel_harness import (
     offers,
     strange_layouts,
 )
+from polyphase import plan
 from polyphase.algorithms import base, gradient_wgmma, gradient_wgmma_tile
-from polyphase.algorithms.base import Candidate, Layouts
+from polyphase.algorithms.base import Candidate, Layouts, dense_strides
 from polyphase.algorithms.gradient_wgmma import InputGradWgmma, WeightGradWgmma, WgmmaVariant
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -62,6 +65,9 @@ LAYERS = {
     "images of 2 elements too many": make((3, 40, 5, 6), 24, 3, 2, 1, dtype="float16"),
     "rows of 4 elements too many": make((2, 20, 3, 76), 16, 4, 2, 1, groups=2, dtype="bfloat16"),
     "slabs of 4 elements too many": make((2, 16, 3, 6, 6), 16, 2, 2, dtype="bfloat16"),
+    "tiles that begin at 4 bytes": make((2, 24, 26, 38), 20, 2, 3, 1, dtype="bfloat16"),
+    "tiles that begin at 4 bytes, joined": make((2, 24, 10, 46), 24, 3, dtype="bfloat16"),
+    "cropped by more than a row's pitch": make((2, 24, 16, 48), 24, (3, 1), (1, 2), (1, 20), dtype="bfloat16"),
     "empty batch": make((0, 16, 4, 8), 16, 4, 2, 1, dtype="bfloat16"),
 }
 
@@ -126,7 +132,43 @@ def test_layers_take_every_way() -> None:
     assert {way[2] for way in ways if way[:2] == (Pass.WEIGHT_GRAD, "runs")} == {32, 64, 128}
     assert {way[2] for way in ways if way[:2] == (Pass.WEIGHT_GRAD, "joined")} == {False, True}
     pieces = {way[2:] for way in ways if way[:2] == (Pass.WEIGHT_GRAD, "pieces")}
-    assert pieces == {(0, False), (0, True), (8, False), (8, True), (4, True)}
+    assert pieces == {(size, joined) for size in (0, 4, 8) for joined in (False, True)}
+
+
+def mixed_formats(problem: ConvTransposeProblem) -> Iterator[Layouts]:
+    """Tensors of which one or both lie in another memory format than the layer's."""
+    inputs, outputs = (
+        [dense_strides(shape, last) for last in (False, True)] for shape in (problem.input_shape, problem.output_shape)
+    )
+    for input, output in itertools.product(inputs, outputs):
+        yield replace(Layouts.dense(problem), input=input, output=output, weight_channels_last=False)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        make((3, 40, 8, 16), 3, 4, 2, 1, dtype="bfloat16"),
+        make((2, 24, 8, 16), 20, 4, 2, 1, dtype="float16"),
+        make((2, 32, 64), 16, 4, 2, 1, tf32=True),
+        make((2, 24, 64), 16, 8, 4, 2, dtype="bfloat16"),
+        make((2, 1, 16, 16), 3, 5, 2, 2, dtype="float16"),
+    ],
+    ids=str,
+)
+def test_input_and_gradient_in_different_formats(problem: ConvTransposeProblem, channels_last: bool) -> None:
+    """What the planner takes, and its own first, where it offers one."""
+    problem = replace(problem, channels_last=channels_last and problem.dims > 1)
+    algorithm, pass_ = ALGORITHMS[Pass.WEIGHT_GRAD], Pass.WEIGHT_GRAD
+    for number, layouts in enumerate(mixed_formats(problem)):
+        chosen = [(each.candidate, each.launch) for each in plan.plan(problem, pass_, H200, layouts).selected]
+        if algorithm.refusal(problem, pass_, H200) is None:
+            chosen += [
+                (each, algorithm.launch(problem, pass_, H200, layouts, each.variant))
+                for each in itertools.islice(algorithm.candidates(problem, pass_, H200, layouts), 1)
+            ]
+        for candidate, launch in chosen:
+            assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
 
 
 @pytest.mark.parametrize(

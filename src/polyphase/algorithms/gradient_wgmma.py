@@ -61,8 +61,8 @@ class _GradientWgmma(Gradient):
             return "reads tensors whose pixels are innermost, but for the weight gradient of half types"
         if problem.channels_last and problem.out_channels * DTYPE_BYTES[problem.dtype] % 32 == 0:
             return "output channels are whole boxes, of each tap alone"
-        if _as_read(problem, Layouts.dense(problem)) is None:
-            return "output channels and taps along the width do not lie side by side"
+        if _as_read(problem, self.pass_, Layouts.dense(problem)) is None:
+            return "there is one input channel, or output channels and taps along the width do not lie side by side"
         row = problem.out_channels_per_group * problem.taps * DTYPE_BYTES[problem.dtype]
         if self.pass_ is Pass.INPUT_GRAD and row % 16:
             return f"an input channel's weights, {row} bytes, are no multiple of 16 bytes"
@@ -76,7 +76,7 @@ class _GradientWgmma(Gradient):
         """Ranked at a typical size, so that a layer keeps its kernel where tiles of this size can be had."""
 
         def predict(variant: WgmmaVariant) -> tuple[float, str] | None:
-            read = _as_read(problem, layouts)
+            read = _as_read(problem, pass_, layouts)
             tiling = None if read is None else tiling_of(read[0], pass_, read[1], variant, device)
             return None if read is None or tiling is None else _estimate(read[0], pass_, variant, tiling, device)
 
@@ -85,7 +85,7 @@ class _GradientWgmma(Gradient):
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WgmmaVariant
     ) -> Launch:
-        given, read = problem, _as_read(problem, layouts)
+        given, read = problem, _as_read(problem, pass_, layouts)
         assert read is not None
         problem, layouts = read
         tiling = tiling_of(problem, pass_, layouts, variant, device)
@@ -160,8 +160,17 @@ class WeightGradWgmma(_GradientWgmma):
     adapts = True
 
 
-def _as_read(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
-    """The layer as the kernels see it: channels that are innermost are one, None where they cannot be."""
+def _as_read(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
+) -> tuple[ConvTransposeProblem, Layouts] | None:
+    """The layer as the kernel reads it, whose pixels are innermost.
+
+    None where a weight gradient's input lies in another format than the layer's, or output channels and taps along the
+    width do not lie side by side.
+    """
+    x = Side(five(problem.input_shape), layouts.input)
+    if pass_ is Pass.WEIGHT_GRAD and x.channels_last != problem.channels_last:
+        return None
     return as_one_channel(problem, layouts) if problem.channels_last else (problem, layouts)
 
 
@@ -242,7 +251,7 @@ def _predictions(
     problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, variants: list[WgmmaVariant]
 ) -> dict[WgmmaVariant, float]:
     """Seconds, of the variants that there are at this size."""
-    read = _as_read(problem, Layouts.dense(problem))
+    read = _as_read(problem, pass_, Layouts.dense(problem))
     if read is None:
         return {}
     seen, layouts = read

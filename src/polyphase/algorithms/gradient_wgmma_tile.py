@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -227,7 +228,7 @@ def _as_box(
         return slabs * rows * columns, rows * columns, columns, images * slabs * rows * columns
 
     widths = range(columns, min(columns + 128 // size, _MAX_BOX_SIDE) + 1, vector)
-    columns = min(widths, key=lambda columns: (_conflicts(problem, pass_, lanes, steps(columns)), columns))
+    columns = _quietest(widths, lambda columns: _conflicts(problem, pass_, lanes, steps(columns)))
     sides = (width, height, depth, max(1, batch), channels)
     tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
     boxes = Boxes(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
@@ -267,8 +268,20 @@ def _as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk
     if _LEAST_BUFFERS * chunk * steps(narrow)[3] * size > _MOST_SHARED:
         return None
     widths = range(narrow, narrow + 128 // size + 1, vector)
-    row = min(widths, key=lambda row: (_conflicts(problem, pass_, lanes, steps(row)), row))
+    row = _quietest(widths, lambda row: _conflicts(problem, pass_, lanes, steps(row)))
     return Window(extent, steps(row), math.ceil((columns + vector - 1) / vector))
+
+
+def _quietest(widths: Iterable[int], conflicts: Callable[[int], float]) -> int:
+    """The first of ``widths`` with the fewest passes through shared memory, of which one is the least there can be."""
+    best = math.inf, 0
+    for width in widths:
+        passes = conflicts(width)
+        if passes < best[0]:
+            best = passes, width
+        if passes <= 1:
+            break
+    return best[1]
 
 
 def in_pairs(problem: ConvTransposeProblem) -> bool:
@@ -351,7 +364,9 @@ def _input_runs(
     if strides is None:
         # Float32 would have to be rounded to TF32 on its way.
         steps = zip(sides[1:], (channel, row, slab, image))
-        common = math.gcd(*(step for count, step in steps if count > 1), 8)
+        begins = rows * width if joined else columns  # elements from a tile to the next, where there are several
+        several = height > rows if joined else width > columns
+        common = math.gcd(*(step for count, step in steps if count > 1), begins * size if several else 0, 8)
         piece = common if size == 2 and common in (4, 8) else 0
         pieces = math.prod(count) * span // piece if piece else 0
         runs = Runs(count, span // size, span, variant.columns * span, None, piece)

@@ -15,6 +15,7 @@ __device__ __forceinline__ void copy_async_begin(unsigned to, const void* from, 
 #else
 template <int OF>
 __device__ __forceinline__ void copy_async_begin(unsigned to, const void* from, int bytes) {
+  if (bytes > 0 && (unsigned long long)from % OF) __trap();
   typedef Vector<unsigned char, OF> Bytes;
   Bytes copied = {};
   for (int i = 0; i < bytes; ++i) copied.value[i] = ((const unsigned char*)from)[i];
@@ -86,7 +87,7 @@ struct RowLoader {
                           (unsigned)(origin[2] + place.h) < (unsigned)tensor.size[1];
       const char* row = (const char*)(from + place.offset);
       unsigned slot = slots + window_bytes(window, place.n, place.d, place.h, 0);
-      if (ELEMENT == 2 && place.w == 0 && inside && begin >= 0 && begin < end)
+      if (ELEMENT == 2 && place.w == 0 && inside && begin >= 0 && begin < min(end, window.extent[3] * ELEMENT))
         begin_rows(row + begin, at_once * stride, slot + begin, at_once * pitch,
                    ceil_div(max(0, min(CHANNELS, channels) - first), at_once));
       for (int channel = first; channel < apart; channel += at_once) {
