@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, next_power_of_two, round_up, tiles_of
@@ -366,7 +366,8 @@ def _input_runs(
         steps = zip(sides[1:], (channel, row, slab, image))
         begins = rows * width if joined else columns  # elements from a tile to the next, where there are several
         several = height > rows if joined else width > columns
-        common = math.gcd(*(step for count, step in steps if count > 1), begins * size if several else 0, 8)
+        aligned = [begins * size if several else 0, *(step for count, step in steps if count > 1)]
+        common = reduce(math.gcd, aligned, 8)
         piece = common if size == 2 and common in (4, 8) else 0
         pieces = math.prod(count) * span // piece if piece else 0
         runs = Runs(count, span // size, span, variant.columns * span, None, piece)
