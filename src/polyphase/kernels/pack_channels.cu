@@ -3,6 +3,7 @@
 
 constexpr int CHUNK = 16 / (int)sizeof(scalar_t);  // channels
 static_assert(OUT_CHANNELS % CHUNK == 0, "channels of a tap are whole chunks");
+static_assert(ALL_IN_CHANNELS % IN_CHANNELS == 0, "groups are alike");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     pack_channels(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {

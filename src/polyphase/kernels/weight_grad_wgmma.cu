@@ -66,8 +66,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       g_loader.init(places);
       threads_sync(LOADERS_MEET, LOADERS);
     }
-    const RunLoader x_loader(g.x, g.runs, ELEMENT == 2 && g.piece_bytes ? g.piece_bytes : 16, g.lanes, g.joined);
-    const scalar_t* const first_column = x + (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
     const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
     int tile[4], origin[4];  // the next to be loaded, and its first position
     decode(g.tiles, first_tile, tile);
@@ -100,10 +98,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         },
         [&](int, char* to) {
           locate();
-          if (ELEMENT == 2 && g.piece_bytes == 8)
-            x_loader.load<8>(first_column, IN_CHANNELS - first_in, to, g.batch, origin);
-          if (ELEMENT == 2 && g.piece_bytes == 4)
-            x_loader.load<4>(first_column, IN_CHANNELS - first_in, to, g.batch, origin);
+          if (ELEMENT == 2 && g.piece_bytes) {  // found anew for each stage: there are no registers to keep it
+            const RunLoader x_loader(g.x, g.runs, g.piece_bytes, g.lanes, g.joined);
+            const scalar_t* const column = x + (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
+            if (g.piece_bytes == 8) x_loader.load<8>(column, IN_CHANNELS - first_in, to, g.batch, origin);
+            if (g.piece_bytes == 4) x_loader.load<4>(column, IN_CHANNELS - first_in, to, g.batch, origin);
+          }
           to_window(origin, g.skew);
           const int shift = g_loader.load(first_channel, channels, to + g.window_bytes, g.batch, origin);
           next();

@@ -2,7 +2,7 @@
 // are multiples of 4 or 8 bytes, not of 16. All loaders copy pieces of as many bytes, asynchronously, to where the
 // engine would put them.
 //
-// Index mapping. A thread has the same piece of every `at_once`-th column: what it is found once for all of a stage.
+// Index mapping. A thread has the same piece of every `at_once`-th column: which it is is found once for a stage.
 class RunLoader {
  public:
   const Tensor5& tensor;
@@ -34,7 +34,7 @@ class RunLoader {
     const long long step = at_once * tensor.stride[1];
     from += offset_of(tensor, origin) + offset_of(tensor, at) + first * tensor.stride[1];
     unsigned slot = shared_address(to) + place + first * runs.bytes;
-#pragma unroll 4
+#pragma unroll 2
     for (int column = first; column < COLUMNS; column += at_once) {
       copy_async_begin<PIECE>(swizzled(slot, runs.bytes), from, column < channels ? bytes : 0);
       from += step, slot += at_once * runs.bytes;

@@ -87,9 +87,6 @@ struct RowLoader {
                           (unsigned)(origin[2] + place.h) < (unsigned)tensor.size[1];
       const char* row = (const char*)(from + place.offset);
       unsigned slot = slots + window_bytes(window, place.n, place.d, place.h, 0);
-      if (ELEMENT == 2 && place.w == 0 && inside && begin >= 0 && begin < min(end, window.extent[3] * ELEMENT))
-        begin_rows(row + begin, at_once * stride, slot + begin, at_once * pitch,
-                   ceil_div(max(0, min(CHANNELS, channels) - first), at_once));
       for (int channel = first; channel < apart; channel += at_once) {
         const int at = place.w * PIECE - behind_a_piece(row);
         if (at < window.extent[3] * ELEMENT) {
@@ -133,32 +130,16 @@ struct RowLoader {
     return (int)((unsigned long long)address % PIECE);
   }
 
-  // A piece that a row begins in, `begin` bytes on, and ends `end` bytes on; but for what begin_rows() copies.
+  // A piece that a row begins in, `begin` bytes on, and ends `end` bytes on.
   static __device__ __forceinline__ void copy_words(unsigned to, const char* from, int begin, int end) {
 #pragma unroll
-    for (int i = 0; i < PIECE; i += 4)
-      if (ELEMENT == 4 || begin != i + 2)
+    for (int i = 0; i < PIECE; i += 4) {
+      if (ELEMENT == 2 && begin == i + 2) {
+        scalar_t* const pair = (scalar_t*)__cvta_shared_to_generic(to + i);
+        pair[0] = zero<scalar_t>(), pair[1] = end > i + 2 ? read((const scalar_t*)(from + i) + 1) : zero<scalar_t>();
+      } else {
         copy_async_begin<4>(to + i, from + i, begin > i ? 0 : max(0, min(4, end - i)));
-  }
-
-  // The first elements of a row in `count` channels, `step` and `pitch` bytes apart, where they are the second of four
-  // bytes, which are not copied as one. They pass registers, several on their way at once.
-  static __device__ __forceinline__ void begin_rows(const char* from, long long step, unsigned to, int pitch,
-                                                    int count) {
-    constexpr int AT_ONCE = 8;
-#pragma unroll 1
-    for (int first = 0; first < count; first += AT_ONCE) {
-      scalar_t found[AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i)
-        if (first + i < count && (to + i * pitch) % 4 == 2) found[i] = read((const scalar_t*)(from + i * step));
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i)
-        if (first + i < count && (to + i * pitch) % 4 == 2) {
-          scalar_t* const pair = (scalar_t*)__cvta_shared_to_generic(to + i * pitch - 2);
-          pair[0] = zero<scalar_t>(), pair[1] = found[i];
-        }
-      from += AT_ONCE * step, to += AT_ONCE * pitch;
+      }
     }
   }
 };
