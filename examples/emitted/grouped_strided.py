@@ -308,6 +308,16 @@ __device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&l
   for (int i = 0; i < 4; ++i) first[i] *= lanes[i];
 }
 
+// Those of the next element, without a division; the first again behind the last.
+template <class Extent>
+__device__ __forceinline__ void advance(const Extent (&extent)[4], int (&at)[4]) {
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    if (++at[i] < extent[i]) break;
+    at[i] = 0;
+  }
+}
+
 // Elements from a tensor's first element of a channel to the position `at` along n, d, h and w.
 __device__ __forceinline__ long long offset_of(const Tensor5& t, const int (&at)[4]) {
   return at[0] * t.stride[0] + at[1] * t.stride[2] + at[2] * t.stride[3] + at[3] * t.stride[4];
@@ -3684,7 +3694,7 @@ class Launch:
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
-    after (`turning`).
+    after, by the kernel ``turn`` (`turning`).
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
 
@@ -3699,6 +3709,7 @@ class Launch:
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
     turned: int = 0
+    turn: "KernelSource | None" = None
     boxes: "tuple[Boxes, ...]" = ()
     one_way: "KernelSource | None" = None
 

@@ -304,6 +304,16 @@ __device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&l
   for (int i = 0; i < 4; ++i) first[i] *= lanes[i];
 }
 
+// Those of the next element, without a division; the first again behind the last.
+template <class Extent>
+__device__ __forceinline__ void advance(const Extent (&extent)[4], int (&at)[4]) {
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    if (++at[i] < extent[i]) break;
+    at[i] = 0;
+  }
+}
+
 // Elements from a tensor's first element of a channel to the position `at` along n, d, h and w.
 __device__ __forceinline__ long long offset_of(const Tensor5& t, const int (&at)[4]) {
   return at[0] * t.stride[0] + at[1] * t.stride[2] + at[2] * t.stride[3] + at[3] * t.stride[4];
@@ -4130,7 +4140,7 @@ class Launch:
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
-    after (`turning`).
+    after, by the kernel ``turn`` (`turning`).
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
 
@@ -4145,6 +4155,7 @@ class Launch:
     prologue: "Launch | None" = None
     workspace_bytes: int = 0
     turned: int = 0
+    turn: "KernelSource | None" = None
     boxes: "tuple[Boxes, ...]" = ()
     one_way: "KernelSource | None" = None
 
@@ -4230,6 +4241,12 @@ def packed_divisor(value: int) -> bytes:
 def affordable_planes(problem: "ConvTransposeProblem") -> int:
     """Planes of partial sums of the weight that memory may be spent on."""
     return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator_bytes(problem.dtype)))
+
+
+def parted(total: int, parts: int) -> "tuple[int, int]":
+    """The length of each of about so many parts of ``total``, and how many of that length there are."""
+    length = max(1, math.ceil(total / parts))
+    return length, max(1, math.ceil(total / length))
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -4632,14 +4649,12 @@ class _GradientGemm(Gradient):
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
         if pass_ is Pass.WEIGHT_GRAD:
-            parts = _parts(problem, variant, tiling, device)
-            length = max(1, math.ceil(tiling.total / parts))
+            length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
             geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
             geometry += struct.pack("<2i", problem.batch, problem.groups)
             geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
             geometry = padded(geometry)
             geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
-            planes = max(1, math.ceil(tiling.total / length))
             grid = blocks * planes
         else:
             geometry = grad.packed() + packed_weight(problem, layouts) + x.packed()

@@ -22,7 +22,6 @@ from polyphase.algorithms import ALGORITHMS
 from polyphase.algorithms.base import Algorithm, Candidate, Launch, Layouts, compared
 from polyphase.algorithms.plane_sum import plane_sum
 from polyphase.algorithms.rankings import kept
-from polyphase.algorithms.turning import turning
 from polyphase.device import PORTABLE, DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
@@ -233,11 +232,8 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     ]
     both = plan(given, pass_, device, by_prediction=True).launches
     one_way = [launch.one_way for launch in both if launch.one_way is not None]
-    beside = [plane_sum(problem.dtype, 1, 1).source] if pass_ is Pass.WEIGHT_GRAD else []
-    if any(launch.turned for launch in (*firsts, *both)):
-        beside.append(turning(problem.dtype, problem.input_shape, layouts.input).source)
-    every = (source for launch in (*firsts, *both) for source in launch.sources)
-    return list(dict.fromkeys([*every, *one_way, *beside]))
+    sums = [plane_sum(problem.dtype, 1, 1).source] if pass_ is Pass.WEIGHT_GRAD else []
+    return list(dict.fromkeys([*(source for launch in (*firsts, *both) for source in launch.sources), *one_way, *sums]))
 
 
 def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:

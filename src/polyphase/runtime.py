@@ -249,13 +249,7 @@ def _prepare(
     launch = launches[0]
     if len(launches) > 1 and torch.cuda.is_current_stream_capturing():
         # A graph is captured with a kernel that is there: nothing is compiled or loaded amid the capture.
-        turns_too = turning(problem.dtype, problem.input_shape, dense.input).source
-        there = (
-            each
-            for each in launches
-            for sources in [(*each.sources, turns_too) if each.turned else each.sources]
-            if all(is_loaded(source, device.arch, index) for source in sources)
-        )
+        there = (each for each in launches if all(is_loaded(source, device.arch, index) for source in each.sources))
         launch = next(there, launch)
     executable = Executable(launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
     adds_up = None

@@ -178,7 +178,7 @@ class Launch:
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
     ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
-    after (`turning`).
+    after, by the kernel ``turn`` (`turning`).
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
     """
 
@@ -193,13 +193,15 @@ class Launch:
     prologue: Launch | None = None
     workspace_bytes: int = 0
     turned: int = 0
+    turn: KernelSource | None = None
     boxes: tuple[Boxes, ...] = ()
     one_way: KernelSource | None = None
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:
-        """The kernels to compile: its own, and the prologue's."""
-        return (self.source,) if self.prologue is None else (self.source, *self.prologue.sources)
+        """The kernels to compile: its own, the prologue's, and what turns its tensors."""
+        prologue = () if self.prologue is None else self.prologue.sources
+        return (self.source, *prologue, *(() if self.turn is None else (self.turn,)))
 
 
 def plain_launch(source: KernelSource, blocks: int, threads: int, geometry: bytes = b"") -> Launch:
@@ -413,6 +415,17 @@ def packed_divisor(value: int) -> bytes:
 def affordable_planes(problem: ConvTransposeProblem) -> int:
     """Planes of partial sums of the weight that memory may be spent on."""
     return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator_bytes(problem.dtype)))
+
+
+def parted(total: int, parts: int) -> tuple[int, int]:
+    """The length of each of about so many parts of ``total``, and how many of that length there are."""
+    length = max(1, math.ceil(total / parts))
+    return length, max(1, math.ceil(total / length))
+
+
+def equal_parts(count: int) -> list[int]:
+    """What ``count`` comes to in equal parts, rounded up; the largest first."""
+    return sorted({math.ceil(count / parts) for parts in range(1, count + 1)}, reverse=True)
 
 
 def round_up(value: int, multiple: int) -> int:

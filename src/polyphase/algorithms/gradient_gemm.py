@@ -18,6 +18,7 @@ from polyphase.algorithms.base import (
     first_candidates,
     layer_constants,
     padded,
+    parted,
     round_up,
     rounds_of,
     slower_of,
@@ -127,14 +128,12 @@ class _GradientGemm(Gradient):
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
         if pass_ is Pass.WEIGHT_GRAD:
-            parts = _parts(problem, variant, tiling, device)
-            length = max(1, math.ceil(tiling.total / parts))
+            length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
             geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
             geometry += struct.pack("<2i", problem.batch, problem.groups)
             geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
             geometry = padded(geometry)
             geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
-            planes = max(1, math.ceil(tiling.total / length))
             grid = blocks * planes
         else:
             geometry = grad.packed() + packed_weight(problem, layouts) + x.packed()

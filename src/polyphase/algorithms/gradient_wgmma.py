@@ -18,6 +18,7 @@ from polyphase.algorithms.base import (
     is_tiny,
     layer_constants,
     padded,
+    parted,
     round_up,
     rounds_of,
     slower_of,
@@ -75,10 +76,14 @@ class _GradientWgmma(Gradient):
     ) -> Iterator[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel where tiles of this size can be had."""
 
+        read = _as_read(problem, pass_, layouts)
+        if read is None:
+            return iter(())
+        seen, lie = read
+
         def predict(variant: WgmmaVariant) -> tuple[float, str] | None:
-            read = _as_read(problem, pass_, layouts)
-            tiling = None if read is None else tiling_of(read[0], pass_, read[1], variant, device)
-            return None if read is None or tiling is None else _estimate(read[0], pass_, variant, tiling, device)
+            tiling = tiling_of(seen, pass_, lie, variant, device)
+            return None if tiling is None else _estimate(seen, pass_, variant, tiling, device)
 
         return first_candidates(self.name, _ranked(standard(problem), pass_, device), predict, _OFFERED)
 
@@ -98,8 +103,7 @@ class _GradientWgmma(Gradient):
         planes = 1
         if pass_ is Pass.WEIGHT_GRAD:
             parts = _parts(problem, variant, tiling, device)
-            length = max(1, math.ceil(tiling.total / parts))
-            planes = max(1, math.ceil(tiling.total / length))
+            length, planes = parted(tiling.total, parts)
             flush = max(1, _FLUSH * DTYPE_BYTES[problem.dtype] // (OPERATION_BYTES * tiling.steps))
             geometry += tiling.window.packed() + tiling.runs.packed()
             geometry += struct.pack("<2i8i", problem.batch, problem.groups, *tiling.lanes, *tiling.tiles)

@@ -7,13 +7,13 @@ import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, next_power_of_two, round_up, tiles_of
 from polyphase.algorithms.gather import Side, five
 from polyphase.algorithms.gradient import channel_pitch, extent_of_window, lanes_of
-from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES
+from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, widest_piece
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
@@ -366,9 +366,9 @@ def _input_runs(
         steps = zip(sides[1:], (channel, row, slab, image))
         begins = rows * width if joined else columns  # elements from a tile to the next, where there are several
         several = height > rows if joined else width > columns
-        aligned = [begins * size if several else 0, *(step for count, step in steps if count > 1)]
-        common = reduce(math.gcd, aligned, 8)
-        piece = common if size == 2 and common in (4, 8) else 0
+        apart = (step for count, step in steps if count > 1)
+        common = min(8, widest_piece(1, begins * size if several else 0, *apart))
+        piece = common if size == 2 and common >= 4 else 0
         pieces = math.prod(count) * span // piece if piece else 0
         runs = Runs(count, span // size, span, variant.columns * span, None, piece)
         return (runs, joined) if 0 < pieces <= LOADERS else (None, 0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides
 from polyphase.algorithms.gradient_boxes import BoxVariant, InputGradBoxes, WeightGradBoxes
+from polyphase.algorithms.turning import turn_source
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
@@ -46,8 +47,8 @@ class _TurnedBoxes:
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
     ) -> Launch:
-        lie = self._layouts(problem, layouts)
-        return replace(self._boxes.launch(_last(problem), pass_, device, lie, variant), turned=self._reads)
+        launch = self._boxes.launch(_last(problem), pass_, device, self._layouts(problem, layouts), variant)
+        return replace(launch, turned=self._reads, turn=turn_source(problem.dtype))
 
     def _layouts(self, problem: ConvTransposeProblem, layouts: Layouts) -> Layouts:
         """As the boxes' kernel gets them: what is turned has no gaps, and is aligned; the weight is as it is."""

@@ -13,15 +13,18 @@ _THREADS = 256
 _PIXELS, _CHANNELS = 64, 64  # of a block
 
 
+def turn_source(dtype: str) -> KernelSource:
+    """The kernel, for all tensors of a type."""
+    return KernelSource("turn_channels", dtype, False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)))
+
+
 def turning(dtype: str, shape: tuple[int, ...], strides: Strides) -> Launch:
     """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost."""
     batch, channels, *sizes = five(shape)
     pixels = batch * math.prod(sizes)
     geometry = struct.pack("<5q2i", *strides, channels, pixels) + b"".join(map(packed_divisor, sizes))
-    constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
     blocks = math.ceil(pixels / _PIXELS) * math.ceil(channels / _CHANNELS)
-    source = KernelSource("turn_channels", dtype, False, constants)
-    return plain_launch(source, blocks, _THREADS, geometry + bytes(-len(geometry) % 8))
+    return plain_launch(turn_source(dtype), blocks, _THREADS, geometry + bytes(-len(geometry) % 8))
 
 
 def turning_back(dtype: str, shape: tuple[int, ...]) -> Launch:

@@ -6,7 +6,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.algorithms.base import (
@@ -16,8 +16,10 @@ from polyphase.algorithms.base import (
     Layouts,
     affordable_planes,
     arranged,
+    equal_parts,
     layer_constants,
     padded,
+    parted,
     round_up,
     rounds_of,
     slower_of,
@@ -25,6 +27,7 @@ from polyphase.algorithms.base import (
     tiles_of,
 )
 from polyphase.algorithms.gather import Side, five
+from polyphase.algorithms.stages import widest_piece
 from polyphase.device import REGISTERS, DeviceInfo
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
@@ -146,8 +149,7 @@ class WeightGradChannels:
         walkers, (n, d, h, w) = _tiles(problem, variant)
         all_tiles = n * d * h * w
         blocks = _blocks(problem, variant)
-        length = max(1, math.ceil(all_tiles / _parts(problem, variant, device)))
-        parts = max(1, math.ceil(all_tiles / length))
+        length, parts = parted(all_tiles, _parts(problem, variant, device))
         flush = max(1, _CHAIN // variant.positions)
         geometry = x.packed() + grad.packed()
         vectors = problem.out_channels // variant.vector
@@ -180,7 +182,7 @@ def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layo
     if not layouts.aligned:
         return 1
     batch, _, *spatial = side.strides
-    return reduce(math.gcd, (held, 16 // DTYPE_BYTES[problem.dtype], batch, *spatial))
+    return widest_piece(DTYPE_BYTES[problem.dtype], held, batch, *spatial)
 
 
 def _window(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
@@ -239,7 +241,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Cha
             continue
         held = [of_in] if vector > of_out else [n for n in range(1, min(of_in, 8) + 1) if of_in % n == 0]
         held = held if problem.channels_last else [1]
-        for in_held, rows, columns in itertools.product(held, _parts_of(depth * height), _parts_of(width)):
+        for in_held, rows, columns in itertools.product(held, equal_parts(depth * height), equal_parts(width)):
             of_row = columns * in_held * vector
             if rows * of_row * words > _MAX_SUMS or of_row * words > _MAX_SUMS_OF_ROW:
                 continue
@@ -266,11 +268,6 @@ def _rows_at_once(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -
     """Rows of its threads that a block adds up at once."""
     fitting = (n for n in range(variant.rows, 1, -1) if _shared_bytes(problem, variant, n) <= _SHARED_BYTES)
     return next(fitting, 1)
-
-
-def _parts_of(count: int) -> list[int]:
-    """What ``count`` comes to in equal parts, rounded up."""
-    return sorted({math.ceil(count / parts) for parts in range(1, count + 1)}, reverse=True)
 
 
 def _lanes(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[int, int]:

@@ -16,9 +16,11 @@ from polyphase.algorithms.base import (
     Launch,
     Layouts,
     affordable_planes,
+    equal_parts,
     first_candidates,
     layer_constants,
     padded,
+    parted,
     round_up,
     slower_of,
     standard,
@@ -159,10 +161,13 @@ class WeightGradWindows:
     ) -> Iterator[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
 
+        layer = _Layer.of(problem, layouts)
+        if layer is None:
+            return iter(())
+
         def predict(variant: WindowsVariant) -> tuple[float, str] | None:
-            layer = _Layer.of(problem, layouts)
-            tiling = None if layer is None else _tiling(layer, variant, device)
-            return None if layer is None or tiling is None else _estimate(layer, variant, tiling, device)
+            tiling = _tiling(layer, variant, device)
+            return None if tiling is None else _estimate(layer, variant, tiling, device)
 
         return first_candidates(self.name, _ranked(standard(problem), device), predict, _OFFERED)
 
@@ -173,9 +178,7 @@ class WeightGradWindows:
         assert layer is not None
         tiling = _tiling(layer, variant, device)
         assert tiling is not None
-        parts = _parts(layer, variant, tiling, device)
-        length = max(1, math.ceil(tiling.total / parts))
-        planes = max(1, math.ceil(tiling.total / length))
+        length, planes = parted(tiling.total, _parts(layer, variant, tiling, device))
         flush = max(1, _CHAIN * variant.k_slices // math.prod(tiling.lanes))
         geometry = layer.x.packed() + layer.grad.packed()
         geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, tiling.rows, tiling.pitch, tiling.x_pitch)
@@ -360,7 +363,7 @@ def _variants(layer: _Layer, spare: int = 0) -> Iterator[WindowsVariant]:
     problem = layer.problem
     axis = problem.axes3[2]
     taps = problem.axes3[0].kernel * problem.axes3[1].kernel
-    for out_chunk in _parts_of(problem.out_channels)[:_MOST_CHUNKS]:
+    for out_chunk in equal_parts(problem.out_channels)[:_MOST_CHUNKS]:
         for thread_lines, columns, thread_rows in _thread_tiles(layer, out_chunk * taps):
             splits = math.ceil(axis.kernel / columns)
             registers = _registers(layer, thread_rows, thread_lines, columns) + spare
@@ -391,15 +394,10 @@ def _registers(layer: _Layer, thread_rows: int, thread_lines: int, columns: int)
     return round_up(math.ceil(thread_rows * thread_lines * columns + held + 4 * thread_lines + 38), 8)
 
 
-def _parts_of(count: int) -> list[int]:
-    """Sizes of about equal parts."""
-    return sorted({math.ceil(count / parts) for parts in range(1, count + 1)}, reverse=True)
-
-
 def _thread_tiles(layer: _Layer, lines: int) -> Iterator[tuple[int, int, int]]:
     """Kernel rows, columns of each, and rows of a thread."""
     axis = layer.problem.axes3[2]
-    for columns in _parts_of(axis.kernel):
+    for columns in equal_parts(axis.kernel):
         if columns < axis.kernel:  # threads begin at whole quads
             columns = round_up(columns, 4 // math.gcd(4, axis.dilation))
         quads = _quads(layer.problem, columns, layer.skew) if columns <= _MOST_SUMS // 4 else math.inf

@@ -240,11 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       } else {
         if (exists) sums.add<false>(place, share, g.g);
       }
-#pragma unroll
-      for (int i = 3; i >= 0; --i) {  // the next tile
-        if (++tile[i] < g.tiles[i]) break;
-        tile[i] = 0;
-      }
+      advance(g.tiles, tile);
     }
     sums.store((accum_t*)shared_memory, partial, first_vector, first_share, g.vectors, again);
     again = true;

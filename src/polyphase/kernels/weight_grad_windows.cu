@@ -265,11 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       load_window<4>(grad, channels, g, at, to + g.window_at);
     else
       load_window<1>(grad, channels, g, at, to + g.window_at);
-#pragma unroll
-    for (int i = 3; i >= 0; --i) {
-      if (++tile[i] < g.tiles[i]) break;
-      tile[i] = 0;
-    }
+    advance(g.tiles, tile);
   };
 
   int done = 0;

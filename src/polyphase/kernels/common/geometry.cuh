@@ -78,6 +78,16 @@ __device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&l
   for (int i = 0; i < 4; ++i) first[i] *= lanes[i];
 }
 
+// Those of the next element, without a division; the first again behind the last.
+template <class Extent>
+__device__ __forceinline__ void advance(const Extent (&extent)[4], int (&at)[4]) {
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    if (++at[i] < extent[i]) break;
+    at[i] = 0;
+  }
+}
+
 // Elements from a tensor's first element of a channel to the position `at` along n, d, h and w.
 __device__ __forceinline__ long long offset_of(const Tensor5& t, const int (&at)[4]) {
   return at[0] * t.stride[0] + at[1] * t.stride[2] + at[2] * t.stride[3] + at[3] * t.stride[4];

@@ -64,11 +64,7 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
                          place[4] + at[0]};
     box_copy(shared_address(to), map, tensor, from, runs.box, barrier);
     to += runs.box;
-#pragma unroll
-    for (int j = 3; j >= 0; --j) {  // the next run: divisions took longer than a copy
-      if (++at[j] < runs.count[j]) break;
-      at[j] = 0;
-    }
+    advance(runs.count, at);  // divisions took longer than a copy
   }
 }
 
