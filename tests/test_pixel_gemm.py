@@ -12,7 +12,7 @@ import torch
 import emulator
 from kernel_harness import DTYPES, H200, Emulator, assert_exact, choices, offers, reference, run
 from polyphase.algorithms.base import Candidate, Layouts
-from polyphase.algorithms.pixel_gemm import PixelGemm, PixelGemmVariant, _columns, _together, _vector
+from polyphase.algorithms.pixel_gemm import PixelGemm, PixelGemmVariant, _columns, _piece, _vector
 from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
 
@@ -62,14 +62,15 @@ def test_blocks_of_several_tiles(blocks: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("resident", [False, True])
-def test_every_chunk(resident: bool, dtype: str) -> None:
+def test_every_chunk(resident: bool, ahead: bool, dtype: str) -> None:
     """Chunks of every width, with columns that do not exist, whose weights stay or stream through the ring."""
     problem = make((1, 40, 9, 16), 21, 2, 2, bias=True, dtype=dtype, tf32=True)
     steps = 5 if dtype == "float32" else 3
     for columns in _columns(problem):
         chunks = -(-84 // columns)
-        variant = PixelGemmVariant(columns, 1, steps * chunks if resident else steps + 2, resident)
+        variant = PixelGemmVariant(columns, 1, steps * chunks if resident else steps + 2, resident, ahead)
         launch = PixelGemm().launch(problem, Pass.FORWARD, H200, Layouts.dense(problem), variant)
         assert_exact(
             problem, Pass.FORWARD, Candidate("pixel_gemm", variant, 0.0, ""), launch, executor=Emulator(columns)
@@ -100,14 +101,15 @@ def test_bias_of_any_value(dtype: str) -> None:
 
 def test_layers_take_every_way() -> None:
     """Pixels are read together and apart, weights stay and do not, and stores have every width."""
-    ways: dict[str, set[object]] = {"together": set(), "resident": set(), "vector": set()}
+    ways: dict[str, set[object]] = {"piece": set(), "resident": set(), "vector": set()}
     for dtype in ("float32", "bfloat16"):
         for layer in LAYERS.values():
             problem = replace(layer, dtype=dtype)
-            ways["together"].add(_together(problem, Layouts.dense(problem)))
+            ways["piece"].add(_piece(problem, Layouts.dense(problem)))
             ways["vector"].add((dtype, _vector(problem, Layouts.dense(problem))))
             ways["resident"] |= {candidate.variant.resident for candidate, _ in offers(PixelGemm(), problem)}
-    assert ways["together"] == ways["resident"] == {False, True}
+    assert ways["piece"] == {0, 8, 16}
+    assert ways["resident"] == {False, True}
     assert ways["vector"] == {("float32", 2), ("float32", 4), ("bfloat16", 2), ("bfloat16", 4), ("bfloat16", 8)}
 
 

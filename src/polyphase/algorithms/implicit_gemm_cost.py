@@ -48,6 +48,8 @@ class _Costs:
     lane_output: float = 0.5  # or one of others, by lanes, whether they have a cell or not
     scattered: float = 3.04  # or one where lanes' results lie apart
     launch: float = 13090.0
+    bandwidth: float = 0.85  # of a copy's, which no layer exceeds
+    bandwidth_one_tap: float = 0.81  # where the kernel is the stride, channels first
     overlap: float = 2.74  # exponents of the norms that add what goes on at the same time
     turns: float = 3.8
     other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
@@ -76,7 +78,9 @@ def estimate(
     if variant.row_columns(gather) < gather.axes[2].stride:
         written = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype]
         busy += _COSTS.parts_of_sectors * written / device.copy_bytes_per_second
-    floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
+    one_tap = all((a.kernel, a.padding, a.dilation) == (a.stride, 0, 1) for a in gather.axes)
+    bandwidth = _COSTS.bandwidth_one_tap if one_tap and not gather.src.channels_last else _COSTS.bandwidth
+    floor = layer_bytes / (bandwidth * device.copy_bytes_per_second)
     return slower_of(busy, floor)
 
 

@@ -31,11 +31,14 @@ _GROUPS = 2  # of 128 threads, that multiply
 _REGISTERS = 226  # of a thread that multiplies, so that none spill
 _OTHER_REGISTERS = 30  # what is neither a channel nor a sum
 _APART_REGISTERS = 16  # more, where a thread's pixels are no neighbours
+_PARTIAL_REGISTERS = 16  # more, where the last operation has channels that do not exist
 _COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
-_STAGE_STEPS = (4, 3, 2, 1)
+_MOST_STEPS = 20  # of a stage
 _MAX_STAGES = 64
+_IN_TIME = 3072  # columns' operations that stages but one hold, so that weights come in time
 _RESERVE = 2048  # bytes of shared memory, for barriers
-_MOST_SHARED = 164 << 10  # bytes: what is left is the L1 cache, which pixels come through
+_DIVISIONS = (132 << 10, 164 << 10)  # of shared memory and L1 cache, which pixels come through
+_PIXEL_BYTES = 64 << 10  # of the rings that pixels come through
 _PACK_THREADS = 128
 _MOST_AT_ONCE = 8  # channels that a thread goes on by
 _OFFERED = 6
@@ -48,6 +51,7 @@ class PixelGemmVariant(NamedTuple):
     stage_steps: int
     stages: int
     resident: bool
+    ahead: bool
 
 
 class PixelGemm:
@@ -82,7 +86,7 @@ class PixelGemm:
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> Iterator[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
-        counted = _pixels(problem) + _tile(problem), _MOST_AT_ONCE * layouts.input[1], *layouts.output[1:]
+        counted = _pixels(problem) + _tile(problem), _MOST_AT_ONCE * layouts.input[1], *layouts.output
         if max(counted) >= 2**31:
             return iter(())
         return first_candidates(
@@ -104,10 +108,10 @@ class PixelGemm:
         units, chunks = _tiles(problem) * problem.groups, _chunks(problem, variant.columns)
         blocks = max(1, min(units * chunks, device.multiprocessors))
         rounds, rest = divmod(units, blocks)
-        share, together = math.ceil(rest * chunks / blocks), _together(problem, layouts)
+        share, piece = math.ceil(rest * chunks / blocks), _piece(problem, layouts)
         geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<i", _pixels(problem))
         geometry += b"".join(packed_divisor(count) for count in (*gather.src.shape[2:], problem.groups))
-        geometry += struct.pack("<4i", rounds, units, share, together)
+        geometry += struct.pack("<4i", rounds, units, share, piece)
         geometry += struct.pack("<6i", _vector(problem, layouts), layouts.input[1], *layouts.output[1:])
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
@@ -130,12 +134,13 @@ class PixelGemm:
                     ("STAGE_STEPS", variant.stage_steps),
                     ("STAGES", variant.stages),
                     ("RESIDENT", variant.resident),
+                    ("AHEAD", variant.ahead),
                     ("WGMMA", True),
                 ),
             ),
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
-            shared_bytes=variant.stages * _stage_bytes(variant),
+            shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, variant.ahead),
             geometry=padded(geometry),
             prologue=plain_launch(pack, math.ceil(workspace / 16 / _PACK_THREADS), _PACK_THREADS),
             workspace_bytes=workspace,
@@ -168,6 +173,8 @@ def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
 def _registers(problem: ConvTransposeProblem, columns: int) -> int:
     """Of a thread that multiplies: channels, sums, and what else it needs."""
     other = _OTHER_REGISTERS + (_APART_REGISTERS if problem.stride[-1] != 2 else 0)
+    if problem.in_channels_per_group % (OPERATION_BYTES // DTYPE_BYTES[problem.dtype]):
+        other += _PARTIAL_REGISTERS
     if 8 % problem.taps:  # 8 columns are no whole channels: each 8 go elsewhere
         other += columns // 8 + (8 if problem.stride[-1] != 2 else 0)
     return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + other
@@ -187,19 +194,17 @@ def _stage_bytes(variant: PixelGemmVariant) -> int:
     return variant.stage_steps * variant.columns * OPERATION_BYTES
 
 
-def _together(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
-    """Whether a thread's pixels are neighbours in memory, at a multiple of their size."""
-    pixels = 2 * _row_tiles(problem)
+def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
+    """Bytes of neighbouring pixels that can be copied at once, a thread's or two threads'; 0 where they lie apart."""
+    size = DTYPE_BYTES[problem.dtype]
     width, (batch, channel, depth, height, step) = problem.input_size[-1], layouts.input
     rows_follow = height == width and (depth == height * problem.input_size[-2] if problem.dims == 3 else True)
     run = math.prod(problem.input_size) if problem.dims == 1 or rows_follow else width
-    neighbours = problem.stride[-1] == 2 and step == 1 and run % pixels == 0
-    return (
-        layouts.aligned
-        and neighbours
-        and all(s % pixels == 0 for s in (batch, channel))
-        and (run != width or all(s % pixels == 0 for s in (depth, height)))
-    )
+    strides = (batch, channel) if run != width else (batch, channel, depth, height)
+    if not layouts.aligned or problem.stride[-1] != 2 or step != 1:
+        return 0
+    whole = (n for n in (16, 8) if all(count * size % n == 0 for count in (run, *strides)))
+    return next(whole, 0)
 
 
 def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
@@ -213,38 +218,55 @@ def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     return 1
 
 
+def _other_bytes(problem: ConvTransposeProblem, columns: int, ahead: bool) -> int:
+    """Shared memory beside the weights': a chunk's bias for each group, and pixels."""
+    return _GROUPS * columns * 16 * problem.bias + _PIXEL_BYTES * ahead
+
+
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[PixelGemmVariant]:
-    steps = steps_of(problem)
-    stage_steps = next(count for count in _STAGE_STEPS if steps % count == 0)
-    memory = min(device.shared_bytes_of(1) - _RESERVE, _MOST_SHARED)
     wanted = [each for each in _columns(problem) if each == _columns(problem)[0] or each < 2 * _all_columns(problem)]
     narrow_enough = [each for each in wanted if _registers(problem, each) <= _REGISTERS]
     # In half precision fewer than fit have never been faster.
     for columns in narrow_enough if DTYPE_BYTES[problem.dtype] == 4 else narrow_enough[-1:]:
+        most = device.shared_bytes_of(1)
+        found = [_staged(problem, columns, memory, False) for memory in (*_DIVISIONS, most)]
+        staged = sorted(filter(None, found), key=lambda variant: not variant.resident)
+        yield from staged[:1]
+        if _piece(problem, Layouts.dense(problem)) and (ahead := _staged(problem, columns, most, True)):
+            yield ahead
+
+
+def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahead: bool) -> PixelGemmVariant | None:
+    """The variant whose stages are the longest that fit and come in time; None where none do."""
+    steps, memory = steps_of(problem), shared_bytes - _RESERVE - _other_bytes(problem, columns, ahead)
+    for stage_steps in (count for count in range(_MOST_STEPS, 0, -1) if steps % count == 0):
         fitting = min(_MAX_STAGES, memory // (stage_steps * columns * OPERATION_BYTES))
-        whole = _chunks(problem, columns) * (steps // stage_steps)
-        if problem.groups == 1 and whole <= fitting:
-            yield PixelGemmVariant(columns, stage_steps, whole, True)
-        elif fitting >= steps // stage_steps + 2:  # one group lags behind by a chunk
-            yield PixelGemmVariant(columns, stage_steps, fitting, False)
+        of_chunk = steps // stage_steps
+        if problem.groups == 1 and _chunks(problem, columns) * of_chunk <= fitting:
+            return PixelGemmVariant(columns, stage_steps, _chunks(problem, columns) * of_chunk, True, ahead)
+        in_time = (fitting - 1) * stage_steps * columns * _row_tiles(problem) >= _IN_TIME
+        if fitting > of_chunk and in_time:  # one group lags behind by a chunk
+            return PixelGemmVariant(columns, stage_steps, fitting, False, ahead)
+    return None
 
 
 @dataclass(frozen=True)
 class _Costs:
     """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
-    product: float = 1.07  # times what the cores take
-    store: float = 0.0623  # a byte stored, 16 at a time
-    narrow: float = 0.57  # the exponent of what stores of fewer take longer
-    stage: float = 207.0  # of weights
-    turn: float = 120.0  # a chunk
-    row: float = 0.0374  # a byte of the pixels' channels, read together
-    row_apart: float = 0.0798  # or one by one
-    tile: float = 858.0  # latencies of those
-    launch: float = 13140.0
-    bandwidth: float = 0.846  # of a copy's
-    overlap: float = 2.38  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
-    beside: float = 4.0  # and in memory
+    product: float = 0.681  # times what the cores take
+    store: float = 0.0413  # a byte stored, 16 at a time
+    narrow: float = 1.18  # the exponent of what stores of fewer take longer
+    stage: float = 189.0  # of weights
+    turn: float = 332.0  # a chunk
+    row: float = 0.0525  # a byte of the pixels' channels, read together or one by one
+    row_ahead: float = 0.0421  # or brought ahead
+    tile: float = 1756.0  # latencies of those that are not
+    launch: float = 11680.0
+    launch_ahead: float = 14770.0
+    bandwidth: float = 0.832  # of a copy's
+    overlap: float = 1.31  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
+    beside: float = 9.5  # and in memory
 
 
 _COSTS = _Costs()
@@ -256,15 +278,17 @@ def _estimate(problem: ConvTransposeProblem, variant: PixelGemmVariant, device: 
     layouts = Layouts.dense(problem)
     rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
     share = math.ceil(rest * chunks / device.multiprocessors)
-    products = _COSTS.product * _tile(problem) * steps * variant.columns / 128
+    products = _COSTS.product * _tile(problem) * (steps + problem.bias) * variant.columns / 128
     width = 16 / (_vector(problem, layouts) * size)
     stores = _COSTS.store * _tile(problem) * variant.columns * size * width**_COSTS.narrow
     storing = (products + stores + _COSTS.stage * steps / variant.stage_steps) / 2  # one of two groups
     chunk = (products**_COSTS.overlap + storing**_COSTS.overlap) ** (1 / _COSTS.overlap)
     chunk += _COSTS.turn
-    row = _COSTS.row if _together(problem, layouts) else _COSTS.row_apart
-    tile = _COSTS.tile + row * _tile(problem) * steps * OPERATION_BYTES
-    cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + _COSTS.launch
+    row, tile, launch = _COSTS.row, _COSTS.tile, _COSTS.launch
+    if variant.ahead:
+        row, tile, launch = _COSTS.row_ahead, 0.0, _COSTS.launch_ahead
+    tile += row * _tile(problem) * steps * OPERATION_BYTES
+    cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + launch
     work, moving = cycles / device.clock_hz, problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(work, moving)
     return (work**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside), bound

@@ -7,11 +7,12 @@
 //
 // Index mapping. Two groups of 128 threads multiply, one more loads. A tile is TILE pixels, of all images one after the
 // other, ROW_TILES · 64 for each of the two. The channels of its pixels stay in registers for all columns: they come
-// from memory as the cores take them, nothing is turned around. COLUMNS columns are a chunk; its weights
-// (pack_columns.cu) come stage by stage through shared memory, STAGE_STEPS operations each, or are all there
-// (RESIDENT). One group stores a chunk while the other multiplies. Tiles are dealt out one by one, so that neighbours
-// are stored together; the chunks of those that are left over are shared out. A tile's last chunk is stored when the
-// next tile's pixels are on their way.
+// from memory as the cores take them, nothing is turned around, or ahead of time through a ring in shared memory for
+// each group (AHEAD). COLUMNS columns are a chunk; its weights (pack_columns.cu) come stage by stage through shared
+// memory, STAGE_STEPS operations each, or are all there (RESIDENT); the bias is its last operation. One group stores a
+// chunk while the other multiplies. Tiles are dealt out one by one, so that neighbours are stored together; the chunks
+// of those that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on their
+// way.
 //
 // Which of a tile's pixels are which of the product's rows is all the same to it. Where a cell is two elements wide a
 // thread's pixels are neighbours, hence its outputs, too: 16 bytes.
@@ -23,7 +24,7 @@ struct Geometry {
   Divisor groups;    // of channels
   int rounds;        // units that each block has for itself
   int units, share;  // all of them; of the chunks that are left over, those of a block
-  int together;      // whether a thread's pixels are neighbours in memory that are read at once
+  int piece;         // bytes of neighbouring pixels that can be copied at once, a thread's or two threads'; 0: none
   int vector;        // outputs that are stored at once: of all its pixels, of two, of one, or one alone
   int x_stride;      // of channels
   int y_stride[4];   // of channels, d, h and w
@@ -40,30 +41,40 @@ constexpr int CHUNK_STAGES = STEPS / STAGE_STEPS;
 constexpr int CHUNK_PITCH = COLUMNS * 16, OPERATION_BYTES = 2 * CHUNK_PITCH;
 constexpr int STAGE_BYTES = STAGE_STEPS * OPERATION_BYTES, CHUNK_BYTES = CHUNK_STAGES * STAGE_BYTES;
 constexpr bool NEIGHBOURS = AXIS_W.stride == 2;  // a thread's pixels
-constexpr int LOADER_REGISTERS = 24, MULTIPLIER_REGISTERS = 240;
+constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
+constexpr int BIAS_BYTES = HAS_BIAS ? COLUMNS * 16 : 0;  // of a group
+
+// The ring of a group's pixels; a row are its pixels of a channel.
+constexpr int PIXEL_SLOTS = 4, SLOT_CHANNELS = 32, ROW_BYTES = TILE / GROUPS * ELEMENT;
+constexpr int SLOT_BYTES = SLOT_CHANNELS * ROW_BYTES, RUN_SLOTS = ceil_div(IN_CHANNELS, SLOT_CHANNELS);
 
 static_assert(STEPS % STAGE_STEPS == 0, "stages are whole");
 static_assert(registers_suffice(128 * GROUPS, MULTIPLIER_REGISTERS, 128, LOADER_REGISTERS), "too few registers");
 static_assert(ROW_TILES == WORD, "a thread's outputs are 16 bytes");
 static_assert(!RESIDENT || STAGES == CHUNKS * CHUNK_STAGES, "all stages are there");
+static_assert(!AHEAD || NEIGHBOURS, "a thread's pixels are neighbours");
 static_assert(TAPS == LINES * AXIS_W.stride, "the kernel is the stride");
 static_assert(AXIS_W.stride % 2 == 0, "a thread's two columns are neighbours in a row");
 
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
   unsigned long long turn[GROUPS];  // a group's, to multiply; told by the other's warps
+  unsigned long long pixels[GROUPS][PIXEL_SLOTS], room[GROUPS][PIXEL_SLOTS];
+  alignas(128) scalar_t halves[128 / ELEMENT];  // the rows that meet the bias
 };
 
-// A slot of the ring, and the parity of its barriers. Where all stages are there, each has its slot.
+// A slot of a ring, and the parity of its barriers. Where all that comes stays, each has its slot.
+template <int SLOTS, bool STAYS>
 struct Slot {
   int index = 0;
   unsigned parity = 0;
 
   __device__ __forceinline__ void next() {
-    if (++index == STAGES) index = 0, parity ^= RESIDENT ? 0 : 1;
+    if (++index == SLOTS) index = 0, parity ^= STAYS ? 0 : 1;
   }
-  __device__ __forceinline__ int before() const { return index == 0 ? STAGES - 1 : index - 1; }
+  __device__ __forceinline__ int before() const { return index == 0 ? SLOTS - 1 : index - 1; }
 };
+typedef Slot<PIXEL_SLOTS, false> PixelSlot;
 
 // Some chunks of a unit, which is a tile and a group of channels.
 struct Run {
@@ -116,22 +127,71 @@ __device__ __forceinline__ int pixel_of(int i) { return NEIGHBOURS ? lane() / 4 
 template <int COUNT>
 using Words = Vector<unsigned, COUNT * ELEMENT / 4>;
 
+// Where 16 bytes of a row of pixels lie in it: those of channels that neighbouring threads read are in different banks.
+__device__ __forceinline__ int place_in_row(int piece, int channel) { return (piece ^ channel / WORD % 4 * 2) * 16; }
+
+// A warp brings a group's pixels, BYTES at a time, run by run. Those that do not exist are zero.
+template <int BYTES>
+__device__ __forceinline__ void load_pixels(const Geometry& g, const scalar_t* x, unsigned slots, const Shared& shared,
+                                            int group) {
+  constexpr int LANES = ROW_BYTES / BYTES;  // of a row
+  const int offset = lane() % LANES * BYTES;
+  PixelSlot slot;
+  Runs runs(g);
+  for (Run run = runs.next(g); run.exists(); run = runs.next(g)) {
+    const Pixel pixel(g, run.unit / g.groups * TILE + (group * ROW_BYTES + offset) / ELEMENT);
+    const scalar_t* from = x + pixel.x + (long long)(run.unit % g.groups * IN_CHANNELS + lane() / LANES) * g.x_stride;
+    for (int first = 0; first < IN_CHANNELS; first += SLOT_CHANNELS, slot.next()) {
+      barrier_wait(shared_address(&shared.room[group][slot.index]), slot.parity ^ 1);
+#pragma unroll 1
+      for (int i = lane() / LANES; i < SLOT_CHANNELS; i += 32 / LANES, from += 32 / LANES * g.x_stride)
+        copy_async<BYTES>(slots + slot.index * SLOT_BYTES + i * ROW_BYTES + place_in_row(offset / 16, i) + offset % 16,
+                          from, pixel.exists && first + i < IN_CHANNELS);
+      barrier_arrive_with_copies(shared_address(&shared.pixels[group][slot.index]));
+    }
+  }
+}
+
 // All channels of a thread's pixels, as the cores take them (common/mma.cuh).
 struct Rows {
   unsigned of[ROW_TILES][STEPS][4];
 
+  // From the group's slots, as many as it has from FIRST on.
+  template <int FIRST, int COUNT>
+  __device__ __forceinline__ void take(unsigned slots, const Shared& shared, int group, PixelSlot& slot) {
+    const int pair = lane() / 4, channel = lane() % 4 * WORD;
+    const unsigned first =
+        slots + channel * ROW_BYTES + place_in_row(threadIdx.x / 32 % 4 * 4 + pair / 2, channel) + pair % 2 * 8;
+#pragma unroll
+    for (int s = FIRST; s < min(FIRST + COUNT, RUN_SLOTS); ++s, slot.next()) {
+      barrier_wait(shared_address(&shared.pixels[group][slot.index]), slot.parity);
+#pragma unroll
+      for (int i = 0; i < 2 * SLOT_CHANNELS / DEPTH; ++i)
+        if (s * (SLOT_CHANNELS / DEPTH) + i / 2 < STEPS)
+          load_half(s * (2 * SLOT_CHANNELS / DEPTH) + i,
+                    (const scalar_t*)__cvta_shared_to_generic(first + slot.index * SLOT_BYTES) +
+                        i * (DEPTH / 2) * (ROW_BYTES / ELEMENT),
+                    ROW_BYTES / ELEMENT, 0);
+      __syncwarp();
+      if (lane() == 0) barrier_arrive(shared_address(&shared.room[group][slot.index]));
+    }
+  }
   // `x` is the group's first channel. Pixels that do not exist are read where others lie. Nothing waits for what is on
   // its way before settle().
   __device__ __forceinline__ void load(const Geometry& g, const scalar_t* x, int first) {
     const int channel = lane() % 4 * WORD;
     x += (long long)channel * g.x_stride;
-    if (NEIGHBOURS && g.together) {
-      load_together(x + Pixel(g, first + pixel_of(0)).x, g.x_stride, channel);
-    } else {
+    if (NEIGHBOURS && g.piece > 0) {
+      const scalar_t* from = x + Pixel(g, first + pixel_of(0)).x;
 #pragma unroll
-      for (int tile = 0; tile < ROW_TILES; ++tile)
-        load_apart(tile, x + Pixel(g, first + pixel_of(2 * tile)).x, x + Pixel(g, first + pixel_of(2 * tile + 1)).x,
-                   g.x_stride, channel);
+      for (int i = 0; i < 2 * STEPS; ++i, from += DEPTH / 2 * g.x_stride)
+        load_half(i, from, g.x_stride, channel + channel_of(i));
+      return;
+    }
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile) {
+      const long long one = Pixel(g, first + pixel_of(2 * tile)).x;
+      load_apart(tile, x + one, Pixel(g, first + pixel_of(2 * tile + 1)).x - one, g.x_stride, channel);
     }
   }
   __device__ __forceinline__ void settle(const Geometry& g) {
@@ -142,7 +202,7 @@ struct Rows {
       for (int j = 0; j < 4; ++j) {
         if (ELEMENT == 4) {
           words[j] = __float_as_uint(round_tf32(__uint_as_float(words[j])));
-        } else if (NEIGHBOURS && g.together && j % 2 == 0) {
+        } else if (NEIGHBOURS && g.piece > 0 && j % 2 == 0) {
           const unsigned one = words[j], other = words[j + 1];
           words[j] = one & 0xffff | other << 16, words[j + 1] = one >> 16 | other & 0xffff0000;
         }
@@ -162,33 +222,31 @@ struct Rows {
     return IN_CHANNELS % DEPTH == 0 || channel < IN_CHANNELS;
   }
 
-  // Words are two pixels of a channel still, where they are to be two channels of a pixel.
-  __device__ __forceinline__ void load_together(const scalar_t* from, int stride, int first) {
+  // Half an operation's channels, `stride` apart, of pixels that are neighbours. Words are two pixels of a channel
+  // still, where they are to be two channels of a pixel.
+  __device__ __forceinline__ void load_half(int i, const scalar_t* from, int stride, int channel) {
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; ++i, from += DEPTH / 2 * stride)
-#pragma unroll
-      for (int j = 0; j < WORD; ++j) {
-        Words<PIXELS> pixels = {};
-        if (exists(first + channel_of(i) + j)) pixels = *(const Words<PIXELS>*)(from + (long long)j * stride);
-        if (ELEMENT == 4)
-          of[0][i / 2][i % 2 * 2] = pixels.value[0], of[0][i / 2][i % 2 * 2 + 1] = pixels.value[1];
-        else
-          of[0][i / 2][i % 2 * 2 + j] = pixels.value[0], of[ROW_TILES - 1][i / 2][i % 2 * 2 + j] = pixels.value[1];
-      }
+    for (int j = 0; j < WORD; ++j) {
+      Words<PIXELS> pixels = {};
+      if (exists(channel + j)) pixels = *(const Words<PIXELS>*)(from + (long long)j * stride);
+      if (ELEMENT == 4)
+        of[0][i / 2][i % 2 * 2] = pixels.value[0], of[0][i / 2][i % 2 * 2 + 1] = pixels.value[1];
+      else
+        of[0][i / 2][i % 2 * 2 + j] = pixels.value[0], of[ROW_TILES - 1][i / 2][i % 2 * 2 + j] = pixels.value[1];
+    }
   }
 
-  // Two pixels' channels, each by itself.
-  __device__ __forceinline__ void load_apart(int tile, const scalar_t* one, const scalar_t* other, int stride,
-                                             int first) {
+  // Two pixels' channels, each by itself; `other` is how far the second lies behind the first.
+  __device__ __forceinline__ void load_apart(int tile, const scalar_t* one, long long other, int stride, int first) {
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; ++i, one += DEPTH / 2 * stride, other += DEPTH / 2 * stride) {
+    for (int i = 0; i < 2 * STEPS; ++i, one += DEPTH / 2 * stride) {
       scalar_t channels[2][WORD];
 #pragma unroll
       for (int j = 0; j < WORD; ++j) {
         channels[0][j] = channels[1][j] = zero<scalar_t>();
         if (!exists(first + channel_of(i) + j)) continue;
         channels[0][j] = read_now(one + (long long)j * stride);
-        channels[1][j] = read_now(other + (long long)j * stride);
+        channels[1][j] = read_now(one + other + (long long)j * stride);
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) of[tile][i / 2][i % 2 * 2 + j] = word(channels[j]);
@@ -256,28 +314,36 @@ struct Columns {
   }
 };
 
-// The bias of a chunk's channels, one or two for each lane of a warp, so that it is there when sums begin with it.
-struct Biases {
-  static constexpr int SPAN = TAPS == 2 ? COLUMNS / 2 : 32;
-  static_assert(COLUMNS <= 128 && (TAPS == 2 || COLUMNS % TAPS == 0 || COLUMNS / TAPS + 2 <= 32), "those of a chunk");
-  scalar_t of[ceil_div(SPAN, 32)];
+// The bias as one more operation of a chunk: of each column, 16 bytes of shared memory that are both halves of the
+// operand. Those of the rows are 0.5 everywhere. In float32 they are three parts in TF32.
+struct Bias {
+  scalar_t next = zero<scalar_t>();
 
-  // `bias` is of the group's first channel.
+  // Of a chunk's columns, one for each thread; `bias` is of the channels' first.
   __device__ __forceinline__ void load(const scalar_t* bias, int chunk) {
-#pragma unroll
-    for (int i = 0; i < ceil_div(SPAN, 32); ++i)
-      of[i] = read(bias + min(chunk * COLUMNS / TAPS + 32 * i + lane(), OUT_CHANNELS - 1));
+    next = read(bias + min((chunk * COLUMNS + (int)threadIdx.x % 128) / TAPS, OUT_CHANNELS - 1));
   }
-  // Of the thread's columns of each 8.
-  __device__ __forceinline__ float of_column(int chunk, int tile) const {
-    const int channel = Columns::column(chunk, tile) / TAPS - chunk * COLUMNS / TAPS;
-    float bias = 0;
+  // What was loaded, to the group's columns for the chunk that follows. All its products of the one before are done.
+  __device__ __forceinline__ void publish(unsigned columns) const {
+    if (threadIdx.x % 128 < COLUMNS)
+      *(Vector<scalar_t, 16 / ELEMENT>*)__cvta_shared_to_generic(columns + threadIdx.x % 128 * 16) = parts(next);
+    publish_shared();
+    threads_sync(1 + threadIdx.x / 128, 128);
+  }
+
+  static __device__ __forceinline__ Vector<float, 4> parts(float bias) {
+    if (!(bias - bias == 0)) return {{bias + bias}};  // infinite, or not a number
+    Vector<float, 4> all = {};
 #pragma unroll
-    for (int i = 0; i < ceil_div(SPAN, 32); ++i) {
-      const float of_lane = __shfl_sync(~0u, widen(of[i]), channel % 32);
-      if (channel / 32 == i) bias = of_lane;
+    for (int i = 0; i < 3; ++i) {
+      all.value[i] = __uint_as_float(__float_as_uint(bias) & 0xffffe000);
+      bias -= all.value[i];
     }
-    return bias;
+    return all;
+  }
+  template <class T>
+  static __device__ __forceinline__ Vector<T, 8> parts(T bias) {
+    return {{bias}};
   }
 };
 
@@ -290,6 +356,20 @@ struct Stage {
   unsigned address;
   explicit Stage(unsigned address) : address(address) {}
 #endif
+};
+
+// The cells of a thread's pixels: where their first elements lie, and which there are.
+struct Cells {
+  scalar_t* first[PIXELS] = {};
+  bool exists[PIXELS] = {};
+
+  __device__ __forceinline__ void find(const Geometry& g, scalar_t* y, int pixel) {
+#pragma unroll
+    for (int i = 0; i < PIXELS; ++i) {
+      const Pixel at(g, pixel + pixel_of(i));
+      first[i] = y + at.y, exists[i] = at.exists;
+    }
+  }
 };
 
 // Stored by one instruction: left to itself the compiler takes vectors apart.
@@ -315,17 +395,6 @@ __device__ __forceinline__ void store_whole(void* to, const Whole& words) {
 // The sums of a thread: of its pixels, and of two columns of each 8.
 struct Sums {
   float of[ROW_TILES][COLUMNS / 2];
-
-  // The bias, to which all is added.
-  __device__ __forceinline__ void begin(int chunk, const Biases& biases) {
-#pragma unroll
-    for (int tile = 0; tile < COLUMN_TILES; ++tile) {
-      const float bias = biases.of_column(chunk, tile);
-#pragma unroll
-      for (int i = 0; i < 4 * ROW_TILES; ++i) of[i / 4][4 * tile + i % 4] = bias;
-    }
-    pin_all();
-  }
 
   __device__ __forceinline__ void pin_all() {
 #pragma unroll
@@ -361,10 +430,31 @@ struct Sums {
 #endif
   }
 
+  // The bias; `rows` are 128 bytes that all rows have.
+  __device__ __forceinline__ void add_bias(unsigned rows, unsigned columns) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile) {
+#ifndef EMULATOR
+      wgmma(of[tile], describe_matrix<16>(rows, 0, 0), describe_matrix<16>(columns, 0), true);
+#else
+      typedef Vector<scalar_t, 16 / ELEMENT> Channels;
+      float* const to = of[tile];
+      emulator::later(emulator::Async::products, [=] {
+        for (int i = 0; i < COLUMNS / 2; ++i) {
+          const Channels& row = *(const Channels*)__cvta_shared_to_generic(rows + lane() / 4 * 16);
+          const int at = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+          const Channels& column = *(const Channels*)__cvta_shared_to_generic(columns + at * 16);
+          for (int k = 0; k < 2 * (16 / ELEMENT); ++k)
+            to[i] += widen(row.value[k % (16 / ELEMENT)]) * widen(column.value[k % (16 / ELEMENT)]);
+        }
+      });
+#endif
+    }
+  }
+
   // To the thread's cells, VECTOR elements at a time.
   template <int VECTOR>
-  __device__ __forceinline__ void store(const Geometry& g, int chunk, const Columns& columns,
-                                        scalar_t* const (&to)[PIXELS], const bool (&exists)[PIXELS]) const {
+  __device__ __forceinline__ void store(const Geometry& g, int chunk, const Columns& columns, const Cells& to) const {
     constexpr int APART = VECTOR > 2 ? VECTOR / 2 : 1;  // pixels of a store
 #pragma unroll
     for (int column = 0; column < COLUMN_TILES; ++column) {
@@ -375,8 +465,8 @@ struct Sums {
       for (int i = 0; i < 2 * PIXELS; ++i) narrow(of[i / 4][4 * column + i % 4], values[i]);
 #pragma unroll
       for (int i = 0; i < PIXELS; i += APART) {
-        if (!exists[i]) continue;
-        scalar_t* const first = to[i] + offset;
+        if (!to.exists[i]) continue;
+        scalar_t* const first = to.first[i] + offset;
         if constexpr (VECTOR > 1)
           store_whole(first, *(const Words<VECTOR>*)(values + 2 * i));
         else
@@ -391,20 +481,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     pixel_gemm(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
                const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const __grid_constant__ Geometry g) {
   extern __shared__ __align__(128) unsigned char weights[];
-  __shared__ __align__(8) Shared shared;
+  __shared__ Shared shared;
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
+  const unsigned biases = shared_address(weights) + STAGES * STAGE_BYTES, pixels = biases + GROUPS * BIAS_BYTES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, GROUPS);
-    for (int i = 0; i < GROUPS; ++i) barrier_init(turns + 8 * i, 4);
+    for (int i = 0; i < GROUPS; ++i) {
+      barrier_init(turns + 8 * i, 4);
+      for (int j = 0; j < PIXEL_SLOTS; ++j) {
+        barrier_init(shared_address(&shared.pixels[i][j]), 32);
+        barrier_init(shared_address(&shared.room[i][j]), 4);
+      }
+    }
     barriers_publish();
+  }
+  if (HAS_BIAS && threadIdx.x < 128 / ELEMENT) {
+    narrow(0.5f, shared.halves[threadIdx.x]);
+    publish_shared();
   }
   __syncthreads();
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  Slot slot;
+  Slot<STAGES, RESIDENT> slot;
 
   if (group == GROUPS) {  // loads
     registers_release<LOADER_REGISTERS>();
+    const int of_group = threadIdx.x / 32 % 4 - 1;  // whose pixels the warp brings
+    if (AHEAD && of_group >= 0 && of_group < GROUPS) {
+      const unsigned slots = pixels + of_group * (PIXEL_SLOTS * SLOT_BYTES);
+      if (g.piece == 16) load_pixels<16>(g, x, slots, shared, of_group);
+      if (g.piece == 8) load_pixels<8>(g, x, slots, shared, of_group);
+    }
     if (threadIdx.x != 128 * GROUPS) return;
     wait_for_prologue();
     int missing = CHUNKS;  // of those that stay
@@ -426,15 +533,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 
   registers_claim<MULTIPLIER_REGISTERS>();
+  const unsigned slots = pixels + group * (PIXEL_SLOTS * SLOT_BYTES);
+  PixelSlot pixel_slot;
   unsigned turn = group;  // the parity of the barrier that tells a group that it is its turn: the first's, at once
   Runs runs(g);
   Run run{};
   Rows rows;
-  Biases biases;
+  Bias added;
   Sums sums;
   Columns columns(g, 0);
-  scalar_t* to[PIXELS] = {};
-  bool exists[PIXELS] = {};
+  Cells to;
   // A round stores what the one before has multiplied, when the pixels that come next are on their way.
 #pragma unroll 1
   for (int chunk = 0;; ++chunk) {
@@ -445,32 +553,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       run = runs.next(g), chunk = run.first;
       if (run.exists()) {
         const int channels = run.unit % g.groups;
-        rows.load(g, x + (long long)(channels * IN_CHANNELS) * g.x_stride, first_pixel(run.unit / g.groups));
-        if (HAS_BIAS) biases.load(bias + channels * OUT_CHANNELS, chunk);
+        if (AHEAD && g.piece > 0)
+          rows.take<0, PIXEL_SLOTS>(slots, shared, group, pixel_slot);
+        else
+          rows.load(g, x + (long long)(channels * IN_CHANNELS) * g.x_stride, first_pixel(run.unit / g.groups));
+        if (HAS_BIAS) added.load(bias + channels * OUT_CHANNELS, chunk);
       }
     }
     if (stored) {
       if (NEIGHBOURS && g.vector == 2 * PIXELS)
-        sums.store<2 * PIXELS>(g, before, columns, to, exists);
+        sums.store<2 * PIXELS>(g, before, columns, to);
       else if (NEIGHBOURS && PIXELS > 2 && g.vector == 4)
-        sums.store<4>(g, before, columns, to, exists);
+        sums.store<4>(g, before, columns, to);
       else if (g.vector == 2)
-        sums.store<2>(g, before, columns, to, exists);
+        sums.store<2>(g, before, columns, to);
       else
-        sums.store<1>(g, before, columns, to, exists);
+        sums.store<1>(g, before, columns, to);
     }
     if (begins) {
       if (!run.exists()) break;
       scalar_t* const first = y + (long long)(run.unit % g.groups * OUT_CHANNELS) * g.y_stride[0];
-#pragma unroll
-      for (int i = 0; i < PIXELS; ++i) {
-        const Pixel pixel(g, first_pixel(run.unit / g.groups) + pixel_of(i));
-        to[i] = first + pixel.y, exists[i] = pixel.exists;
-      }
+      to.find(g, first, first_pixel(run.unit / g.groups));
       if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
+      if (AHEAD && g.piece > 0) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot);
       rows.settle(g);
+      if (HAS_BIAS) added.publish(biases + group * BIAS_BYTES);
     }
-    if (HAS_BIAS) sums.begin(chunk, biases);
     barrier_wait(turns + 8 * group, turn ^ 1), turn ^= 1;
 #pragma unroll
     for (int stage = 0; stage < CHUNK_STAGES; ++stage) {
@@ -481,8 +589,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int step = 0; step < STAGE_STEPS; ++step)
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile)
-          sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights_of_stage, step,
-                   HAS_BIAS || stage + step > 0);
+          sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights_of_stage, step, stage + step > 0);
+      if (HAS_BIAS && stage + 1 == CHUNK_STAGES)
+        sums.add_bias(shared_address(shared.halves), biases + group * BIAS_BYTES);
       products_commit();
       if (!RESIDENT && stage > 0) {
         products_wait<1>();
@@ -492,12 +601,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     __syncwarp();
     if (lane() == 0) barrier_arrive(turns + 8 * (GROUPS - 1 - group));
-    columns = Columns(g, chunk);                                      // while the last products are on their way
-    if (chunk + 1 == run.behind) prefetch(g, x, Runs(runs).next(g));  // all at once, before any is waited for
-    if (HAS_BIAS && chunk + 1 < run.behind) biases.load(bias + run.unit % g.groups * OUT_CHANNELS, chunk + 1);
+    columns = Columns(g, chunk);  // while the last products are on their way
+    if (!(AHEAD && g.piece > 0) && chunk + 1 == run.behind)
+      prefetch(g, x, Runs(runs).next(g));  // all at once, before any is waited for
+    const bool more = chunk + 1 < run.behind;
+    if (HAS_BIAS && more) added.load(bias + run.unit % g.groups * OUT_CHANNELS, chunk + 1);
     products_wait<0>();
     sums.pin_all();
     rows.pin_all();
     if (!RESIDENT && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * slot.before());
+    threads_sync(1 + group, 128);  // even without a bias: the compiler spills less
+    if (HAS_BIAS && more) added.publish(biases + group * BIAS_BYTES);
   }
 }
