@@ -513,8 +513,8 @@ def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
         (make((8, 64, 1024, 1024), 64, 3), True, False),  # products, and rows of whole sectors
         (make((16, 128, 256, 256), 64, 2, 2, bias=True), True, True),
         (make((16, 48, 32, 32, 32), 48, 3), False, False),  # products
-        (make((1, 128, 64, 64), 64, 2, 2), False, False),  # few items
-        (make((0, 128, 64, 64), 64, 2, 2), False, False),  # none
+        (make((1, 256, 64, 64), 64, 2, 2), False, False),  # few items
+        (make((0, 256, 64, 64), 64, 2, 2), False, False),  # none
     ],
 )
 def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: bool, shared: bool) -> None:

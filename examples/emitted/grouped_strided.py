@@ -3552,7 +3552,7 @@ class KernelSource:
 def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
     """What common/wgmma.cuh needs of the instruction set: C++ has no way to write an operand list of any length.
 
-    The first operand comes from shared memory, but from registers in kernels with COLUMN_TILES. In half precision both
+    The first operand comes from shared memory, in kernels with COLUMN_TILES from registers, too. In half precision both
     may be transposed, with TRANSPOSED, or the second alone.
     """
     wgmma, cluster = constants["WGMMA"], constants.get("CLUSTER", 1)
@@ -3568,36 +3568,44 @@ def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "li
     columns = constants["COLUMN_TILES" if from_registers else "COLUMNS" if "COLUMNS" in constants else "PIXELS"]
     assert isinstance(columns, int)
     columns *= 8 if from_registers else 1
+    both = bool(constants.get("TRANSPOSED", False))
+    second = both or bool(constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"])
+    forms = [_matrix_instruction(dtype, columns, form, both, second) for form in sorted({from_registers, False})]
+    return [
+        *lines,
+        "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
+        "#ifndef EMULATOR",
+        *itertools.chain(*forms),
+        "#endif",
+    ]
+
+
+def _matrix_instruction(dtype: str, columns: int, from_registers: bool, both: bool, second: bool) -> "list[str]":
+    """One form of the instruction; whether both operands are transposed, and whether the second is."""
     depth, operand = _OPERANDS[dtype]
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
     registers = range(count, count + (4 if from_registers else 1))
     first = ", ".join(f"%{i}" for i in registers)
-    second, add = registers[-1] + 1, registers[-1] + 2
+    b, add = registers[-1] + 1, registers[-1] + 2
     if from_registers:
         declared, first = "const unsigned (&a)[4]", f"{{{first}}}"
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
         declared, inputs = "unsigned long long a", '"l"(a)'
-    both = constants.get("TRANSPOSED", False)
-    second_alone = constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"]
-    flags = f"{both or second_alone:d}" if from_registers else f"{both:d}, {both or second_alone:d}"
+    flags = f"{second:d}" if from_registers else f"{both:d}, {second:d}"
     transposed = f", {flags}" if depth == 16 else ""
     return [
-        *lines,
-        "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
-        "#ifndef EMULATOR",
         f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], {declared}, unsigned long long b, bool add) {{",
         "  asm volatile(",
         f'      "{{ .reg .pred add; setp.ne.b32 add, %{add}, 0;\\n"',
         f'      "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{operand}.{operand} "',
         f'      "{{{sums}}}, "',
-        f'      "{first}, %{second}, add, 1, 1{transposed}; }}"',
+        f'      "{first}, %{b}, add, 1, 1{transposed}; }}"',
         f"      : {outputs}",
         f'      : {inputs}, "l"(b), "r"((int)add));',
         "}",
-        "#endif",
     ]
 
 

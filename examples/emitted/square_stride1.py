@@ -27,6 +27,7 @@
 # Apache License 2.0, as polyphase, but for the model's own source. Not to be edited: the package is the place.
 
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -3952,7 +3953,7 @@ class KernelSource:
 def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "list[str]":
     """What common/wgmma.cuh needs of the instruction set: C++ has no way to write an operand list of any length.
 
-    The first operand comes from shared memory, but from registers in kernels with COLUMN_TILES. In half precision both
+    The first operand comes from shared memory, in kernels with COLUMN_TILES from registers, too. In half precision both
     may be transposed, with TRANSPOSED, or the second alone.
     """
     wgmma, cluster = constants["WGMMA"], constants.get("CLUSTER", 1)
@@ -3968,36 +3969,44 @@ def _matrix_instructions(dtype: str, constants: "Mapping[str, Constant]") -> "li
     columns = constants["COLUMN_TILES" if from_registers else "COLUMNS" if "COLUMNS" in constants else "PIXELS"]
     assert isinstance(columns, int)
     columns *= 8 if from_registers else 1
+    both = bool(constants.get("TRANSPOSED", False))
+    second = both or bool(constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"])
+    forms = [_matrix_instruction(dtype, columns, form, both, second) for form in sorted({from_registers, False})]
+    return [
+        *lines,
+        "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
+        "#ifndef EMULATOR",
+        *itertools.chain(*forms),
+        "#endif",
+    ]
+
+
+def _matrix_instruction(dtype: str, columns: int, from_registers: bool, both: bool, second: bool) -> "list[str]":
+    """One form of the instruction; whether both operands are transposed, and whether the second is."""
     depth, operand = _OPERANDS[dtype]
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
     registers = range(count, count + (4 if from_registers else 1))
     first = ", ".join(f"%{i}" for i in registers)
-    second, add = registers[-1] + 1, registers[-1] + 2
+    b, add = registers[-1] + 1, registers[-1] + 2
     if from_registers:
         declared, first = "const unsigned (&a)[4]", f"{{{first}}}"
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
         declared, inputs = "unsigned long long a", '"l"(a)'
-    both = constants.get("TRANSPOSED", False)
-    second_alone = constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"]
-    flags = f"{both or second_alone:d}" if from_registers else f"{both:d}, {both or second_alone:d}"
+    flags = f"{second:d}" if from_registers else f"{both:d}, {second:d}"
     transposed = f", {flags}" if depth == 16 else ""
     return [
-        *lines,
-        "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
-        "#ifndef EMULATOR",
         f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], {declared}, unsigned long long b, bool add) {{",
         "  asm volatile(",
         f'      "{{ .reg .pred add; setp.ne.b32 add, %{add}, 0;\\n"',
         f'      "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{operand}.{operand} "',
         f'      "{{{sums}}}, "',
-        f'      "{first}, %{second}, add, 1, 1{transposed}; }}"',
+        f'      "{first}, %{b}, add, 1, 1{transposed}; }}"',
         f"      : {outputs}",
         f'      : {inputs}, "l"(b), "r"((int)add));',
         "}",
-        "#endif",
     ]
 
 
@@ -5530,6 +5539,8 @@ class _Costs:
     lane_output: float = 0.5  # or one of others, by lanes, whether they have a cell or not
     scattered: float = 3.04  # or one where lanes' results lie apart
     launch: float = 13090.0
+    bandwidth: float = 0.85  # of a copy's, which no layer exceeds
+    bandwidth_one_tap: float = 0.81  # where the kernel is the stride, channels first
     overlap: float = 2.74  # exponents of the norms that add what goes on at the same time
     turns: float = 3.8
     other_instruction: float = 2.2  # mma.sync: each of four warps reads the pixels for itself
@@ -5558,7 +5569,9 @@ def estimate(
     if variant.row_columns(gather) < gather.axes[2].stride:
         written = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype]
         busy += _COSTS.parts_of_sectors * written / device.copy_bytes_per_second
-    floor = layer_bytes / (0.85 * device.copy_bytes_per_second)
+    one_tap = all((a.kernel, a.padding, a.dilation) == (a.stride, 0, 1) for a in gather.axes)
+    bandwidth = _COSTS.bandwidth_one_tap if one_tap and not gather.src.channels_last else _COSTS.bandwidth
+    floor = layer_bytes / (bandwidth * device.copy_bytes_per_second)
     return slower_of(busy, floor)
 
 
