@@ -33,6 +33,7 @@ from polyphase.algorithms.base import (
     dense_strides,
     extent,
 )
+from polyphase.algorithms.plane_sum import plane_sum
 from polyphase.algorithms.turning import turning, turning_back
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -198,9 +199,17 @@ def run(
         workspace = Buffer((1, size), (size, 1, 0, 0, 0), torch.uint8, executor.device, None, 0, guard)
         executor(launch.prologue, [flat_weight, workspace.tensor])
         flat_weight = workspace.tensor
-    executor(replace(launch, prologue=None), [src, flat_weight, flat_bias, computed.tensor])
+    partial = computed
+    if launch.planes > 1:
+        planes, elements = launch.planes, problem.elements[0]
+        partial = Buffer((planes, elements), (elements, 1, 0, 0, 0), torch.float32, executor.device, None, 0, guard)
+    executor(replace(launch, prologue=None), [src, flat_weight, flat_bias, partial.tensor])
     if workspace is not None:
         workspace.read()
+    if partial is not computed:
+        assert launch.in_parts
+        partial.read()
+        executor(plane_sum(problem.dtype, problem.elements[0], launch.planes), [partial.tensor, computed.tensor])
     if launch.turned:
         computed.read()
         executor(turning_back(problem.dtype, shape), [computed.tensor, dst.tensor])

@@ -126,13 +126,14 @@ def test_pixels_far_apart() -> None:
 
 
 def test_float32_is_exact() -> None:
+    """Each row of taps is summed by itself where sums are long; in one chain the error is 1.2e-7."""
     problem = make((2, 32, 9, 12), 64, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4, channels_last=True)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
     _, launch = offers(GatherChannels(), problem)[0]
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
-    assert (found - exact).norm() / exact.norm() < 1.5e-7
+    assert (found - exact).norm() / exact.norm() < 8e-8
 
 
 def test_refusals() -> None:
@@ -142,6 +143,6 @@ def test_refusals() -> None:
     assert "forward pass and the input gradient" in (refusal(depthwise, Pass.WEIGHT_GRAD, H200) or "")
     assert "side by side" in (refusal(depthwise, Pass.FORWARD, H200) or "")
     dense = make((2, 64, 9, 11), 64, 3, channels_last=True)
-    assert "one chain" in (refusal(dense, Pass.FORWARD, H200) or "")
+    assert "one after the other" in (refusal(dense, Pass.FORWARD, H200) or "")
     long = make((2, 8, 200, 200), 8, 160, groups=8, dtype="bfloat16", channels_last=True)
     assert "exceed" in (refusal(long, Pass.FORWARD, H200) or "")

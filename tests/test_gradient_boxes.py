@@ -92,7 +92,7 @@ def test_layers_take_every_way() -> None:
     for pass_ in ALGORITHMS:
         assert {way[2] for way in ways if way[:2] == (pass_, "swizzle")} == {32, 64, 128}
     assert {(Pass.WEIGHT_GRAD, "row groups", 1), (Pass.WEIGHT_GRAD, "row groups", 2)} <= ways
-    assert {(Pass.WEIGHT_GRAD, True), (Pass.WEIGHT_GRAD, False)} <= ways
+    assert {(pass_, several) for pass_ in ALGORITHMS for several in (True, False)} <= ways
     assert {(Pass.WEIGHT_GRAD, "narrowed", True), (Pass.WEIGHT_GRAD, "narrowed", False)} <= ways
 
 
@@ -130,14 +130,34 @@ def test_no_races(name: str, pass_: Pass) -> None:
 def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums longer than what the cores sum in one go, of several stages and a rest."""
     monkeypatch.setattr(gradient_boxes, "_FLUSH", 64)
-    monkeypatch.setattr(gradient_boxes, "affordable_planes", lambda problem: 1)
+    monkeypatch.setattr(gradient_boxes, "affordable_planes", lambda *_: 1)
     gradient_boxes._parts.cache_clear()
+    gradient_boxes._input_parts.cache_clear()
     problem = make((3, 24, 7, 9), 40, 3, 2, 1, dtype=dtype, tf32=True)
     for candidate, launch in offers(ALGORITHMS[pass_], problem, pass_):
         assert not launch.narrowed
         assert dict(launch.source.constants).get("FLUSH", 1) < 9 * 2
         assert_exact(problem, pass_, candidate, launch, executor=Emulator(1))
     gradient_boxes._parts.cache_clear()
+    gradient_boxes._input_parts.cache_clear()
+
+
+@pytest.mark.parametrize("in_channels", [264, 27])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_an_input_gradient(dtype: str, in_channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts end within a tap, and the last is shorter. Where the result has gaps there is one."""
+    monkeypatch.setattr(gradient_boxes, "_input_parts", lambda *_: (4, 0.0, 0.0))
+    algorithm, pass_ = ALGORITHMS[Pass.INPUT_GRAD], Pass.INPUT_GRAD
+    problem = make((3, in_channels, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
+    candidate, launch = offers(algorithm, problem, pass_)[0]
+    assert launch.planes == 4
+    assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
+    dense = Layouts.dense(problem)
+    batch, *others = dense.input
+    apart = replace(dense, input=(batch + 8, *others))
+    launch = algorithm.launch(problem, pass_, H200, apart, candidate.variant)
+    assert launch.planes == 1
+    assert_exact(problem, pass_, candidate, launch, apart, executor=Emulator(3))
 
 
 @pytest.mark.parametrize("pass_", ALGORITHMS)

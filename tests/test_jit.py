@@ -572,6 +572,23 @@ def test_fewer_blocks_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "0 bytes spill stores" in log
 
 
+def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block that is alone already."""
+    tried = []
+
+    def pretend(source: KernelSource, arch: str) -> tuple[bytes, str]:
+        tried.append((source.min_blocks, dict(source.constants)["STRAIGHT"]))
+        return b"", f"{8 if tried[-1][1] else 0} bytes spill stores"
+
+    monkeypatch.setattr(compiler, "_compile", pretend)
+    straight = SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True)
+    source, _, _ = compiler._compile_without_spills(straight, ARCH)
+    assert tried == [(2, True), (1, True), (1, False)]
+    assert source == straight.with_constants(MIN_BLOCKS=1, STRAIGHT=False)
+    compiler.settled.cache_clear()
+    assert compiler.settled(straight.with_constants(MIN_BLOCKS=1), ARCH) == source
+
+
 def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_compile", lambda *_: (b"", "8 bytes spill stores"))
     source, _, _ = compiler._compile_without_spills(SOURCE.with_constants(MIN_BLOCKS=2), ARCH)
@@ -589,6 +606,27 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     report = compiler.resources_of(source, ARCH)
     assert report.clean
     assert 1 <= report.source.min_blocks < source.min_blocks
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        ConvTransposeProblem.make(
+            (16, 32, 128, 256), 64, (3, 5), (2, 3), (1, 2), 0, 4, False, (2, 1), dtype="bfloat16"
+        ),
+        ConvTransposeProblem.make((128, 256, 16, 16), 128, 4, 2, 1),
+        ConvTransposeProblem.make((2, 320, 16, 16, 16), 256, 2, 2, bias=True),
+    ],
+    ids=["places kept", "weights apart", "long straight-line code"],
+)
+def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem) -> None:
+    """In channels_last, where the compiler takes more registers than the estimate says."""
+    offers = launches(replace(problem, channels_last=True), Pass.FORWARD, DeviceInfo.for_arch(ARCH))
+    reports = [
+        compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.algorithm == "gather_tiled"
+    ]
+    assert len(reports) > 3
+    assert [report for report in reports if not report.clean] == []
 
 
 def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:

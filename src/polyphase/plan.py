@@ -222,7 +222,7 @@ def launches(
 def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
     """The kernels that predictions choose for a layer at its batch and image size, and those of most other sizes.
 
-    The latter are each algorithm's first. With a weight gradient's is what adds up its planes.
+    The latter are each algorithm's first. With gradients that come in parts is what adds those up.
     """
     given = problem
     problem, layouts = as_computed(problem, pass_, None)
@@ -232,7 +232,8 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     ]
     both = plan(given, pass_, device, by_prediction=True).launches
     one_way = [launch.one_way for launch in both if launch.one_way is not None]
-    sums = [plane_sum(problem.dtype, 1, 1).source] if pass_ is Pass.WEIGHT_GRAD else []
+    in_parts = pass_ is Pass.WEIGHT_GRAD or any(launch.in_parts for launch in (*firsts, *both))
+    sums = [plane_sum(problem.dtype, 1, 1).source] if in_parts else []
     return list(dict.fromkeys([*(source for launch in (*firsts, *both) for source in launch.sources), *one_way, *sums]))
 
 

@@ -151,24 +151,12 @@ def weight_grad(
         call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
         _remember(_weight_grad_calls, key, call)
     # What is returned is no view: autograd would not let it be changed in place.
-    found = input.new_empty_strided(call.shape, call.strides)
-    added = found if call.turn_back is None else input.new_empty(found.numel())
-    partial = added
-    if call.sum is not None:
-        accumulator = torch.float64 if input.dtype == torch.float64 else torch.float32
-        partial = input.new_empty((call.executable.planes, found.numel()), dtype=accumulator)
-    if POISON:
-        for each in (partial, added, found):
-            each.fill_(float("nan"))
+    found, added, partial = _room(call, input)
     read = [input, grad_output]
     for i, turn in enumerate(call.turns):
         read[i] = _turned(read[i], *turn)
     _launch(call.executable, read[0].data_ptr(), read[1].data_ptr(), partial.data_ptr())
-    if call.sum is not None:
-        _launch(call.sum, partial.data_ptr(), added.data_ptr())
-    if call.turn_back is not None:
-        _launch(call.turn_back, added.data_ptr(), found.data_ptr())
-    return found
+    return _finished(call, partial, added, found)
 
 
 def forget_calls() -> None:
@@ -181,11 +169,7 @@ def _run(call: _Call, source: torch.Tensor, weight: torch.Tensor, bias_address: 
     """A forward pass or an input gradient of ``source``; the weights are packed first where the kernel has them so."""
     if call.copies_weight:
         weight = weight.contiguous()
-    output = source.new_empty_strided(call.shape, call.strides)
-    computed = output if call.turn_back is None else source.new_empty(output.numel())
-    if POISON:
-        for each in (computed, output):
-            each.fill_(float("nan"))
+    found, added, partial = _room(call, source)
     executable = call.executable
     for turn in call.turns:
         source = _turned(source, *turn)
@@ -194,10 +178,31 @@ def _run(call: _Call, source: torch.Tensor, weight: torch.Tensor, bias_address: 
         workspace = source.new_empty(executable.workspace_bytes, dtype=torch.uint8)
         _launch(executable.prologue, weight_address, workspace.data_ptr())
         weight_address = workspace.data_ptr()
-    _launch(executable, source.data_ptr(), weight_address, bias_address, computed.data_ptr())
+    _launch(executable, source.data_ptr(), weight_address, bias_address, partial.data_ptr())
+    return _finished(call, partial, added, found)
+
+
+def _room(call: _Call, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For the result, for that before it is turned back, and for its partial sums; the same where there is no step."""
+    found = like.new_empty_strided(call.shape, call.strides)
+    added = found if call.turn_back is None else like.new_empty(found.numel())
+    partial = added
+    if call.sum is not None:
+        accumulator = torch.float64 if like.dtype == torch.float64 else torch.float32
+        partial = like.new_empty((call.executable.planes, found.numel()), dtype=accumulator)
+    if POISON:
+        for each in (partial, added, found):
+            each.fill_(float("nan"))
+    return found, added, partial
+
+
+def _finished(call: _Call, partial: torch.Tensor, added: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """The result, once the partial sums are computed."""
+    if call.sum is not None:
+        _launch(call.sum, partial.data_ptr(), added.data_ptr())
     if call.turn_back is not None:
-        _launch(call.turn_back, computed.data_ptr(), output.data_ptr())
-    return output
+        _launch(call.turn_back, added.data_ptr(), found.data_ptr())
+    return found
 
 
 def _turned(tensor: torch.Tensor, turn: Executable, elements: int) -> torch.Tensor:
@@ -253,11 +258,13 @@ def _prepare(
         launch = next(there, launch)
     executable = Executable(launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
     adds_up = None
-    if pass_ is Pass.WEIGHT_GRAD:  # loaded in any case: another size of the layer may need it, amid a capture
-        adding = plane_sum(problem.dtype, problem.elements[1], launch.planes)
-        loaded = Executable(adding, device.arch, index, 2)
+    if pass_ is Pass.WEIGHT_GRAD or launch.in_parts:
+        # Loaded in any case: another size of the layer may need it, amid a capture.
+        elements = problem.elements[0 if pass_ is Pass.INPUT_GRAD else 1]
+        loaded = Executable(plane_sum(problem.dtype, elements, launch.planes), device.arch, index, 2)
         in_their_type = launch.narrowed or accumulator_bytes(problem.dtype) == DTYPE_BYTES[problem.dtype]
-        adds_up = loaded if launch.planes > 1 or not in_their_type else None
+        alone = launch.planes == 1 and (in_their_type or pass_ is Pass.INPUT_GRAD)
+        adds_up = None if alone else loaded
     for source in (source for each in chosen.launches for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:

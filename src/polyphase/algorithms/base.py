@@ -172,6 +172,7 @@ def engine_strides(dimensions: Iterable[tuple[int, int]]) -> tuple[int, ...] | N
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
+    ``in_parts``: whether an input's gradient comes in planes at some sizes of the layer, which lie as it does.
     ``planes_channels_last``: a weight's gradient comes in the order ``(C_in, *kernel_size, C_out / groups)``;
     ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
@@ -188,6 +189,7 @@ class Launch:
     shared_bytes: int
     geometry: bytes
     planes: int = 1
+    in_parts: bool = False
     planes_channels_last: bool = False
     narrowed: bool = False
     prologue: Launch | None = None
@@ -412,9 +414,10 @@ def packed_divisor(value: int) -> bytes:
     return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
-def affordable_planes(problem: ConvTransposeProblem) -> int:
-    """Planes of partial sums of the weight that memory may be spent on."""
-    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator_bytes(problem.dtype)))
+def affordable_planes(problem: ConvTransposeProblem, pass_: Pass = Pass.WEIGHT_GRAD) -> int:
+    """Planes of partial sums of a gradient that memory may be spent on."""
+    elements = problem.elements[1] if pass_ is Pass.WEIGHT_GRAD else problem.elements[0]
+    return max(1, _MAX_PLANES_BYTES // (max(1, elements) * accumulator_bytes(problem.dtype)))
 
 
 def parted(total: int, parts: int) -> tuple[int, int]:

@@ -27,7 +27,11 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulat
 
 _THREADS = 256
 _MAX_UNROLLED = 1024  # products of a thread, in straight-line code
-_MAX_TERMS = 64  # of a sum of float32, which is one chain
+_MAX_TERMS = 64  # of a sum of float32, whose error grows with their root (docs/numerics.md)
+_CHAIN_TERMS = (
+    32  # of those in one chain, where a group has channels enough; of fewer PyTorch's sums are one chain, too
+)
+_CHAIN_CHANNELS = 4
 _MAX_SUMS = 96  # elements of a thread
 _MAX_WEIGHT_BYTES = 64 << 10
 _LANES = (32, 16, 8, 4, 2, 1)
@@ -59,10 +63,8 @@ class GatherChannels:
         if not problem.channels_last:
             return "its lanes run along channels, which do not lie side by side"
         gather = Gather.of(problem, pass_, Layouts.dense(problem))
-        met = (math.ceil(axis.kernel / cell.owned) for axis, cell in zip(gather.axes, gather.cell_axes))
-        terms = gather.src_channels * math.prod(met)
-        if gather.dtype == "float32" and terms > _MAX_TERMS:
-            return f"{terms} products are too many to be added up in one chain (at most {_MAX_TERMS})"
+        if gather.dtype == "float32" and (terms := _terms(gather)) > _MAX_TERMS:
+            return f"{terms} products are too many to be added up one after the other (at most {_MAX_TERMS})"
         if not _variants(gather, device):
             return (
                 f"its taps along the width do not unroll, to at most {_MAX_UNROLLED} products and {_MAX_SUMS} sums, "
@@ -98,6 +100,7 @@ class GatherChannels:
             wide_offsets=True,
             constants=gather.constants(
                 ROUNDED=gather.rounded,
+                CHAINED=_chained(gather),
                 LANES=variant.lanes,
                 VECTOR=variant.vector,
                 CELLS=variant.cells,
@@ -124,6 +127,18 @@ class GatherChannels:
             shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
             geometry=padded(geometry),
         )
+
+
+def _terms(gather: Gather) -> int:
+    """Products of an element of the destination, at most."""
+    met = (math.ceil(axis.kernel / cell.owned) for axis, cell in zip(gather.axes, gather.cell_axes))
+    return gather.src_channels * math.prod(met)
+
+
+def _chained(gather: Gather) -> bool:
+    """Whether each row of taps is summed by itself: where all in one chain would be less exact than PyTorch is."""
+    long = gather.src_channels >= _CHAIN_CHANNELS and _terms(gather) > _CHAIN_TERMS
+    return long and gather.dtype == "float32" and not gather.rounded
 
 
 def _vectors(gather: Gather, variant: ChannelsVariant) -> int:
@@ -202,7 +217,8 @@ def _src_held(gather: Gather, vector: int) -> int:
 def _registers(gather: Gather, vector: int, cells: int) -> int:
     """Registers of a thread, by estimate."""
     width = gather.cell_axes[2]
-    values = (width.dst * cells + 2) * vector + width.window_used(cells) * _src_held(gather, vector)
+    chains = cells if _chained(gather) else 0
+    values = (width.dst * cells + chains + 2) * vector + width.window_used(cells) * _src_held(gather, vector)
     return 32 + values * accumulator_bytes(gather.dtype) // 4
 
 
@@ -224,7 +240,9 @@ def _cycles(gather: Gather, vector: int, cells: int, lanes: int) -> float:
     columns = rows * width.window_used(cells)
     loads, stores = columns * read // at_once, gather.phases * cells
     widened = columns * read + stores * vector if size == 2 else 0
-    instructions = weights * (vector * cells * words + 1) + 3 * columns + loads + 3 * stores + widened + 20 * rows
+    chains = rows * read // _src_held(gather, vector) * width.owned * cells * vector if _chained(gather) else 0
+    products = weights * (vector * cells * words + 1) + chains
+    instructions = products + 3 * columns + loads + 3 * stores + widened + 20 * rows
     from_shared = weights * vector * words
 
     def lines(side: Side, elements: int, apart: int) -> float:

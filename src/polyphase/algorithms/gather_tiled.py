@@ -18,6 +18,7 @@ from polyphase.algorithms.gather_tiled_cost import (
     cycles_of_rounds,
     cycles_per_result,
     registers,
+    straight,
     thread_cycles,
 )
 from polyphase.device import REGISTERS, DeviceInfo
@@ -108,7 +109,7 @@ class GatherTiled:
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: TiledVariant
     ) -> Launch:
         gather = Gather.of(problem, pass_, layouts)
-        lanes = _arrange(gather, variant, device)
+        lanes, counts = _arrange(gather, variant, device), Counts.of(gather, variant)
         per_lane = (1, 1, variant.cells_h, variant.cells_w)
         extents = (problem.batch, *gather.cells)
         tiles = [math.ceil(size / (lane * cells)) for size, lane, cells in zip(extents, lanes, per_lane)]
@@ -129,7 +130,8 @@ class GatherTiled:
                 STAGE_CHANNELS=variant.stage_channels,
                 LOADS=variant.loads,
                 BUFFERS=variant.buffers,
-                CHAIN=Counts.of(gather, variant).chain,
+                CHAIN=counts.chain,
+                STRAIGHT=straight(counts),
                 DST_VECTOR=variant.dst_vector,
                 MIN_BLOCKS=variant.min_blocks,
             ),
@@ -303,9 +305,10 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
             blocks = min(
                 REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
             )
-            # Where the estimate is low the compiler settles for fewer resident blocks; a lone block has no way out. For
-            # double precision it is high.
-            if blocks and (needed + 16 <= min(255, REGISTERS // threads) or (counts.words == 2 and blocks > 1)):
+            # Where the estimate is low the compiler settles for fewer resident blocks, or rolls up loops. For double
+            # precision it is high.
+            needed += 40 if counts.owned == _MAX_ACCUMULATORS else 16
+            if blocks and (needed <= min(255, REGISTERS // threads) or (counts.words == 2 and blocks > 1)):
                 yield variant._replace(min_blocks=blocks), counts
 
 

@@ -58,6 +58,7 @@ class Counts(NamedTuple):
     weight_reads: int
     patch_reads: int
     weight_items: int
+    scattered: bool  # whether each has a place of its own, and not all follow from the first's
     loads: int
     accumulators: int  # phases without taps included
     owned: int  # accumulators that have taps
@@ -89,6 +90,8 @@ class Counts(NamedTuple):
             weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
             patch_reads=gather.axes[0].kernel * rows * reads * words,
             weight_items=math.ceil(per_stage / variant.threads),
+            scattered=gather.weight_channels_last
+            and variant.threads % (variant.dst_per_thread * variant.dst_slices) > 0,
             loads=variant.loads,
             accumulators=cells * gather.phases * variant.dst_per_thread,
             owned=cells * gather.owned * variant.dst_per_thread,
@@ -103,15 +106,21 @@ class Counts(NamedTuple):
 _COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
 _COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
 _COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
+_STRAIGHT = 1024  # products that one piece of code has at most: more would crowd the instruction cache
 _COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
 _COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.25, 0.16
 _COST_COPY, _COST_FLUSH = 24.0, 3.0  # of a quad that is copied asynchronously, and a sum that ends a chain
 
 
+def straight(counts: Counts) -> bool:
+    """Whether all channels of a stage are one piece of straight-line code; else the kernel rolls their loop up."""
+    return counts.products * counts.channels <= _STRAIGHT
+
+
 def thread_cycles(counts: Counts, variant: TiledVariant) -> float:
     """Issue slots of a thread for one item."""
-    straight = counts.products * counts.channels  # products in one piece of code, unless the kernel rolls channels up
-    code = _COST_ROLLED_CODE if straight > 1024 else _COST_LONG_CODE * max(0.0, straight / 700 - 1)
+    long = counts.products * counts.channels / 700 - 1
+    code = _COST_LONG_CODE * max(0.0, long) if straight(counts) else _COST_ROLLED_CODE
     reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
     compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
     quad = _COST_COPY if variant.asynchronous else _COST_LOAD
@@ -134,7 +143,8 @@ def _wavefronts(counts: Counts, conflicts: int) -> float:
 
 def registers(counts: Counts, variant: TiledVariant) -> int:
     """Registers that a thread needs without spilling: fitted to the same variants, on the safe side."""
-    always = counts.owned + (2 if variant.asynchronous else 7) * counts.loads + 1.7 * counts.weight_items
+    weights = (3.0 if counts.scattered else 1.7) * counts.weight_items
+    always = counts.owned + (2 if variant.asynchronous else 7) * counts.loads + weights
     stages = 0.2 * counts.patch + 1.1 * min(4 * counts.weight_reads // counts.words, 24)
     epilogue = (7 if variant.asynchronous and counts.run in (2, 4) else 10.5) * counts.run
     return round(counts.words * (always + max(stages, epilogue))) + 25

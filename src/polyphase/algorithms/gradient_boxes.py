@@ -18,10 +18,12 @@ from polyphase.algorithms.base import (
     Launch,
     Layouts,
     affordable_planes,
+    dense_strides,
     engine_strides,
     first_candidates,
     layer_constants,
     padded,
+    parted,
     plain_launch,
     round_up,
     slower_of,
@@ -47,6 +49,8 @@ _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
 _DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
 _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
 _PACK_THREADS = 256
+_LEAST_STAGES = 4  # of a part of an input gradient's sum
+_SUM = 4e-6  # seconds to launch what adds up an input gradient's parts
 
 
 class BoxVariant(NamedTuple):
@@ -183,12 +187,15 @@ class InputGradBoxes(_GradientBoxes):
     ) -> Launch:
         lanes = _lanes(problem, pass_, variant)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
-        items = _items(problem, variant, math.prod(tiles))
+        items, stages = _items(problem, variant, math.prod(tiles)), _depth_stages(problem, variant)
+        dense = layouts.input == dense_strides(problem.input_shape, True)
+        length, parts = parted(stages, _input_parts(problem, variant, items, device)[0] if dense else 1)
         x = Side(five(problem.input_shape), layouts.input)
         geometry = bytes(2 * TENSOR_MAP_BYTES) + x.packed()
-        geometry += struct.pack("<10i", problem.batch, problem.groups, *lanes, *tiles)
+        geometry += struct.pack("<12i", problem.batch, problem.groups, *lanes, *tiles, parts, length)
+        geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
         pitch = variant.depth_bytes
-        flush = _FLUSH * DTYPE_BYTES[problem.dtype] // pitch if _is_long(problem) else _depth_stages(problem, variant)
+        flush = _FLUSH * DTYPE_BYTES[problem.dtype] // pitch if _is_long(problem) else stages
         packs = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
         return Launch(
             source=KernelSource(
@@ -197,10 +204,12 @@ class InputGradBoxes(_GradientBoxes):
                 True,
                 (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
             ),
-            grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
+            grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
+            planes=parts,
+            in_parts=True,
             prologue=_pack(problem, pass_) if packs else None,
             workspace_bytes=problem.elements[1] * DTYPE_BYTES[problem.dtype] if packs else 0,
             boxes=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
@@ -412,10 +421,7 @@ def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, d
     if pass_ is Pass.WEIGHT_GRAD:
         _, seconds, end = _parts(problem, variant, tiles, device)
     else:
-        rounds = _items(problem, variant, tiles) / (device.multiprocessors * variant.resident)
-        rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
-        item = _depth_stages(problem, variant) * _stage_cycles(problem, pass_, variant) + _block_cycles(pass_, variant)
-        seconds, end = (rounds * item * variant.resident + costs.launch) / device.clock_hz, 0.0
+        _, seconds, end = _input_parts(problem, variant, _items(problem, variant, tiles), device)
     moving = problem.bytes / (costs.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
     return (seconds**costs.beside + moving**costs.beside) ** (1 / costs.beside) + end, bound
@@ -455,6 +461,29 @@ def _block_cycles(pass_: Pass, variant: BoxVariant, stores: int = 1) -> float:
     """The same for what a block does once, or for a tile, whose sums it stores so many times."""
     costs = _COSTS[pass_]
     return stores * variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
+
+
+@lru_cache(maxsize=4096)
+def _input_parts(
+    problem: ConvTransposeProblem, variant: BoxVariant, items: int, device: DeviceInfo
+) -> tuple[int, float, float]:
+    """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
+    costs, places = _COSTS[Pass.INPUT_GRAD], device.multiprocessors * variant.resident
+    stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant)
+    once, moved = _block_cycles(Pass.INPUT_GRAD, variant), problem.elements[0]
+
+    def seconds(parts: int) -> tuple[float, float]:
+        rounds = items * parts / places
+        rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
+        cycles = rounds * (math.ceil(stages / parts) * stage + once) * variant.resident
+        end = _SUM + moved * (8 * parts + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
+        return (cycles + costs.launch) / device.clock_hz, end if parts > 1 else 0.0
+
+    most = max(
+        1, min(affordable_planes(problem, Pass.INPUT_GRAD), stages // _LEAST_STAGES, 2 * places // max(1, items))
+    )
+    found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
+    return (found, *seconds(found))
 
 
 @lru_cache(maxsize=4096)

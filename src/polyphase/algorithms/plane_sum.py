@@ -1,4 +1,4 @@
-"""What adds up a weight's gradient, ``kernels/add_planes.cu``."""
+"""What adds up the partial sums of a gradient, ``kernels/add_planes.cu``."""
 
 from __future__ import annotations
 

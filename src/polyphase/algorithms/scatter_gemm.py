@@ -378,10 +378,11 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Sca
         if steps * step_bytes > shared // 2:
             held = shared // 3 // step_bytes // ahead * ahead
         # Sums, with those of an operation on their way; pixels on theirs, and of an operation; and what is besides. Of
-        # that there is more where weights come in turns, or threads go along channels.
+        # that there is more where weights come in turns, or threads go along channels, or the last operations are fewer
+        # than are loaded ahead.
         sums = row_tiles * columns * (8 if parts == 2 else 5)
         words = 4 * row_tiles * ((1 if wgmma or parts == 1 else 2) * ahead + 2)
-        places = (row_tiles - 1) * (20 if problem.channels_last else 8)
+        places = (row_tiles - 1) * (20 if problem.channels_last else 8) + (4 * row_tiles if steps % ahead else 0)
         if wgmma and parts == 2 and (held < steps or _along_channels(problem, chunk)):
             places = max(places, 12)
         if sums + words + (52 if wgmma else 90) + places > registers:

@@ -21,7 +21,7 @@ from torch.utils.cpp_extension import load_inline
 from polyphase.algorithms.base import ALIGNMENT, Algorithm, Boxes, Launch, Layouts
 from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
-from polyphase.jit.source import SHARED_FILES, KernelSource
+from polyphase.jit.source import SETTLED, SHARED_FILES, KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 
 
@@ -101,10 +101,10 @@ def arch_of(device: torch.device) -> str:
 
 
 def kernel_number(arch: str, source: KernelSource) -> int:
-    """Which kernel of the file ``source`` is. How many blocks should be resident was settled by the compiler."""
+    """Which kernel of the file ``source`` is, but for constants that the compiler settled."""
 
     def significant(text: str) -> list[str]:
-        return [line for line in text.splitlines() if line and "MIN_BLOCKS" not in line]
+        return [line for line in text.splitlines() if line and not any(name in line for name in SETTLED)]
 
     wanted = significant(source.specialisation)
     for number, (name, specialisation, _) in enumerate(KERNELS[arch]):
@@ -222,7 +222,7 @@ def run(
 ) -> torch.Tensor:
     """One computation of layer ``number`` from two of input, weight and gradient of the output.
 
-    The gradient of the weight comes as partial sums of parts of the input, which are added in a fixed order.
+    Gradients may come as partial sums, of the weight of parts of the input, which are added in a fixed order.
     """
     read = first.data_ptr() if pass_ is Pass.FORWARD else first.data_ptr() | second.data_ptr()  # as it is
     aligned = read % ALIGNMENT == 0
@@ -251,8 +251,15 @@ def run(
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
         launch(*call.prologue, [second, workspace])
         second = workspace
-    launch(*call.launch, [first, second, bias, output])
-    return output
+    if call.planes == 1:
+        launch(*call.launch, [first, second, bias, output])
+        return output
+    batch, *others = call.shape
+    partial = torch.empty(
+        (call.planes * batch, *others), dtype=torch.float32, device=first.device, memory_format=call.memory_format
+    )
+    launch(*call.launch, [first, second, bias, partial])
+    return output.copy_(partial.unflatten(0, (call.planes, batch)).sum(0))
 
 
 # PyTorch's side: derivatives, and modules.

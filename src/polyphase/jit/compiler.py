@@ -109,8 +109,8 @@ def resources_of(source: KernelSource, arch: str) -> Resources:
 
 @lru_cache(maxsize=256)
 def settled(source: KernelSource, arch: str) -> KernelSource:
-    """The kernel with the limit on its registers that it is compiled with. Raises as `compile_kernel` does."""
-    if source.min_blocks <= 1:
+    """The kernel as it is compiled, where registers would spill else. Raises as `compile_kernel` does."""
+    if source.sparing is None:
         return source
     return _compile_without_spills(source, arch)[0]
 
@@ -120,15 +120,15 @@ def _number(log: str, pattern: str) -> int:
 
 
 def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSource, bytes, str]:
-    """Compiles a kernel with as many resident blocks as the planner hopes for, or fewer if registers would spill.
+    """Compiles a kernel as the planner hopes for, or one that is more sparing of registers if they would spill.
 
     Returns the source as it was compiled, its binary and the assembler's report.
     """
     while True:
         binary, log = _compile(source, arch)
-        if source.min_blocks <= 1 or _number(log, r"(\d+) bytes spill stores") == 0:
+        if source.sparing is None or _number(log, r"(\d+) bytes spill stores") == 0:
             return source, binary, log
-        source = source.with_constants(MIN_BLOCKS=source.min_blocks - 1)
+        source = source.sparing
 
 
 def _compile(source: KernelSource, arch: str) -> tuple[bytes, str]:

@@ -71,6 +71,9 @@ _BUILDING_BLOCKS = {
 # Depth in elements and operand type of the tensor cores' instructions.
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
+#: Constants that the compiler settles, by whether registers spill.
+SETTLED = ("MIN_BLOCKS", "STRAIGHT")
+
 # Constants that the preprocessor must know.
 _MACROS = ("WGMMA", "CLUSTER", "BY_THREADS")
 
@@ -92,6 +95,13 @@ class KernelSource:
         blocks = dict(self.constants)["MIN_BLOCKS"]
         assert isinstance(blocks, int)
         return blocks
+
+    @property
+    def sparing(self) -> KernelSource | None:
+        """The same kernel with fewer resident blocks, or a lone one's loops rolled up; None if it is that already."""
+        if self.min_blocks > 1:
+            return self.with_constants(MIN_BLOCKS=self.min_blocks - 1)
+        return self.with_constants(STRAIGHT=False) if dict(self.constants).get("STRAIGHT") else None
 
     def with_constants(self, **constants: Constant) -> KernelSource:
         """The same kernel with some of its constants changed."""

@@ -1,4 +1,4 @@
-// The planes of a weight's gradient, partial sums, added up in a fixed order, in the tensors' type.
+// The planes of a gradient, partial sums, added up in a fixed order, in the tensors' type.
 //
 // Index mapping. Of `groups` groups of threads, one or several, each adds every groups-th plane, a thread four
 // neighbours of it; the first group adds up what the others have.

@@ -14,6 +14,9 @@
 // Along w the taps are straight-line code; along h and d they are met one after the other (common/taps.cuh). The source
 // is read through the L1 cache, the columns of one row at a time: neighbours meet the same elements there.
 //
+// CHAINED: what one row of taps, of the source channels held at a time, adds to an element is summed by itself before,
+// so that a long sum of float32 is no single chain of roundings.
+//
 // SRC_PIXEL and DST_PIXEL are the elements from a pixel to its neighbour along w, which hold all groups' channels.
 //
 // Shared memory: the weights of the block's channels, [tap][source channel of the group][destination channel], which
@@ -80,7 +83,8 @@ struct Row {
 
 // Destination elements of a row of cells, all phases along w.
 struct Sums {
-  accum_t values[DST_W][CELLS][VECTOR];
+  typedef accum_t Phase[CELLS][VECTOR];
+  Phase values[DST_W];
 
   __device__ __forceinline__ void start(const accum_t (&bias)[VECTOR]) {
 #pragma unroll
@@ -93,9 +97,27 @@ struct Sums {
 
   // All taps of a row of the kernel. `weights` are those of its first tap and the first source channel held.
   __device__ __forceinline__ void add(const Row& row, const accum_t* weights) {
+#pragma unroll
+    for (int phase = 0; phase < DST_W; ++phase) {
+      if constexpr (CHAINED) {
+        Phase chain = {};
+        add(row, weights, phase, chain);
+#pragma unroll
+        for (int cell = 0; cell < CELLS; ++cell)
+#pragma unroll
+          for (int i = 0; i < VECTOR; ++i) values[phase][cell][i] += chain[cell][i];
+      } else {
+        add(row, weights, phase, values[phase]);
+      }
+    }
+  }
+
+  // Those of them that one phase meets.
+  static __device__ __forceinline__ void add(const Row& row, const accum_t* weights, int phase, Phase& sum) {
     constexpr int OF_GROUP = SRC_HELD / GROUPS_HELD;
 #pragma unroll
-    for (int kw = 0; kw < AXIS_W.kernel; ++kw)
+    for (int kw = 0; kw < AXIS_W.kernel; ++kw) {
+      if (dst_offset(AXIS_W, kw) != phase) continue;
 #pragma unroll
       for (int source = 0; source < OF_GROUP; ++source) {
         const Vector<accum_t, VECTOR> tap =
@@ -104,11 +126,11 @@ struct Sums {
         for (int cell = 0; cell < CELLS; ++cell)
 #pragma unroll
           for (int i = 0; i < VECTOR; ++i)
-            values[dst_offset(AXIS_W, kw)][cell][i] +=
-                row.values[cell * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)]
-                          [(GROUPS_HELD > 1 ? i / DST_CHANNELS : 0) * OF_GROUP + source] *
-                tap.value[i];
+            sum[cell][i] += row.values[cell * SRC_W + src_offset(AXIS_W, kw) - first_offset(AXIS_W)]
+                                      [(GROUPS_HELD > 1 ? i / DST_CHANNELS : 0) * OF_GROUP + source] *
+                            tap.value[i];
       }
+    }
   }
 
   __device__ __forceinline__ void store(scalar_t* to, int columns) const {

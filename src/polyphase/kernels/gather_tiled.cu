@@ -49,9 +49,7 @@ constexpr int WEIGHT_CHANNEL = DST_SLICES * WEIGHT_SLICE;
 constexpr int WEIGHT_STAGE = STAGE_CHANNELS * WEIGHT_CHANNEL;
 constexpr int WEIGHT_ITEMS = ceil_div(STAGE_CHANNELS * BLOCK_DST * TAPS, THREADS);
 constexpr int SLICE_CHANNELS = STAGE_CHANNELS / SRC_SLICES;
-// Source channels in one piece of straight-line code: a whole stage, unless that would crowd the instruction cache.
-constexpr int PRODUCTS = TAPS * DST_PER_THREAD * CELLS_H * CELLS_W;
-constexpr int CHANNELS_AT_ONCE = PRODUCTS * SLICE_CHANNELS <= 1024 ? SLICE_CHANNELS : 1;
+constexpr int CHANNELS_AT_ONCE = STRAIGHT ? SLICE_CHANNELS : 1;  // in one piece of straight-line code
 constexpr bool CHAINED = CHAIN < STAGES;
 constexpr bool ASYNC = BUFFERS > 2;
 

@@ -7,7 +7,9 @@
 // elements of the output gradient anew, every stride-th one, and zeros beside the tensor: no tap needs a thread. They
 // come from the L2 cache but for the first time.
 //
-// Blocks take items (column block fastest, then tile, then group) in turns, and load the next while they store one.
+// Blocks take items (column block fastest, then tile, then group, then part) in turns, and load the next while they
+// store one. Where items would be few, each is shared out in `parts` of its stages, whose sums are planes of float32
+// that another kernel adds up (add_planes.cu).
 //
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
 // beside them.
@@ -16,17 +18,16 @@ struct Geometry {
   TensorMap grad_box, weight_box;
   Tensor5 x;
   int batch, groups;
-  int lanes[4];  // positions of a tile along n, d, h, w; their product is at most the rows of a block
-  int tiles[4];  // tiles along n, d, h, w
+  int lanes[4];          // positions of a tile along n, d, h, w; their product is at most the rows of a block
+  int tiles[4];          // tiles along n, d, h, w
+  int parts, part_size;  // of an item, and stages of each but the last, which may have fewer
+  long long plane;       // elements
 };
 
 constexpr int CHANNELS = STEPS * OPERATION;  // of a stage
 constexpr int CHUNKS = ceil_div(OUT_CHANNELS, CHANNELS), STAGES = TAPS * CHUNKS;
 constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS);
 constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
-
-// Neighbouring channels that a thread stores at once: 32 bytes of four threads.
-constexpr int VECTOR = IN_CHANNELS % (8 / ELEMENT) == 0 ? 8 / ELEMENT : 1;
 
 // What `Sums::multiply` asks: a stage's weights are one box.
 struct TapColumns {
@@ -37,19 +38,22 @@ struct TapColumns {
 
 // What a block computes at once.
 struct Item {
-  int group, first_in;
+  int part, group, first_in;
   int first[4];  // position along n, d, h, w
 
   __device__ __forceinline__ Item(const Geometry& g, int index) {
     const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
     first_in = index % COLUMN_BLOCKS * COLUMNS;
     index /= COLUMN_BLOCKS;
-    group = index / tiles;
+    part = index / (tiles * g.groups);
+    group = index / tiles % g.groups;
     tile_origin(g.tiles, g.lanes, index % tiles, first);
   }
   static __device__ __forceinline__ int count(const Geometry& g) {
-    return g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3] * g.groups * COLUMN_BLOCKS;
+    return g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3] * g.groups * COLUMN_BLOCKS * g.parts;
   }
+  __device__ __forceinline__ int first_stage(const Geometry& g) const { return part * g.part_size; }
+  __device__ __forceinline__ int stages(const Geometry& g) const { return min(g.part_size, STAGES - first_stage(g)); }
 };
 
 // The thread's row of a tile: its place in the tile along n, d, h, w, a byte each.
@@ -61,7 +65,10 @@ __device__ __forceinline__ unsigned place_of(const Geometry& g, int row) {
 }
 
 // The sums of a row: `to` is the first of its columns in memory, of which `columns` exist, none or some.
-__device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int half, scalar_t* to, int columns) {
+template <class Stored>
+__device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int half, Stored* to, int columns) {
+  // Neighbouring channels that a thread stores at once: 32 bytes of four threads.
+  constexpr int AT_ONCE = 8 / sizeof(Stored), VECTOR = IN_CHANNELS % AT_ONCE == 0 ? AT_ONCE : 1;
   constexpr int TOGETHER = VECTOR == 4 ? 2 : 1;  // tiles of 8 columns
   const auto exists = [=](int column) { return WHOLE_BLOCKS ? columns > 0 : column < columns; };
 #pragma unroll
@@ -93,28 +100,26 @@ __device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* gr
 #pragma unroll 1
   for (int index = blockIdx.x; index < items; index += step) {
     const Item item(g, index);
-    int tap = 0;
+    const int first = item.first_stage(g), end = first + item.stages(g);
+    int chunk = first % CHUNKS, tap = first / CHUNKS;
 #pragma unroll 1
-    for (int depth = 0; depth < AXIS_D.kernel; ++depth)
-#pragma unroll 1
-      for (int height = 0; height < AXIS_H.kernel; ++height)
-#pragma unroll 1
-        for (int width = 0; width < AXIS_W.kernel; ++width, ++tap)
-#pragma unroll 1
-          for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const unsigned to = shared_address(buffers + turn.index * stage_bytes<TapColumns>());
-            const unsigned full = shared_address(ring.full + turn.index);
-            const int from[5] = {item.group * OUT_CHANNELS + chunk * CHANNELS,
-                                 item.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
-                                 item.first[2] * AXIS_H.stride + src_offset(AXIS_H, height),
-                                 item.first[1] * AXIS_D.stride + src_offset(AXIS_D, depth), item.first[0]};
-            const int weights[5] = {chunk * CHANNELS, item.group * IN_CHANNELS + item.first_in, tap, 0, 0};
-            barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
-            box_copy(to, g.grad_box, grad, from, bytes, full);
-            box_copy(to + A_BYTES, g.weight_box, weight, weights, TapColumns::BYTES, full);
-            barrier_arrive(full);
-            turn.next();
-          }
+    for (int stage = first; stage < end; ++stage) {
+      const int width = tap % AXIS_W.kernel, line = tap / AXIS_W.kernel;
+      const int height = line % AXIS_H.kernel, depth = line / AXIS_H.kernel;
+      const unsigned to = shared_address(buffers + turn.index * stage_bytes<TapColumns>());
+      const unsigned full = shared_address(ring.full + turn.index);
+      const int from[5] = {item.group * OUT_CHANNELS + chunk * CHANNELS,
+                           item.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
+                           item.first[2] * AXIS_H.stride + src_offset(AXIS_H, height),
+                           item.first[1] * AXIS_D.stride + src_offset(AXIS_D, depth), item.first[0]};
+      const int weights[5] = {chunk * CHANNELS, item.group * IN_CHANNELS + item.first_in, tap, 0, 0};
+      barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
+      box_copy(to, g.grad_box, grad, from, bytes, full);
+      box_copy(to + A_BYTES, g.weight_box, weight, weights, TapColumns::BYTES, full);
+      barrier_arrive(full);
+      turn.next();
+      if (++chunk == CHUNKS) chunk = 0, ++tap;
+    }
   }
 }
 
@@ -135,19 +140,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(g, Sums::row(i / 2, i % 2 * 2));
 #pragma unroll 1
     for (int index = blockIdx.x; index < items; index += step) {
+      const Item item(g, index);
+      const int stages = item.stages(g);
       Sums sums, total;
       if (FLUSH < STAGES) {
 #pragma unroll 1
-        for (int stage = 0; stage < STAGES; stage += FLUSH) {
-          sums.multiply<TapColumns>(min(FLUSH, STAGES - stage), ring, turn, shared_memory);
+        for (int stage = 0; stage < stages; stage += FLUSH) {
+          sums.multiply<TapColumns>(min(FLUSH, stages - stage), ring, turn, shared_memory);
           total.take(sums, stage == 0);
         }
       } else {
-        sums.multiply<TapColumns>(STAGES, ring, turn, shared_memory);
+        sums.multiply<TapColumns>(stages, ring, turn, shared_memory);
       }
       const Sums& all = FLUSH < STAGES ? total : sums;
-      const Item item(g, index);
-      scalar_t* const to = dst + item.group * IN_CHANNELS + item.first_in;
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; ++i) {
         const unsigned place = places[i / 2][i % 2];
@@ -156,8 +161,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int j = 0; j < 4; ++j) at[j] = item.first[j] + (int)(place >> (24 - 8 * j) & 255);
         const bool exists =
             place != NOWHERE && at[0] < g.batch && at[1] < g.x.size[0] && at[2] < g.x.size[1] && at[3] < g.x.size[2];
-        store_row(all.of[i / 2], i % 2, to + (exists ? offset_of(g.x, at) : 0),
-                  exists ? IN_CHANNELS - item.first_in : 0);
+        const long long to = item.group * IN_CHANNELS + item.first_in + (exists ? offset_of(g.x, at) : 0);
+        const int columns = exists ? IN_CHANNELS - item.first_in : 0;
+        if (ELEMENT == sizeof(float) || g.parts > 1)
+          store_row(all.of[i / 2], i % 2, (float*)dst + item.part * g.plane + to, columns);
+        else
+          store_row(all.of[i / 2], i % 2, dst + to, columns);
       }
     }
   } else {
