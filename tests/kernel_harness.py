@@ -202,7 +202,8 @@ def run(
     partial = computed
     if launch.planes > 1:
         planes, elements = launch.planes, problem.elements[0]
-        partial = Buffer((planes, elements), (elements, 1, 0, 0, 0), torch.float32, executor.device, None, 0, guard)
+        accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+        partial = Buffer((planes, elements), (elements, 1, 0, 0, 0), accumulator, executor.device, None, 0, guard)
     executor(replace(launch, prologue=None), [src, flat_weight, flat_bias, partial.tensor])
     if workspace is not None:
         workspace.read()

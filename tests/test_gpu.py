@@ -37,6 +37,7 @@ from polyphase.algorithms.base import Candidate, Launch, Layouts
 from polyphase.algorithms.gather_channels import GatherChannels
 from polyphase.algorithms.gather_gemm import GatherGemm
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.algorithms.input_grad_dots import InputGradDots
 from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
@@ -62,6 +63,7 @@ from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
 from test_gradient_wgmma import ALGORITHMS as WGMMA_ALGORITHMS
 from test_gradient_wgmma import LAST as WGMMA_LAST
 from test_gradient_wgmma import LAYERS as WGMMA_LAYERS
+from test_input_grad_dots import LAYERS as DOTS_LAYERS
 from test_kernels import PROBLEMS, RINGS, WIDE_LAYERS, GemmCase, gemm_cases, ring_case, share_all_items, wide
 from test_kernels import items_to_take as items_to_take  # a fixture, of these tests as well
 from test_phase_gemm import LAYERS as PHASE_LAYERS
@@ -207,6 +209,11 @@ def strange_cases() -> Iterator[ParameterSet]:
             for name, layer in CHANNELS_GRAD_LAYERS.items()
             for dtype, last in (("float32", True), ("float16", True), ("bfloat16", False), ("float64", False))
         ),
+        *(
+            (f"{name}, dots", replace(layer, dtype=dtype), (Pass.INPUT_GRAD, InputGradDots()))
+            for name, layer in DOTS_LAYERS.items()
+            for dtype in ("float32", "float16", "bfloat16", "float64")
+        ),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
         *(
             (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, algorithm))
@@ -219,7 +226,9 @@ def strange_cases() -> Iterator[ParameterSet]:
             for dtype in ("float32", "float16", "bfloat16")
         ),
     ]
-    one_format_each = GatherGemm, PixelGemm, GatherChannels, WeightGradChannels, InputGradTurned, WeightGradTurned
+    one_format_each = (
+        GatherGemm, PixelGemm, GatherChannels, WeightGradChannels, InputGradDots, InputGradTurned, WeightGradTurned
+    )  # fmt: skip
     for name, layer, (pass_, algorithm) in layers:
         one_format = layer.channels_last or isinstance(algorithm, one_format_each)
         for problem in [layer] if one_format else formats(layer):

@@ -9,6 +9,7 @@ from polyphase.algorithms.gradient_boxes import InputGradBoxes, WeightGradBoxes
 from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
 from polyphase.algorithms.gradient_wgmma import InputGradWgmma, WeightGradWgmma
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.algorithms.input_grad_dots import InputGradDots
 from polyphase.algorithms.phase_gemm import PhaseGemm
 from polyphase.algorithms.pixel_gemm import PixelGemm
 from polyphase.algorithms.scatter_gemm import ScatterGemm
@@ -27,6 +28,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     InputGradWgmma(),
     InputGradBoxes(),
     InputGradTurned(),
+    InputGradDots(),
     WeightGradGemm(),
     WeightGradWgmma(),
     WeightGradBoxes(),

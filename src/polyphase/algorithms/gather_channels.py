@@ -37,8 +37,8 @@ _MAX_WEIGHT_BYTES = 64 << 10
 _LANES = (32, 16, 8, 4, 2, 1)
 _OFFERED = 4
 
-# Measured over predicted work, where a group has several source channels.
-_MEASURED_SEVERAL = 0.65
+# Measured over predicted work, where a group has several source channels, and where those are read one by one.
+_MEASURED_SEVERAL, _MEASURED_ONE_BY_ONE = 0.65, 1.1
 
 
 class ChannelsVariant(NamedTuple):
@@ -85,7 +85,7 @@ class GatherChannels:
             warps = lanes / 32 * problem.batch * depths * heights * math.ceil(widths / variant.cells)
             work = warps * cycles / (device.multiprocessors * device.clock_hz)
             if gather.src_channels > 1:
-                work *= _MEASURED_SEVERAL
+                work *= _MEASURED_SEVERAL if _at_once(gather, variant.vector) > 1 else _MEASURED_ONE_BY_ONE
             # Few warps are resident, so that neither hides behind the other as a whole.
             seconds = (work**1.5 + moving**1.5) ** (1 / 1.5)
             yield Candidate(self.name, variant, seconds, slower_of(work, moving)[1])

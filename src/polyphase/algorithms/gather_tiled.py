@@ -21,6 +21,7 @@ from polyphase.algorithms.gather_tiled_cost import (
     straight,
     thread_cycles,
 )
+from polyphase.algorithms.gradient import rows_as_one_channel
 from polyphase.device import REGISTERS, DeviceInfo
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, accumulator_bytes
@@ -28,6 +29,7 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, acc
 # Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
 _MAX_UNROLLED = 1600
 _MAX_ACCUMULATORS = 96
+_ROW_LANES = 32  # of several rows
 _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 _OFFERED = 8
 _LAUNCH = 8000.0  # cycles that the launch takes, whatever there is to do
@@ -39,6 +41,7 @@ _MEASURED_FORWARD = {False: 0.95, True: 2.2}
 _MEASURED_BARE = {False: 0.6, True: 2.2}
 _MEASURED_FEW_CHANNELS = {False: 0.9, True: 1.7}
 _MEASURED_INPUT_GRAD = {False: 0.7, True: 1.8}
+_MEASURED_FROM_COLUMNS = 1.2  # of input gradients whose destination alone has channels last
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class GatherTiled:
     def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:
             return "computes the forward pass and the input gradient only"
-        gather = Gather.of(problem, pass_, Layouts.dense(problem))
+        gather = Gather.of(*_as_read(problem, pass_, Layouts.dense(problem)))
         if gather.taps > _MAX_UNROLLED:
             return f"{gather.taps} taps do not unroll (at most {_MAX_UNROLLED})"
         if gather.owned > _MAX_ACCUMULATORS:
@@ -83,13 +86,14 @@ class GatherTiled:
         variants = _variants(_Layer(gather), device)
         if not variants:
             return "the halo of a tile does not fit the registers in flight"
-        if not any(_fits(gather, variant, (1, 1, 1, variant.lanes), device) for variant in variants):
+        if not any(_fits(gather, variant, _some_lanes(gather, variant), device) for variant in variants):
             return f"the halo of a tile does not fit {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> Iterator[Candidate]:
+        problem, _, layouts = _as_read(problem, pass_, layouts)
         gather = Gather.of(problem, pass_, layouts)
         if not gather.forward:
             measured = _MEASURED_INPUT_GRAD
@@ -97,18 +101,20 @@ class GatherTiled:
             measured = _MEASURED_FEW_CHANNELS
         else:
             measured = _MEASURED_BARE if gather.owned < gather.phases else _MEASURED_FORWARD
+        from_columns = not gather.forward and gather.dst.channels_last and not problem.channels_last
+        factor = _MEASURED_FROM_COLUMNS if from_columns else measured[problem.channels_last]
         for variant in _variants(_Layer(gather), device):
-            if _fits(gather, variant, (1, 1, 1, variant.lanes), device):
+            if _fits(gather, variant, _some_lanes(gather, variant), device):
                 items, counts = _items(problem, gather, variant), Counts.of(gather, variant)
-                cycles = cycles_of_rounds(variant, counts, items, device.multiprocessors)
-                work = (measured[problem.channels_last] * cycles + _LAUNCH) / device.clock_hz
+                cycles = factor * cycles_of_rounds(variant, counts, items, device.multiprocessors)
+                work = (cycles + _LAUNCH) / device.clock_hz
                 seconds, bound = slower_of(work, problem.bytes / device.copy_bytes_per_second)
                 yield Candidate(self.name, variant, seconds, bound)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: TiledVariant
     ) -> Launch:
-        gather = Gather.of(problem, pass_, layouts)
+        gather = Gather.of(*_as_read(problem, pass_, layouts))
         lanes, counts = _arrange(gather, variant, device), Counts.of(gather, variant)
         per_lane = (1, 1, variant.cells_h, variant.cells_w)
         extents = (problem.batch, *gather.cells)
@@ -158,6 +164,15 @@ class GatherTiled:
             shared_bytes=_shared_bytes(gather, variant, lanes),
             geometry=geometry,
         )
+
+
+def _as_read(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
+) -> tuple[ConvTransposeProblem, Pass, Layouts]:
+    """The pass as the kernel reads it: two or three output channels do not fill quads, and are columns then."""
+    if pass_ is Pass.INPUT_GRAD and 1 < problem.out_channels < 4:
+        problem, layouts = rows_as_one_channel(problem, layouts) or (problem, layouts)
+    return problem, pass_, layouts
 
 
 class _TileSize(NamedTuple):
@@ -215,6 +230,13 @@ def _fits(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], device:
     )
 
 
+def _some_lanes(gather: Gather, variant: TiledVariant) -> tuple[int, int, int, int]:
+    """Extents of lanes along n, d, h and w that fit its loads: all in a row, or a few where its halo is wide."""
+    row = 1, 1, 1, variant.lanes
+    long = _TileSize.of(gather, variant.cells, row).loads(variant) > variant.loads
+    return (1, 1, 1, _ROW_LANES) if long else row
+
+
 def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple[int, int, int, int]:
     """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled variant."""
     batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
@@ -223,7 +245,7 @@ def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple
     )
     compute = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
     most_elements = variant.loads * variant.threads * 4 // variant.stage_channels
-    best, best_cost = (1, 1, 1, variant.lanes), math.inf
+    best, best_cost = _some_lanes(gather, variant), math.inf
     for width in _extents(widths, variant.lanes):
         for height in _extents(heights, variant.lanes // width):
             for depth in _extents(depths, variant.lanes // (width * height)):
@@ -265,14 +287,18 @@ def _items(problem: ConvTransposeProblem, gather: Gather, variant: TiledVariant)
 def _variants(layer: _Layer, device: DeviceInfo) -> tuple[TiledVariant, ...]:
     """The best variants of a layer, in rising order of their cycles per cell and destination channel."""
     gather = layer.gather
-    scored = [
-        (variant, cycles_per_result(gather, variant, counts)) for variant, counts in legal_variants(gather, device)
-    ]
+    legal = list(legal_variants(gather, device)) or legal_variants(gather, device, short_rows=True)
+    scored = [(variant, cycles_per_result(gather, variant, counts)) for variant, counts in legal]
     return tuple(variant for variant, _ in sorted(scored, key=lambda item: item[1])[:_OFFERED])
 
 
-def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVariant, Counts]]:
-    """Every variant of a layer that compiles without spills by the estimate, and what its threads do."""
+def legal_variants(
+    gather: Gather, device: DeviceInfo, short_rows: bool = False
+) -> Iterator[tuple[TiledVariant, Counts]]:
+    """Every variant of a layer that compiles without spills by the estimate, and what its threads do.
+
+    ``short_rows``: those too of whose lanes a row takes but a few, as its halo is wide.
+    """
     tall = gather.axes[1] != Axis(1)
     cells = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)) if tall else ((1, 1), (1, 2))
     per_thread = sorted({size for size in (1, 2, 3, 4, 6, 8, 16, gather.dst_channels) if size <= gather.dst_channels})
@@ -288,14 +314,15 @@ def legal_variants(gather: Gather, device: DeviceInfo) -> Iterator[tuple[TiledVa
         if gather.phases * dst * cells_h * cells_w > MAX_PHASES:
             continue
         vector = _dst_vector(gather, dst)
-        elements = {lanes: _most_elements(gather, (cells_h, cells_w), lanes, tall) for lanes in (64, 128, 256)}
+        elements = {lanes: _elements(gather, (cells_h, cells_w), lanes, tall) for lanes in (64, 128, 256)}
         for lanes, of_dst, of_src, channels, depth in itertools.product(
             (64, 128, 256), (1, 2, 4), src_slices, stages, buffers
         ):
             threads = lanes * of_dst * of_src
             if threads > 512 or channels % of_src or (of_dst - 1) * dst >= gather.dst_channels:
                 continue
-            loads = math.ceil(elements[lanes] * channels / 4 / threads)
+            row, rows = (math.ceil(count * channels / 4 / threads) for count in elements[lanes])
+            loads = rows if short_rows else max(row, rows)
             if loads > _MAX_LOADS:
                 continue
             variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, depth, 1, vector)
@@ -319,10 +346,11 @@ def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
     return as_it_is and device.capability >= 80
 
 
-def _most_elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) -> int:
-    """Elements of a channel of a tile whose lanes are one row, or rows of 32 in a ``tall`` layer, if those are more."""
-    spans = [(1, 1, 1, lanes), (1, 1, lanes // 32, 32)] if tall else [(1, 1, 1, lanes)]
-    return max(_TileSize.of(gather, cells, span).elements for span in spans)
+def _elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) -> tuple[int, int]:
+    """Elements of a channel of a tile whose lanes are one row, and of one with rows of few in a ``tall`` layer."""
+    row = 1, 1, 1, lanes
+    rows = (1, 1, lanes // _ROW_LANES, _ROW_LANES) if tall else row
+    return _TileSize.of(gather, cells, row).elements, _TileSize.of(gather, cells, rows).elements
 
 
 def _aligned_rows(gather: Gather, variant: TiledVariant) -> bool:

@@ -92,7 +92,7 @@ def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, l
 
 
 def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
-    """The layer of one output channel that a weight gradient in channels_last is, and how its tensors lie.
+    """The layer of one output channel that a gradient in channels_last is, and how its tensors lie.
 
     A row's pixels are one row of narrower ones, a pixel's channels and then the next one's, and so are taps along the
     width: what was one step is a step of as many as there are channels. None where pixels lie apart, or taps do.
@@ -118,6 +118,14 @@ def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Con
         channels_last=False,
     )
     return narrow, replace(layouts, output=(batch, 0, depth, height, 1))
+
+
+def rows_as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
+    """The same of an input gradient, whose weight's taps have to lie like the pixels; as it is, channels first."""
+    if not problem.channels_last:
+        return problem, layouts
+    alike = layouts.weight_channels_last or problem.out_channels == 1
+    return as_one_channel(problem, layouts) if alike else None
 
 
 def channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:

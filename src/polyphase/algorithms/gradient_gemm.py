@@ -270,8 +270,9 @@ def _tiles(
 # to 336 measured variants on an H200 (docs/performance.md, "Gradients on tensor cores").
 _OPERATION, _SLOT = 1.45, 2.6
 _PREFERENCE = 1.15  # for exact sums, where they are about as fast
-# Measured over predicted time of weight gradients in channels_last, float32, whose windows come element by element.
-_ELEMENTWISE = 2.0
+# Measured over predicted time in channels_last, where windows come element by element: of weight gradients in float32,
+# and of input gradients.
+_ELEMENTWISE, _ELEMENTWISE_INPUT = 2.0, 0.5
 _BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.35 / 24, 130.0, 500.0, 1150.0, 0.25
 
 
@@ -310,8 +311,11 @@ def _estimate(
     resident, rounds = rounds_of(blocks, variant.min_blocks, device)
     cycles = rounds * resident * (stages * stage + block)
     work = cycles / device.clock_hz + end
-    if pass_ is Pass.WEIGHT_GRAD and problem.channels_last and tiling.window.piece == 1 and problem.dtype == "float32":
-        work *= _ELEMENTWISE
+    if problem.channels_last and tiling.window.piece == 1:
+        if pass_ is Pass.INPUT_GRAD:
+            work *= _ELEMENTWISE_INPUT
+        elif problem.dtype == "float32":
+            work *= _ELEMENTWISE
     floor = problem.bytes / device.copy_bytes_per_second
     seconds, bound = slower_of(work, floor)
     return _PREFERENCE * seconds, bound

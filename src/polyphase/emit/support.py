@@ -236,10 +236,9 @@ def run(
     if call.copies:
         first, second = first.clone(), second.clone()
     if pass_ is Pass.WEIGHT_GRAD:
-        accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
         inputs, outputs, *kernel = call.shape
         shape = (inputs, *kernel, outputs) if call.planes_channels_last else call.shape
-        dtype = first.dtype if call.narrowed else accumulator
+        dtype = first.dtype if call.narrowed else accumulator_of(first.dtype)
         partial = torch.empty((call.planes, *shape), dtype=dtype, device=first.device)
         launch(*call.launch, [first, second, partial])
         found = (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
@@ -255,11 +254,15 @@ def run(
         launch(*call.launch, [first, second, bias, output])
         return output
     batch, *others = call.shape
-    partial = torch.empty(
-        (call.planes * batch, *others), dtype=torch.float32, device=first.device, memory_format=call.memory_format
-    )
+    shape, dtype = (call.planes * batch, *others), accumulator_of(first.dtype)
+    partial = torch.empty(shape, dtype=dtype, device=first.device, memory_format=call.memory_format)
     launch(*call.launch, [first, second, bias, partial])
     return output.copy_(partial.unflatten(0, (call.planes, batch)).sum(0))
+
+
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    """What partial sums come in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # PyTorch's side: derivatives, and modules.

@@ -55,6 +55,7 @@ _BUILDING_BLOCKS = {
         "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
         "window_wgmma", "run_loader",
     ),
+    "input_grad_dots": (),
     "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
     "weight_grad_boxes": (
         "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product", "tap_windows",
