@@ -6,6 +6,7 @@ bodies run every variant on a GPU in ``test_gpu.py``.
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 import zlib
@@ -18,7 +19,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import DTYPES, Emulator, assert_exact, formats, items_of, reference, run
+from kernel_harness import DTYPES, Emulator, assert_exact, formats, items_of, reference, run, strange_layouts
 from polyphase.algorithms import base, implicit_gemm, implicit_gemm_tile, implicit_gemm_variant
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts, Sharing
 from polyphase.algorithms.gather import Gather
@@ -239,6 +240,34 @@ def test_sums_in_two_levels_are_accurate(name: str, slices: int) -> None:
     expected = reference(problem, Pass.FORWARD, (x, w))
     error = float((out - expected).norm() / expected.norm())
     assert error < most
+
+
+def test_short_rows() -> None:
+    """Where a row of all lanes has too wide a halo tiles have rows of few, of small images too."""
+    for size in ((9, 70), (1, 300), (3, 2)):
+        problem = make((2, 3, *size), 3, 8, 4, 2, groups=3)
+        found = list(GatherTiled().candidates(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
+        assert found
+        for number, candidate in enumerate(found[:3]):
+            launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
+            _, *lanes = struct.unpack_from("<5i", launch.geometry, 2 * 56)
+            assert math.prod(lanes) <= candidate.variant.lanes
+            assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(number))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_few_output_channels_are_columns(dtype: str) -> None:
+    """Of an input gradient in channels_last, where weights lie likewise."""
+    problem = make((2, 10, 5, 6), 3, 4, 2, 1, 1, dtype=dtype, channels_last=True)
+    read = set()
+    for number, layouts in enumerate(strange_layouts(problem)):
+        candidate, *_ = GatherTiled().candidates(problem, Pass.INPUT_GRAD, H200, layouts)
+        launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
+        channels = dict(launch.source.constants)["SRC_CHANNELS"]
+        assert layouts.weight_channels_last or channels == 3
+        read.add(channels)
+        assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, executor=Emulator(number))
+    assert read == {1, 3}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

@@ -436,9 +436,7 @@ constexpr int WEIGHT_CHANNEL = DST_SLICES * WEIGHT_SLICE;
 constexpr int WEIGHT_STAGE = STAGE_CHANNELS * WEIGHT_CHANNEL;
 constexpr int WEIGHT_ITEMS = ceil_div(STAGE_CHANNELS * BLOCK_DST * TAPS, THREADS);
 constexpr int SLICE_CHANNELS = STAGE_CHANNELS / SRC_SLICES;
-// Source channels in one piece of straight-line code: a whole stage, unless that would crowd the instruction cache.
-constexpr int PRODUCTS = TAPS * DST_PER_THREAD * CELLS_H * CELLS_W;
-constexpr int CHANNELS_AT_ONCE = PRODUCTS * SLICE_CHANNELS <= 1024 ? SLICE_CHANNELS : 1;
+constexpr int CHANNELS_AT_ONCE = STRAIGHT ? SLICE_CHANNELS : 1;  // in one piece of straight-line code
 constexpr bool CHAINED = CHAIN < STAGES;
 constexpr bool ASYNC = BUFFERS > 2;
 
@@ -2824,6 +2822,7 @@ constexpr int STAGE_CHANNELS = 8;
 constexpr int LOADS = 4;
 constexpr int BUFFERS = 3;
 constexpr int CHAIN = 1;
+constexpr bool STRAIGHT = false;
 constexpr int DST_VECTOR = 1;
 constexpr int MIN_BLOCKS = 2;
 """, ("common/geometry.cuh", "common/copy_async.cuh", "common/operand.cuh", "gather_tiled.cu")),
@@ -2855,6 +2854,7 @@ constexpr int STAGE_CHANNELS = 1;
 constexpr int LOADS = 5;
 constexpr int BUFFERS = 3;
 constexpr int CHAIN = 4;
+constexpr bool STRAIGHT = true;
 constexpr int DST_VECTOR = 1;
 constexpr int MIN_BLOCKS = 2;
 """, ("common/geometry.cuh", "common/copy_async.cuh", "common/operand.cuh", "gather_tiled.cu")),
@@ -2940,6 +2940,7 @@ constexpr int STAGE_CHANNELS = 1;
 constexpr int LOADS = 5;
 constexpr int BUFFERS = 3;
 constexpr int CHAIN = 4;
+constexpr bool STRAIGHT = true;
 constexpr int DST_VECTOR = 1;
 constexpr int MIN_BLOCKS = 5;
 """, ("common/geometry.cuh", "common/copy_async.cuh", "common/operand.cuh", "gather_tiled.cu")),
@@ -3491,6 +3492,7 @@ _BUILDING_BLOCKS = {
         "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
         "window_wgmma", "run_loader",
     ),
+    "input_grad_dots": (),
     "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
     "weight_grad_boxes": (
         "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product", "tap_windows",
@@ -3507,6 +3509,10 @@ _BUILDING_BLOCKS = {
 
 # Depth in elements and operand type of the tensor cores' instructions.
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
+
+
+#: Constants that the compiler settles, by whether registers spill.
+SETTLED = ("MIN_BLOCKS", "STRAIGHT")
 
 
 # Constants that the preprocessor must know.
@@ -3696,6 +3702,7 @@ def channels_innermost(channels: int, strides: "Strides") -> bool:
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
+    ``in_parts``: whether an input's gradient comes in planes at some sizes of the layer, which lie as it does.
     ``planes_channels_last``: a weight's gradient comes in the order ``(C_in, *kernel_size, C_out / groups)``;
     ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
@@ -3712,6 +3719,7 @@ class Launch:
     shared_bytes: int
     geometry: bytes
     planes: int = 1
+    in_parts: bool = False
     planes_channels_last: bool = False
     narrowed: bool = False
     prologue: "Launch | None" = None
@@ -3811,9 +3819,10 @@ def packed_divisor(value: int) -> bytes:
     return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
-def affordable_planes(problem: "ConvTransposeProblem") -> int:
-    """Planes of partial sums of the weight that memory may be spent on."""
-    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator_bytes(problem.dtype)))
+def affordable_planes(problem: "ConvTransposeProblem", pass_: "Pass" = Pass.WEIGHT_GRAD) -> int:
+    """Planes of partial sums of a gradient that memory may be spent on."""
+    elements = problem.elements[1] if pass_ is Pass.WEIGHT_GRAD else problem.elements[0]
+    return max(1, _MAX_PLANES_BYTES // (max(1, elements) * accumulator_bytes(problem.dtype)))
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -4535,6 +4544,7 @@ class Counts(NamedTuple):
     weight_reads: int
     patch_reads: int
     weight_items: int
+    scattered: bool  # whether each has a place of its own, and not all follow from the first's
     loads: int
     accumulators: int  # phases without taps included
     owned: int  # accumulators that have taps
@@ -4566,6 +4576,8 @@ class Counts(NamedTuple):
             weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
             patch_reads=gather.axes[0].kernel * rows * reads * words,
             weight_items=math.ceil(per_stage / variant.threads),
+            scattered=gather.weight_channels_last
+            and variant.threads % (variant.dst_per_thread * variant.dst_slices) > 0,
             loads=variant.loads,
             accumulators=cells * gather.phases * variant.dst_per_thread,
             owned=cells * gather.owned * variant.dst_per_thread,
@@ -4582,14 +4594,20 @@ _COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
 
 _COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
 _COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
+_STRAIGHT = 1024  # products that one piece of code has at most: more would crowd the instruction cache
 _COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
 _COST_COPY, _COST_FLUSH = 24.0, 3.0  # of a quad that is copied asynchronously, and a sum that ends a chain
 
 
+def straight(counts: "Counts") -> bool:
+    """Whether all channels of a stage are one piece of straight-line code; else the kernel rolls their loop up."""
+    return counts.products * counts.channels <= _STRAIGHT
+
+
 def thread_cycles(counts: "Counts", variant: "TiledVariant") -> float:
     """Issue slots of a thread for one item."""
-    straight = counts.products * counts.channels  # products in one piece of code, unless the kernel rolls channels up
-    code = _COST_ROLLED_CODE if straight > 1024 else _COST_LONG_CODE * max(0.0, straight / 700 - 1)
+    long = counts.products * counts.channels / 700 - 1
+    code = _COST_LONG_CODE * max(0.0, long) if straight(counts) else _COST_ROLLED_CODE
     reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
     compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
     quad = _COST_COPY if variant.asynchronous else _COST_LOAD
@@ -4604,10 +4622,55 @@ def thread_cycles(counts: "Counts", variant: "TiledVariant") -> float:
     return counts.stages * (compute + load) + flush + epilogue + reduction
 
 # =====================================================================================================================
+# polyphase/algorithms/gradient.py
+# =====================================================================================================================
+#
+# What the gradients' algorithms on tensor cores have in common: tiles of positions, windows of the output gradient.
+
+def as_one_channel(problem: "ConvTransposeProblem", layouts: "Layouts") -> "tuple[ConvTransposeProblem, Layouts] | None":
+    """The layer of one output channel that a gradient in channels_last is, and how its tensors lie.
+
+    A row's pixels are one row of narrower ones, a pixel's channels and then the next one's, and so are taps along the
+    width: what was one step is a step of as many as there are channels. None where pixels lie apart, or taps do.
+    """
+    channels, axis = problem.out_channels, problem.axes3[2]
+    if problem.groups > 1 or not problem.channels_last or (axis.dilation > 1 and axis.kernel > 1):
+        return None
+    batch, _, depth, height, width = layouts.output
+    if width != channels or (channels > 1 and layouts.output[1] != 1):
+        return None
+
+    def widened(values: "tuple[int, ...]") -> "tuple[int, ...]":
+        return (*values[:-1], values[-1] * channels)
+
+    narrow = replace(
+        problem,
+        out_channels=1,
+        kernel_size=widened(problem.kernel_size),
+        stride=widened(problem.stride),
+        padding=widened(problem.padding),
+        output_padding=widened(problem.output_padding),
+        dilation=(*problem.dilation[:-1], 1),
+        channels_last=False,
+    )
+    return narrow, replace(layouts, output=(batch, 0, depth, height, 1))
+
+
+def rows_as_one_channel(problem: "ConvTransposeProblem", layouts: "Layouts") -> "tuple[ConvTransposeProblem, Layouts] | None":
+    """The same of an input gradient, whose weight's taps have to lie like the pixels; as it is, channels first."""
+    if not problem.channels_last:
+        return problem, layouts
+    alike = layouts.weight_channels_last or problem.out_channels == 1
+    return as_one_channel(problem, layouts) if alike else None
+
+# =====================================================================================================================
 # polyphase/algorithms/gather_tiled.py
 # =====================================================================================================================
 #
 # The direct gather kernel for layers that unroll, ``kernels/gather_tiled.cu``: variants, tiles and launch.
+
+_ROW_LANES = 32  # of several rows
+
 
 class GatherTiled:
     """All phases of a tile in one block, the kernel's taps unrolled."""
@@ -4619,8 +4682,8 @@ class GatherTiled:
     def launch(
         self, problem: "ConvTransposeProblem", pass_: "Pass", device: "DeviceInfo", layouts: "Layouts", variant: "TiledVariant"
     ) -> "Launch":
-        gather = Gather.of(problem, pass_, layouts)
-        lanes = _arrange(gather, variant, device)
+        gather = Gather.of(*_as_read(problem, pass_, layouts))
+        lanes, counts = _arrange(gather, variant, device), Counts.of(gather, variant)
         per_lane = (1, 1, variant.cells_h, variant.cells_w)
         extents = (problem.batch, *gather.cells)
         tiles = [math.ceil(size / (lane * cells)) for size, lane, cells in zip(extents, lanes, per_lane)]
@@ -4641,7 +4704,8 @@ class GatherTiled:
                 STAGE_CHANNELS=variant.stage_channels,
                 LOADS=variant.loads,
                 BUFFERS=variant.buffers,
-                CHAIN=Counts.of(gather, variant).chain,
+                CHAIN=counts.chain,
+                STRAIGHT=straight(counts),
                 DST_VECTOR=variant.dst_vector,
                 MIN_BLOCKS=variant.min_blocks,
             ),
@@ -4668,6 +4732,15 @@ class GatherTiled:
             shared_bytes=_gather_tiled_shared_bytes(gather, variant, lanes),
             geometry=geometry,
         )
+
+
+def _as_read(
+    problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layouts"
+) -> "tuple[ConvTransposeProblem, Pass, Layouts]":
+    # The pass as the kernel reads it: two or three output channels do not fill quads, and are columns then.
+    if pass_ is Pass.INPUT_GRAD and 1 < problem.out_channels < 4:
+        problem, layouts = rows_as_one_channel(problem, layouts) or (problem, layouts)
+    return problem, pass_, layouts
 
 
 class _TileSize(NamedTuple):
@@ -4725,6 +4798,13 @@ def _fits(gather: "Gather", variant: "TiledVariant", lanes: "tuple[int, ...]", d
     )
 
 
+def _some_lanes(gather: "Gather", variant: "TiledVariant") -> "tuple[int, int, int, int]":
+    """Extents of lanes along n, d, h and w that fit its loads: all in a row, or a few where its halo is wide."""
+    row = 1, 1, 1, variant.lanes
+    long = _TileSize.of(gather, variant.cells, row).loads(variant) > variant.loads
+    return (1, 1, 1, _ROW_LANES) if long else row
+
+
 def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") -> "tuple[int, int, int, int]":
     """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled variant."""
     batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
@@ -4733,7 +4813,7 @@ def _arrange(gather: "Gather", variant: "TiledVariant", device: "DeviceInfo") ->
     )
     compute = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
     most_elements = variant.loads * variant.threads * 4 // variant.stage_channels
-    best, best_cost = (1, 1, 1, variant.lanes), math.inf
+    best, best_cost = _some_lanes(gather, variant), math.inf
     for width in _gather_tiled_extents(widths, variant.lanes):
         for height in _gather_tiled_extents(heights, variant.lanes // width):
             for depth in _gather_tiled_extents(depths, variant.lanes // (width * height)):
@@ -4929,10 +5009,10 @@ def arch_of(device: torch.device) -> str:
 
 
 def kernel_number(arch: str, source: "KernelSource") -> int:
-    """Which kernel of the file ``source`` is. How many blocks should be resident was settled by the compiler."""
+    """Which kernel of the file ``source`` is, but for constants that the compiler settled."""
 
     def significant(text: str) -> "list[str]":
-        return [line for line in text.splitlines() if line and "MIN_BLOCKS" not in line]
+        return [line for line in text.splitlines() if line and not any(name in line for name in SETTLED)]
 
     wanted = significant(source.specialisation)
     for number, (name, specialisation, _) in enumerate(KERNELS[arch]):
@@ -5049,7 +5129,7 @@ def run(
 ) -> torch.Tensor:
     """One computation of layer ``number`` from two of input, weight and gradient of the output.
 
-    The gradient of the weight comes as partial sums of parts of the input, which are added in a fixed order.
+    Gradients may come as partial sums, of the weight of parts of the input, which are added in a fixed order.
     """
     read = first.data_ptr() if pass_ is Pass.FORWARD else first.data_ptr() | second.data_ptr()  # as it is
     aligned = read % ALIGNMENT == 0
@@ -5063,10 +5143,9 @@ def run(
     if call.copies:
         first, second = first.clone(), second.clone()
     if pass_ is Pass.WEIGHT_GRAD:
-        accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
         inputs, outputs, *kernel = call.shape
         shape = (inputs, *kernel, outputs) if call.planes_channels_last else call.shape
-        dtype = first.dtype if call.narrowed else accumulator
+        dtype = first.dtype if call.narrowed else accumulator_of(first.dtype)
         partial = torch.empty((call.planes, *shape), dtype=dtype, device=first.device)
         launch(*call.launch, [first, second, partial])
         found = (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
@@ -5078,8 +5157,19 @@ def run(
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
         launch(*call.prologue, [second, workspace])
         second = workspace
-    launch(*call.launch, [first, second, bias, output])
-    return output
+    if call.planes == 1:
+        launch(*call.launch, [first, second, bias, output])
+        return output
+    batch, *others = call.shape
+    shape, dtype = (call.planes * batch, *others), accumulator_of(first.dtype)
+    partial = torch.empty(shape, dtype=dtype, device=first.device, memory_format=call.memory_format)
+    launch(*call.launch, [first, second, bias, partial])
+    return output.copy_(partial.unflatten(0, (call.planes, batch)).sum(0))
+
+
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    """What partial sums come in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class KernelFunction(torch.autograd.Function):

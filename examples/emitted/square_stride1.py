@@ -3888,6 +3888,7 @@ _BUILDING_BLOCKS = {
         "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
         "window_wgmma", "run_loader",
     ),
+    "input_grad_dots": (),
     "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
     "weight_grad_boxes": (
         "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product", "tap_windows",
@@ -3904,6 +3905,10 @@ _BUILDING_BLOCKS = {
 
 # Depth in elements and operand type of the tensor cores' instructions.
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
+
+
+#: Constants that the compiler settles, by whether registers spill.
+SETTLED = ("MIN_BLOCKS", "STRAIGHT")
 
 
 # Constants that the preprocessor must know.
@@ -4143,6 +4148,7 @@ def engine_strides(dimensions: "Iterable[tuple[int, int]]") -> "tuple[int, ...] 
 class Launch:
     """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
 
+    ``in_parts``: whether an input's gradient comes in planes at some sizes of the layer, which lie as it does.
     ``planes_channels_last``: a weight's gradient comes in the order ``(C_in, *kernel_size, C_out / groups)``;
     ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
@@ -4159,6 +4165,7 @@ class Launch:
     shared_bytes: int
     geometry: bytes
     planes: int = 1
+    in_parts: bool = False
     planes_channels_last: bool = False
     narrowed: bool = False
     prologue: "Launch | None" = None
@@ -4247,9 +4254,10 @@ def packed_divisor(value: int) -> bytes:
     return struct.pack("<iIi", value, -(-(1 << shift) // value), shift)
 
 
-def affordable_planes(problem: "ConvTransposeProblem") -> int:
-    """Planes of partial sums of the weight that memory may be spent on."""
-    return max(1, _MAX_PLANES_BYTES // (math.prod(problem.weight_shape) * accumulator_bytes(problem.dtype)))
+def affordable_planes(problem: "ConvTransposeProblem", pass_: "Pass" = Pass.WEIGHT_GRAD) -> int:
+    """Planes of partial sums of a gradient that memory may be spent on."""
+    elements = problem.elements[1] if pass_ is Pass.WEIGHT_GRAD else problem.elements[0]
+    return max(1, _MAX_PLANES_BYTES // (max(1, elements) * accumulator_bytes(problem.dtype)))
 
 
 def parted(total: int, parts: int) -> "tuple[int, int]":
@@ -5897,10 +5905,10 @@ def arch_of(device: torch.device) -> str:
 
 
 def kernel_number(arch: str, source: "KernelSource") -> int:
-    """Which kernel of the file ``source`` is. How many blocks should be resident was settled by the compiler."""
+    """Which kernel of the file ``source`` is, but for constants that the compiler settled."""
 
     def significant(text: str) -> "list[str]":
-        return [line for line in text.splitlines() if line and "MIN_BLOCKS" not in line]
+        return [line for line in text.splitlines() if line and not any(name in line for name in SETTLED)]
 
     wanted = significant(source.specialisation)
     for number, (name, specialisation, _) in enumerate(KERNELS[arch]):
@@ -6017,7 +6025,7 @@ def run(
 ) -> torch.Tensor:
     """One computation of layer ``number`` from two of input, weight and gradient of the output.
 
-    The gradient of the weight comes as partial sums of parts of the input, which are added in a fixed order.
+    Gradients may come as partial sums, of the weight of parts of the input, which are added in a fixed order.
     """
     read = first.data_ptr() if pass_ is Pass.FORWARD else first.data_ptr() | second.data_ptr()  # as it is
     aligned = read % ALIGNMENT == 0
@@ -6031,10 +6039,9 @@ def run(
     if call.copies:
         first, second = first.clone(), second.clone()
     if pass_ is Pass.WEIGHT_GRAD:
-        accumulator = torch.float64 if first.dtype == torch.float64 else torch.float32
         inputs, outputs, *kernel = call.shape
         shape = (inputs, *kernel, outputs) if call.planes_channels_last else call.shape
-        dtype = first.dtype if call.narrowed else accumulator
+        dtype = first.dtype if call.narrowed else accumulator_of(first.dtype)
         partial = torch.empty((call.planes, *shape), dtype=dtype, device=first.device)
         launch(*call.launch, [first, second, partial])
         found = (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
@@ -6046,8 +6053,19 @@ def run(
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
         launch(*call.prologue, [second, workspace])
         second = workspace
-    launch(*call.launch, [first, second, bias, output])
-    return output
+    if call.planes == 1:
+        launch(*call.launch, [first, second, bias, output])
+        return output
+    batch, *others = call.shape
+    shape, dtype = (call.planes * batch, *others), accumulator_of(first.dtype)
+    partial = torch.empty(shape, dtype=dtype, device=first.device, memory_format=call.memory_format)
+    launch(*call.launch, [first, second, bias, partial])
+    return output.copy_(partial.unflatten(0, (call.planes, batch)).sum(0))
+
+
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    """What partial sums come in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class KernelFunction(torch.autograd.Function):

@@ -127,6 +127,7 @@ def _parts(problem: ConvTransposeProblem, variant: DotsVariant, device: DeviceIn
 _STEP = {1: 75.0, 2: 42.0, 4: 34.0, 8: 42.0, 16: 52.0}
 _STEP_OF_HALVES = {1: 220.0, 2: 110.0, 4: 62.0, 8: 62.0, 16: 58.0}
 _END, _LAUNCH = 180.0, 4000.0
+_FROM_L2 = 0.8  # of a copy's bandwidth, at which the L2 cache gives what blocks read
 _FEW_ROUNDS = 4  # of blocks, whose last one is told apart from a part of one
 _SUM = 4e-6  # seconds to launch what adds up parts
 
@@ -140,4 +141,11 @@ def _seconds(problem: ConvTransposeProblem, variant: DotsVariant, device: Device
     rounds = math.ceil(rounds) if rounds < _FEW_ROUNDS else rounds
     cycles = rounds * _RESIDENT * _WARPS * (steps * step + _END) + _LAUNCH
     sums = _SUM + 2 * bytes_ * parts * problem.elements[0] / device.copy_bytes_per_second if parts > 1 else 0.0
-    return slower_of(cycles / device.clock_hz + sums, problem.bytes / device.copy_bytes_per_second)
+    # Weights once for a block; of the positions of a warp, which overlap, the elements once.
+    axis = problem.axes3[2]
+    row = (axis.kernel - 1) * axis.dilation + 1
+    share = min(1.0, ((variant.positions - 1) * axis.stride + row) / (variant.positions * row))
+    products = _blocks(problem, variant) * problem.out_channels_per_group * problem.taps
+    read = products * DTYPE_BYTES[problem.dtype] * (variant.in_tile + _WARPS * variant.positions * share)
+    moving = max(problem.bytes, read / _FROM_L2) / device.copy_bytes_per_second
+    return slower_of(cycles / device.clock_hz + sums, moving)
