@@ -23,6 +23,9 @@ from polyphase.jit.source import SETTLED
 from polyphase.plan import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 
+# Its input gradient comes in planes.
+IN_PARTS = "1x16x3x4 -> 64, k=8, s=4, p=2, channels_last, bfloat16"
+
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 
 
@@ -133,10 +136,10 @@ def both(module: Any) -> tuple[nn.Module, nn.Module]:
 
 @needs_emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("layer", [*LAYERS[:6], BY_BOXES])
+@pytest.mark.parametrize("layer", [*LAYERS[:6], BY_BOXES, IN_PARTS])
 def test_it_computes_the_layer_and_its_gradients(layer: str, arch: str) -> None:
     """Small integers, whose sums are exact in any order and any of the dtypes."""
-    module: Any = load(emitted(layer))
+    module: Any = load(emitted(layer) if layer != IN_PARTS else emitted_layer(layer, arch))
     on_the_emulator(module, arch)
     problem = module.LAYERS[0].problem
     dtype = getattr(torch, problem.dtype)
@@ -161,6 +164,8 @@ def test_it_computes_the_layer_and_its_gradients(layer: str, arch: str) -> None:
             results.append([output.detach(), leaf.grad, *(parameter.grad for parameter in each.parameters())])
         for exact, ours in zip(*results, strict=True):
             assert torch.equal(exact.to(dtype), ours)
+    if layer == IN_PARTS and arch == "sm_90a":
+        assert any(call.planes > 1 for (pass_, *_), call in module._calls.items() if pass_ is module.Pass.INPUT_GRAD)
 
 
 @needs_emulator
