@@ -77,10 +77,11 @@ def test_no_races(name: str) -> None:
     assert_exact(LAYERS[name], PASS, candidate, launch, executor=Emulator(order=None))
 
 
-def test_float32_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of 40 × 256 products; in one chain of each lane the error is 3.0e-7."""
+@pytest.mark.parametrize("last", [False, True])
+def test_float32_is_exact(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of 40 × 256 products, in channels_last of one channel; in one chain of each lane the error is 3.0e-7."""
     monkeypatch.setattr(input_grad_dots, "affordable_planes", lambda *_: 1)
-    problem = make((1, 4, 5, 5), 40, 16, 8, 4)
+    problem = make((1, 4, 5, 5), 40, 16, 8, 4, channels_last=last)
     generator = torch.Generator().manual_seed(5)
     shapes = problem.output_shape, problem.weight_shape
     operands = tuple(torch.randn(shape, generator=generator) for shape in shapes)
@@ -89,6 +90,22 @@ def test_float32_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launch.planes == 1
         found = run(problem, PASS, launch, Layouts.dense(problem), operands).double()
         assert (found - exact).norm() / exact.norm() < 2e-7
+
+
+def test_order_does_not_depend_on_the_size() -> None:
+    for problem in (make((8, 21, 16, 16), 21, 64, 32, 16), make((2, 18, 11), 1, 64, 16)):
+        orders = set()
+        for batch, side in ((1, 2), (8, 4), (64, 8)):
+            other = replace(problem, batch=batch, input_size=(side,) * problem.dims)
+            orders.add(tuple(candidate.variant for candidate, _ in offers(InputGradDots(), other, PASS)))
+        assert len(orders) == 1
+
+
+def test_columns_beyond_32_bits_are_not_offered() -> None:
+    assert offers(InputGradDots(), make((1, 1, 33), 1, 33, 6_000_000), PASS)
+    assert not offers(InputGradDots(), make((1, 1, 33), 1, 33, 60_000_000), PASS)
+    wide = make((1, 8, 1, 180_000_000), 3, (1, 40), (1, 4), channels_last=True)
+    assert "side by side" in (InputGradDots().refusal(wide, PASS, H200) or "")
 
 
 def test_refusals() -> None:

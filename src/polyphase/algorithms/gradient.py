@@ -101,6 +101,8 @@ def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Con
     if problem.groups > 1 or not problem.channels_last or (axis.dilation > 1 and axis.kernel > 1):
         return None
     batch, _, depth, height, width = layouts.output
+    if problem.output_size[-1] * channels >= 2**31:  # kernels count columns in 32 bits
+        return None
     if width != channels or (channels > 1 and layouts.output[1] != 1):
         return None
 

@@ -13,10 +13,12 @@ from polyphase.algorithms.base import (
     Layouts,
     affordable_planes,
     dense_strides,
+    first_candidates,
     layer_constants,
     padded,
     parted,
     slower_of,
+    standard,
 )
 from polyphase.algorithms.gather import Side, five
 from polyphase.algorithms.gradient import rows_as_one_channel
@@ -28,6 +30,7 @@ _WARPS = 8
 _LEAST_TAPS = 32  # a lane each
 _CHAIN = 64  # products of a lane that are summed in one chain, about
 _RESIDENT = 2  # blocks, by their registers
+_OFFERED = 5
 
 
 class DotsVariant(NamedTuple):
@@ -39,6 +42,9 @@ class DotsVariant(NamedTuple):
     def positions(self) -> int:
         """Neighbours along w that a warp owns."""
         return 32 // self.in_tile
+
+
+_VARIANTS = tuple(DotsVariant(in_tile) for in_tile in (16, 8, 4, 2, 1))
 
 
 class InputGradDots:
@@ -61,16 +67,13 @@ class InputGradDots:
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> Iterator[Candidate]:
-        found, read = [], rows_as_one_channel(problem, layouts)
-        if read is None:
-            return
-        problem, _ = read
-        least = accumulator_bytes(problem.dtype) // 4  # with fewer channels doubles would spill
-        for in_tile in (16, 8, 4, 2, 1):
-            if least <= in_tile < 2 * max(least, problem.in_channels_per_group):
-                seconds = _seconds(problem, DotsVariant(in_tile), device)
-                found.append(Candidate(self.name, DotsVariant(in_tile), *seconds))
-        yield from sorted(found, key=lambda each: each.seconds)
+        """Ranked at a typical size, so that a layer keeps its kernel."""
+        read = rows_as_one_channel(problem, layouts)
+        if read is None or not _is_countable(read[0]):
+            return iter(())
+        return first_candidates(
+            self.name, _ranked(standard(problem), device), lambda variant: _seconds(read[0], variant, device), _OFFERED
+        )
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: DotsVariant
@@ -92,6 +95,7 @@ class InputGradDots:
                 *layer_constants(problem, pass_, layouts.weight_channels_last),
                 ("WIDTH_APART", g.strides[4] != 1 and g.shape[4] > 1),
                 ("IN_TILE", variant.in_tile),
+                ("PIECE", 32 * _CHAIN),
                 ("FLUSH", max(1, round(_CHAIN / math.ceil(problem.taps / 32)))),
                 ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
             ),
@@ -101,6 +105,23 @@ class InputGradDots:
         geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
         blocks = _blocks(problem, variant) * parts
         return Launch(source, (blocks, 1, 1), 32 * _WARPS, 0, geometry, planes=parts, in_parts=True)
+
+
+def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[DotsVariant]:
+    """Variants of a layer of typical size, the fastest prediction first."""
+    read = rows_as_one_channel(problem, Layouts.dense(problem))
+    problem = problem if read is None else read[0]
+    least = accumulator_bytes(problem.dtype) // 4  # with fewer channels doubles would spill
+    variants = [each for each in _VARIANTS if least <= each.in_tile < 2 * max(least, problem.in_channels_per_group)]
+    return sorted(variants, key=lambda variant: _seconds(problem, variant, device)[0])
+
+
+def _is_countable(problem: ConvTransposeProblem) -> bool:
+    """Whether the kernel counts columns that a tile meets, and warps, in 32 bits."""
+    axis = problem.axes3[2]
+    beyond = 32 * axis.stride + axis.kernel * axis.dilation
+    warps = problem.batch * math.prod(problem.input_size) * problem.in_channels * problem.out_channels
+    return problem.output_size[-1] + axis.padding + 2 * beyond < 2**31 and warps < 2**36
 
 
 def _tiles(problem: ConvTransposeProblem, variant: DotsVariant) -> tuple[int, int]:

@@ -10,7 +10,8 @@
 // Where tiles are few the output channels are shared out in `parts`, whose sums are planes that another kernel adds up
 // (add_planes.cu).
 //
-// Sums of a lane end after FLUSH output channels, and are added to those before: no long chain of roundings.
+// Sums of a lane end after FLUSH output channels, or pieces of PIECE taps where those are many, and are added to those
+// before: no long chain of roundings.
 
 struct Geometry {
   Tensor5 g, x;  // the output gradient, and the input's
@@ -109,18 +110,22 @@ __device__ __forceinline__ void multiply(const Geometry& g, const int (&first)[3
   int unflushed = 0;
 #pragma unroll 1
   for (int out = 0; out < channels; ++out) {
+#pragma unroll 1
+    for (int piece = 0; piece < TAPS; piece += PIECE) {
+      const int end = min(piece + PIECE, TAPS);
 #pragma unroll 2
-    for (int tap = lane; tap < TAPS; tap += 32) {
-      const int kw = tap % AXIS_W.kernel, line = tap / AXIS_W.kernel;
-      const int d = first[0] + line / AXIS_H.kernel * AXIS_D.dilation;
-      const int h = first[1] + line % AXIS_H.kernel * AXIS_H.dilation, column = first[2] + kw * AXIS_W.dilation;
-      const bool row_exists = (unsigned)d < (unsigned)g.g.size[0] && (unsigned)h < (unsigned)g.g.size[1];
-      const scalar_t* const from = grad + d * g.g.stride[2] + h * g.g.stride[3] + column * width_step(g);
-      sums.add<WHOLE>(g, from, column, row_exists, weight + tap * WEIGHT_STRIDE_TAP, last);
+      for (int tap = piece + lane; tap < end; tap += 32) {
+        const int kw = tap % AXIS_W.kernel, line = tap / AXIS_W.kernel;
+        const int d = first[0] + line / AXIS_H.kernel * AXIS_D.dilation;
+        const int h = first[1] + line % AXIS_H.kernel * AXIS_H.dilation, column = first[2] + kw * AXIS_W.dilation;
+        const bool row_exists = (unsigned)d < (unsigned)g.g.size[0] && (unsigned)h < (unsigned)g.g.size[1];
+        const scalar_t* const from = grad + d * g.g.stride[2] + h * g.g.stride[3] + column * width_step(g);
+        sums.add<WHOLE>(g, from, column, row_exists, weight + tap * WEIGHT_STRIDE_TAP, last);
+      }
+      if (++unflushed == FLUSH) total.take(sums), unflushed = 0;
     }
     grad += g.g.stride[1];
     weight += WEIGHT_STRIDE_OUT;
-    if (++unflushed == FLUSH) total.take(sums), unflushed = 0;
   }
   total.take(sums);
 }

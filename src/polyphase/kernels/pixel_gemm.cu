@@ -480,11 +480,13 @@ struct Sums {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     pixel_gemm(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
                const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const __grid_constant__ Geometry g) {
-  extern __shared__ __align__(128) unsigned char weights[];
+  extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ Shared shared;
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
-  const unsigned biases = shared_address(weights) + STAGES * STAGE_BYTES, pixels = biases + GROUPS * BIAS_BYTES;
+  // The bias lies before the weights: compute-sanitizer takes its columns for an operand of two halves.
+  const unsigned biases = shared_address(shared_memory), weights = biases + GROUPS * BIAS_BYTES;
+  const unsigned pixels = weights + STAGES * STAGE_BYTES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, GROUPS);
     for (int i = 0; i < GROUPS; ++i) {
@@ -524,7 +526,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int stage = 0; stage < CHUNK_STAGES; ++stage, slot.next(), from += STAGE_BYTES) {
           const unsigned barrier = full + 8 * slot.index;
           if (!RESIDENT) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-          bulk_copy(shared_address(weights) + slot.index * STAGE_BYTES, from, STAGE_BYTES, barrier);
+          bulk_copy(weights + slot.index * STAGE_BYTES, from, STAGE_BYTES, barrier);
           barrier_arrive(barrier);
         }
       }
@@ -583,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int stage = 0; stage < CHUNK_STAGES; ++stage) {
       barrier_wait(full + 8 * slot.index, slot.parity);
-      const Stage weights_of_stage(shared_address(weights) + slot.index * STAGE_BYTES);
+      const Stage weights_of_stage(weights + slot.index * STAGE_BYTES);
       products_begin();
 #pragma unroll
       for (int step = 0; step < STAGE_STEPS; ++step)
