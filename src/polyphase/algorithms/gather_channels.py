@@ -28,10 +28,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulat
 _THREADS = 256
 _MAX_UNROLLED = 1024  # products of a thread, in straight-line code
 _MAX_TERMS = 64  # of a sum of float32, whose error grows with their root (docs/numerics.md)
-_CHAIN_TERMS = (
-    32  # of those in one chain, where a group has channels enough; of fewer PyTorch's sums are one chain, too
-)
-_CHAIN_CHANNELS = 4
+# Of those in one chain, where a group has so many channels; of fewer PyTorch's sums are one chain, too.
+_CHAIN_TERMS, _CHAIN_CHANNELS = 32, 4
 _MAX_SUMS = 96  # elements of a thread
 _MAX_WEIGHT_BYTES = 64 << 10
 _LANES = (32, 16, 8, 4, 2, 1)

@@ -30,7 +30,6 @@ _WARPS = 8
 _LEAST_TAPS = 32  # a lane each
 _CHAIN = 64  # products of a lane that are summed in one chain, about
 _RESIDENT = 2  # blocks, by their registers
-_OFFERED = 5
 
 
 class DotsVariant(NamedTuple):
@@ -69,11 +68,13 @@ class InputGradDots:
     ) -> Iterator[Candidate]:
         """Ranked at a typical size, so that a layer keeps its kernel."""
         read = rows_as_one_channel(problem, layouts)
-        if read is None or not _is_countable(read[0]):
+        if read is None:
             return iter(())
-        return first_candidates(
-            self.name, _ranked(standard(problem), device), lambda variant: _seconds(read[0], variant, device), _OFFERED
-        )
+
+        def predict(variant: DotsVariant) -> tuple[float, str] | None:
+            return _seconds(read[0], variant, device) if _is_countable(read[0], variant) else None
+
+        return first_candidates(self.name, _ranked(standard(problem), device), predict, len(_VARIANTS))
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: DotsVariant
@@ -110,18 +111,19 @@ class InputGradDots:
 def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[DotsVariant]:
     """Variants of a layer of typical size, the fastest prediction first."""
     read = rows_as_one_channel(problem, Layouts.dense(problem))
-    problem = problem if read is None else read[0]
+    assert read is not None
+    problem, _ = read
     least = accumulator_bytes(problem.dtype) // 4  # with fewer channels doubles would spill
     variants = [each for each in _VARIANTS if least <= each.in_tile < 2 * max(least, problem.in_channels_per_group)]
     return sorted(variants, key=lambda variant: _seconds(problem, variant, device)[0])
 
 
-def _is_countable(problem: ConvTransposeProblem) -> bool:
+def _is_countable(problem: ConvTransposeProblem, variant: DotsVariant) -> bool:
     """Whether the kernel counts columns that a tile meets, and warps, in 32 bits."""
     axis = problem.axes3[2]
     beyond = 32 * axis.stride + axis.kernel * axis.dilation
-    warps = problem.batch * math.prod(problem.input_size) * problem.in_channels * problem.out_channels
-    return problem.output_size[-1] + axis.padding + 2 * beyond < 2**31 and warps < 2**36
+    columns = problem.output_size[-1] + axis.padding + 2 * beyond
+    return max(columns, _WARPS * _blocks(problem, variant)) < 2**31
 
 
 def _tiles(problem: ConvTransposeProblem, variant: DotsVariant) -> tuple[int, int]:
