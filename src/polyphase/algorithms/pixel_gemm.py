@@ -32,6 +32,7 @@ _REGISTERS = 226  # of a thread that multiplies, so that none spill
 _OTHER_REGISTERS = 30  # what is neither a channel nor a sum
 _APART_REGISTERS = 16  # more, where a thread's pixels are no neighbours
 _PARTIAL_REGISTERS = 16  # more, where the last operation has channels that do not exist
+_ODD_REGISTERS = 16  # more, where one of the two in a word does not
 _COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
 _MOST_STEPS = 16  # of a stage
 _MAX_STAGES = 64
@@ -39,6 +40,9 @@ _IN_TIME = 3072  # columns' operations that stages but one hold, so that weights
 _RESERVE = 2048  # bytes of shared memory, for barriers
 _DIVISIONS = (132 << 10, 164 << 10)  # of shared memory and L1 cache, which pixels come through
 _PIXEL_BYTES = 64 << 10  # of the rings that pixels come through
+_RING_CHANNELS = 128  # that they hold
+_LINE_BYTES = 128
+_FEW_COLUMNS = 1024  # of a tile
 _PACK_THREADS = 128
 _MOST_AT_ONCE = 8  # channels that a thread goes on by
 _OFFERED = 6
@@ -85,14 +89,14 @@ class PixelGemm:
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel."""
+        """Ranked at a typical size, so that a layer keeps its kernel, but for what `_apart` tells of its own."""
         counted = _pixels(problem) + _tile(problem), _MOST_AT_ONCE * layouts.input[1], *layouts.output
         if max(counted) >= 2**31:
             return iter(())
         return first_candidates(
             self.name,
-            _ranked(standard(problem), device),
-            lambda variant: _estimate(problem, variant, device),
+            _ranked(standard(problem), device, _apart(problem)),
+            lambda variant: _estimate(problem, variant, device, _apart(problem)),
             _OFFERED,
         )
 
@@ -174,7 +178,9 @@ def _registers(problem: ConvTransposeProblem, columns: int) -> int:
     """Of a thread that multiplies: channels, sums, and what else it needs."""
     other = _OTHER_REGISTERS + (_APART_REGISTERS if problem.stride[-1] != 2 else 0)
     if problem.in_channels_per_group % (OPERATION_BYTES // DTYPE_BYTES[problem.dtype]):
-        other += _PARTIAL_REGISTERS
+        other += _PARTIAL_REGISTERS + (columns // 2 if _row_tiles(problem) > 1 else 0)
+    if problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] % 4:
+        other += _ODD_REGISTERS
     if 8 % problem.taps:  # 8 columns are no whole channels: each 8 go elsewhere
         other += columns // 8 + (8 if problem.stride[-1] != 2 else 0)
     return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + other
@@ -258,12 +264,15 @@ class _Costs:
     store: float = 0.0413  # a byte stored, 16 at a time
     narrow: float = 1.18  # the exponent of what stores of fewer take longer
     stage: float = 189.0  # of weights
-    turn: float = 332.0  # a chunk
-    row: float = 0.0525  # a byte of the pixels' channels, read together or one by one
-    row_ahead: float = 0.0421  # or brought ahead
-    tile: float = 1756.0  # latencies of those that are not
+    turn: float = 340.0  # a chunk
+    row: float = 0.0544  # a byte of the pixels' channels, read together or one by one
+    row_ahead: float = 0.0481  # or brought ahead
+    tile: float = 2652.0  # latencies of those that are not
+    tile_ahead: float = 1300.0  # a byte of an element, of channels that their ring has no room for
+    tile_apart: float = 2400.0  # more, where images are no whole lines of memory
+    column_ahead: float = 1.0  # a column of a tile, where there are many, beside whose stores they come
     launch: float = 11680.0
-    launch_ahead: float = 14770.0
+    launch_ahead: float = 14430.0
     bandwidth: float = 0.832  # of a copy's
     overlap: float = 1.31  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
     beside: float = 9.5  # and in memory
@@ -272,8 +281,10 @@ class _Costs:
 _COSTS = _Costs()
 
 
-def _estimate(problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo) -> tuple[float, str]:
-    """Predicted time, and what bounds it."""
+def _estimate(
+    problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo, apart: bool
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it; ``apart`` as `_apart` tells."""
     size, steps, chunks = DTYPE_BYTES[problem.dtype], steps_of(problem), _chunks(problem, variant.columns)
     layouts = Layouts.dense(problem)
     rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
@@ -286,7 +297,11 @@ def _estimate(problem: ConvTransposeProblem, variant: PixelGemmVariant, device: 
     chunk += _COSTS.turn
     row, tile, launch = _COSTS.row, _COSTS.tile, _COSTS.launch
     if variant.ahead:
-        row, tile, launch = _COSTS.row_ahead, 0.0, _COSTS.launch_ahead
+        late = max(0.0, 1 - _RING_CHANNELS / problem.in_channels_per_group)
+        tile = (_COSTS.tile_ahead * size + _COSTS.tile_apart * apart) * late
+        row, launch = _COSTS.row_ahead, _COSTS.launch_ahead
+        if not variant.resident:
+            chunk += _COSTS.column_ahead * max(0, _all_columns(problem) - _FEW_COLUMNS) / chunks
     tile += row * _tile(problem) * steps * OPERATION_BYTES
     cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + launch
     work, moving = cycles / device.clock_hz, problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
@@ -294,7 +309,13 @@ def _estimate(problem: ConvTransposeProblem, variant: PixelGemmVariant, device: 
     return (work**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside), bound
 
 
+def _apart(problem: ConvTransposeProblem) -> bool:
+    """Whether pixels that are copied 16 bytes at a time are no whole lines of memory."""
+    image = math.prod(problem.input_size) * DTYPE_BYTES[problem.dtype]
+    return _piece(problem, Layouts.dense(problem)) == 16 and image % _LINE_BYTES > 0
+
+
 @lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[PixelGemmVariant]:
+def _ranked(problem: ConvTransposeProblem, device: DeviceInfo, apart: bool) -> list[PixelGemmVariant]:
     """Variants that fit, the fastest prediction first."""
-    return sorted(_variants(problem, device), key=lambda variant: _estimate(problem, variant, device)[0])
+    return sorted(_variants(problem, device), key=lambda variant: _estimate(problem, variant, device, apart)[0])

@@ -168,10 +168,10 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < 2 * SLOT_CHANNELS / DEPTH; ++i)
         if (s * (SLOT_CHANNELS / DEPTH) + i / 2 < STEPS)
-          load_half(s * (2 * SLOT_CHANNELS / DEPTH) + i,
-                    (const scalar_t*)__cvta_shared_to_generic(first + slot.index * SLOT_BYTES) +
-                        i * (DEPTH / 2) * (ROW_BYTES / ELEMENT),
-                    ROW_BYTES / ELEMENT, 0);
+          load_half<true>(s * (2 * SLOT_CHANNELS / DEPTH) + i,
+                          (const scalar_t*)__cvta_shared_to_generic(first + slot.index * SLOT_BYTES) +
+                              i * (DEPTH / 2) * (ROW_BYTES / ELEMENT),
+                          ROW_BYTES / ELEMENT, 0);
       __syncwarp();
       if (lane() == 0) barrier_arrive(shared_address(&shared.room[group][slot.index]));
     }
@@ -185,7 +185,7 @@ struct Rows {
       const scalar_t* from = x + Pixel(g, first + pixel_of(0)).x;
 #pragma unroll
       for (int i = 0; i < 2 * STEPS; ++i, from += DEPTH / 2 * g.x_stride)
-        load_half(i, from, g.x_stride, channel + channel_of(i));
+        load_half<false>(i, from, g.x_stride, channel);
       return;
     }
 #pragma unroll
@@ -216,19 +216,27 @@ struct Rows {
   }
 
  private:
-  // Where the thread's channels of half a step begin, of which the first is `first`; whether one exists.
-  static __device__ __forceinline__ constexpr int channel_of(int i) { return i / 2 * DEPTH + i % 2 * (DEPTH / 2); }
-  static __device__ __forceinline__ bool exists(int channel) {
-    return IN_CHANNELS % DEPTH == 0 || channel < IN_CHANNELS;
+  // Whether the channels exist that half an operation has, and one of them.
+  static __device__ __forceinline__ constexpr bool all_exist(int half) {
+    return (half + 1) * (DEPTH / 2) <= IN_CHANNELS;
+  }
+  static __device__ __forceinline__ bool exists(int half, int channel) {
+    return all_exist(half) || half * (DEPTH / 2) + channel < IN_CHANNELS;
   }
 
-  // Half an operation's channels, `stride` apart, of pixels that are neighbours. Words are two pixels of a channel
-  // still, where they are to be two channels of a pixel.
+  // Half an operation's channels, `stride` apart, of which the thread's begin with `channel`, of pixels that are
+  // neighbours. Words are two pixels of a channel still, where they are to be two channels of a pixel. WHOLE: what does
+  // not exist can be read, too, and is zero.
+  template <bool WHOLE>
   __device__ __forceinline__ void load_half(int i, const scalar_t* from, int stride, int channel) {
 #pragma unroll
     for (int j = 0; j < WORD; ++j) {
-      Words<PIXELS> pixels = {};
-      if (exists(channel + j)) pixels = *(const Words<PIXELS>*)(from + (long long)j * stride);
+      Words<PIXELS> pixels;
+      const scalar_t* const at = from + (long long)j * stride;
+      if (WHOLE || all_exist(i))
+        pixels = *(const Words<PIXELS>*)at;
+      else
+        read_if(exists(i, channel + j), at, pixels);
       if (ELEMENT == 4)
         of[0][i / 2][i % 2 * 2] = pixels.value[0], of[0][i / 2][i % 2 * 2 + 1] = pixels.value[1];
       else
@@ -237,16 +245,19 @@ struct Rows {
   }
 
   // Two pixels' channels, each by itself; `other` is how far the second lies behind the first.
-  __device__ __forceinline__ void load_apart(int tile, const scalar_t* one, long long other, int stride, int first) {
+  __device__ __forceinline__ void load_apart(int tile, const scalar_t* one, long long other, int stride, int channel) {
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; ++i, one += DEPTH / 2 * stride) {
       scalar_t channels[2][WORD];
 #pragma unroll
       for (int j = 0; j < WORD; ++j) {
-        channels[0][j] = channels[1][j] = zero<scalar_t>();
-        if (!exists(first + channel_of(i) + j)) continue;
-        channels[0][j] = read_now(one + (long long)j * stride);
-        channels[1][j] = read_now(one + other + (long long)j * stride);
+        const scalar_t* const from = one + (long long)j * stride;
+#pragma unroll
+        for (int pixel = 0; pixel < 2; ++pixel)
+          if (all_exist(i))
+            channels[pixel][j] = read_now(from + pixel * other);
+          else
+            read_if(exists(i, channel + j), from + pixel * other, channels[pixel][j]);
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) of[tile][i / 2][i % 2 * 2 + j] = word(channels[j]);
@@ -267,6 +278,43 @@ struct Rows {
   static __device__ __forceinline__ T read_now(const T* from) {
     return T{*(const volatile unsigned short*)from};
   }
+  // What exists, or zero; without a branch, around which the compiler spills.
+#ifndef EMULATOR
+  static __device__ __forceinline__ void read_if(bool exists, const scalar_t* from, Vector<unsigned, 2>& value) {
+    asm volatile(
+        "{ .reg .pred exists;\n"
+        "setp.ne.b32 exists, %3, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "@exists ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
+        : "=&r"(value.value[0]), "=&r"(value.value[1])
+        : "l"(from), "r"((int)exists));
+  }
+  static __device__ __forceinline__ void read_if(bool exists, const float* from, float& value) {
+    asm volatile(
+        "{ .reg .pred exists;\n"
+        "setp.ne.b32 exists, %2, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "@exists ld.global.nc.f32 %0, [%1]; }"
+        : "=&f"(value)
+        : "l"(from), "r"((int)exists));
+  }
+  template <class T>
+  static __device__ __forceinline__ void read_if(bool exists, const T* from, T& value) {
+    asm volatile(
+        "{ .reg .pred exists;\n"
+        "setp.ne.b32 exists, %2, 0;\n"
+        "mov.b16 %0, 0;\n"
+        "@exists ld.global.nc.u16 %0, [%1]; }"
+        : "=&h"(value.bits)
+        : "l"(from), "r"((int)exists));
+  }
+#else
+  template <class T>
+  static void read_if(bool exists, const scalar_t* from, T& value) {
+    value = exists ? *(const T*)from : T{};
+  }
+#endif
   static __device__ __forceinline__ unsigned word(const float (&channels)[1]) { return __float_as_uint(channels[0]); }
   template <class T>
   static __device__ __forceinline__ unsigned word(const T (&channels)[2]) {
@@ -358,16 +406,17 @@ struct Stage {
 #endif
 };
 
-// The cells of a thread's pixels: where their first elements lie, and which there are.
+// The cells of a thread's pixels: where their first elements lie, and how many there are.
 struct Cells {
   scalar_t* first[PIXELS] = {};
-  bool exists[PIXELS] = {};
+  int count = 0;
 
   __device__ __forceinline__ void find(const Geometry& g, scalar_t* y, int pixel) {
+    count = 0;
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
       const Pixel at(g, pixel + pixel_of(i));
-      first[i] = y + at.y, exists[i] = at.exists;
+      first[i] = y + at.y, count += at.exists;
     }
   }
 };
@@ -465,7 +514,7 @@ struct Sums {
       for (int i = 0; i < 2 * PIXELS; ++i) narrow(of[i / 4][4 * column + i % 4], values[i]);
 #pragma unroll
       for (int i = 0; i < PIXELS; i += APART) {
-        if (!to.exists[i]) continue;
+        if (i >= to.count) continue;
         scalar_t* const first = to.first[i] + offset;
         if constexpr (VECTOR > 1)
           store_whole(first, *(const Words<VECTOR>*)(values + 2 * i));
