@@ -629,6 +629,22 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
     assert [report for report in reports if not report.clean] == []
 
 
+@pytest.mark.parametrize(
+    ("channels", "out_channels", "size", "bias"),
+    [(256, 256, 14, True), (250, 200, 60, False), (178, 200, 30, True)],
+    ids=["all registers", "channels that fill no operation", "wide chunks of such"],
+)
+def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, bias: bool, directory: Path) -> None:
+    """Where the kernel is the stride, all channels of a thread's pixels."""
+    problem = ConvTransposeProblem.make((512, channels, size, size), out_channels, 2, 2, bias=bias, dtype="bfloat16")
+    offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
+    reports = [
+        compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.algorithm == "pixel_gemm"
+    ]
+    assert len(reports) > 1
+    assert [report for report in reports if not report.clean] == []
+
+
 def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     """Taps in rows, channels last: a lane adds up neighbouring channels together, fewer of them at a wide stride."""
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 16, 16, 8, dtype="bfloat16", channels_last=True)
