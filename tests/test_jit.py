@@ -631,8 +631,8 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
 
 @pytest.mark.parametrize(
     ("channels", "out_channels", "size", "bias"),
-    [(256, 256, 14, True), (250, 200, 60, False), (178, 200, 30, True)],
-    ids=["all registers", "channels that fill no operation", "wide chunks of such"],
+    [(256, 256, 14, True), (250, 200, 60, False), (154, 200, 30, True), (217, 200, 30, False)],
+    ids=["all registers", "channels that fill no operation", "wide chunks of such", "an odd number"],
 )
 def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, bias: bool, directory: Path) -> None:
     """Where the kernel is the stride, all channels of a thread's pixels."""

@@ -32,7 +32,8 @@ _REGISTERS = 226  # of a thread that multiplies, so that none spill
 _OTHER_REGISTERS = 30  # what is neither a channel nor a sum
 _APART_REGISTERS = 16  # more, where a thread's pixels are no neighbours
 _PARTIAL_REGISTERS = 16  # more, where the last operation has channels that do not exist
-_ODD_REGISTERS = 16  # more, where one of the two in a word does not
+_HALF_REGISTERS = 32  # and in half precision, in chunks of more than 32 columns, or of many channels, an odd number
+_ODD_STEPS = 14  # operations of as many are not many
 _COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
 _MOST_STEPS = 16  # of a stage
 _MAX_STAGES = 64
@@ -178,9 +179,10 @@ def _registers(problem: ConvTransposeProblem, columns: int) -> int:
     """Of a thread that multiplies: channels, sums, and what else it needs."""
     other = _OTHER_REGISTERS + (_APART_REGISTERS if problem.stride[-1] != 2 else 0)
     if problem.in_channels_per_group % (OPERATION_BYTES // DTYPE_BYTES[problem.dtype]):
-        other += _PARTIAL_REGISTERS + (columns // 2 if _row_tiles(problem) > 1 else 0)
-    if problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] % 4:
-        other += _ODD_REGISTERS
+        other += _PARTIAL_REGISTERS
+        odd = problem.in_channels_per_group % 2 and steps_of(problem) > _ODD_STEPS
+        if DTYPE_BYTES[problem.dtype] == 2 and (columns > 32 or odd):
+            other += _HALF_REGISTERS
     if 8 % problem.taps:  # 8 columns are no whole channels: each 8 go elsewhere
         other += columns // 8 + (8 if problem.stride[-1] != 2 else 0)
     return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + other

@@ -406,7 +406,7 @@ struct Stage {
 #endif
 };
 
-// The cells of a thread's pixels: where their first elements lie, and how many there are.
+// The cells of a thread's pixels: where their first elements lie, and how many there are; pixels rise, so the first do.
 struct Cells {
   scalar_t* first[PIXELS] = {};
   int count = 0;
