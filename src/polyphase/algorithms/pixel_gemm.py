@@ -41,8 +41,7 @@ _IN_TIME = 3072  # columns' operations that stages but one hold, so that weights
 _RESERVE = 2048  # bytes of shared memory, for barriers
 _DIVISIONS = (132 << 10, 164 << 10)  # of shared memory and L1 cache, which pixels come through
 _PIXEL_BYTES = 64 << 10  # of the rings that pixels come through
-_RING_CHANNELS = 128  # that they hold
-_LINE_BYTES = 128
+_LINE_BYTES = 128  # of memory
 _FEW_COLUMNS = 1024  # of a tile
 _PACK_THREADS = 128
 _MOST_AT_ONCE = 8  # channels that a thread goes on by
@@ -90,14 +89,15 @@ class PixelGemm:
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel, but for what `_apart` tells of its own."""
+        """Ranked at a typical size, so that a layer keeps its kernel, but for what `_cuts_lines` tells of its own."""
         counted = _pixels(problem) + _tile(problem), _MOST_AT_ONCE * layouts.input[1], *layouts.output
         if max(counted) >= 2**31:
             return iter(())
+        cut = _cuts_lines(problem)
         return first_candidates(
             self.name,
-            _ranked(standard(problem), device, _apart(problem)),
-            lambda variant: _estimate(problem, variant, device, _apart(problem)),
+            _ranked(standard(problem), device, cut),
+            lambda variant: _estimate(problem, variant, device, cut),
             _OFFERED,
         )
 
@@ -271,7 +271,7 @@ class _Costs:
     row_ahead: float = 0.0481  # or brought ahead
     tile: float = 2652.0  # latencies of those that are not
     tile_ahead: float = 1300.0  # a byte of an element, of channels that their ring has no room for
-    tile_apart: float = 2400.0  # more, where images are no whole lines of memory
+    tile_cut: float = 2400.0  # more, where images are no whole lines of memory
     column_ahead: float = 1.0  # a column of a tile, where there are many, beside whose stores they come
     launch: float = 11680.0
     launch_ahead: float = 14430.0
@@ -284,9 +284,9 @@ _COSTS = _Costs()
 
 
 def _estimate(
-    problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo, apart: bool
+    problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo, cut: bool
 ) -> tuple[float, str]:
-    """Predicted time, and what bounds it; ``apart`` as `_apart` tells."""
+    """Predicted time, and what bounds it; ``cut`` as `_cuts_lines` tells."""
     size, steps, chunks = DTYPE_BYTES[problem.dtype], steps_of(problem), _chunks(problem, variant.columns)
     layouts = Layouts.dense(problem)
     rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
@@ -299,8 +299,9 @@ def _estimate(
     chunk += _COSTS.turn
     row, tile, launch = _COSTS.row, _COSTS.tile, _COSTS.launch
     if variant.ahead:
-        late = max(0.0, 1 - _RING_CHANNELS / problem.in_channels_per_group)
-        tile = (_COSTS.tile_ahead * size + _COSTS.tile_apart * apart) * late
+        at_hand = _PIXEL_BYTES / (_tile(problem) * size)  # channels
+        late = max(0.0, 1 - at_hand / problem.in_channels_per_group)
+        tile = (_COSTS.tile_ahead * size + _COSTS.tile_cut * cut) * late
         row, launch = _COSTS.row_ahead, _COSTS.launch_ahead
         if not variant.resident:
             chunk += _COSTS.column_ahead * max(0, _all_columns(problem) - _FEW_COLUMNS) / chunks
@@ -311,13 +312,13 @@ def _estimate(
     return (work**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside), bound
 
 
-def _apart(problem: ConvTransposeProblem) -> bool:
+def _cuts_lines(problem: ConvTransposeProblem) -> bool:
     """Whether pixels that are copied 16 bytes at a time are no whole lines of memory."""
     image = math.prod(problem.input_size) * DTYPE_BYTES[problem.dtype]
     return _piece(problem, Layouts.dense(problem)) == 16 and image % _LINE_BYTES > 0
 
 
 @lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, device: DeviceInfo, apart: bool) -> list[PixelGemmVariant]:
+def _ranked(problem: ConvTransposeProblem, device: DeviceInfo, cut: bool) -> list[PixelGemmVariant]:
     """Variants that fit, the fastest prediction first."""
-    return sorted(_variants(problem, device), key=lambda variant: _estimate(problem, variant, device, apart)[0])
+    return sorted(_variants(problem, device), key=lambda variant: _estimate(problem, variant, device, cut)[0])

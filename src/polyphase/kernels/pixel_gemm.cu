@@ -221,7 +221,7 @@ struct Rows {
     return (half + 1) * (DEPTH / 2) <= IN_CHANNELS;
   }
   static __device__ __forceinline__ bool exists(int half, int channel) {
-    return all_exist(half) || half * (DEPTH / 2) + channel < IN_CHANNELS;
+    return half * (DEPTH / 2) + channel < IN_CHANNELS;
   }
 
   // Half an operation's channels, `stride` apart, of which the thread's begin with `channel`, of pixels that are
