@@ -3477,7 +3477,9 @@ _BUILDING_BLOCKS = {
         "phase_taps",
     ),
     "phase_gemm": ("split", "mma", "taps", "divisor"),
-    "pixel_gemm": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "mma", "divisor"),
+    "pixel_gemm": (
+        "tensor_float", "scaled_half", "dependent", "copy_async", "wgmma", "async", "mma", "divisor",
+    ),
     "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
     "weight_grad": (),
     "weight_grad_channels": (),
@@ -3502,7 +3504,7 @@ _BUILDING_BLOCKS = {
     "turn_channels": ("divisor",),
     "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
     "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
-    "pack_columns": ("tensor_float", "dependent"),
+    "pack_columns": ("scaled_half", "dependent"),
     "copy_weights": ("dependent", "counters"),
 }  # fmt: skip
 
@@ -3535,6 +3537,12 @@ class KernelSource:
         assert isinstance(blocks, int)
         return blocks
 
+    @property
+    def operand(self) -> str:
+        """What the tensor cores are given."""
+        scaled = "scaled_half" in _BUILDING_BLOCKS[self.kernel]
+        return "float16" if scaled and self.dtype == "float32" else self.dtype
+
     @cached_property
     def specialisation(self) -> str:
         """What this kernel's text has that others of the same file have not: types, constants, instructions."""
@@ -3547,11 +3555,11 @@ class KernelSource:
             *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
         ]
         if "mma" in _BUILDING_BLOCKS[self.kernel]:
-            depth, operand = _OPERANDS[self.dtype]
+            depth, operand = _OPERANDS[self.operand]
             lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
         if "WGMMA" in constants:
-            lines += _matrix_instructions(self.dtype, constants)
+            lines += _matrix_instructions(self.operand, constants)
         return "\n".join(lines) + "\n"
 
 

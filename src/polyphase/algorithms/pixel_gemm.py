@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from polyphase.algorithms.base import (
     standard,
 )
 from polyphase.algorithms.gather import forward_gather
-from polyphase.algorithms.tensor_cores import OPERATION_BYTES, lacks_cores, parts_of, steps_of
+from polyphase.algorithms.tensor_cores import OPERATION_BYTES, lacks_cores, parts_of
 from polyphase.device import DeviceInfo
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -40,10 +40,12 @@ _MAX_STAGES = 64
 _IN_TIME = 3072  # columns' operations that stages but one hold, so that weights come in time
 _RESERVE = 2048  # bytes of shared memory, for barriers
 _DIVISIONS = (132 << 10, 164 << 10)  # of shared memory and L1 cache, which pixels come through
+_TERM_PLACES = 3  # chunks whose factors and bias are there
 _PIXEL_BYTES = 64 << 10  # of the rings that pixels come through
 _LINE_BYTES = 128  # of memory
-_FEW_COLUMNS = 1024  # of a tile
-_PACK_THREADS = 128
+_NARROW = 32  # images, whose own width is typical
+_LEAST_COPY = 8  # bytes of pixels that are brought ahead of time
+_PACK_THREADS, _PACK_COLUMNS = 128, 8
 _MOST_AT_ONCE = 8  # channels that a thread goes on by
 _OFFERED = 6
 
@@ -96,7 +98,7 @@ class PixelGemm:
         cut = _cuts_lines(problem)
         return first_candidates(
             self.name,
-            _ranked(standard(problem), device, cut),
+            _ranked(_like(problem), device, cut),
             lambda variant: _estimate(problem, variant, device, cut),
             _OFFERED,
         )
@@ -109,22 +111,25 @@ class PixelGemm:
         layouts: Layouts,
         variant: PixelGemmVariant,
     ) -> Launch:
-        gather = forward_gather(problem, layouts)
+        gather, piece = forward_gather(problem, layouts), _piece(problem, layouts)
+        run = _run(problem) if piece >= _run(problem) * DTYPE_BYTES[problem.dtype] else 1
+        ahead = variant.ahead and run > 1 and piece >= _LEAST_COPY
         units, chunks = _tiles(problem) * problem.groups, _chunks(problem, variant.columns)
         blocks = max(1, min(units * chunks, device.multiprocessors))
         rounds, rest = divmod(units, blocks)
-        share, piece = math.ceil(rest * chunks / blocks), _piece(problem, layouts)
+        share = math.ceil(rest * chunks / blocks)
         geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<i", _pixels(problem))
         geometry += b"".join(packed_divisor(count) for count in (*gather.src.shape[2:], problem.groups))
         geometry += struct.pack("<4i", rounds, units, share, piece)
-        geometry += struct.pack("<6i", _vector(problem, layouts), layouts.input[1], *layouts.output[1:])
+        geometry += struct.pack("<6i", min(2 * run, _vector(problem, layouts)), layouts.input[1], *layouts.output[1:])
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("COLUMN_TILES", variant.columns // 8),
             ("PARTS", 1),
             ("MIN_BLOCKS", 1),
         )
-        workspace = problem.groups * chunks * steps_of(problem) * variant.columns * OPERATION_BYTES
+        columns = problem.groups * chunks * variant.columns
+        workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
         pack = KernelSource("pack_columns", problem.dtype, False, packing)
         return Launch(
@@ -139,17 +144,26 @@ class PixelGemm:
                     ("STAGE_STEPS", variant.stage_steps),
                     ("STAGES", variant.stages),
                     ("RESIDENT", variant.resident),
-                    ("AHEAD", variant.ahead),
+                    ("AHEAD", ahead),
+                    ("RUN", run),
                     ("WGMMA", True),
                 ),
             ),
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
-            shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, variant.ahead),
+            shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, ahead),
             geometry=padded(geometry),
-            prologue=plain_launch(pack, math.ceil(workspace / 16 / _PACK_THREADS), _PACK_THREADS),
+            prologue=plain_launch(pack, columns // _PACK_COLUMNS, _PACK_THREADS),
             workspace_bytes=workspace,
         )
+
+
+def _like(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at a typical size whose rows are as even as its own."""
+    typical, width = standard(problem), problem.input_size[-1]
+    *others, of_typical = typical.input_size
+    as_even = width if width <= _NARROW else max(_NARROW, of_typical - of_typical % 8) + width % 8
+    return replace(typical, input_size=(*others, as_even))
 
 
 def _pixels(problem: ConvTransposeProblem) -> int:
@@ -158,6 +172,16 @@ def _pixels(problem: ConvTransposeProblem) -> int:
 
 def _tiles(problem: ConvTransposeProblem) -> int:
     return math.ceil(_pixels(problem) / _tile(problem))
+
+
+def _scaled(problem: ConvTransposeProblem) -> bool:
+    """Whether the cores take float32 as float16, ``common/scaled_half.cuh``."""
+    return problem.dtype == "float32"
+
+
+def _steps(problem: ConvTransposeProblem) -> int:
+    """Operations that a group's input channels take."""
+    return math.ceil(problem.in_channels_per_group * 2 / OPERATION_BYTES)
 
 
 def _row_tiles(problem: ConvTransposeProblem) -> int:
@@ -177,15 +201,16 @@ def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
 
 def _registers(problem: ConvTransposeProblem, columns: int) -> int:
     """Of a thread that multiplies: channels, sums, and what else it needs."""
-    other = _OTHER_REGISTERS + (_APART_REGISTERS if problem.stride[-1] != 2 else 0)
-    if problem.in_channels_per_group % (OPERATION_BYTES // DTYPE_BYTES[problem.dtype]):
+    other = _OTHER_REGISTERS + (_APART_REGISTERS if _run(problem) == 1 else 0)
+    if problem.in_channels_per_group % (OPERATION_BYTES // 2):
         other += _PARTIAL_REGISTERS
-        odd = problem.in_channels_per_group % 2 and steps_of(problem) > _ODD_STEPS
+        odd = problem.in_channels_per_group % 2 and _steps(problem) > _ODD_STEPS
         if DTYPE_BYTES[problem.dtype] == 2 and (columns > 32 or odd):
             other += _HALF_REGISTERS
     if 8 % problem.taps:  # 8 columns are no whole channels: each 8 go elsewhere
         other += columns // 8 + (8 if problem.stride[-1] != 2 else 0)
-    return _row_tiles(problem) * (4 * steps_of(problem) + columns // 2) + other
+    channels = 4 * _steps(problem) * (2 if _scaled(problem) else 1)  # before they are halves
+    return _row_tiles(problem) * (channels + columns // 2) + other
 
 
 def _chunks(problem: ConvTransposeProblem, columns: int) -> int:
@@ -203,16 +228,21 @@ def _stage_bytes(variant: PixelGemmVariant) -> int:
 
 
 def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
-    """Bytes of neighbouring pixels that can be copied at once, a thread's or two threads'; 0 where they lie apart."""
+    """Bytes of neighbouring pixels that can be copied at once, of a thread or of several; 0 where they lie apart."""
     size = DTYPE_BYTES[problem.dtype]
     width, (batch, channel, depth, height, step) = problem.input_size[-1], layouts.input
     rows_follow = height == width and (depth == height * problem.input_size[-2] if problem.dims == 3 else True)
     run = math.prod(problem.input_size) if problem.dims == 1 or rows_follow else width
     strides = (batch, channel) if run != width else (batch, channel, depth, height)
-    if not layouts.aligned or problem.stride[-1] != 2 or step != 1:
+    if not layouts.aligned or _run(problem) == 1 or step != 1:
         return 0
-    whole = (n for n in (16, 8) if all(count * size % n == 0 for count in (run, *strides)))
+    whole = (n for n in (16, 8, 4) if all(count * size % n == 0 for count in (run, *strides)))
     return next(whole, 0)
+
+
+def _run(problem: ConvTransposeProblem) -> int:
+    """Neighbouring pixels that a thread reads and stores at once."""
+    return max(1, _vector(problem, Layouts.dense(problem)) // 2)
 
 
 def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
@@ -227,26 +257,27 @@ def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
 
 
 def _other_bytes(problem: ConvTransposeProblem, columns: int, ahead: bool) -> int:
-    """Shared memory beside the weights': a chunk's bias for each group, and pixels."""
-    return _GROUPS * columns * 16 * problem.bias + _PIXEL_BYTES * ahead
+    """Shared memory beside the weights': pixels, and the columns' factors and bias."""
+    terms = _scaled(problem) + problem.bias
+    return _GROUPS * _TERM_PLACES * columns * 4 * terms + _PIXEL_BYTES * ahead
 
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[PixelGemmVariant]:
     wanted = [each for each in _columns(problem) if each == _columns(problem)[0] or each < 2 * _all_columns(problem)]
     narrow_enough = [each for each in wanted if _registers(problem, each) <= _REGISTERS]
-    # In half precision fewer than fit have never been faster.
-    for columns in narrow_enough if DTYPE_BYTES[problem.dtype] == 4 else narrow_enough[-1:]:
+    for columns in narrow_enough[-1:]:  # fewer than fit have never been faster
         most = device.shared_bytes_of(1)
         found = [_staged(problem, columns, memory, False) for memory in (*_DIVISIONS, most)]
         staged = sorted(filter(None, found), key=lambda variant: not variant.resident)
         yield from staged[:1]
-        if _piece(problem, Layouts.dense(problem)) and (ahead := _staged(problem, columns, most, True)):
+        comes_ahead = _piece(problem, Layouts.dense(problem)) >= _LEAST_COPY
+        if comes_ahead and (ahead := _staged(problem, columns, most, True)):
             yield ahead
 
 
 def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahead: bool) -> PixelGemmVariant | None:
     """The variant whose stages are the longest that fit and come in time; None where none do."""
-    steps, memory = steps_of(problem), shared_bytes - _RESERVE - _other_bytes(problem, columns, ahead)
+    steps, memory = _steps(problem), shared_bytes - _RESERVE - _other_bytes(problem, columns, ahead)
     for stage_steps in (count for count in range(_MOST_STEPS, 0, -1) if steps % count == 0):
         fitting = min(_MAX_STAGES, memory // (stage_steps * columns * OPERATION_BYTES))
         of_chunk = steps // stage_steps
@@ -262,22 +293,21 @@ def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahea
 class _Costs:
     """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
 
-    product: float = 0.681  # times what the cores take
-    store: float = 0.0413  # a byte stored, 16 at a time
-    narrow: float = 1.18  # the exponent of what stores of fewer take longer
-    stage: float = 189.0  # of weights
-    turn: float = 340.0  # a chunk
-    row: float = 0.0544  # a byte of the pixels' channels, read together or one by one
-    row_ahead: float = 0.0481  # or brought ahead
-    tile: float = 2652.0  # latencies of those that are not
-    tile_ahead: float = 1300.0  # a byte of an element, of channels that their ring has no room for
-    tile_cut: float = 2400.0  # more, where images are no whole lines of memory
-    column_ahead: float = 1.0  # a column of a tile, where there are many, beside whose stores they come
-    launch: float = 11680.0
-    launch_ahead: float = 14430.0
+    product: float = 0.746  # times what the cores take
+    store: float = 0.0428  # a byte stored, 16 at a time
+    narrow: float = 0.713  # the exponent of what stores of fewer take longer
+    stage: float = 533.0  # of weights
+    turn: float = 171.0  # a chunk
+    row: float = 0.0696  # a byte of the pixels' channels, read together or one by one
+    row_ahead: float = 0.0302  # or brought ahead
+    tile: float = 1068.0  # latencies of those that are not
+    tile_ahead: float = 1285.0  # a byte of an element, of channels that their ring has no room for
+    tile_cut: float = 5807.0  # more, where images are no whole lines of memory
+    launch: float = 16600.0
+    launch_ahead: float = 18470.0
     bandwidth: float = 0.832  # of a copy's
-    overlap: float = 1.31  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
-    beside: float = 9.5  # and in memory
+    overlap: float = 1.38  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
+    beside: float = 4.96  # and in memory
 
 
 _COSTS = _Costs()
@@ -287,11 +317,11 @@ def _estimate(
     problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo, cut: bool
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it; ``cut`` as `_cuts_lines` tells."""
-    size, steps, chunks = DTYPE_BYTES[problem.dtype], steps_of(problem), _chunks(problem, variant.columns)
+    size, steps, chunks = DTYPE_BYTES[problem.dtype], _steps(problem), _chunks(problem, variant.columns)
     layouts = Layouts.dense(problem)
     rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
     share = math.ceil(rest * chunks / device.multiprocessors)
-    products = _COSTS.product * _tile(problem) * (steps + problem.bias) * variant.columns / 128
+    products = _COSTS.product * _tile(problem) * steps * variant.columns / 128
     width = 16 / (_vector(problem, layouts) * size)
     stores = _COSTS.store * _tile(problem) * variant.columns * size * width**_COSTS.narrow
     storing = (products + stores + _COSTS.stage * steps / variant.stage_steps) / 2  # one of two groups
@@ -303,9 +333,7 @@ def _estimate(
         late = max(0.0, 1 - at_hand / problem.in_channels_per_group)
         tile = (_COSTS.tile_ahead * size + _COSTS.tile_cut * cut) * late
         row, launch = _COSTS.row_ahead, _COSTS.launch_ahead
-        if not variant.resident:
-            chunk += _COSTS.column_ahead * max(0, _all_columns(problem) - _FEW_COLUMNS) / chunks
-    tile += row * _tile(problem) * steps * OPERATION_BYTES
+    tile += row * _tile(problem) * steps * (OPERATION_BYTES // 2) * size
     cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + launch
     work, moving = cycles / device.clock_hz, problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(work, moving)

@@ -8,14 +8,18 @@
 // Index mapping. Two groups of 128 threads multiply, one more loads. A tile is TILE pixels, of all images one after the
 // other, ROW_TILES · 64 for each of the two. The channels of its pixels stay in registers for all columns: they come
 // from memory as the cores take them, nothing is turned around, or ahead of time through a ring in shared memory for
-// each group (AHEAD). COLUMNS columns are a chunk; its weights (pack_columns.cu) come stage by stage through shared
-// memory, STAGE_STEPS operations each, or are all there (RESIDENT); the bias is its last operation. One group stores a
-// chunk while the other multiplies. Tiles are dealt out one by one, so that neighbours are stored together; the chunks
-// of those that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on their
-// way.
+// each group, (AHEAD). COLUMNS columns are a chunk; its weights (pack_columns.cu) come stage by stage
+// through shared memory, STAGE_STEPS operations each, or are all there (RESIDENT). One group stores a chunk, and adds
+// the bias, while the other multiplies. Tiles are dealt out one by one, so that neighbours are stored together; the
+// chunks of those that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on
+// their way.
 //
-// Which of a tile's pixels are which of the product's rows is all the same to it. Where a cell is two elements wide a
-// thread's pixels are neighbours, hence its outputs, too: 16 bytes.
+// In float32 the cores take float16 (SCALED, common/scaled_half.cuh): a pixel's channels are all at hand when they are
+// turned into operands, and so is their largest.
+//
+// Which of a tile's pixels are which of the product's rows is all the same to it. A thread has runs of RUN neighbours,
+// as many as it reads and stores at once: its outputs of a run are neighbours, too, where a cell is two elements wide,
+// and those of a warp's threads follow each other.
 
 struct Geometry {
   Tensor5 x, y;
@@ -24,15 +28,17 @@ struct Geometry {
   Divisor groups;    // of channels
   int rounds;        // units that each block has for itself
   int units, share;  // all of them; of the chunks that are left over, those of a block
-  int piece;         // bytes of neighbouring pixels that can be copied at once, a thread's or two threads'; 0: none
-  int vector;        // outputs that are stored at once: of all its pixels, of two, of one, or one alone
+  int piece;         // bytes of neighbouring pixels that are copied at once, where they come ahead of time
+  int vector;        // outputs that are stored at once: of 4, 2 or 1 pixels, or one alone
   int x_stride;      // of channels
   int y_stride[4];   // of channels, d, h and w
 };
 
 constexpr int GROUPS = 2, THREADS = 128 * (GROUPS + 1), TILE = 64 * ROW_TILES * GROUPS;
-constexpr int PIXELS = 2 * ROW_TILES;                                                // of a thread
-constexpr int ELEMENT = sizeof(scalar_t), WORD = 4 / ELEMENT, DEPTH = 32 / ELEMENT;  // channels: of 4 and of 32 bytes
+constexpr int PIXELS = 2 * ROW_TILES;  // of a thread
+constexpr int RUNS = PIXELS / RUN;
+constexpr bool SCALED = sizeof(scalar_t) == 4;
+constexpr int ELEMENT = sizeof(scalar_t), DEPTH = 16;  // channels of an operation
 constexpr int STEPS = ceil_div(IN_CHANNELS, DEPTH);
 constexpr int LINES = AXIS_D.stride * AXIS_H.stride;
 constexpr int ALL_COLUMNS = OUT_CHANNELS * TAPS, COLUMNS = 8 * COLUMN_TILES;
@@ -40,9 +46,9 @@ constexpr int CHUNKS = ceil_div(ALL_COLUMNS, COLUMNS);
 constexpr int CHUNK_STAGES = STEPS / STAGE_STEPS;
 constexpr int CHUNK_PITCH = COLUMNS * 16, OPERATION_BYTES = 2 * CHUNK_PITCH;
 constexpr int STAGE_BYTES = STAGE_STEPS * OPERATION_BYTES, CHUNK_BYTES = CHUNK_STAGES * STAGE_BYTES;
-constexpr bool NEIGHBOURS = AXIS_W.stride == 2;  // a thread's pixels
 constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
-constexpr int BIAS_BYTES = HAS_BIAS ? COLUMNS * 16 : 0;  // of a group
+constexpr int TERMS = SCALED + HAS_BIAS, TERM_PLACES = 3, TERM_BYTES = COLUMNS * 4 * TERMS;  // of a chunk
+constexpr int SOME_TERMS = TERMS > 0 ? TERMS : 1;
 
 // The ring of a group's pixels; a row are its pixels of a channel.
 constexpr int PIXEL_SLOTS = 4, SLOT_CHANNELS = 32, ROW_BYTES = TILE / GROUPS * ELEMENT;
@@ -50,9 +56,10 @@ constexpr int SLOT_BYTES = SLOT_CHANNELS * ROW_BYTES, RUN_SLOTS = ceil_div(IN_CH
 
 static_assert(STEPS % STAGE_STEPS == 0, "stages are whole");
 static_assert(registers_suffice(128 * GROUPS, MULTIPLIER_REGISTERS, 128, LOADER_REGISTERS), "too few registers");
-static_assert(ROW_TILES == WORD, "a thread's outputs are 16 bytes");
+static_assert(ROW_TILES * ELEMENT == 4, "a thread's outputs are 16 bytes");
 static_assert(!RESIDENT || STAGES == CHUNKS * CHUNK_STAGES, "all stages are there");
-static_assert(!AHEAD || NEIGHBOURS, "a thread's pixels are neighbours");
+static_assert(PIXELS % RUN == 0, "runs are whole");
+static_assert(!AHEAD || RUN > 1, "a thread's pixels are neighbours");
 static_assert(TAPS == LINES * AXIS_W.stride, "the kernel is the stride");
 static_assert(AXIS_W.stride % 2 == 0, "a thread's two columns are neighbours in a row");
 
@@ -60,7 +67,6 @@ struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
   unsigned long long turn[GROUPS];  // a group's, to multiply; told by the other's warps
   unsigned long long pixels[GROUPS][PIXEL_SLOTS], room[GROUPS][PIXEL_SLOTS];
-  alignas(128) scalar_t halves[128 / ELEMENT];  // the rows that meet the bias
 };
 
 // A slot of a ring, and the parity of its barriers. Where all that comes stays, each has its slot.
@@ -86,12 +92,11 @@ struct Run {
 // The runs of a block, one after the other: whole units first, then its share of the chunks that are left over.
 class Runs {
  public:
-  __device__ __forceinline__ explicit Runs(const Geometry& g) : round(0), index((int)blockIdx.x * g.share) {
-    behind = min(index + g.share, (g.units - g.rounds * (int)gridDim.x) * CHUNKS);
-  }
+  __device__ __forceinline__ explicit Runs(const Geometry& g) : round(0), index((int)blockIdx.x * g.share) {}
   // One without chunks when there are no more.
   __device__ __forceinline__ Run next(const Geometry& g) {
     if (round < g.rounds) return {round++ * (int)gridDim.x + (int)blockIdx.x, 0, CHUNKS};
+    const int behind = min(((int)blockIdx.x + 1) * g.share, (g.units - g.rounds * (int)gridDim.x) * CHUNKS);
     if (index >= behind) return {0, 0, 0};
     const int of_unit = index / CHUNKS, first = index % CHUNKS, last = min(CHUNKS, first + behind - index);
     index += last - first;
@@ -99,8 +104,14 @@ class Runs {
   }
 
  private:
-  int round, index, behind;  // the latter two of the chunks that are left over
+  int round, index;  // the latter of the chunks that are left over
 };
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+// The first pixel of a warp, and those of a thread from there on.
+__device__ __forceinline__ int first_pixel(int tile) { return tile * TILE + threadIdx.x / 32 * (16 * ROW_TILES); }
+__device__ __forceinline__ int pixel_of(int i) { return i / RUN * (8 * RUN) + lane() / 4 * RUN + i % RUN; }
 
 // Where one of the pixels lies, and its cell, from a tensor's first channel on.
 struct Pixel {
@@ -117,18 +128,12 @@ struct Pixel {
   }
 };
 
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-
-// The first pixel of a warp, and those of a thread from there on.
-__device__ __forceinline__ int first_pixel(int tile) { return tile * TILE + threadIdx.x / 32 * (16 * ROW_TILES); }
-__device__ __forceinline__ int pixel_of(int i) { return NEIGHBOURS ? lane() / 4 * PIXELS + i : lane() / 4 + 8 * i; }
-
 // COUNT elements.
 template <int COUNT>
-using Words = Vector<unsigned, COUNT * ELEMENT / 4>;
+using Words = Vector<unsigned, ceil_div(COUNT* ELEMENT, 4)>;
 
 // Where 16 bytes of a row of pixels lie in it: those of channels that neighbouring threads read are in different banks.
-__device__ __forceinline__ int place_in_row(int piece, int channel) { return (piece ^ channel / WORD % 4 * 2) * 16; }
+__device__ __forceinline__ int place_in_row(int piece, int channel) { return (piece ^ channel / 2 % 4 * 2) * 16; }
 
 // A warp brings a group's pixels, BYTES at a time, run by run. Those that do not exist are zero.
 template <int BYTES>
@@ -152,60 +157,97 @@ __device__ __forceinline__ void load_pixels(const Geometry& g, const scalar_t* x
   }
 }
 
+// float32 comes as two channels for each word of an operand: the first in its place, the second here. (Were both here,
+// the compiler would keep them beside the operands of the chunk before.)
+struct Seconds {
+  float of[SCALED ? STEPS : 1][4];
+};
+
 // All channels of a thread's pixels, as the cores take them (common/mma.cuh).
 struct Rows {
   unsigned of[ROW_TILES][STEPS][4];
+  float unscale[PIXELS];  // SCALED: what sums are multiplied by
 
   // From the group's slots, as many as it has from FIRST on.
   template <int FIRST, int COUNT>
-  __device__ __forceinline__ void take(unsigned slots, const Shared& shared, int group, PixelSlot& slot) {
-    const int pair = lane() / 4, channel = lane() % 4 * WORD;
-    const unsigned first =
-        slots + channel * ROW_BYTES + place_in_row(threadIdx.x / 32 % 4 * 4 + pair / 2, channel) + pair % 2 * 8;
+  __device__ __forceinline__ void take(unsigned slots, const Shared& shared, int group, PixelSlot& slot,
+                                       Seconds& seconds) {
+    const int channel = lane() % 4 * 2;
+    unsigned first[RUNS];
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+      const int offset = (threadIdx.x / 32 % 4 * (16 * ROW_TILES) + pixel_of(run * RUN)) * ELEMENT;
+      first[run] = slots + channel * ROW_BYTES + place_in_row(offset / 16, channel) + offset % 16;
+    }
 #pragma unroll
     for (int s = FIRST; s < min(FIRST + COUNT, RUN_SLOTS); ++s, slot.next()) {
       barrier_wait(shared_address(&shared.pixels[group][slot.index]), slot.parity);
 #pragma unroll
       for (int i = 0; i < 2 * SLOT_CHANNELS / DEPTH; ++i)
         if (s * (SLOT_CHANNELS / DEPTH) + i / 2 < STEPS)
-          load_half<true>(s * (2 * SLOT_CHANNELS / DEPTH) + i,
-                          (const scalar_t*)__cvta_shared_to_generic(first + slot.index * SLOT_BYTES) +
-                              i * (DEPTH / 2) * (ROW_BYTES / ELEMENT),
-                          ROW_BYTES / ELEMENT, 0);
+#pragma unroll
+          for (int run = 0; run < RUNS; ++run)
+            load_half<true>(seconds, s * (2 * SLOT_CHANNELS / DEPTH) + i, run,
+                            (const scalar_t*)__cvta_shared_to_generic(first[run] + slot.index * SLOT_BYTES) +
+                                i * (DEPTH / 2) * (ROW_BYTES / ELEMENT),
+                            ROW_BYTES / ELEMENT, 0);
       __syncwarp();
       if (lane() == 0) barrier_arrive(shared_address(&shared.room[group][slot.index]));
     }
   }
   // `x` is the group's first channel. Pixels that do not exist are read where others lie. Nothing waits for what is on
   // its way before settle().
-  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* x, int first) {
-    const int channel = lane() % 4 * WORD;
-    x += (long long)channel * g.x_stride;
-    if (NEIGHBOURS && g.piece > 0) {
-      const scalar_t* from = x + Pixel(g, first + pixel_of(0)).x;
+  __device__ __forceinline__ void load_runs(const Geometry& g, const scalar_t* x, int first, Seconds& seconds) {
+    const int channel = lane() % 4 * 2;
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+      const scalar_t* from = x + Pixel(g, first + pixel_of(run * RUN)).x + (long long)channel * g.x_stride;
 #pragma unroll
       for (int i = 0; i < 2 * STEPS; ++i, from += DEPTH / 2 * g.x_stride)
-        load_half<false>(i, from, g.x_stride, channel);
-      return;
-    }
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; ++tile) {
-      const long long one = Pixel(g, first + pixel_of(2 * tile)).x;
-      load_apart(tile, x + one, Pixel(g, first + pixel_of(2 * tile + 1)).x - one, g.x_stride, channel);
+        load_half<false>(seconds, i, run, from, g.x_stride, channel);
     }
   }
-  __device__ __forceinline__ void settle(const Geometry& g) {
+  __device__ __forceinline__ void load_apart(const Geometry& g, const scalar_t* x, int first, Seconds& seconds) {
+    const int channel = lane() % 4 * 2;
+    x += (long long)channel * g.x_stride;
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * STEPS; ++i) {
-      unsigned (&words)[4] = of[i / STEPS][i % STEPS];
+    for (int i = 0; i < PIXELS; ++i) {
+      const long long one = Pixel(g, first + pixel_of(i)).x;
+      if (SCALED)
+        load_apart<1>(seconds, i / 2, i % 2, x + one, 0, g.x_stride, channel);
+      else if (i % 2 == 0)
+        load_apart<2>(seconds, i / 2, 0, x + one, Pixel(g, first + pixel_of(i + 1)).x - one, g.x_stride, channel);
+    }
+  }
+  __device__ __forceinline__ void settle(const Seconds& seconds, bool turns) {
+    if constexpr (SCALED) {
+      float scale[2];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (ELEMENT == 4) {
-          words[j] = __float_as_uint(round_tf32(__uint_as_float(words[j])));
-        } else if (NEIGHBOURS && g.piece > 0 && j % 2 == 0) {
-          const unsigned one = words[j], other = words[j + 1];
-          words[j] = one & 0xffff | other << 16, words[j + 1] = one >> 16 | other & 0xffff0000;
-        }
+      for (int pixel = 0; pixel < 2; ++pixel) {
+        float largest = 0;
+#pragma unroll
+        for (int i = pixel; i < 4 * STEPS; i += 2)
+          largest = larger_magnitude(larger_magnitude(largest, __uint_as_float(of[0][i / 4][i % 4])),
+                                     seconds.of[i / 4][i % 4]);
+#pragma unroll
+        for (int by = 1; by < 4; by *= 2) largest = larger_magnitude(largest, __shfl_xor_sync(~0u, largest, by));
+        scale[pixel] = scale_of_pixel(largest);
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * STEPS; ++i) {
+        unsigned& word = of[0][i / 4][i % 4];
+        word = to_halves(__uint_as_float(word) * scale[i % 2], seconds.of[i / 4][i % 4] * scale[i % 2]);
+        pin(word);
+      }
+#pragma unroll
+      for (int pixel = 0; pixel < 2; ++pixel) unscale[pixel] = unscale_pixel(scale[pixel]);
+    } else if (RUN > 1) {
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES * STEPS; ++i) {
+        unsigned (&words)[4] = of[i / (2 * STEPS)][i / 2 % STEPS];
+        const unsigned one = words[i % 2 * 2], other = words[i % 2 * 2 + 1];
+        words[i % 2 * 2] = turns ? one & 0xffff | other << 16 : one;
+        words[i % 2 * 2 + 1] = turns ? one >> 16 | other & 0xffff0000 : other;
       }
     }
     pin_all();
@@ -228,39 +270,50 @@ struct Rows {
   // neighbours. Words are two pixels of a channel still, where they are to be two channels of a pixel. WHOLE: what does
   // not exist can be read, too, and is zero.
   template <bool WHOLE>
-  __device__ __forceinline__ void load_half(int i, const scalar_t* from, int stride, int channel) {
+  __device__ __forceinline__ void load_half(Seconds& seconds, int i, int run, const scalar_t* from, int stride,
+                                            int channel) {
+    constexpr int WORDS = ceil_div(RUN * ELEMENT, 4);
 #pragma unroll
-    for (int j = 0; j < WORD; ++j) {
-      Words<PIXELS> pixels;
+    for (int j = 0; j < 2; ++j) {
+      Words<RUN> pixels;
       const scalar_t* const at = from + (long long)j * stride;
       if (WHOLE || all_exist(i))
-        pixels = *(const Words<PIXELS>*)at;
+        pixels = *(const Words<RUN>*)at;
       else
         read_if(exists(i, channel + j), at, pixels);
-      if (ELEMENT == 4)
-        of[0][i / 2][i % 2 * 2] = pixels.value[0], of[0][i / 2][i % 2 * 2 + 1] = pixels.value[1];
-      else
-        of[0][i / 2][i % 2 * 2 + j] = pixels.value[0], of[ROW_TILES - 1][i / 2][i % 2 * 2 + j] = pixels.value[1];
+#pragma unroll
+      for (int word = 0; word < WORDS; ++word) {
+        if (!SCALED)
+          of[(run * WORDS + word) % ROW_TILES][i / 2][i % 2 * 2 + j] = pixels.value[word];
+        else if (j == 0)
+          of[0][i / 2][i % 2 * 2 + word] = pixels.value[word];
+        else
+          seconds.of[i / 2][i % 2 * 2 + word] = __uint_as_float(pixels.value[word]);
+      }
     }
   }
 
-  // Two pixels' channels, each by itself; `other` is how far the second lies behind the first.
-  __device__ __forceinline__ void load_apart(int tile, const scalar_t* one, long long other, int stride, int channel) {
+  // Channels of PIXELS pixels, each by itself; the second pixel lies `other` behind the first.
+  template <int PIXELS>
+  __device__ __forceinline__ void load_apart(Seconds& seconds, int tile, int first, const scalar_t* one,
+                                             long long other, int stride, int channel) {
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; ++i, one += DEPTH / 2 * stride) {
-      scalar_t channels[2][WORD];
+    for (int i = 0; i < 2 * STEPS; ++i) {
+      scalar_t channels[PIXELS][2];
 #pragma unroll
-      for (int j = 0; j < WORD; ++j) {
-        const scalar_t* const from = one + (long long)j * stride;
+      for (int j = 0; j < 2; ++j) {
+        const scalar_t* const from = PIXELS == 1 ? one : one + (long long)j * stride;
 #pragma unroll
-        for (int pixel = 0; pixel < 2; ++pixel)
+        for (int pixel = 0; pixel < PIXELS; ++pixel)
           if (all_exist(i))
             channels[pixel][j] = read_now(from + pixel * other);
           else
             read_if(exists(i, channel + j), from + pixel * other, channels[pixel][j]);
+        if (PIXELS == 1) one += (j == 0 ? 1 : DEPTH / 2 - 1) * stride;
       }
+      if (PIXELS > 1) one += DEPTH / 2 * stride;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) of[tile][i / 2][i % 2 * 2 + j] = word(channels[j]);
+      for (int pixel = 0; pixel < PIXELS; ++pixel) keep(seconds, tile, i, first + pixel, channels[pixel]);
       // Left to itself the compiler keeps halves of words, and more addresses than there are registers for.
       if (i % 2 == 1) __syncwarp();
     }
@@ -290,6 +343,11 @@ struct Rows {
         : "=&r"(value.value[0]), "=&r"(value.value[1])
         : "l"(from), "r"((int)exists));
   }
+  static __device__ __forceinline__ void read_if(bool exists, const scalar_t* from, Vector<unsigned, 1>& value) {
+    float word;
+    read_if(exists, (const float*)from, word);
+    value.value[0] = __float_as_uint(word);
+  }
   static __device__ __forceinline__ void read_if(bool exists, const float* from, float& value) {
     asm volatile(
         "{ .reg .pred exists;\n"
@@ -315,10 +373,13 @@ struct Rows {
     value = exists ? *(const T*)from : T{};
   }
 #endif
-  static __device__ __forceinline__ unsigned word(const float (&channels)[1]) { return __float_as_uint(channels[0]); }
+  __device__ __forceinline__ void keep(Seconds& seconds, int, int i, int pixel, const float (&channels)[2]) {
+    of[0][i / 2][i % 2 * 2 + pixel] = __float_as_uint(channels[0]);
+    seconds.of[i / 2][i % 2 * 2 + pixel] = channels[1];
+  }
   template <class T>
-  static __device__ __forceinline__ unsigned word(const T (&channels)[2]) {
-    return channels[0].bits | (unsigned)channels[1].bits << 16;
+  __device__ __forceinline__ void keep(Seconds&, int tile, int i, int pixel, const T (&channels)[2]) {
+    of[tile][i / 2][i % 2 * 2 + pixel] = channels[0].bits | (unsigned)channels[1].bits << 16;
   }
 };
 
@@ -362,36 +423,64 @@ struct Columns {
   }
 };
 
-// The bias as one more operation of a chunk: of each column, 16 bytes of shared memory that are both halves of the
-// operand. Those of the rows are 0.5 everywhere. In float32 they are three parts in TF32.
-struct Bias {
-  scalar_t next = zero<scalar_t>();
+// What makes outputs of sums, in shared memory: of each of a chunk's columns what its weights were divided by, where
+// they are scaled, and the bias. Chunks take places in turn: while one is stored, the next one's terms come.
+struct Terms {
+  float next[SOME_TERMS];
 
-  // Of a chunk's columns, one for each thread; `bias` is of the channels' first.
-  __device__ __forceinline__ void load(const scalar_t* bias, int chunk) {
-    next = read(bias + min((chunk * COLUMNS + (int)threadIdx.x % 128) / TAPS, OUT_CHANNELS - 1));
+  // Where a chunk's are, `first` those of the first.
+  static __device__ __forceinline__ unsigned place(unsigned first, int chunk) {
+    return first + chunk % TERM_PLACES * TERM_BYTES;
   }
-  // What was loaded, to the group's columns for the chunk that follows. All its products of the one before are done.
-  __device__ __forceinline__ void publish(unsigned columns) const {
-    if (threadIdx.x % 128 < COLUMNS)
-      *(Vector<scalar_t, 16 / ELEMENT>*)__cvta_shared_to_generic(columns + threadIdx.x % 128 * 16) = parts(next);
-    publish_shared();
-    threads_sync(1 + threadIdx.x / 128, 128);
+  // Of a chunk's columns, one for each thread.
+  __device__ __forceinline__ void load(const Geometry& g, const unsigned char* packed, const scalar_t* bias, int group,
+                                       int chunk) {
+    const int column = chunk * COLUMNS + (int)threadIdx.x % COLUMNS;
+    const float* const factors = (const float*)(packed + (long long)g.groups * CHUNKS * CHUNK_BYTES);
+    if (SCALED) next[0] = read(factors + group * (CHUNKS * COLUMNS) + column);
+    if (HAS_BIAS) next[TERMS - 1] = widen(read(bias + group * OUT_CHANNELS + min(column / TAPS, OUT_CHANNELS - 1)));
   }
-
-  static __device__ __forceinline__ Vector<float, 4> parts(float bias) {
-    if (!(bias - bias == 0)) return {{bias + bias}};  // infinite, or not a number
-    Vector<float, 4> all = {};
+  // What was loaded; seen after the group's threads have met.
+  __device__ __forceinline__ void publish(unsigned first, int chunk) const {
+    if (TERMS == 0) return;
+    if (threadIdx.x % 128 >= COLUMNS) return;
+    Vector<float, SOME_TERMS>& column =
+        *(Vector<float, SOME_TERMS>*)__cvta_shared_to_generic(place(first, chunk) + threadIdx.x % 128 * (4 * TERMS));
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      all.value[i] = __uint_as_float(__float_as_uint(bias) & 0xffffe000);
-      bias -= all.value[i];
-    }
-    return all;
+    for (int i = 0; i < TERMS; ++i) column.value[i] = next[i];
   }
-  template <class T>
-  static __device__ __forceinline__ Vector<T, 8> parts(T bias) {
-    return {{bias}};
+};
+
+// Read when it is asked for: left to itself the compiler reads all at once, for which there are no registers.
+#ifndef EMULATOR
+__device__ __forceinline__ void read_shared(unsigned from, Vector<float, 4>& to) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(to.value[0]), "=f"(to.value[1]), "=f"(to.value[2]), "=f"(to.value[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void read_shared(unsigned from, Vector<float, 2>& to) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to.value[0]), "=f"(to.value[1]) : "r"(from) : "memory");
+}
+#else
+template <class T>
+void read_shared(unsigned from, T& to) {
+  to = *(const T*)__cvta_shared_to_generic(from);
+}
+#endif
+
+// Those of a thread's two columns of eight.
+struct TwoTerms {
+  Vector<float, 2 * SOME_TERMS> of;
+
+  __device__ __forceinline__ TwoTerms(unsigned place, int tile) {
+    if (TERMS > 0) read_shared(place + (8 * tile + lane() % 4 * 2) * (4 * TERMS), of);
+  }
+  __device__ __forceinline__ float output(float sum, float unscale, int column) const {
+    if (SCALED) sum *= unscale;
+    const float* const terms = of.value + column * TERMS;
+    if (SCALED) return HAS_BIAS ? fmaf(sum, terms[0], terms[1]) : sum * terms[0];
+    return HAS_BIAS ? sum + terms[0] : sum;
   }
 };
 
@@ -406,9 +495,9 @@ struct Stage {
 #endif
 };
 
-// The cells of a thread's pixels: where their first elements lie, and how many there are; pixels rise, so the first do.
+// The cells of a thread's pixels: where those of each run begin, and how many there are; pixels rise, so the first do.
 struct Cells {
-  scalar_t* first[PIXELS] = {};
+  scalar_t* first[RUNS] = {};
   int count = 0;
 
   __device__ __forceinline__ void find(const Geometry& g, scalar_t* y, int pixel) {
@@ -416,8 +505,12 @@ struct Cells {
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
       const Pixel at(g, pixel + pixel_of(i));
-      first[i] = y + at.y, count += at.exists;
+      if (i % RUN == 0) first[i / RUN] = y + at.y;
+      count += at.exists;
     }
+  }
+  __device__ __forceinline__ scalar_t* of(const Geometry& g, int i) const {
+    return first[i / RUN] + (long long)(i % RUN * AXIS_W.stride) * g.y_stride[3];
   }
 };
 
@@ -455,7 +548,7 @@ struct Sums {
 #ifndef EMULATOR
     wgmma(of[tile], rows, stage.described + step * (OPERATION_BYTES / 16), add);
 #else
-    typedef Vector<scalar_t, WORD> Word;
+    typedef Vector<operand_t, 2> Word;
     struct {
       const unsigned* rows[4];
     } lanes;
@@ -471,7 +564,7 @@ struct Sums {
           const unsigned at = columns + k / 4 * CHUNK_PITCH + (i / 4 * 8 + first + i % 2) * 16 + k % 4 * 4;
           const Word& row = *(const Word*)(lanes.rows[k % 4] + i % 4 / 2 + k / 4 * 2);
           const Word& column = *(const Word*)__cvta_shared_to_generic(at);
-          for (int j = 0; j < WORD; ++j) sum += operand(row.value[j]) * operand(column.value[j]);
+          for (int j = 0; j < 2; ++j) sum += operand(row.value[j]) * operand(column.value[j]);
         }
         to[i] = sum;
       }
@@ -479,43 +572,24 @@ struct Sums {
 #endif
   }
 
-  // The bias; `rows` are 128 bytes that all rows have.
-  __device__ __forceinline__ void add_bias(unsigned rows, unsigned columns) {
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; ++tile) {
-#ifndef EMULATOR
-      wgmma(of[tile], describe_matrix<16>(rows, 0, 0), describe_matrix<16>(columns, 0), true);
-#else
-      typedef Vector<scalar_t, 16 / ELEMENT> Channels;
-      float* const to = of[tile];
-      emulator::later(emulator::Async::products, [=] {
-        for (int i = 0; i < COLUMNS / 2; ++i) {
-          const Channels& row = *(const Channels*)__cvta_shared_to_generic(rows + lane() / 4 * 16);
-          const int at = i / 4 * 8 + lane() % 4 * 2 + i % 2;
-          const Channels& column = *(const Channels*)__cvta_shared_to_generic(columns + at * 16);
-          for (int k = 0; k < 2 * (16 / ELEMENT); ++k)
-            to[i] += widen(row.value[k % (16 / ELEMENT)]) * widen(column.value[k % (16 / ELEMENT)]);
-        }
-      });
-#endif
-    }
-  }
-
   // To the thread's cells, VECTOR elements at a time.
   template <int VECTOR>
-  __device__ __forceinline__ void store(const Geometry& g, int chunk, const Columns& columns, const Cells& to) const {
+  __device__ __forceinline__ void store(const Geometry& g, int chunk, const Columns& columns, const Cells& to,
+                                        const float (&unscale)[PIXELS], unsigned place) const {
     constexpr int APART = VECTOR > 2 ? VECTOR / 2 : 1;  // pixels of a store
 #pragma unroll
     for (int column = 0; column < COLUMN_TILES; ++column) {
       if (!Columns::exists(chunk, column)) break;
       const long long offset = columns.offset_of(g, chunk, column);
+      const TwoTerms terms(place, column);
       alignas(16) scalar_t values[2 * PIXELS];
 #pragma unroll
-      for (int i = 0; i < 2 * PIXELS; ++i) narrow(of[i / 4][4 * column + i % 4], values[i]);
+      for (int i = 0; i < 2 * PIXELS; ++i)
+        narrow(terms.output(of[i / 4][4 * column + i % 4], unscale[i / 2], i % 2), values[i]);
 #pragma unroll
       for (int i = 0; i < PIXELS; i += APART) {
         if (i >= to.count) continue;
-        scalar_t* const first = to.first[i] + offset;
+        scalar_t* const first = to.of(g, i) + offset;
         if constexpr (VECTOR > 1)
           store_whole(first, *(const Words<VECTOR>*)(values + 2 * i));
         else
@@ -533,9 +607,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ Shared shared;
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned turns = shared_address(shared.turn);
-  // The bias lies before the weights: compute-sanitizer takes its columns for an operand of two halves.
-  const unsigned biases = shared_address(shared_memory), weights = biases + GROUPS * BIAS_BYTES;
-  const unsigned pixels = weights + STAGES * STAGE_BYTES;
+  const unsigned weights = shared_address(shared_memory), pixels = weights + STAGES * STAGE_BYTES;
+  const unsigned all_terms = pixels + (AHEAD ? GROUPS * PIXEL_SLOTS * SLOT_BYTES : 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, GROUPS);
     for (int i = 0; i < GROUPS; ++i) {
@@ -547,10 +620,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     barriers_publish();
   }
-  if (HAS_BIAS && threadIdx.x < 128 / ELEMENT) {
-    narrow(0.5f, shared.halves[threadIdx.x]);
-    publish_shared();
-  }
   __syncthreads();
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   Slot<STAGES, RESIDENT> slot;
@@ -560,8 +629,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int of_group = threadIdx.x / 32 % 4 - 1;  // whose pixels the warp brings
     if (AHEAD && of_group >= 0 && of_group < GROUPS) {
       const unsigned slots = pixels + of_group * (PIXEL_SLOTS * SLOT_BYTES);
-      if (g.piece == 16) load_pixels<16>(g, x, slots, shared, of_group);
-      if (g.piece == 8) load_pixels<8>(g, x, slots, shared, of_group);
+      if (g.piece == 16)
+        load_pixels<16>(g, x, slots, shared, of_group);
+      else
+        load_pixels<8>(g, x, slots, shared, of_group);
     }
     if (threadIdx.x != 128 * GROUPS) return;
     wait_for_prologue();
@@ -590,7 +661,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Runs runs(g);
   Run run{};
   Rows rows;
-  Bias added;
+  const unsigned terms = all_terms + group * (TERM_PLACES * TERM_BYTES);
+  Terms added;
   Sums sums;
   Columns columns(g, 0);
   Cells to;
@@ -600,35 +672,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool begins = chunk == run.behind;
     const int before = chunk - 1;
     const bool stored = run.exists();
+    Seconds seconds;
     if (begins) {
       run = runs.next(g), chunk = run.first;
       if (run.exists()) {
-        const int channels = run.unit % g.groups;
-        if (AHEAD && g.piece > 0)
-          rows.take<0, PIXEL_SLOTS>(slots, shared, group, pixel_slot);
+        const long long first_in = (long long)(run.unit % g.groups * IN_CHANNELS) * g.x_stride;
+        if (AHEAD)
+          rows.take<0, PIXEL_SLOTS>(slots, shared, group, pixel_slot, seconds);
+        else if (RUN > 1)
+          rows.load_runs(g, x + first_in, first_pixel(run.unit / g.groups), seconds);
         else
-          rows.load(g, x + (long long)(channels * IN_CHANNELS) * g.x_stride, first_pixel(run.unit / g.groups));
-        if (HAS_BIAS) added.load(bias + channels * OUT_CHANNELS, chunk);
+          rows.load_apart(g, x + first_in, first_pixel(run.unit / g.groups), seconds);
       }
     }
     if (stored) {
-      if (NEIGHBOURS && g.vector == 2 * PIXELS)
-        sums.store<2 * PIXELS>(g, before, columns, to);
-      else if (NEIGHBOURS && PIXELS > 2 && g.vector == 4)
-        sums.store<4>(g, before, columns, to);
+      if (RUN == 4 && g.vector == 8)
+        sums.store<2 * RUN>(g, before, columns, to, rows.unscale, Terms::place(terms, before));
+      else if (RUN > 1 && g.vector >= 4)
+        sums.store<4>(g, before, columns, to, rows.unscale, Terms::place(terms, before));
       else if (g.vector == 2)
-        sums.store<2>(g, before, columns, to);
+        sums.store<2>(g, before, columns, to, rows.unscale, Terms::place(terms, before));
       else
-        sums.store<1>(g, before, columns, to);
+        sums.store<1>(g, before, columns, to, rows.unscale, Terms::place(terms, before));
     }
     if (begins) {
       if (!run.exists()) break;
       scalar_t* const first = y + (long long)(run.unit % g.groups * OUT_CHANNELS) * g.y_stride[0];
       to.find(g, first, first_pixel(run.unit / g.groups));
       if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
-      if (AHEAD && g.piece > 0) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot);
-      rows.settle(g);
-      if (HAS_BIAS) added.publish(biases + group * BIAS_BYTES);
+      if (AHEAD) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot, seconds);
+      if (SCALED) wait_for_prologue();
+      added.load(g, packed, bias, run.unit % g.groups, chunk);
+      rows.settle(seconds, g.piece > 0);
+      if (TERMS > 0) threads_sync(1 + group, 128);  // what was multiplied before is stored
+      added.publish(terms, chunk);
     }
     barrier_wait(turns + 8 * group, turn ^ 1), turn ^= 1;
 #pragma unroll
@@ -641,8 +718,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile)
           sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights_of_stage, step, stage + step > 0);
-      if (HAS_BIAS && stage + 1 == CHUNK_STAGES)
-        sums.add_bias(shared_address(shared.halves), biases + group * BIAS_BYTES);
       products_commit();
       if (!RESIDENT && stage > 0) {
         products_wait<1>();
@@ -653,15 +728,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncwarp();
     if (lane() == 0) barrier_arrive(turns + 8 * (GROUPS - 1 - group));
     columns = Columns(g, chunk);  // while the last products are on their way
-    if (!(AHEAD && g.piece > 0) && chunk + 1 == run.behind)
-      prefetch(g, x, Runs(runs).next(g));  // all at once, before any is waited for
+    if (!AHEAD && chunk + 1 == run.behind) prefetch(g, x, Runs(runs).next(g));  // all at once, before any is waited for
     const bool more = chunk + 1 < run.behind;
-    if (HAS_BIAS && more) added.load(bias + run.unit % g.groups * OUT_CHANNELS, chunk + 1);
+    if (more) added.load(g, packed, bias, run.unit % g.groups, chunk + 1);
     products_wait<0>();
     sums.pin_all();
     rows.pin_all();
     if (!RESIDENT && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * slot.before());
-    threads_sync(1 + group, 128);  // even without a bias: the compiler spills less
-    if (HAS_BIAS && more) added.publish(biases + group * BIAS_BYTES);
+    if (more) added.publish(terms, chunk + 1);
+    threads_sync(1 + group, 128);  // even without terms: the compiler spills less
   }
 }
