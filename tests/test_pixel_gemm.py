@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from dataclasses import replace
@@ -14,6 +15,7 @@ from kernel_harness import DTYPES, H200, Emulator, assert_exact, choices, offers
 from polyphase.algorithms.base import Candidate, Layouts
 from polyphase.algorithms.pixel_gemm import PixelGemm, PixelGemmVariant, _columns, _piece, _vector
 from polyphase.device import DeviceInfo
+from polyphase.emit.file import _choose
 from polyphase.problem import ConvTransposeProblem, Pass
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -87,7 +89,7 @@ def test_no_races(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bias_of_any_value(dtype: str) -> None:
-    """Its channel alone is NaN or infinite."""
+    """The channel whose bias it is is NaN or infinite alone."""
     problem = make((2, 20, 5, 6), 16, 2, 2, bias=True, dtype=dtype, tf32=True)
     generator = torch.Generator().manual_seed(4)
     shapes = problem.input_shape, problem.weight_shape
@@ -99,7 +101,7 @@ def test_bias_of_any_value(dtype: str) -> None:
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=0, atol=0)
 
 
-def test_numbers_of_any_size() -> None:
+def test_numbers_of_many_sizes() -> None:
     """float32 is multiplied as float16: every pixel and every output channel has a power of two of its own."""
     problem = make((2, 20, 6, 6), 16, 2, 2, bias=True, tf32=True)
     generator = torch.Generator().manual_seed(5)
@@ -159,6 +161,19 @@ def test_layers_take_every_way() -> None:
     assert ways["piece"] == {0, 4, 8, 16}
     assert ways["resident"] == {False, True}
     assert ways["vector"] == {("float32", 2), ("float32", 4), ("bfloat16", 2), ("bfloat16", 4), ("bfloat16", 8)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [(14, 14), (13, 15), (64, 64)])
+def test_emitted_files_have_the_kernels_of_all_sizes(size: tuple[int, int], dtype: str) -> None:
+    """Which pixels a thread has follows from how even rows are."""
+    layer = make((8, 256, *size), 256, 2, 2, bias=True, dtype=dtype, tf32=dtype == "float32")
+    chosen, sources = _choose(layer, Pass.FORWARD, H200)
+    assert chosen.algorithm.name == "pixel_gemm"
+    for height, width in itertools.product(range(1, 10), repeat=2):
+        problem = replace(layer, input_size=(height, width))
+        launch = PixelGemm().launch(problem, Pass.FORWARD, H200, Layouts.dense(problem), chosen.candidate.variant)
+        assert launch.source in sources
 
 
 def test_where_it_refuses() -> None:

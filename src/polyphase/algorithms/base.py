@@ -232,8 +232,8 @@ class Algorithm(Protocol):
         """Variants in rising order of predicted time, each predicted when it is asked for.
 
         Which variants these are, and their order, does not depend on batch and image size, but on whether images are
-        tiny, are whole lines of memory, and whether the cores take their pixels as they lie; so new sizes compile few
-        kernels.
+        tiny, are whole lines of memory, how even their rows are, and whether the cores take their pixels as they lie;
+        so new sizes compile few kernels.
         """
 
     def launch(

@@ -32,7 +32,7 @@ _REGISTERS = 226  # of a thread that multiplies, so that none spill
 _OTHER_REGISTERS = 30  # what is neither a channel nor a sum
 _APART_REGISTERS = 16  # more, where a thread's pixels are no neighbours
 _PARTIAL_REGISTERS = 16  # more, where the last operation has channels that do not exist
-_HALF_REGISTERS = 32  # and in half precision, in chunks of more than 32 columns, or of many channels, an odd number
+_WIDE_REGISTERS = 32  # and in chunks of more than 32 columns, or in half precision of many channels, an odd number
 _ODD_STEPS = 14  # operations of as many are not many
 _COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
 _MOST_STEPS = 16  # of a stage
@@ -43,7 +43,6 @@ _DIVISIONS = (132 << 10, 164 << 10)  # of shared memory and L1 cache, which pixe
 _TERM_PLACES = 3  # chunks whose factors and bias are there
 _PIXEL_BYTES = 64 << 10  # of the rings that pixels come through
 _LINE_BYTES = 128  # of memory
-_NARROW = 32  # images, whose own width is typical
 _LEAST_COPY = 8  # bytes of pixels that are brought ahead of time
 _PACK_THREADS, _PACK_COLUMNS = 128, 8
 _MOST_AT_ONCE = 8  # channels that a thread goes on by
@@ -82,7 +81,7 @@ class PixelGemm:
             return "output padding has elements without a tap"
         if problem.stride[-1] % 2:
             return f"a stride of {problem.stride[-1]} along the width is odd"
-        if not any(_registers(problem, columns) <= _REGISTERS for columns in _columns(problem)):
+        if not any(_registers(problem, columns, apart=True) <= _REGISTERS for columns in _columns(problem)):
             return f"{problem.in_channels_per_group} input channels do not fit registers"
         if problem.channels_last:
             return "tensors are channels last"
@@ -91,7 +90,7 @@ class PixelGemm:
     def candidates(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
     ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel, but for what `_cuts_lines` tells of its own."""
+        """Ranked at a typical size, so that a layer keeps its kernel, but for how even rows are, and `_cuts_lines`."""
         counted = _pixels(problem) + _tile(problem), _MOST_AT_ONCE * layouts.input[1], *layouts.output
         if max(counted) >= 2**31:
             return iter(())
@@ -112,8 +111,8 @@ class PixelGemm:
         variant: PixelGemmVariant,
     ) -> Launch:
         gather, piece = forward_gather(problem, layouts), _piece(problem, layouts)
-        run = _run(problem) if piece >= _run(problem) * DTYPE_BYTES[problem.dtype] else 1
-        ahead = variant.ahead and run > 1 and piece >= _LEAST_COPY
+        together = piece >= max(_run(problem) * DTYPE_BYTES[problem.dtype], _LEAST_COPY * variant.ahead)
+        run, ahead = (_run(problem), variant.ahead) if together else (1, False)
         units, chunks = _tiles(problem) * problem.groups, _chunks(problem, variant.columns)
         blocks = max(1, min(units * chunks, device.multiprocessors))
         rounds, rest = divmod(units, blocks)
@@ -162,8 +161,7 @@ def _like(problem: ConvTransposeProblem) -> ConvTransposeProblem:
     """The layer at a typical size whose rows are as even as its own."""
     typical, width = standard(problem), problem.input_size[-1]
     *others, of_typical = typical.input_size
-    as_even = width if width <= _NARROW else max(_NARROW, of_typical - of_typical % 8) + width % 8
-    return replace(typical, input_size=(*others, as_even))
+    return replace(typical, input_size=(*others, of_typical - of_typical % 4 + width % 4))
 
 
 def _pixels(problem: ConvTransposeProblem) -> int:
@@ -199,14 +197,15 @@ def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
     return _COLUMNS[DTYPE_BYTES[problem.dtype]]
 
 
-def _registers(problem: ConvTransposeProblem, columns: int) -> int:
-    """Of a thread that multiplies: channels, sums, and what else it needs."""
-    other = _OTHER_REGISTERS + (_APART_REGISTERS if _run(problem) == 1 else 0)
+def _registers(problem: ConvTransposeProblem, columns: int, apart: bool) -> int:
+    """Of a thread that multiplies: channels, sums, and what else it needs; whether its pixels are no neighbours."""
+    other = _OTHER_REGISTERS + (_APART_REGISTERS if apart and not _scaled(problem) else 0)
     if problem.in_channels_per_group % (OPERATION_BYTES // 2):
         other += _PARTIAL_REGISTERS
         odd = problem.in_channels_per_group % 2 and _steps(problem) > _ODD_STEPS
-        if DTYPE_BYTES[problem.dtype] == 2 and (columns > 32 or odd):
-            other += _HALF_REGISTERS
+        wide = columns > 32 and (not _scaled(problem) or apart or _steps(problem) > _ODD_STEPS)
+        if wide or (odd and not _scaled(problem)):
+            other += _WIDE_REGISTERS
     if 8 % problem.taps:  # 8 columns are no whole channels: each 8 go elsewhere
         other += columns // 8 + (8 if problem.stride[-1] != 2 else 0)
     channels = 4 * _steps(problem) * (2 if _scaled(problem) else 1)  # before they are halves
@@ -264,15 +263,16 @@ def _other_bytes(problem: ConvTransposeProblem, columns: int, ahead: bool) -> in
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[PixelGemmVariant]:
     wanted = [each for each in _columns(problem) if each == _columns(problem)[0] or each < 2 * _all_columns(problem)]
-    narrow_enough = [each for each in wanted if _registers(problem, each) <= _REGISTERS]
+    apart, most = _run(problem) == 1, device.shared_bytes_of(1)
+    narrow_enough = [each for each in wanted if _registers(problem, each, apart) <= _REGISTERS]
     for columns in narrow_enough[-1:]:  # fewer than fit have never been faster
-        most = device.shared_bytes_of(1)
-        found = [_staged(problem, columns, memory, False) for memory in (*_DIVISIONS, most)]
-        staged = sorted(filter(None, found), key=lambda variant: not variant.resident)
-        yield from staged[:1]
         comes_ahead = _piece(problem, Layouts.dense(problem)) >= _LEAST_COPY
         if comes_ahead and (ahead := _staged(problem, columns, most, True)):
             yield ahead
+            if _scaled(problem):  # which is the faster, always, and leaves registers
+                return
+        found = [_staged(problem, columns, memory, False) for memory in (*_DIVISIONS, most)]
+        yield from sorted(filter(None, found), key=lambda variant: not variant.resident)[:1]
 
 
 def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahead: bool) -> PixelGemmVariant | None:

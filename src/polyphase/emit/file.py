@@ -122,12 +122,19 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
 def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Selection, list[KernelSource]]:
     """What the planner selects at a typical size, and its kernels at that and the layer's, with any output padding.
 
-    Of a layer's two kernels it is the one that serves any size. Whether rows of the output are odd decides about some.
+    Of a layer's two kernels it is the one that serves any size. How even rows of the output or the input are decides
+    about some.
     """
     problem = problem.of_pass(pass_)
     selected = plan(typical(problem), pass_, device, by_prediction=True).selected
     chosen = next(each for each in selected if each.algorithm.any_size)
     launches = [chosen.launch]
+    *others, width = typical(problem).input_size
+    for wider in (width + 1, width + 2):
+        sized = replace(typical(problem), input_size=(*others, wider))
+        launches.append(
+            chosen.algorithm.launch(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.variant)
+        )
     *others, last = problem.output_padding
     for padding in (last, last ^ 1):
         if padding >= max(problem.stride[-1], problem.dilation[-1]):

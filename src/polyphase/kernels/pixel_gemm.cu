@@ -8,11 +8,10 @@
 // Index mapping. Two groups of 128 threads multiply, one more loads. A tile is TILE pixels, of all images one after the
 // other, ROW_TILES · 64 for each of the two. The channels of its pixels stay in registers for all columns: they come
 // from memory as the cores take them, nothing is turned around, or ahead of time through a ring in shared memory for
-// each group, (AHEAD). COLUMNS columns are a chunk; its weights (pack_columns.cu) come stage by stage
-// through shared memory, STAGE_STEPS operations each, or are all there (RESIDENT). One group stores a chunk, and adds
-// the bias, while the other multiplies. Tiles are dealt out one by one, so that neighbours are stored together; the
-// chunks of those that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on
-// their way.
+// each group (AHEAD). COLUMNS columns are a chunk; its weights (pack_columns.cu) come stage by stage through shared
+// memory, STAGE_STEPS operations each, or are all there (RESIDENT). One group adds the bias to a chunk and stores it
+// while the other multiplies. Tiles are dealt out one by one, so that neighbours are stored together; the chunks of
+// those that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on their way.
 //
 // In float32 the cores take float16 (SCALED, common/scaled_half.cuh): a pixel's channels are all at hand when they are
 // turned into operands, and so is their largest.
@@ -207,6 +206,7 @@ struct Rows {
         load_half<false>(seconds, i, run, from, g.x_stride, channel);
     }
   }
+  // The same where pixels lie apart.
   __device__ __forceinline__ void load_apart(const Geometry& g, const scalar_t* x, int first, Seconds& seconds) {
     const int channel = lane() % 4 * 2;
     x += (long long)channel * g.x_stride;
@@ -219,6 +219,7 @@ struct Rows {
         load_apart<2>(seconds, i / 2, 0, x + one, Pixel(g, first + pixel_of(i + 1)).x - one, g.x_stride, channel);
     }
   }
+  // What was loaded, as the cores take it. `turns` is true: without a condition the compiler has too few registers.
   __device__ __forceinline__ void settle(const Seconds& seconds, bool turns) {
     if constexpr (SCALED) {
       float scale[2];
