@@ -124,7 +124,6 @@ class PixelGemm:
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("COLUMN_TILES", variant.columns // 8),
-            ("PARTS", 1),
             ("MIN_BLOCKS", 1),
         )
         columns = problem.groups * chunks * variant.columns
@@ -138,6 +137,7 @@ class PixelGemm:
                 True,
                 (
                     *constants,
+                    ("PARTS", 1),
                     ("ROW_TILES", _row_tiles(problem)),
                     ("HAS_BIAS", problem.bias),
                     ("STAGE_STEPS", variant.stage_steps),
