@@ -265,14 +265,16 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Pix
     wanted = [each for each in _columns(problem) if each == _columns(problem)[0] or each < 2 * _all_columns(problem)]
     apart, most = _run(problem) == 1, device.shared_bytes_of(1)
     narrow_enough = [each for each in wanted if _registers(problem, each, apart) <= _REGISTERS]
-    for columns in narrow_enough[-1:]:  # fewer than fit have never been faster
-        comes_ahead = _piece(problem, Layouts.dense(problem)) >= _LEAST_COPY
-        if comes_ahead and (ahead := _staged(problem, columns, most, True)):
-            yield ahead
-            if _scaled(problem):  # which is the faster, always, and leaves registers
-                return
-        found = [_staged(problem, columns, memory, False) for memory in (*_DIVISIONS, most)]
-        yield from sorted(filter(None, found), key=lambda variant: not variant.resident)[:1]
+    if not narrow_enough:
+        return
+    columns = narrow_enough[-1]  # fewer than fit have never been faster
+    comes_ahead = _piece(problem, Layouts.dense(problem)) >= _LEAST_COPY
+    if comes_ahead and (ahead := _staged(problem, columns, most, True)):
+        yield ahead
+        if _scaled(problem):  # which is the faster, always, and leaves registers
+            return
+    found = [_staged(problem, columns, memory, False) for memory in (*_DIVISIONS, most)]
+    yield from sorted(filter(None, found), key=lambda variant: not variant.resident)[:1]
 
 
 def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahead: bool) -> PixelGemmVariant | None:
