@@ -197,7 +197,9 @@ def run(
     if launch.prologue is not None:
         size = launch.workspace_bytes
         workspace = Buffer((1, size), (size, 1, 0, 0, 0), torch.uint8, executor.device, None, 0, guard)
-        executor(launch.prologue, [flat_weight, workspace.tensor])
+        if launch.prologue.prologue is not None:
+            executor(launch.prologue.prologue, [flat_weight, workspace.tensor, src])
+        executor(replace(launch.prologue, prologue=None), [flat_weight, workspace.tensor])
         flat_weight = workspace.tensor
     partial = computed
     if launch.planes > 1:

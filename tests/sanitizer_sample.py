@@ -35,12 +35,13 @@ SAMPLE = (
     make((2, 12, 21), 2, 41, 16, 3, 5, bias=True),
     make((3, 40, 7, 6), 70, 2, 2, bias=True, tf32=True),
     make((2, 24, 5, 9), 16, 3, 2, 1, tf32=True),
+    make((3, 32, 4, 4), 20, 4, 2, 1, tf32=True),
     make((2, 130, 5, 7), 24, 2, 2, bias=True, dtype="bfloat16"),
 )
 
 
 def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candidate, Launch, Layouts]]:
-    """The best variant of every algorithm, and the best one that sums source channels in slices."""
+    """The best variant of every algorithm, the best that sums source channels in slices, that multiplies halves."""
     for problem in SAMPLE:
         for formatted in formats(problem):
             for pass_ in Pass:
@@ -48,7 +49,8 @@ def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candi
                 for layouts in (dense, replace(dense, aligned=False)):
                     seen = set()
                     for candidate, launch in launches(formatted, pass_, device, layouts):
-                        kind = candidate.algorithm, getattr(candidate.variant, "src_slices", 1) > 1
+                        sliced, scaled = (getattr(candidate.variant, name, 0) for name in ("src_slices", "scaled"))
+                        kind = candidate.algorithm, sliced > 1, scaled
                         if kind not in seen and (layouts.aligned or candidate.algorithm == "gather_tiled"):
                             yield formatted, pass_, candidate, launch, layouts
                         seen.add(kind)

@@ -69,6 +69,8 @@ from test_kernels import items_to_take as items_to_take  # a fixture, of these t
 from test_phase_gemm import LAYERS as PHASE_LAYERS
 from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_nan
 from test_pixel_gemm import LAYERS as PIXEL_LAYERS
+from test_scales import LAYERS as SCALED_LAYERS
+from test_scales import assert_near, of_many_sizes, scaled
 from test_scatter_gemm import LAYERS as SCATTER_LAYERS
 from test_scatter_gemm import assert_carries_inf_and_nan
 from test_turned_boxes import ALGORITHMS as TURNED_ALGORITHMS
@@ -336,6 +338,17 @@ def test_products_of_busy_layers(case: Case, variants: Gpu) -> None:
     for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
         for _ in range(3):
             assert_exact(case.problem, case.pass_, candidate, launch, case.layouts, variants)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("name", SCALED_LAYERS)
+def test_numbers_of_many_sizes_as_halves(name: str, tf32: bool, variants: Gpu) -> None:
+    """The cores cut sums off, what is lost would be whole numbers."""
+    if not DeviceInfo.of(variants.device).has_wgmma:
+        pytest.skip("float32 is multiplied as float16 by Hopper's instruction alone")
+    problem = replace(SCALED_LAYERS[name], tf32=tf32)
+    for launch in scaled(problem, 12):
+        assert_near(problem, launch, *of_many_sizes(problem), variants, 2.0**-17)
 
 
 # Streams, graphs, threads, devices

@@ -549,6 +549,7 @@ RINGS = {
     "two groups of loaders": (24, False, {"loader_groups": 2, "k_steps": 1, "split": "turns"}),
     "a cluster": (24, False, {"loader_groups": 2, "k_steps": 1, "cluster": 2}),
     "resident weights": (8, False, {"k_steps": 1, "resident": True}),
+    "float32 as float16": (48, False, {"loader_groups": 2, "k_steps": 1, "scaled": True}),
     "all multiply an item": (16, False, {"k_steps": 2, "split": "cells"}),
     "warps that multiply alone": (16, True, {"wgmma": False}),
 }
@@ -655,6 +656,21 @@ BOXED = {
         {"boxes": 1, "run": False, "several": True},
     ),
     "in two parts": (make((1, 20, 5, 8), 16, 3, 1, 1), {"parts": 2, "k_steps": 2}, {"boxes": 1}),
+    "one box, as halves": (
+        make((2, 40, 6, 16), 70, 3, 1, 1, bias=True, tf32=True),
+        {"k_steps": 1, "scaled": True},
+        {"boxes": 1, "run": False, "several": True},
+    ),
+    "a run in two boxes, as halves in two parts": (
+        make((2, 40, 16, 36), 40, 1),
+        {"k_steps": 2, "scaled": True},
+        {"boxes": 2, "run": True},
+    ),
+    "whole images, as halves": (
+        make((9, 40, 4, 4), 20, 4, 2, 1, tf32=True),
+        {"whole_images": True, "scaled": True},
+        {"boxes": 1, "run": True, "several": True},
+    ),
     "a row in two boxes": (
         make((2, 20, 2, 520), 16, (1, 3), 1, (0, 1), tf32=True),
         {"k_steps": 1},
@@ -787,7 +803,7 @@ def test_products_of_boxes(name: str) -> None:
     last, operands = case.problem.channels_last, name.startswith("operands")
     assert case.variant.boxes is (last or operands)
     assert boxes.swizzle == (32 * case.variant.k_steps if last else 128 if operands else 16)
-    assert boxes.tf32 is (case.variant.parts == 1)
+    assert boxes.tf32 is (case.variant.parts == 1 and not case.variant.scaled)
     for order in ("reversed", 5):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 

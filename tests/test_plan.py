@@ -447,7 +447,7 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
                 count, pixels = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 42 * 4)
                 assert count >= 1
                 stage = math.prod(launch.boxes[0].box) * DTYPE_BYTES[dtype]
-                assert stage == pixels * 32 * candidate.variant.k_steps
+                assert stage == pixels * 32 * candidate.variant.k_steps * (2 if candidate.variant.scaled else 1)
                 slots = candidate.variant.stages if problem.channels_last else candidate.variant.raw_slots
                 assert slots * count * stage <= launch.shared_bytes
                 met.add((problem.channels_last, launch.boxes[0].swizzle))

@@ -176,8 +176,11 @@ def _run(call: _Call, source: torch.Tensor, weight: torch.Tensor, bias_address: 
     weight_address = weight.data_ptr()
     if executable.prologue is not None:
         workspace = source.new_empty(executable.workspace_bytes, dtype=torch.uint8)
-        _launch(executable.prologue, weight_address, workspace.data_ptr())
-        weight_address = workspace.data_ptr()
+        workspace_address = workspace.data_ptr()
+        if executable.prologue.prologue is not None:
+            _launch(executable.prologue.prologue, weight_address, workspace_address, source.data_ptr())
+        _launch(executable.prologue, weight_address, workspace_address)
+        weight_address = workspace_address
     _launch(executable, source.data_ptr(), weight_address, bias_address, partial.data_ptr())
     return _finished(call, partial, added, found)
 

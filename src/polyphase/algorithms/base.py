@@ -177,7 +177,8 @@ class Launch:
     ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
-    A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead. One
+    of its own runs before that, and reads the kernel's source, too.
     ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
     after, by the kernel ``turn`` (`turning`).
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
@@ -198,6 +199,11 @@ class Launch:
     turn: KernelSource | None = None
     boxes: tuple[Boxes, ...] = ()
     one_way: KernelSource | None = None
+
+    @property
+    def prologues(self) -> tuple[Launch, ...]:
+        """All that run before it, in order."""
+        return () if self.prologue is None else (*self.prologue.prologues, self.prologue)
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:

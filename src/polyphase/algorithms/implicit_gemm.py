@@ -31,8 +31,10 @@ from polyphase.algorithms.implicit_gemm_tile import (
     best_tile,
     best_tiles,
     boxes,
+    copy_sizes,
     may_take_operands,
     needs_wide_offsets,
+    pixels_join,
     raw_pitch,
     shared_bytes,
     store_vector,
@@ -80,6 +82,10 @@ _AS_GOOD = 0.99  # of the prediction at another size: what is offered already do
 # By whether channels come last in the destination.
 _SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
 _ALL = 2**31 - 1
+_PIXEL_PARTS = 264  # blocks that measure pixels: two for each multiprocessor of an H200
+_MEASURING_THREADS = 256
+_MEASURING_LANES = 16  # neighbouring threads, of which each has neighbouring pixels: as many, or more
+_MEASURED_CHANNELS = 8  # where each would have fewer channels
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
@@ -164,8 +170,10 @@ class ImplicitGemm:
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
             geometry=geometry,
-            prologue=_pack_weights(gather, variant, product),
-            workspace_bytes=product.counter_bytes(variant) + product.row_groups * product.weight_bytes(variant),
+            prologue=_pack_weights(gather, variant, product, problem.batch),
+            workspace_bytes=product.counter_bytes(variant)
+            + _scales_bytes(gather, variant, product)
+            + product.row_groups * product.weight_bytes(variant),
             boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
@@ -215,6 +223,8 @@ def _as_forward(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) ->
 def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:
     """The constants that decide how weights are packed."""
     return gather.constants(
+        SCALED=variant.scaled,
+        **(_scales(gather, variant, product) if variant.scaled else {}),
         CHANNEL_BLOCKS=variant.channel_blocks,
         LINES=variant.lines,
         WIDTH_PARTS=variant.width_parts,
@@ -223,12 +233,69 @@ def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tu
         TAPS_IN_ROWS=variant.taps_in_rows,
         ROW_CHANNELS=variant.row_channels,
         OPERATIONS=product.operations,
-        COUNTER_BYTES=product.counter_bytes(variant),
+        **({} if variant.scaled else {"COUNTER_BYTES": product.counter_bytes(variant)}),
         MIN_BLOCKS=1,
     )
 
 
-def _pack_weights(gather: Gather, variant: GemmVariant, product: Product) -> Launch:
+def _weight_parts(gather: Gather) -> int:
+    """Parts of the input channels in which weights are measured, so that there are blocks enough."""
+    tile = max(1, _MEASURING_THREADS // gather.taps)
+    blocks = gather.groups * math.ceil(gather.dst_channels / tile)
+    return max(1, min(256 // blocks, gather.src_channels // 16))
+
+
+def _scales(gather: Gather, variant: GemmVariant, product: Product) -> dict[str, Constant]:
+    """The constants that decide how what scaled are multiplied by lies."""
+    return {
+        "GROUPS": gather.groups,
+        "PIXEL_PARTS": _PIXEL_PARTS,
+        "WEIGHT_PARTS": _weight_parts(gather),
+        "SUM_ROWS": product.row_groups * product.row_blocks * ROWS,
+        "COUNTER_BYTES": product.counter_bytes(variant),
+    }
+
+
+def _scales_bytes(gather: Gather, variant: GemmVariant, product: Product) -> int:
+    """What lies between counters and weights: `Scales::BYTES` in kernels/common/scales.cuh."""
+    if not variant.scaled:
+        return 0
+    rows = product.row_groups * product.row_blocks * ROWS
+    measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
+    return round_up(4 * (32 + rows + measured), 128)
+
+
+def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Launch:
+    """The kernel that finds what pixels and weights are multiplied by as float16."""
+    shape, strides = gather.src.shape[2:], gather.src.strides
+    one_row = pixels_join(gather)
+    sizes = (1, 1, math.prod(shape)) if one_row else shape
+    row = sizes[2] if one_row else math.gcd(shape[2], math.gcd(strides[2], strides[3]))
+    vector = 4 if max(copy_sizes(gather, row)) == CHUNK_BYTES else 1
+    pixels = math.prod(shape)
+    lanes = 1
+    most = max(_MEASURING_LANES, _MEASURING_THREADS * _MEASURED_CHANNELS // gather.src_channels)
+    while 2 * lanes <= min(most, _MEASURING_THREADS) and lanes * vector < pixels:
+        lanes *= 2
+    geometry = gather.src.packed()
+    geometry += b"".join(map(packed_divisor, (*sizes, math.ceil(pixels / (lanes * vector)))))
+    geometry += struct.pack("<4i", batch, pixels, lanes, vector)
+    tiles = math.ceil(gather.dst_channels / max(1, _MEASURING_THREADS // gather.taps))
+    blocks = _PIXEL_PARTS + gather.groups * tiles * _weight_parts(gather)
+    constants = gather.constants(SCALED=True, **_scales(gather, variant, product), MIN_BLOCKS=1)
+    constants = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
+    source = KernelSource("measure_scales", gather.dtype, False, constants)
+    return plain_launch(source, blocks, _MEASURING_THREADS, padded(geometry))
+
+
+def _pack_weights(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Launch:
+    launch = _packing_launch(gather, variant, product)
+    if not variant.scaled:
+        return launch
+    return replace(launch, prologue=_measure_scales(gather, variant, product, batch))
+
+
+def _packing_launch(gather: Gather, variant: GemmVariant, product: Product) -> Launch:
     constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
     if variant.taps_in_rows:
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)

@@ -48,6 +48,10 @@ class _Costs:
     lane_output: float = 0.5  # or one of others, by lanes, whether they have a cell or not
     scattered: float = 3.04  # or one where lanes' results lie apart
     launch: float = 13090.0
+    turn_scaled: float = 205.0  # a chunk of pixels that become float16: brought by the copy engine, or by threads
+    convert_scaled: float = 500.0
+    measure: float = 6.0e-6  # seconds to find what they are multiplied by,
+    measured: float = 0.67  # and of a copy's bandwidth, at which all is read for that
     bandwidth: float = 0.85  # of a copy's, which no layer exceeds
     bandwidth_one_tap: float = 0.81  # where the kernel is the stride, channels first
     overlap: float = 2.74  # exponents of the norms that add what goes on at the same time
@@ -81,7 +85,14 @@ def estimate(
     one_tap = all((a.kernel, a.padding, a.dilation) == (a.stride, 0, 1) for a in gather.axes)
     bandwidth = _COSTS.bandwidth_one_tap if one_tap and not gather.src.channels_last else _COSTS.bandwidth
     floor = layer_bytes / (bandwidth * device.copy_bytes_per_second)
-    return slower_of(busy, floor)
+    seconds, bound = slower_of(busy, floor)
+    return seconds + (_measure(gather, device) if variant.scaled else 0), bound
+
+
+def _measure(gather: Gather, device: DeviceInfo) -> float:
+    """Seconds to find what pixels and weights are multiplied by."""
+    read = math.prod(gather.src.shape) + gather.groups * gather.src_channels * gather.dst_channels * gather.taps
+    return _COSTS.measure + read * DTYPE_BYTES[gather.dtype] / (_COSTS.measured * device.copy_bytes_per_second)
 
 
 def _norm(exponent: float, *parts: float) -> float:
@@ -91,6 +102,7 @@ def _norm(exponent: float, *parts: float) -> float:
 def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> tuple[float, float, float, float]:
     """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
     size = DTYPE_BYTES[gather.dtype]
+    raw = size // variant.operand_bytes(gather.dtype)  # bytes for each of an operand
     in_place = gather.src.channels_last or variant.boxes
     stages = product.stages(variant)
     chunks = 2 * variant.k_steps
@@ -100,7 +112,7 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     instructions = product.steps * product.operations * variant.pixel_blocks * variant.sharers
     instructions *= 3 if variant.parts == 2 else 1
     operand_bytes = instructions * 2 * CHUNK_BYTES * (ROWS + variant.pixels)
-    passes = (1 if variant.boxes or (size == 2 and in_place) else 3) * (1 if variant.parts == 1 else 4 / 3)
+    passes = (1 if variant.boxes or (size == 2 and in_place) else 1 + 2 * raw) * (1 if variant.parts == 1 else 4 / 3)
     shared = operand_bytes + passes * pixel_bytes + weight_bytes
     shared *= _COSTS.shared_boxes if variant.boxes and gather.src.channels_last else _COSTS.shared
     products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else _COSTS.other_instruction)
@@ -111,7 +123,7 @@ def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Produc
     slot = _COSTS.slot_in_place if in_place else _COSTS.slot
     slot += _COSTS.slot_shared if variant.cluster > 1 else 0
     slots = (stages * slot + _COSTS.slot_use * multiply) / free
-    return multiply, load, (pixel_bytes + weight_bytes / variant.cluster) * _COSTS.moved, slots
+    return multiply, load, (raw * pixel_bytes + weight_bytes / variant.cluster) * _COSTS.moved, slots
 
 
 def _load(gather: Gather, variant: GemmVariant, tile: Tile) -> float:
@@ -124,17 +136,19 @@ def _load(gather: Gather, variant: GemmVariant, tile: Tile) -> float:
     if tile.boxes:
         pieces = math.ceil(tile.halo * size / 128) * chunks * variant.parts
         turners = (warps - 1) // variant.turning_groups
-        return (_COSTS.stage_turned + _COSTS.turn * math.ceil(pieces / turners)) / variant.turning_groups
+        turn = _COSTS.turn_scaled if variant.scaled else _COSTS.turn
+        return (_COSTS.stage_turned + turn * math.ceil(pieces / turners)) / variant.turning_groups
     warps //= variant.loader_groups
     vectors = tile.halo / (tile.copy_bytes // size)
     if in_place:
         pieces = CHUNK_BYTES // tile.copy_bytes
         copies = _COSTS.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
     else:
-        copies = _COSTS.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
+        copies = _COSTS.copy_rows * math.ceil(vectors / 32) * variant.stage_channels(gather.dtype) / warps
     turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
     latency = _COSTS.stage_in_place if in_place else _COSTS.stage
-    return (latency + copies + _COSTS.convert * turned) / variant.loader_groups
+    convert = _COSTS.convert_scaled if variant.scaled else _COSTS.convert
+    return (latency + copies + convert * turned) / variant.loader_groups
 
 
 def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> float:

@@ -78,7 +78,8 @@ class _SharedBytes:
         chunks = 2 * variant.k_steps
         self.allocated = variant.parts * chunks * CHUNK_BYTES
         self.in_boxes = variant.boxes
-        self.raw = 0 if self.src_channels_last or variant.boxes else variant.raw_slots * chunks * CHUNK_BYTES
+        raw = variant.raw_slots * chunks * CHUNK_BYTES * self.size // variant.operand_bytes(gather.dtype)
+        self.raw = 0 if self.src_channels_last or variant.boxes else raw
         self.table = 4 + (8 if needs_wide_offsets(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
@@ -140,14 +141,14 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
     return places + CONSUMERS * 4 * 8 * pitch * size
 
 
-def _pixels_join(gather: Gather) -> bool:
+def pixels_join(gather: Gather) -> bool:
     """Whether the pixels of an image follow each other in memory."""
     sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
     rows_join = sizes[1] == 1 or strides[1] == sizes[2] * strides[2]
     return rows_join and (sizes[0] == 1 or strides[0] == sizes[1] * sizes[2] * strides[2])
 
 
-def _copy_sizes(gather: Gather, row: int) -> list[int]:
+def copy_sizes(gather: Gather, row: int) -> list[int]:
     """Bytes that one copy from global memory may have, where ``row`` pixels and their whole rows are copied so."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.src.strides
@@ -261,13 +262,13 @@ def _runs(
     depth, height, width = gather.cells
     pixels = depth * height * width
     alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
-    if not (alone and _pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
+    if not (alone and pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
         return
     if (batch + 1) * pixels >= 2**31 - capacity:
         return
     last, pitch = gather.src.channels_last, (pixels, height * width, width)
     for engine in engines:
-        size = max(_copy_sizes(gather, pixels))
+        size = max(copy_sizes(gather, pixels))
         if engine and not _are_one_row(gather, batch):
             continue
         if last or not engine:
@@ -289,7 +290,7 @@ def _whole_images(
     depth, height, width = gather.src.shape[2:]
     pixels = depth * height * width
     images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), _addressable(gather))
-    if images < 1 or not _pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
+    if images < 1 or not pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
         return
     last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
     for engine in engines:
@@ -300,7 +301,7 @@ def _whole_images(
         pieces = _operands(run) if transposed else _pieces_of_row(run, gather) if last else (1, run)
         boxes = pieces if engine else (0, 0)
         allocated = _allocated(run, capacity, banks, *boxes)
-        size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
+        size, tiles = max(copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
 
@@ -348,7 +349,7 @@ def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None
 
 def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:
     """Whether the copy engine can bring pixels that are then turned around, channels first."""
-    fills = fills_stages(gather.groups, gather.src_channels, gather.dtype, variant.k_steps)
+    fills = fills_stages(gather.groups, gather.src_channels, variant.stage_channels(gather.dtype))
     return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
 
 
@@ -357,7 +358,7 @@ def may_take_operands(gather: Gather) -> bool:
     pixels that no tap reads beside. (Rows of 32 bytes, as of 16 pixels, are not swizzled as rows of 128 bytes are.)"""
     if gather.src.channels_last:
         return box_strides(gather) is not None
-    if DTYPE_BYTES[gather.dtype] != 2 or not _pixels_join(gather) or box_strides(gather, one_row=True) is None:
+    if DTYPE_BYTES[gather.dtype] != 2 or not pixels_join(gather) or box_strides(gather, one_row=True) is None:
         return False
     return Taps.stay_in_cells(gather.axes) or math.prod(gather.src.shape[2:]) == BOX_PIXELS
 
@@ -378,12 +379,12 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
         else:
             sizes = [math.prod(spatial), 1, 1, batch]
-    stage_bytes = 2 * CHUNK_BYTES * variant.k_steps
-    rounded = variant.parts == 1
+    stage_bytes, stage_channels = 2 * CHUNK_BYTES * variant.k_steps, variant.stage_channels(gather.dtype)
+    rounded = variant.parts == 1 and not variant.scaled
     if last:
-        return Boxes(gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, rounded)
+        return Boxes(gather.dtype, (channels, *sizes), strides, (stage_channels, *box), stage_bytes, rounded)
     swizzle = BOX_PIXELS * size if variant.boxes else CHUNK_BYTES
-    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), swizzle, rounded)
+    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_channels), swizzle, rounded)
 
 
 def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:
@@ -412,7 +413,7 @@ def _boxes(
     back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
     reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
     whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
-    for copy_bytes in [max(_copy_sizes(gather, whole_rows))] if engine else _copy_sizes(gather, whole_rows):
+    for copy_bytes in [max(copy_sizes(gather, whole_rows))] if engine else copy_sizes(gather, whole_rows):
         even = 1 if gather.src.channels_last else (CHUNK_BYTES if engine else copy_bytes) // size
         skew = -back[2] % even
         lead = back[2] + skew

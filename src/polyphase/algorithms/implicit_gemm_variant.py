@@ -50,7 +50,8 @@ class GemmVariant(NamedTuple):
     ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
     these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
     ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
-    thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most.
+    thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most. ``scaled``: it
+    multiplies float32 as float16 (kernels/common/scales.cuh).
     """
 
     pixels: int
@@ -71,6 +72,15 @@ class GemmVariant(NamedTuple):
     cluster: int = 1
     piece_bytes: int = 256
     width_parts: int = 1
+    scaled: bool = False
+
+    def operand_bytes(self, dtype: str) -> int:
+        """Of an element of the product's operands."""
+        return 2 if self.scaled else DTYPE_BYTES[dtype]
+
+    def stage_channels(self, dtype: str) -> int:
+        """Input channels of a stage."""
+        return self.k_steps * 2 * CHUNK_BYTES // self.operand_bytes(dtype)
 
     @property
     def taps_in_rows(self) -> bool:
@@ -219,12 +229,19 @@ class Product:
     def of(cls, gather: Gather, variant: GemmVariant) -> Product:
         """The product of a variant."""
         shape = variant.channel_blocks, variant.lines, variant.width_parts, variant.row_channels
-        return cls._of(gather, *shape, variant.k_steps)
+        return cls._of(gather, *shape, variant.k_steps, variant.operand_bytes(gather.dtype))
 
     @classmethod
     @lru_cache(maxsize=4096)
     def _of(
-        cls, gather: Gather, channel_blocks: int, lines: int, width_parts: int, row_channels: int, k_steps: int
+        cls,
+        gather: Gather,
+        channel_blocks: int,
+        lines: int,
+        width_parts: int,
+        row_channels: int,
+        k_steps: int,
+        operand_bytes: int,
     ) -> Product:
         taps = Taps.of(gather.axes)
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
@@ -235,7 +252,7 @@ class Product:
             row_blocks = channel_blocks * lines * taps.owned_w // width_parts
             operations = max(groups) * taps.along_w * channel_blocks // width_parts
             channel_groups = math.ceil(gather.dst_channels / (ROWS * channel_blocks))
-        depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
+        depth = gather.src_channels * operand_bytes / (2 * CHUNK_BYTES)
         return cls(
             row_blocks=row_blocks,
             row_groups=gather.groups * channel_groups * len(groups) * width_parts,
@@ -299,7 +316,11 @@ def families(
     if is_tiny(problem) and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
         row_channels = min(ROWS // taps_of_channel, channels)
         shapes += [(sets, len(taps.lines), 1, sets, row_channels, True) for sets in (1, 2, 4)]
-    for wgmma in (True, False) if device.has_wgmma else (False,):
+    deep_enough = problem.in_channels_per_group * 2 >= 2 * CHUNK_BYTES  # an instruction is not half empty
+    may_be_scaled = device.has_wgmma and not channels_last and problem.dtype == "float32" and deep_enough
+    instructions = [(True, False), (False, False)] if device.has_wgmma else [(False, False)]
+    instructions += [(True, True)] if may_be_scaled else []
+    for wgmma, scaled in instructions:
         for channel_blocks, lines, width_parts, row_blocks, row_channels, whole_images in shapes:
             held = _HELD_BY_CHANNELS if whole_images else 0
             if not row_channels:
@@ -320,6 +341,8 @@ def families(
                     continue  # registers spill
                 if k_steps == 4 and cluster > 1 and row_channels and not whole_images:
                     continue  # registers spill
+                if k_steps == 4 and scaled:
+                    continue  # hardly ever the fastest: such a stage is 64 channels
                 if k_steps == 4 and not row_channels and not taps.are_alike(lines):
                     continue  # had a fence for each product (C7519), so the model was never fitted to them
                 if cluster > 1 and channels_last and lines > 2 and taps.owned_w > 2:
@@ -330,7 +353,8 @@ def families(
                 elif problem.groups > 1 and lines > 1 and split == "cells" and parts == 2 and channels_last:
                     beside += 16  # which group it is
                 sums = _accumulators(parts, wgmma, held + beside)
-                fills = fills_stages(problem.groups, problem.in_channels_per_group, problem.dtype, k_steps)
+                stage_channels = k_steps * 2 * CHUNK_BYTES // (2 if scaled else DTYPE_BYTES[problem.dtype])
+                fills = fills_stages(problem.groups, problem.in_channels_per_group, stage_channels)
                 by_engine = boxes and wgmma and parts == 1 and fills
                 ways = [(False, *way) for way in _LOADERS[channels_last]]
                 if by_engine and channels_last:
@@ -347,7 +371,7 @@ def families(
                         variant = GemmVariant(
                             pixels, pixel_blocks, channel_blocks, lines, k_steps, 0, parts, split, resident,
                             loaders, wgmma, row_channels, in_boxes, whole_images, raw_slots, cluster,
-                            width_parts=width_parts,
+                            width_parts=width_parts, scaled=scaled,
                         )  # fmt: skip
                         yield variant, stages
 
@@ -357,9 +381,9 @@ def _may_be_transposed(problem: ConvTransposeProblem, whole_images: bool) -> boo
     return DTYPE_BYTES[problem.dtype] == 2 and (whole_images or Taps.stay_in_cells(problem.axes3))
 
 
-def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
+def fills_stages(groups: int, channels: int, stage_channels: int) -> bool:
     """Whether the last stage of a group's ``channels`` does not reach into the next group."""
-    return groups == 1 or channels % (k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[dtype]) == 0
+    return groups == 1 or channels % stage_channels == 0
 
 
 def _held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool) -> int:

@@ -124,6 +124,7 @@ class PixelGemm:
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("COLUMN_TILES", variant.columns // 8),
+            ("SCALED", _scaled(problem)),
             ("MIN_BLOCKS", 1),
         )
         columns = problem.groups * chunks * variant.columns

@@ -155,7 +155,7 @@ def _offered(
 
 
 def _sources(launch: Launch) -> list[KernelSource]:
-    return [*([] if launch.prologue is None else _sources(launch.prologue)), launch.source]
+    return [each.source for each in (*launch.prologues, launch)]
 
 
 def _settled(sources: list[KernelSource], arch: str, remarks: list[str]) -> list[KernelSource]:

@@ -130,7 +130,7 @@ class Call:
     extension: Any
     copies: bool
     launch: tuple[Any, ...]
-    prologue: tuple[Any, ...] | None
+    prologues: list[tuple[Any, ...]]
     workspace_bytes: int
     planes: int
     planes_channels_last: bool
@@ -177,7 +177,7 @@ def prepare(
         extension=build(arch),
         copies=copies,
         launch=arguments(arch, launch),
-        prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
+        prologues=[arguments(arch, each) for each in launch.prologues],
         workspace_bytes=launch.workspace_bytes,
         planes=launch.planes,
         planes_channels_last=launch.planes_channels_last,
@@ -246,9 +246,11 @@ def run(
     output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
     if 0 in call.launch[3:6]:
         return output
-    if call.prologue is not None:
+    if call.prologues:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
-        launch(*call.prologue, [second, workspace])
+        for prologue in call.prologues[:-1]:
+            launch(*prologue, [second, workspace, first])
+        launch(*call.prologues[-1], [second, workspace])
         second = workspace
     if call.planes == 1:
         launch(*call.launch, [first, second, bias, output])

@@ -36,7 +36,8 @@ class Executable:
         prologue = launch.prologue
         ahead = None if prologue is None else _compile_in_thread(prologue.source, arch, index)
         self._kernel = _load(launch.source, arch, index, launch.shared_bytes, binary)
-        self.prologue = None if prologue is None else Executable(prologue, arch, index, 2, ahead)
+        read = 3 if pointers == 2 else 2  # the prologue of a prologue has the source, too
+        self.prologue = None if prologue is None else Executable(prologue, arch, index, read, ahead)
         self.name = launch.source.kernel
         self.device_index = index
         self.planes = launch.planes

@@ -32,8 +32,8 @@ _BUILDING_BLOCKS = {
     "gather_channels": ("operand", "taps"),
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
-        "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
-        "gemm_tile", "item_queue", "pixel_loader",
+        "tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "copy_async", "wgmma", "async",
+        "mma", "matrix", "divisor", "gemm_tile", "item_queue", "pixel_loader",
     ),
     "gather_gemm": (
         "tensor_float", "dependent", "divisor", "split", "copy_async", "async", "mma", "stages", "staged_rows",
@@ -65,11 +65,15 @@ _BUILDING_BLOCKS = {
     "pack_channels": ("dependent",),
     "add_planes": (),
     "turn_channels": ("divisor",),
-    "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
-    "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
+    "pack_weights": ("tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "counters"),
+    "pack_taps": ("tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "counters"),
+    "measure_scales": ("divisor", "scaled_half", "scales", "dependent"),
     "pack_columns": ("scaled_half", "dependent"),
     "copy_weights": ("dependent", "counters"),
 }  # fmt: skip
+
+# Those of them that are for kernels alone that multiply float32 as float16.
+_WITH_SCALES = ("scales", "bands")
 
 # Depth in elements and operand type of the tensor cores' instructions.
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
@@ -78,7 +82,7 @@ _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "b
 SETTLED = ("MIN_BLOCKS", "STRAIGHT")
 
 # Constants that the preprocessor must know.
-_MACROS = ("WGMMA", "CLUSTER", "BY_THREADS")
+_MACROS = ("WGMMA", "CLUSTER", "BY_THREADS", "SCALED")
 
 Constant = bool | int | Axis
 
@@ -113,8 +117,7 @@ class KernelSource:
     @property
     def operand(self) -> str:
         """What the tensor cores are given."""
-        scaled = "scaled_half" in _BUILDING_BLOCKS[self.kernel]
-        return "float16" if scaled and self.dtype == "float32" else self.dtype
+        return "float16" if dict(self.constants).get("SCALED") else self.dtype
 
     @cached_property
     def specialisation(self) -> str:
@@ -131,6 +134,8 @@ class KernelSource:
             depth, operand = _OPERANDS[self.operand]
             lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
+        if "SCALED" in constants:
+            lines.append(f"#define SCALED {constants['SCALED']:d}  // float32 is multiplied as float16")
         if "WGMMA" in constants:
             lines += _matrix_instructions(self.operand, constants)
         return "\n".join(lines) + "\n"
@@ -139,7 +144,9 @@ class KernelSource:
     def files(self) -> tuple[str, ...]:
         """The files under `KERNELS` that follow the specialisation; `SHARED_FILES` stand before it."""
         blocks = ["geometry"] if "AXIS_W" in dict(self.constants) else []
-        blocks += _BUILDING_BLOCKS[self.kernel]
+        constants = dict(self.constants)
+        beside = () if constants.get("SCALED") else _WITH_SCALES
+        blocks += (name for name in _BUILDING_BLOCKS[self.kernel] if name not in beside)
         if self.kernel == "implicit_gemm":
             blocks.append("store_overlap" if dict(self.constants)["TAPS_IN_ROWS"] else "store_phases")
         return (*(f"common/{name}.cuh" for name in blocks), f"{self.kernel}.cu")

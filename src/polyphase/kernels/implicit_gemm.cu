@@ -76,6 +76,18 @@ struct Slot {
   }
 };
 
+// A stage of an item among those of its band, and the band: that of the smallest magnitudes comes first.
+__device__ __forceinline__ int stage_of_band(const Items& items, int stage) {
+  return SCALED && items.bands > 1 ? stage % STAGES_OF_ITEM : stage;
+}
+__device__ __forceinline__ PixelBand band_of(const Items& items, float scale, int stage) {
+#if SCALED
+  return StageBand(scale, items.bands, items.bands > 1 ? stage / STAGES_OF_ITEM : 0);
+#else
+  return {};
+#endif
+}
+
 #if BULK_COPY
 // A stage's weights of a row group, by one thread.
 __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* from, unsigned barrier) {
@@ -104,7 +116,7 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, cons
     if (ahead.stage == 0) loader.locate(ahead.index);
     const unsigned barrier = (BOXES ? full : come) + 8 * slot_ahead.index;
     if (elect()) {
-      loader.load(ahead.stage, pixels + slot_ahead.index * pixel_bytes, barrier);
+      loader.load(stage_of_band(items, ahead.stage), pixels + slot_ahead.index * pixel_bytes, barrier);
       if (!BOXES) barrier_arrive(barrier);
     }
     __syncwarp();
@@ -119,7 +131,7 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, cons
     if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
     if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
     const unsigned char* const weights =
-        packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + now.stage * WEIGHT_STAGE;
+        packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + stage_of_band(items, now.stage) * WEIGHT_STAGE;
     if (elect()) {
       for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
         copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
@@ -140,7 +152,7 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, cons
 // TURNING_GROUPS-th stage.
 __device__ __forceinline__ void turn_stages(const Geometry& g, const Items& items, int warp, unsigned char* stages,
                                             int stage_bytes, const unsigned char* raw, int raw_stage, unsigned full,
-                                            unsigned empty, unsigned come, unsigned turned) {
+                                            unsigned empty, unsigned come, unsigned turned, float scale) {
   const int group = warp / TURNERS;
   Cursor now;
   Slot<STAGES> slot;
@@ -150,13 +162,41 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, const Items& item
     barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT,
-                        warp % TURNERS);
+                        warp % TURNERS, band_of(items, scale, now.stage));
     publish_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
     now.skip(items, TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
   }
 }
+#endif
+
+#if SCALED
+// By what the thread's rows are multiplied, beside what all pixels are.
+struct RowFactors {
+  float of[ROW_BLOCKS][2];
+
+  __device__ __forceinline__ explicit RowFactors(const float* rows) {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) of[i / 2][i % 2] = rows[i / 2 * ROWS + i % 2 * 8 + row];
+  }
+  __device__ __forceinline__ void unscale(Sums& sums, float scale) const {
+    const float of_pixels = unscale_pixel(scale);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
+      const float by = of[i / 2][i % 2], first = fminf(by, of_pixels),
+                  then = fmaxf(by, of_pixels);  // lest sums overflow
+#pragma unroll
+      for (int part = 0; part < PIXEL_BLOCKS; ++part)
+#pragma unroll
+        for (int j = 0; j < SUMS / 2; ++j) {
+          float& sum = sums[i / 2][part][j / 2 * 4 + i % 2 * 2 + j % 2];
+          sum = sum * first * then;
+        }
+    }
+  }
+};
 #endif
 
 __device__ __forceinline__ void add_up(float& sum, float& total) { total += sum, clear(sum); }
@@ -258,6 +298,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned turns = shared_address(shared.turn);
   Items items{g, (unsigned*)packed, shared.queue};
   packed += COUNTER_BYTES;
+  float scale = 1;
+#if SCALED
+  const Scales scales((unsigned char*)packed);
+  packed += Scales::BYTES;
+#endif
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, !takes_boxes(g) ? LOADERS : BOXES ? 1 : TURNERS + 1);
@@ -307,6 +352,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
+#if SCALED
+  wait_for_prologue();
+  scale = scales.first_band().scale, items.bands = scales.first_band().bands;
+#endif
 
 #if BOX_COPY
   if (takes_boxes(g) && warp_group >= CONSUMERS) {
@@ -314,7 +363,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
     if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
-      turn_stages(g, items, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
+      turn_stages(g, items, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned, scale);
     } else if (warp == LOADER_THREADS / 32 - 1) {
       unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;
       load_boxes(g, items, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage, full,
@@ -353,10 +402,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         if (IN_PLACE) {
           barrier_wait(empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
-          loader.load(base, ahead.stage, shared_memory + slot_ahead.index * stage_bytes + WEIGHT_SLOT);
+          loader.load(base, stage_of_band(items, ahead.stage),
+                      shared_memory + slot_ahead.index * stage_bytes + WEIGHT_SLOT);
           slot_ahead.skip(LOADER_GROUPS);
         } else {
-          loader.load(base, ahead.stage, raw + copy_ahead.index * raw_stage);
+          loader.load(base, stage_of_band(items, ahead.stage), raw + copy_ahead.index * raw_stage);
           copy_ahead.skip(1);
         }
         new_item = ahead.skip_and_take(items, LOADER_GROUPS, loader_thread == 0);
@@ -374,20 +424,24 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         if (!RESIDENT && loader.thread == 0)
           for (int part = 0; part < ROW_PARTS; ++part)
             copy_weights(shared_address(stage + part * WEIGHT_STAGE),
-                         weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, full + 8 * slot.index);
+                         weights + part * WEIGHT_ITEM + stage_of_band(items, now.stage) * WEIGHT_STAGE,
+                         full + 8 * slot.index);
         copies_wait<LOOKAHEAD - 1>();
 #else
         copies_wait<LOOKAHEAD - 1>();
         for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
           copy_async<16>(shared_address(stage + i),
-                         weights + i / WEIGHT_STAGE * WEIGHT_ITEM + now.stage * WEIGHT_STAGE + i % WEIGHT_STAGE, true);
+                         weights + i / WEIGHT_STAGE * WEIGHT_ITEM + stage_of_band(items, now.stage) * WEIGHT_STAGE +
+                             i % WEIGHT_STAGE,
+                         true);
         copies_commit();
 #endif
         threads_sync(1 + loader_group, LOADERS);
       }
       start_copy();
       if (round < 0) continue;
-      loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT);
+      loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT,
+                     band_of(items, scale, now.stage));
 #if !BULK_COPY
       copies_wait<1>();
 #endif
@@ -405,7 +459,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     Sums sums, totals;  // the latter for PARTS = 2
     const int turn = TAKE_TURNS ? warp_group : 0;
     const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
-    slot.skip(turn * STAGES_OF_ITEM);
+    slot.skip(turn * items.stages());
     unsigned turn_parity = 0;
 #if BULK_COPY
     if (RESIDENT) {
@@ -420,8 +474,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 #endif
     Cursor now;
-    for (now.skip(items, turn * STAGES_OF_ITEM); now.index < g.items;
-         now.skip(items, CONSUMERS / SHARERS * STAGES_OF_ITEM)) {
+    for (now.skip(items, turn * items.stages()); now.index < g.items;
+         now.skip(items, CONSUMERS / SHARERS * items.stages())) {
       Item item;
       item.locate(g, now.index, row_part);
       int counts[ROW_BLOCKS];
@@ -435,34 +489,52 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       turn_parity ^= 1;
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { total = 0, clear(sum); }, sums, totals);
 #pragma unroll 1
-      for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
-        barrier_wait(full + 8 * slot.index, slot.parity);
-        const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
-        const unsigned weights = RESIDENT
-                                     ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
-                                     : held + row_part * WEIGHT_STAGE;
-        const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
-        const Operands operands{stage, weights, pixels, shared.operations + item.line_group * OPERATIONS};
-        multiply_kind(kind, g, operands, counts, sums, totals);
-        if constexpr (PARTS == 2) {
-          products_wait<0>();
-          for_each(add_up, sums, totals);
-        } else {
-          products_wait<1>();
+      for (int band = 1;; ++band) {
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
+          barrier_wait(full + 8 * slot.index, slot.parity);
+          const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
+          const unsigned weights = RESIDENT
+                                       ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
+                                       : held + row_part * WEIGHT_STAGE;
+          const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
+          const Operands operands{stage + band - 1, weights, pixels, shared.operations + item.line_group * OPERATIONS};
+          multiply_kind(kind, g, operands, counts, sums, totals);
+          if constexpr (PARTS == 2) {
+            products_wait<0>();
+            for_each(add_up, sums, totals);
+          } else {
+            products_wait<1>();
+          }
+          if (previous >= 0) release(empty + 8 * previous);
+          previous = slot.index;
+          slot.skip(1);
         }
-        if (previous >= 0) release(empty + 8 * previous);
-        previous = slot.index;
-        slot.skip(1);
+#if SCALED
+        if (band < items.bands) {
+          products_wait<0>();
+          for_each([](float& sum, float& total) { (PARTS == 2 ? total : sum) *= power_of_two(127 - BAND); }, sums,
+                   totals);
+          continue;
+        }
+#endif
+        break;
       }
       const int first_channel = item.group * DST_CHANNELS;
       const Store store(g, item, sums, cell_part * GROUP_CELLS,
                         dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
                         store_memory);
+#if SCALED
+      const RowFactors rows(scales.rows() + (long long)item.row_group * (ROW_BLOCKS * ROWS));
+#endif
       products_wait<0>();
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
       release(empty + 8 * previous);
+#if SCALED
+      rows.unscale(sums, scale);
+#endif
       if (TAKE_TURNS) {
-        slot.skip(STAGES_OF_ITEM);
+        slot.skip(items.stages());
         if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
       }
       // Always true without clusters; without the branch the assembler reads sums ahead of the wait, and then makes

@@ -6,7 +6,6 @@
 // channels that do not exist are zero. A block has eight columns, and LANES threads for each, of which each makes 16
 // bytes at a time.
 
-constexpr bool SCALED = sizeof(scalar_t) == 4;
 constexpr int CHUNK = 8;  // channels
 constexpr int HALVES = 2 * ceil_div(IN_CHANNELS, 2 * CHUNK);
 constexpr int ALL_COLUMNS = OUT_CHANNELS * TAPS;

@@ -50,6 +50,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ scalar_t slab[STEP_CHANNELS][SLAB_SETS * PITCH];
   let_dependents_start();
   packed = clear_counters(packed);
+#if SCALED
+  wait_for_prologue();
+  const Scales scales(packed);
+  packed += Scales::BYTES;
+  write_first_band(scales);
+#endif
   const int first_set = blockIdx.x % SLABS * SLAB_SETS, step = blockIdx.x / SLABS % STEPS;
   const int line_group = blockIdx.x / (SLABS * STEPS) % LINE_GROUPS, group = blockIdx.x / (SLABS * STEPS) / LINE_GROUPS;
   const int first_in = step * STEP_CHANNELS, first_out = first_set * ROW_CHANNELS;
@@ -61,6 +67,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (row.in_set == SET_ROWS) break;
     const int out = row.set * ROW_CHANNELS + row.out;
     const scalar_t* const from = origin + weight_offset(0, out, row.tap);
+#if SCALED
+    const bool inside = first_out + out < DST_CHANNELS;
+    const float largest = inside ? scales.largest_weight(group * DST_CHANNELS + first_out + out) : 0;
+    const float scale = scale_of_column(largest);
+    if (step == 0) {
+      const int set = first_set + row.set;
+      const int row_group = (group * CHANNEL_GROUPS + set / CHANNEL_BLOCKS) * LINE_GROUPS + line_group;
+      const int block = row_group * ROW_BLOCKS + set % CHANNEL_BLOCKS * SET_BLOCKS;
+      if (set < SETS) scales.rows()[block * ROWS + row.in_set] = unscale_column(largest);
+    }
+#else
+    constexpr float scale = 1;
+#endif
     scalar_t values[STEP_CHANNELS];  // on their way together
 #pragma unroll
     for (int in = 0; in < STEP_CHANNELS; ++in) {
@@ -68,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       values[in] = exists ? read(from + (long long)in * WEIGHT_STRIDE_IN) : zero<scalar_t>();
     }
 #pragma unroll
-    for (int in = 0; in < STEP_CHANNELS; ++in) slab[in][row.set * PITCH + row.in_set] = values[in];
+    for (int in = 0; in < STEP_CHANNELS; ++in) slab[in][row.set * PITCH + row.in_set] = multiplied(values[in], scale);
   }
   __syncthreads();
 
@@ -82,16 +101,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in)
       values[in] = row < rows ? slab[chunk * CHUNK + in][in_slab * PITCH + row] : zero<scalar_t>();
-    alignas(16) scalar_t parts[PARTS][CHUNK];
+    alignas(16) operand_t parts[PARTS][CHUNK];
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in) prepare(values[in], parts, in);
     const int row_group = (group * CHANNEL_GROUPS + set / CHANNEL_BLOCKS) * LINE_GROUPS + line_group;
     const int operation = set % CHANNEL_BLOCKS * SET_BLOCKS + block;
+#if SCALED
+    if (step == 0 && chunk == 0 && row >= rows)
+      scales.rows()[(row_group * ROW_BLOCKS + operation) * ROWS + i % ROWS] = 0;  // of no row
+#endif
     unsigned char* const to =
         packed + (((long long)row_group * STEPS + step) * OPERATIONS + operation) * OPERATION_BYTES;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
-      *(Vector<scalar_t, CHUNK>*)(to + ((part * 2 + chunk) * ROWS + i % ROWS) * 16) =
-          *(const Vector<scalar_t, CHUNK>*)parts[part];
+      *(Vector<operand_t, CHUNK>*)(to + ((part * 2 + chunk) * ROWS + i % ROWS) * 16) =
+          *(const Vector<operand_t, CHUNK>*)parts[part];
   }
 }

@@ -84,11 +84,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ int places[SLAB_TAPS];
   let_dependents_start();
   packed = clear_counters(packed);
+#if SCALED
+  wait_for_prologue();
+  __shared__ float scale[SLAB_CHANNELS];
+  const Scales scales(packed);
+  packed += Scales::BYTES;
+  write_first_band(scales);
+#endif
   const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;
   const int chunk = blockIdx.x / (ROW_SLABS * TAP_SLABS) % (2 * STEPS);
   const int group = blockIdx.x / (ROW_SLABS * TAP_SLABS) / (2 * STEPS);
   const int first_in = chunk * CHUNK, first_out = row_slab * SLAB_CHANNELS, first_place = tap_slab * SLAB_TAPS;
   const int channel_block = first_out / ROWS % CHANNEL_BLOCKS;
+#if SCALED
+  for (int i = threadIdx.x; i < SLAB_CHANNELS; i += THREADS) {
+    const bool exists = first_out + i < DST_CHANNELS;
+    scale[i] = exists ? scale_of_column(scales.largest_weight(group * DST_CHANNELS + first_out + i)) : 0;
+  }
+  __syncthreads();
+#endif
 
   const scalar_t* const origin =
       weight + group_offset(group) + (long long)first_in * WEIGHT_STRIDE_IN + weight_offset(0, first_out, first_place);
@@ -110,7 +124,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int pair = first + k * THREADS;
       if (pair >= PAIRS) break;
 #pragma unroll
-      for (int in = 0; in < CHUNK; ++in) slab[in][out_of(pair) * PITCH + tap_of(pair)] = values[k][in];
+      for (int in = 0; in < CHUNK; ++in) {
+#if SCALED
+        values[k][in] *= scale[out_of(pair)];
+#endif
+        slab[in][out_of(pair) * PITCH + tap_of(pair)] = values[k][in];
+      }
     }
   }
   // The last threads have the fewest weights to read.
@@ -119,6 +138,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
 
   const int outer = group * CHANNEL_GROUPS + first_out / (CHANNEL_BLOCKS * ROWS);
+#if SCALED
+  for (int i = threadIdx.x; chunk == 0 && tap_slab == 0 && i < SLAB_CHANNELS * LINE_GROUPS * SET_BLOCKS; i += THREADS) {
+    const int row = i % SLAB_CHANNELS, out = first_out + channel_of_row(row), block = i / SLAB_CHANNELS;
+    const int row_block = (outer * LINE_GROUPS + block / SET_BLOCKS) * ROW_BLOCKS + channel_block * SET_BLOCKS;
+    const float largest = out < DST_CHANNELS ? scales.largest_weight(group * DST_CHANNELS + out) : 0;
+    scales.rows()[(row_block + block % SET_BLOCKS) * ROWS + first_out % ROWS + row] = unscale_column(largest);
+  }
+#endif
   unsigned char* const target = packed +
                                 ((long long)outer * LINE_GROUPS * STEPS + chunk / 2) * OPERATIONS * OPERATION_BYTES +
                                 (chunk % 2 * ROWS + first_out % ROWS) * 16;
@@ -131,12 +158,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in)
       values[in] = exists ? slab[in][channel_of_row(row) * PITCH + tap] : zero<scalar_t>();
-    alignas(16) scalar_t parts[PARTS][CHUNK];
+    alignas(16) operand_t parts[PARTS][CHUNK];
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in) prepare(values[in], parts, in);
     unsigned char* const to = target + (long long)places[tap] * OPERATION_BYTES + row * 16;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
-      *(Vector<scalar_t, CHUNK>*)(to + part * (2 * ROWS * 16)) = *(const Vector<scalar_t, CHUNK>*)parts[part];
+      *(Vector<operand_t, CHUNK>*)(to + part * (2 * ROWS * 16)) = *(const Vector<operand_t, CHUNK>*)parts[part];
   }
 }

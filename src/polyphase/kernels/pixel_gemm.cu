@@ -36,7 +36,6 @@ struct Geometry {
 constexpr int GROUPS = 2, THREADS = 128 * (GROUPS + 1), TILE = 64 * ROW_TILES * GROUPS;
 constexpr int PIXELS = 2 * ROW_TILES;  // of a thread
 constexpr int RUNS = PIXELS / RUN;
-constexpr bool SCALED = sizeof(scalar_t) == 4;
 constexpr int ELEMENT = sizeof(scalar_t), DEPTH = 16;  // channels of an operation
 constexpr int STEPS = ceil_div(IN_CHANNELS, DEPTH);
 constexpr int LINES = AXIS_D.stride * AXIS_H.stride;

@@ -25,7 +25,10 @@ struct Items {
   const Geometry& g;
   unsigned* counters;
   QueueMemory& memory;
-  int next = 0;  // of the thread that takes them: the item behind those that are known
+  int next = 0;   // of the thread that takes them: the item behind those that are known
+  int bands = 1;  // with SCALED (scales.cuh): an item's stages come so many times
+
+  __device__ __forceinline__ int stages() const { return SCALED ? bands * STAGES_OF_ITEM : STAGES_OF_ITEM; }
 
   // By one thread, before the others begin.
   __device__ __forceinline__ void init() const {
@@ -103,15 +106,15 @@ struct Cursor {
 
   // `count` stages on; true where that is another item.
   __device__ __forceinline__ bool skip(const Items& items, int count) {
-    return walk(count, items.g, [&]() { return items.of(ordinal); });
+    return walk(count, items, [&]() { return items.of(ordinal); });
   }
   // The same behind another cursor, which often knows already.
   __device__ __forceinline__ bool skip_behind(const Cursor& ahead, const Items& items, int count) {
-    return walk(count, items.g, [&]() { return ordinal == ahead.ordinal ? ahead.index : items.of(ordinal); });
+    return walk(count, items, [&]() { return ordinal == ahead.ordinal ? ahead.index : items.of(ordinal); });
   }
   // The same for a warp whose first lane takes the items.
   __device__ __forceinline__ bool skip_and_take(Items& items, int count, bool takes) {
-    return walk(count, items.g, [&]() {
+    return walk(count, items, [&]() {
       if (takes) items.take(ordinal);
       __syncwarp();
       const int item = items.of(ordinal);
@@ -122,10 +125,10 @@ struct Cursor {
 
  private:
   template <class Next>
-  __device__ __forceinline__ bool walk(int count, const Geometry& g, const Next& next) {
-    const int before = ordinal;
+  __device__ __forceinline__ bool walk(int count, const Items& items, const Next& next) {
+    const int before = ordinal, stages = items.stages();
 #pragma unroll 1
-    for (stage += count; stage >= STAGES_OF_ITEM && index < g.items; stage -= STAGES_OF_ITEM) {
+    for (stage += count; stage >= stages && index < items.g.items; stage -= stages) {
       ++ordinal;
       index = uniform(next());
     }

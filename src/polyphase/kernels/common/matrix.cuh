@@ -16,7 +16,7 @@ constexpr int PIXEL_PITCH = BOXES ? 32 * K_STEPS : 16;
 constexpr bool TRANSPOSED = BOXES && !SRC_CHANNELS_LAST;
 constexpr int BOX_PIXELS = 64, BOX_BYTES = BOX_PIXELS * PIXEL_PITCH;  // of those
 constexpr int BOX_STEP = TRANSPOSED ? STEP_CHANNELS * 128 : 32;       // from a step's channels to the next one's
-static_assert(!TRANSPOSED || (sizeof(scalar_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
+static_assert(!TRANSPOSED || (sizeof(operand_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
 static_assert(!TRANSPOSED || BOX_BYTES % 1024 == 0, "swizzled rows begin with eight of them");
 
 // Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
@@ -30,20 +30,20 @@ __device__ __forceinline__ void clear(float& sum) {
 #ifdef EMULATOR
 // The host computes each thread's accumulators one by one.
 __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b, unsigned b_chunk, bool add) {
-  typedef Vector<scalar_t, 16 / sizeof(scalar_t)> Chunk;
+  typedef Vector<operand_t, 16 / sizeof(operand_t)> Chunk;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   for (int index = 0; index < SUMS; ++index) {
     const int row = 16 * warp + lane / 4 + index % 4 / 2 * 8, column = index / 4 * 8 + lane % 4 * 2 + index % 2;
     float sum = add ? sums[index] : 0;
     for (int chunk = 0; chunk < 2; ++chunk) {
       const Chunk& left = *(const Chunk*)__cvta_shared_to_generic(a + chunk * A_CHUNK + row * 16);
-      for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
-        const int size = sizeof(scalar_t), channel = chunk * (16 / size) + i;
+      for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(operand_t)); ++i) {
+        const int size = sizeof(operand_t), channel = chunk * (16 / size) + i;
         const unsigned right = TRANSPOSED
                                    ? swizzled(b + column / 64 * BOX_BYTES + channel * 128 + column % 64 * size, 128)
                                : BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) + i * size
                                        : b + chunk * b_chunk + column * 16 + i * size;
-        sum += operand(left.value[i]) * operand(*(const scalar_t*)__cvta_shared_to_generic(right));
+        sum += operand(left.value[i]) * operand(*(const operand_t*)__cvta_shared_to_generic(right));
       }
     }
     sums[index] = sum;

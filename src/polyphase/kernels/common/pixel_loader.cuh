@@ -58,12 +58,32 @@ __device__ __forceinline__ void store_rounded(const Geometry& g, unsigned char* 
   if (PARTS == 2) *(Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes) = low;
 }
 
+#if SCALED
+typedef StageBand PixelBand;
+#else
+struct PixelBand {};
+#endif
+
 // Of the pixels the first `filled` were copied, and the first `wanted` are used. With WHOLE all were copied, and
 // rounded.
 template <bool WHOLE>
 __device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to, const scalar_t* from, int filled,
-                                            int wanted) {
+                                            int wanted, const PixelBand& band) {
   const int lane = threadIdx.x % 32;
+#if SCALED
+  Vector<unsigned, 4> channels[PARTS];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    float pair[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      pair[j] = band.of(WHOLE || lane < filled ? ((const float*)from)[(2 * k + j) * g.raw_pitch + lane] : 0.f);
+    split_halves(pair[0], pair[1], channels, k);
+  }
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part)
+    ((Vector<unsigned, 4>*)(to + part * (STAGE_CHUNKS * g.chunk_bytes)))[lane] = channels[part];
+#else
   if constexpr (sizeof(scalar_t) == 4) {
     Vector<float, 4> channels;
 #pragma unroll
@@ -89,6 +109,7 @@ __device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to
     ((Vector<unsigned, 4>*)to)[2 * lane + second] = pixels[0];
     ((Vector<unsigned, 4>*)to)[2 * lane + !second] = pixels[1];
   }
+#endif
 }
 
 // float32 with channels last, where it lies.
@@ -99,8 +120,8 @@ __device__ __forceinline__ void round_pixels(const Geometry& g, unsigned char* p
 
 // A stage of boxes, a part of it for each of WARPS; what boxes do not fill is zero.
 template <int WARPS>
-__device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned char* copied, unsigned char* to,
-                                           int warp) {
+__device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned char* copied, unsigned char* to, int warp,
+                                           const PixelBand& band) {
   const scalar_t* box = (const scalar_t*)copied;
   const int whole = g.box_pixels / TURNED * STAGE_CHUNKS;
   int i = warp, before = 0;  // pixels of the boxes before
@@ -109,7 +130,7 @@ __device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned cha
     for (i = warp; i < whole; i += WARPS) {
       const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
       turn_pixels<true>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16,
-                        box + chunk * CHUNK * g.raw_pitch + pixel, 0, 0);
+                        box + chunk * CHUNK * g.raw_pitch + pixel, 0, 0, band);
     }
     if (j + 1 < g.boxes) box += STAGE_CHANNELS * g.box_pixels, before += g.box_pixels;
   }
@@ -117,7 +138,7 @@ __device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned cha
   for (; i < ceil_div(wanted, TURNED) * STAGE_CHUNKS; i += WARPS) {
     const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
     turn_pixels<false>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16, box + chunk * CHUNK * g.raw_pitch + pixel,
-                       g.box_pixels - pixel, wanted - pixel);
+                       g.box_pixels - pixel, wanted - pixel, band);
   }
 }
 
@@ -262,7 +283,7 @@ struct Loader {
   }
 
   // A copied stage as the tensor cores take it.
-  __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
+  __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to, const PixelBand& band) const {
     if constexpr (!IN_PLACE || sizeof(scalar_t) == 4) {
 #pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
       for (int i = thread / 32; i < ceil_div(g.halo, TURNED) * STAGE_CHUNKS; i += LOADERS / 32) {
@@ -272,7 +293,7 @@ struct Loader {
         if constexpr (IN_PLACE)
           round_pixels(g, target);
         else
-          turn_pixels<false>(g, target, row, g.halo - pixel, g.halo - pixel);
+          turn_pixels<false>(g, target, row, g.halo - pixel, g.halo - pixel, band);
       }
     }
   }

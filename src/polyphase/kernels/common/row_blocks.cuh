@@ -180,7 +180,7 @@ __device__ __forceinline__ bool find_operation(int index, int first_line, Operat
 
 // Operands lie in shared memory as chunks of 16 bytes, CHUNK neighbouring channels of one row or pixel. Two chunks are
 // the depth of one instruction.
-constexpr int CHUNK = 16 / (int)sizeof(scalar_t);
+constexpr int CHUNK = 16 / (int)sizeof(operand_t);
 constexpr int STEP_CHANNELS = 2 * CHUNK;
 constexpr int STEPS = round_up(ceil_div(SRC_CHANNELS, STEP_CHANNELS), K_STEPS);
 constexpr int OPERATION_BYTES = PARTS * 2 * ROWS * 16;  // the weights of one operation and step

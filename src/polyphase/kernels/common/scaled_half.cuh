@@ -5,15 +5,15 @@
 // ones lose is less than 2^-39 of the largest. Sums of a pixel's magnitudes must stay below 2^127.
 
 // Operands of the cores.
-template <class T>
+template <class T, bool AS_HALVES>
 struct OperandOf {
   typedef T type;
 };
 template <>
-struct OperandOf<float> {
+struct OperandOf<float, true> {
   typedef float16 type;
 };
-typedef OperandOf<scalar_t>::type operand_t;
+typedef OperandOf<scalar_t, SCALED>::type operand_t;
 
 // 2^(bits - 127), of normal numbers.
 __device__ __forceinline__ float power_of_two(int bits) { return __uint_as_float((unsigned)bits << 23); }
@@ -40,6 +40,12 @@ __device__ __forceinline__ void scaled(float value, float scale, float16& out) {
 template <class T>
 __device__ __forceinline__ void scaled(T value, float, T& out) {
   out = value;
+}
+
+__device__ __forceinline__ float multiplied(float value, float by) { return value * by; }
+template <class T>
+__device__ __forceinline__ T multiplied(T value, float) {
+  return value;
 }
 
 // Two numbers to the nearest float16, the first in the lower half.

@@ -24,6 +24,11 @@ template <class T>
 __device__ __forceinline__ void prepare(T value, T (&parts)[PARTS][8], int i) {
   parts[0][i] = value;
 }
+__device__ __forceinline__ void prepare(float value, float16 (&parts)[PARTS][8], int i) {
+  const bool all = PARTS == 1 || fabsf(value) <= __uint_as_float(0x7f7fffffu);  // as in split_tf32
+  narrow(all ? value : 0.f, parts[0][i]);
+  if (PARTS == 2) narrow(value - widen(parts[0][i]), parts[PARTS - 1][i]);
+}
 __device__ __forceinline__ void prepare(float value, float (&parts)[PARTS][4], int i) {
   float low = 0;
   split_tf32(value, parts[0][i], low);

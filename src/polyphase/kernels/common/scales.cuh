@@ -1,0 +1,44 @@
+// float32 as float16 (common/scaled_half.cuh) where a sum is of many pixels: all share one power of two, that of the
+// tensor's largest magnitude, and each output channel's weights one of theirs.
+//
+// Pixels may all be far smaller than the largest; what outputs near these want would be lost. So there are bands of
+// magnitudes, of 2^29 each: a product is made band by band, each with a power of two of its own, and an element is in
+// one of them and zero in the others. Mostly one band is enough: the smallest of the pixels' largest magnitudes says
+// how many there are.
+//
+// In front of the packed weights lie: the power of two of the first band, and how many there are; by what each row of a
+// sum is multiplied; and what was measured, by which packing finds both.
+struct Band {
+  float scale;
+  int bands;
+};
+struct Measured {
+  unsigned largest, smallest;  // bits of magnitudes: of all elements, and of the pixels' largest but zero
+};
+
+struct Scales {
+  float* const words;
+  __device__ __forceinline__ Scales(unsigned char* memory) : words((float*)memory) {}
+  __device__ __forceinline__ Band& first_band() const { return *(Band*)words; }
+  __device__ __forceinline__ float* rows() const { return words + 32; }
+  __device__ __forceinline__ Measured* pixels() const { return (Measured*)(rows() + SUM_ROWS); }
+  __device__ __forceinline__ unsigned* channels() const { return (unsigned*)(pixels() + PIXEL_PARTS); }
+
+  static constexpr int CHANNELS = GROUPS * DST_CHANNELS;
+  static constexpr int BYTES =
+      round_up((32 + SUM_ROWS + 2 * PIXEL_PARTS + WEIGHT_PARTS * CHANNELS) * (int)sizeof(float), 128);
+
+  // The largest weight of an output channel, of all groups.
+  __device__ __forceinline__ float largest_weight(int channel) const {
+    unsigned largest = 0;
+#pragma unroll 4
+    for (int part = 0; part < WEIGHT_PARTS; ++part) largest = max(largest, channels()[part * CHANNELS + channel]);
+    return __uint_as_float(largest);
+  }
+};
+
+// Bits of a magnitude, zero where it is not finite. Those of finite ones are in their order.
+__device__ __forceinline__ unsigned finite_magnitude(float value) {
+  const unsigned bits = __float_as_uint(value) & 0x7fffffffu;
+  return bits < 0x7f800000u ? bits : 0;
+}

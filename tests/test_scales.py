@@ -1,0 +1,177 @@
+"""float32 that is multiplied as float16 by `implicit_gemm`: numbers of any size (kernels/common/scales.cuh)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+
+from kernel_harness import H200, Emulator, Executor, reference, run, strange_layouts
+from polyphase.algorithms.base import Launch, Layouts
+from polyphase.algorithms.gather import Gather
+from polyphase.algorithms.implicit_gemm import ImplicitGemm
+from polyphase.algorithms.implicit_gemm_tile import best_tile
+from polyphase.algorithms.implicit_gemm_variant import GemmVariant, variants
+from polyphase.problem import ConvTransposeProblem, Pass
+
+make = ConvTransposeProblem.make
+
+LAYERS = {
+    "stride 2": make((2, 20, 5, 6), 24, 4, 2, 1, bias=True, tf32=True),
+    "tiny images": make((5, 36, 4, 4), 20, 4, 2, 1, tf32=True),
+    "stride 1, grouped": make((1, 64, 9, 7), 40, 3, 1, 1, groups=2, tf32=True),
+    "few channels": make((2, 40, 6, 5), 17, 3, 2, 1, 1, tf32=True),
+    "1-D": make((3, 24, 37), 16, 16, 8, 4, tf32=True),
+    "3-D": make((1, 16, 3, 4, 5), 16, 3, 2, 1, 1, bias=True, tf32=True),
+}
+
+
+def scaled(problem: ConvTransposeProblem, most: int, layouts: Layouts | None = None) -> Iterator[Launch]:
+    """Launches of so many variants that multiply halves, at random."""
+    layouts = layouts or Layouts.dense(problem)
+    gather = Gather.of(problem, Pass.FORWARD, layouts)
+
+    def fits(variant: GemmVariant) -> bool:
+        return variant.scaled and best_tile(gather, variant, problem.batch, H200) is not None
+
+    found = [*variants(problem, H200, gather.src.channels_last, boxes=False)]
+    shuffled = random.Random(str(problem)).sample(found, len(found))
+    for variant in islice(filter(fits, shuffled), most):
+        yield ImplicitGemm().launch(problem, Pass.FORWARD, H200, layouts, variant)
+
+
+def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """From -3 to 3, which have few bits."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def powers(shape: tuple[int, ...], most: int, seed: int) -> torch.Tensor:
+    """Powers of two from 2^-most to 2^most."""
+    return 2.0 ** torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def assert_near(
+    problem: ConvTransposeProblem,
+    launch: Launch,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    executor: Executor | None = None,
+    most: float = 2.0**-21,
+) -> None:
+    """Every output is as exact as its own products let it be, whatever the others are."""
+    bias = torch.zeros(problem.out_channels) if problem.bias else None
+    wide = None if bias is None else bias.double()
+    exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()), wide)
+    sums = reference(problem, Pass.FORWARD, (x.double().abs(), weight.double().abs()), wide)
+    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor).double()
+    wrong = ~((found - exact).abs() <= most * sums)
+    assert not wrong.any(), (launch.source.specialisation, wrong.nonzero()[0], found[wrong][0], exact[wrong][0])
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers_of_many_sizes(name: str, tf32: bool) -> None:
+    problem = replace(LAYERS[name], tf32=tf32)
+    for launch in scaled(problem, 3):
+        assert_near(problem, launch, *of_many_sizes(problem))
+
+
+def of_many_sizes(problem: ConvTransposeProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels far smaller than others, and output channels."""
+    batch, channels, *sides = problem.input_shape
+    x = integers(problem.input_shape, 1) * powers((batch, 1, *sides), 40, 2).float()
+    outputs = problem.out_channels // problem.groups
+    weight = integers(problem.weight_shape, 3)
+    for group in weight.split(channels // problem.groups):  # a channel's weights are those of its group
+        group *= powers((1, outputs, *(1 for _ in sides)), 20, 4).float()
+    return x, weight
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("magnitude", [2.0**-110, 1.0, 2.0**120])
+def test_a_pixel_far_larger_than_all_others(magnitude: float, tf32: bool) -> None:
+    """An outlier does not take from the others, and zeros are no small numbers."""
+    problem = replace(LAYERS["stride 2"], tf32=tf32)
+    x, weight = integers(problem.input_shape, 5) * magnitude, integers(problem.weight_shape, 6)
+    x[:, :, 1] = 0
+    for outlier in (1.0, 2.0**20, 2.0**60):
+        if magnitude * outlier < 2.0**122:
+            x[1, 3, 4, 5] = 3 * magnitude * outlier
+            for launch in scaled(problem, 1):
+                assert_near(problem, launch, x, weight)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("most", [0, 60])
+def test_what_is_not_finite(most: int, tf32: bool) -> None:
+    """Outputs that it does not reach are as they were, in one band of magnitudes and in several."""
+    problem = replace(LAYERS["stride 2"], tf32=tf32)
+    batch, _, *sides = problem.input_shape
+    x = (integers(problem.input_shape, 7).abs() + 1) * powers((batch, 1, *sides), most, 8).float()
+    weight = integers(problem.weight_shape, 9).abs() + 1
+    x[0, 3, 1, 1], x[1, 4, 2, 2], x[1, 5, 4, 5] = math.inf, -math.inf, math.nan
+    bias = torch.zeros(problem.out_channels)
+    exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()), bias.double())
+    for launch in scaled(problem, 3):
+        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias).double()
+        torch.testing.assert_close(found, exact, equal_nan=True, rtol=2.0**-21, atol=0)
+
+
+@pytest.mark.parametrize("name", ["stride 2", "stride 1, grouped"])
+def test_weights_that_are_not_finite(name: str) -> None:
+    """Other channels are as they were, and theirs is not finite: beside the image, where it meets zeros, NaN."""
+    problem = replace(LAYERS[name], bias=False)
+    x, weight = integers(problem.input_shape, 10).abs() + 1, integers(problem.weight_shape, 11).abs() + 1
+    finite = reference(problem, Pass.FORWARD, (x.double(), weight.double()))
+    weight[0, 1], weight[3, 2], weight[0:8, 3] = math.inf, math.nan, math.inf
+    exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()))
+    changed = ~exact.isfinite()
+    assert changed.any()
+    for launch in scaled(problem, 2):
+        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)).double()
+        assert torch.equal(found[~changed], finite[~changed])
+        assert not found[changed].isfinite().any()
+
+
+@pytest.mark.parametrize("zeros", ["input", "weight", "both"])
+def test_zeros(zeros: str) -> None:
+    problem = LAYERS["tiny images"]
+    x, weight = integers(problem.input_shape, 12), integers(problem.weight_shape, 13)
+    x *= zeros == "weight"
+    weight *= zeros == "input"
+    for launch in scaled(problem, 2):
+        assert not run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)).any()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_all_pixels_are_measured(name: str) -> None:
+    """Wherever the largest lies, in tensors of all kinds: unaligned, with gaps between rows and columns."""
+    problem = LAYERS[name]
+    for number, layouts in enumerate(strange_layouts(problem)):
+        launch = next(scaled(problem, 1, layouts))
+        for seed in range(3):
+            x, weight = integers(problem.input_shape, 14), integers(problem.weight_shape, 15)
+            place = tuple(random.Random(f"{number} {seed}").randrange(side) for side in x.shape)
+            x[place] = 2.0**20  # would be infinite, were it not found
+            found = run(problem, Pass.FORWARD, launch, layouts, (x, weight), zeros_of(problem), Emulator(seed))
+            exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()))
+            torch.testing.assert_close(found.double(), exact, rtol=2.0**-21, atol=0)
+
+
+def zeros_of(problem: ConvTransposeProblem) -> torch.Tensor | None:
+    """A bias that changes nothing."""
+    return torch.zeros(problem.out_channels) if problem.bias else None
+
+
+def test_no_races() -> None:
+    """Threads and blocks in any order, with several bands."""
+    problem = LAYERS["tiny images"]
+    x = integers(problem.input_shape, 16) * powers((5, 1, 4, 4), 30, 17).float()
+    weight = integers(problem.weight_shape, 18)
+    for launch in scaled(problem, 2):
+        run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), executor=Emulator(order=None))
