@@ -1271,6 +1271,11 @@ template <class T>
 __device__ __forceinline__ void prepare(T value, T (&parts)[PARTS][8], int i) {
   parts[0][i] = value;
 }
+__device__ __forceinline__ void prepare(float value, float16 (&parts)[PARTS][8], int i) {
+  const bool all = PARTS == 1 || fabsf(value) <= __uint_as_float(0x7f7fffffu);  // as in split_tf32
+  narrow(all ? value : 0.f, parts[0][i]);
+  if (PARTS == 2) narrow(value - widen(parts[0][i]), parts[PARTS - 1][i]);
+}
 __device__ __forceinline__ void prepare(float value, float (&parts)[PARTS][4], int i) {
   float low = 0;
   split_tf32(value, parts[0][i], low);
@@ -3469,8 +3474,8 @@ _BUILDING_BLOCKS = {
     "gather_channels": ("operand", "taps"),
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
-        "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
-        "gemm_tile", "item_queue", "pixel_loader",
+        "tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "copy_async", "wgmma", "async",
+        "mma", "matrix", "divisor", "gemm_tile", "item_queue", "pixel_loader",
     ),
     "gather_gemm": (
         "tensor_float", "dependent", "divisor", "split", "copy_async", "async", "mma", "stages", "staged_rows",
@@ -3502,8 +3507,9 @@ _BUILDING_BLOCKS = {
     "pack_channels": ("dependent",),
     "add_planes": (),
     "turn_channels": ("divisor",),
-    "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
-    "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
+    "pack_weights": ("tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "counters"),
+    "pack_taps": ("tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "counters"),
+    "measure_scales": ("divisor", "scaled_half", "scales", "dependent"),
     "pack_columns": ("scaled_half", "dependent"),
     "copy_weights": ("dependent", "counters"),
 }  # fmt: skip
@@ -3518,7 +3524,7 @@ SETTLED = ("MIN_BLOCKS", "STRAIGHT")
 
 
 # Constants that the preprocessor must know.
-_MACROS = ("WGMMA", "CLUSTER", "BY_THREADS")
+_MACROS = ("WGMMA", "CLUSTER", "BY_THREADS", "SCALED")
 
 
 @dataclass(frozen=True)
@@ -3540,8 +3546,7 @@ class KernelSource:
     @property
     def operand(self) -> str:
         """What the tensor cores are given."""
-        scaled = "scaled_half" in _BUILDING_BLOCKS[self.kernel]
-        return "float16" if scaled and self.dtype == "float32" else self.dtype
+        return "float16" if dict(self.constants).get("SCALED") else self.dtype
 
     @cached_property
     def specialisation(self) -> str:
@@ -3558,6 +3563,8 @@ class KernelSource:
             depth, operand = _OPERANDS[self.operand]
             lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
+        if "SCALED" in constants:
+            lines.append(f"#define SCALED {constants['SCALED']:d}  // float32 is multiplied as float16")
         if "WGMMA" in constants:
             lines += _matrix_instructions(self.operand, constants)
         return "\n".join(lines) + "\n"
@@ -3715,7 +3722,8 @@ class Launch:
     ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
-    A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead. One
+    of its own runs before that, and reads the kernel's source, too.
     ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
     after, by the kernel ``turn`` (`turning`).
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
@@ -3736,6 +3744,11 @@ class Launch:
     turn: "KernelSource | None" = None
     boxes: "tuple[Boxes, ...]" = ()
     one_way: "KernelSource | None" = None
+
+    @property
+    def prologues(self) -> "tuple[Launch, ...]":
+        """All that run before it, in order."""
+        return () if self.prologue is None else (*self.prologue.prologues, self.prologue)
 
 
 def plain_launch(source: "KernelSource", blocks: int, threads: int, geometry: bytes = b"") -> "Launch":
@@ -5045,7 +5058,7 @@ class Call:
     extension: Any
     copies: bool
     launch: "tuple[Any, ...]"
-    prologue: "tuple[Any, ...] | None"
+    prologues: "list[tuple[Any, ...]]"
     workspace_bytes: int
     planes: int
     planes_channels_last: bool
@@ -5092,7 +5105,7 @@ def prepare(
         extension=build(arch),
         copies=copies,
         launch=arguments(arch, launch),
-        prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
+        prologues=[arguments(arch, each) for each in launch.prologues],
         workspace_bytes=launch.workspace_bytes,
         planes=launch.planes,
         planes_channels_last=launch.planes_channels_last,
@@ -5163,9 +5176,11 @@ def run(
     output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
     if 0 in call.launch[3:6]:
         return output
-    if call.prologue is not None:
+    if call.prologues:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
-        launch(*call.prologue, [second, workspace])
+        for prologue in call.prologues[:-1]:
+            launch(*prologue, [second, workspace, first])
+        launch(*call.prologues[-1], [second, workspace])
         second = workspace
     if call.planes == 1:
         launch(*call.launch, [first, second, bias, output])

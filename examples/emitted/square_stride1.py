@@ -11,10 +11,10 @@
 # Layer conv_transpose2d: 8×64×1024×1024 → 64, k=3, float32
 #     sm_90a, forward: implicit_gemm(pixels=144, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
-#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256, width_parts=1)
+#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256, width_parts=1, scaled=False)
 #     sm_90a, input_grad: implicit_gemm(pixels=160, pixel_blocks=2, channel_blocks=1, lines=1, k_steps=1, stages=4,
 #         parts=1, split=turns, resident=False, loader_groups=2, wgmma=True, row_channels=0, boxes=False,
-#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256, width_parts=1)
+#         whole_images=False, raw_slots=4, cluster=2, piece_bytes=256, width_parts=1, scaled=False)
 #     sm_90a, weight_grad: weight_grad_gemm(row_tiles=4, column_tiles=4, row_warps=1, out_chunk=22, positions=64,
 #         buffers=4, min_blocks=2)
 #     The forward pass rounds float32 to TF32 as PyTorch's own does by default, and gradients may, whatever PyTorch's
@@ -358,10 +358,79 @@ template <class T>
 __device__ __forceinline__ void prepare(T value, T (&parts)[PARTS][8], int i) {
   parts[0][i] = value;
 }
+__device__ __forceinline__ void prepare(float value, float16 (&parts)[PARTS][8], int i) {
+  const bool all = PARTS == 1 || fabsf(value) <= __uint_as_float(0x7f7fffffu);  // as in split_tf32
+  narrow(all ? value : 0.f, parts[0][i]);
+  if (PARTS == 2) narrow(value - widen(parts[0][i]), parts[PARTS - 1][i]);
+}
 __device__ __forceinline__ void prepare(float value, float (&parts)[PARTS][4], int i) {
   float low = 0;
   split_tf32(value, parts[0][i], low);
   if (PARTS == 2) parts[PARTS - 1][i] = low;
+}
+"""
+FILES["common/scaled_half.cuh"] = r"""
+// float32 as float16, where TF32 is allowed: both keep 11 significant bits, and the cores multiply float16 twice as
+// fast. What float16 lacks is exponents. So numbers that are added up, a pixel's channels or a column's weights, are
+// first multiplied by a power of two, which is exact, so that the largest is 2^14 or more and less than 2^15 (a pixel's
+// below 2^-98, or a column's below 2^-113, stays smaller). Those down to 2^-28 of that keep all 11 bits; what smaller
+// ones lose is less than 2^-39 of the largest. Sums of a pixel's magnitudes must stay below 2^127.
+
+// Operands of the cores.
+template <class T, bool AS_HALVES>
+struct OperandOf {
+  typedef T type;
+};
+template <>
+struct OperandOf<float, true> {
+  typedef float16 type;
+};
+typedef OperandOf<scalar_t, SCALED>::type operand_t;
+
+// 2^(bits - 127), of normal numbers.
+__device__ __forceinline__ float power_of_two(int bits) { return __uint_as_float((unsigned)bits << 23); }
+// The same bits of a number.
+__device__ __forceinline__ int exponent_bits(float magnitude) { return (int)(__float_as_uint(magnitude) >> 23); }
+
+// By what a pixel's channels, or a column's weights, are multiplied. What a product of both is divided by is taken from
+// them in shares that are normal numbers: a column's is the power of two of its largest weight. Where it is not finite
+// the rest does not matter.
+__device__ __forceinline__ float scale_of_pixel(float largest) {
+  return power_of_two(268 - max(exponent_bits(largest), 29));
+}
+__device__ __forceinline__ float unscale_pixel(float scale) { return power_of_two(240 - exponent_bits(scale)); }
+__device__ __forceinline__ float scale_of_column(float largest) {
+  return power_of_two(268 - max(exponent_bits(largest), 14));
+}
+__device__ __forceinline__ float unscale_column(float largest) {
+  return power_of_two(min(max(exponent_bits(largest), 14), 254));
+}
+
+__device__ __forceinline__ float larger_magnitude(float largest, float value) { return fmaxf(largest, fabsf(value)); }
+
+__device__ __forceinline__ void scaled(float value, float scale, float16& out) { narrow(value * scale, out); }
+template <class T>
+__device__ __forceinline__ void scaled(T value, float, T& out) {
+  out = value;
+}
+
+__device__ __forceinline__ float multiplied(float value, float by) { return value * by; }
+template <class T>
+__device__ __forceinline__ T multiplied(T value, float) {
+  return value;
+}
+
+// Two numbers to the nearest float16, the first in the lower half.
+__device__ __forceinline__ unsigned to_halves(float first, float second) {
+#ifndef EMULATOR
+  unsigned both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  return both;
+#else
+  float16 halves[2];
+  narrow(first, halves[0]), narrow(second, halves[1]);
+  return halves[0].bits | (unsigned)halves[1].bits << 16;
+#endif
 }
 """
 FILES["common/row_blocks.cuh"] = r"""
@@ -547,7 +616,7 @@ __device__ __forceinline__ bool find_operation(int index, int first_line, Operat
 
 // Operands lie in shared memory as chunks of 16 bytes, CHUNK neighbouring channels of one row or pixel. Two chunks are
 // the depth of one instruction.
-constexpr int CHUNK = 16 / (int)sizeof(scalar_t);
+constexpr int CHUNK = 16 / (int)sizeof(operand_t);
 constexpr int STEP_CHANNELS = 2 * CHUNK;
 constexpr int STEPS = round_up(ceil_div(SRC_CHANNELS, STEP_CHANNELS), K_STEPS);
 constexpr int OPERATION_BYTES = PARTS * 2 * ROWS * 16;  // the weights of one operation and step
@@ -680,11 +749,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ int places[SLAB_TAPS];
   let_dependents_start();
   packed = clear_counters(packed);
+#if SCALED
+  wait_for_prologue();
+  __shared__ float scale[SLAB_CHANNELS];
+  const Scales scales(packed);
+  packed += Scales::BYTES;
+  write_first_band(scales);
+#endif
   const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;
   const int chunk = blockIdx.x / (ROW_SLABS * TAP_SLABS) % (2 * STEPS);
   const int group = blockIdx.x / (ROW_SLABS * TAP_SLABS) / (2 * STEPS);
   const int first_in = chunk * CHUNK, first_out = row_slab * SLAB_CHANNELS, first_place = tap_slab * SLAB_TAPS;
   const int channel_block = first_out / ROWS % CHANNEL_BLOCKS;
+#if SCALED
+  for (int i = threadIdx.x; i < SLAB_CHANNELS; i += THREADS) {
+    const bool exists = first_out + i < DST_CHANNELS;
+    scale[i] = exists ? scale_of_column(scales.largest_weight(group * DST_CHANNELS + first_out + i)) : 0;
+  }
+  __syncthreads();
+#endif
 
   const scalar_t* const origin =
       weight + group_offset(group) + (long long)first_in * WEIGHT_STRIDE_IN + weight_offset(0, first_out, first_place);
@@ -706,7 +789,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int pair = first + k * THREADS;
       if (pair >= PAIRS) break;
 #pragma unroll
-      for (int in = 0; in < CHUNK; ++in) slab[in][out_of(pair) * PITCH + tap_of(pair)] = values[k][in];
+      for (int in = 0; in < CHUNK; ++in) {
+#if SCALED
+        values[k][in] *= scale[out_of(pair)];
+#endif
+        slab[in][out_of(pair) * PITCH + tap_of(pair)] = values[k][in];
+      }
     }
   }
   // The last threads have the fewest weights to read.
@@ -715,6 +803,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
 
   const int outer = group * CHANNEL_GROUPS + first_out / (CHANNEL_BLOCKS * ROWS);
+#if SCALED
+  for (int i = threadIdx.x; chunk == 0 && tap_slab == 0 && i < SLAB_CHANNELS * LINE_GROUPS * SET_BLOCKS; i += THREADS) {
+    const int row = i % SLAB_CHANNELS, out = first_out + channel_of_row(row), block = i / SLAB_CHANNELS;
+    const int row_block = (outer * LINE_GROUPS + block / SET_BLOCKS) * ROW_BLOCKS + channel_block * SET_BLOCKS;
+    const float largest = out < DST_CHANNELS ? scales.largest_weight(group * DST_CHANNELS + out) : 0;
+    scales.rows()[(row_block + block % SET_BLOCKS) * ROWS + first_out % ROWS + row] = unscale_column(largest);
+  }
+#endif
   unsigned char* const target = packed +
                                 ((long long)outer * LINE_GROUPS * STEPS + chunk / 2) * OPERATIONS * OPERATION_BYTES +
                                 (chunk % 2 * ROWS + first_out % ROWS) * 16;
@@ -727,13 +823,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in)
       values[in] = exists ? slab[in][channel_of_row(row) * PITCH + tap] : zero<scalar_t>();
-    alignas(16) scalar_t parts[PARTS][CHUNK];
+    alignas(16) operand_t parts[PARTS][CHUNK];
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in) prepare(values[in], parts, in);
     unsigned char* const to = target + (long long)places[tap] * OPERATION_BYTES + row * 16;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
-      *(Vector<scalar_t, CHUNK>*)(to + part * (2 * ROWS * 16)) = *(const Vector<scalar_t, CHUNK>*)parts[part];
+      *(Vector<operand_t, CHUNK>*)(to + part * (2 * ROWS * 16)) = *(const Vector<operand_t, CHUNK>*)parts[part];
   }
 }
 """
@@ -1172,7 +1268,7 @@ constexpr int PIXEL_PITCH = BOXES ? 32 * K_STEPS : 16;
 constexpr bool TRANSPOSED = BOXES && !SRC_CHANNELS_LAST;
 constexpr int BOX_PIXELS = 64, BOX_BYTES = BOX_PIXELS * PIXEL_PITCH;  // of those
 constexpr int BOX_STEP = TRANSPOSED ? STEP_CHANNELS * 128 : 32;       // from a step's channels to the next one's
-static_assert(!TRANSPOSED || (sizeof(scalar_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
+static_assert(!TRANSPOSED || (sizeof(operand_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
 static_assert(!TRANSPOSED || BOX_BYTES % 1024 == 0, "swizzled rows begin with eight of them");
 
 // Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
@@ -1186,20 +1282,20 @@ __device__ __forceinline__ void clear(float& sum) {
 #ifdef EMULATOR
 // The host computes each thread's accumulators one by one.
 __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b, unsigned b_chunk, bool add) {
-  typedef Vector<scalar_t, 16 / sizeof(scalar_t)> Chunk;
+  typedef Vector<operand_t, 16 / sizeof(operand_t)> Chunk;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   for (int index = 0; index < SUMS; ++index) {
     const int row = 16 * warp + lane / 4 + index % 4 / 2 * 8, column = index / 4 * 8 + lane % 4 * 2 + index % 2;
     float sum = add ? sums[index] : 0;
     for (int chunk = 0; chunk < 2; ++chunk) {
       const Chunk& left = *(const Chunk*)__cvta_shared_to_generic(a + chunk * A_CHUNK + row * 16);
-      for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(scalar_t)); ++i) {
-        const int size = sizeof(scalar_t), channel = chunk * (16 / size) + i;
+      for (int i = 0; i < (int)(sizeof(Chunk) / sizeof(operand_t)); ++i) {
+        const int size = sizeof(operand_t), channel = chunk * (16 / size) + i;
         const unsigned right = TRANSPOSED
                                    ? swizzled(b + column / 64 * BOX_BYTES + channel * 128 + column % 64 * size, 128)
                                : BOXES ? swizzled(b + column * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) + i * size
                                        : b + chunk * b_chunk + column * 16 + i * size;
-        sum += operand(left.value[i]) * operand(*(const scalar_t*)__cvta_shared_to_generic(right));
+        sum += operand(left.value[i]) * operand(*(const operand_t*)__cvta_shared_to_generic(right));
       }
     }
     sums[index] = sum;
@@ -1413,7 +1509,11 @@ struct Items {
   const Geometry& g;
   unsigned* counters;
   QueueMemory& memory;
-  int next = 0;  // of the thread that takes them: the item behind those that are known
+  int next = 0;     // of the thread that takes them: the item behind those that are known
+  int bands = 1;    // with SCALED (scales.cuh): an item's stages come so many times,
+  float scale = 1;  // and by what pixels are multiplied in the last
+
+  __device__ __forceinline__ int stages() const { return SCALED ? bands * STAGES_OF_ITEM : STAGES_OF_ITEM; }
 
   // By one thread, before the others begin.
   __device__ __forceinline__ void init() const {
@@ -1491,15 +1591,15 @@ struct Cursor {
 
   // `count` stages on; true where that is another item.
   __device__ __forceinline__ bool skip(const Items& items, int count) {
-    return walk(count, items.g, [&]() { return items.of(ordinal); });
+    return walk(count, items, [&]() { return items.of(ordinal); });
   }
   // The same behind another cursor, which often knows already.
   __device__ __forceinline__ bool skip_behind(const Cursor& ahead, const Items& items, int count) {
-    return walk(count, items.g, [&]() { return ordinal == ahead.ordinal ? ahead.index : items.of(ordinal); });
+    return walk(count, items, [&]() { return ordinal == ahead.ordinal ? ahead.index : items.of(ordinal); });
   }
   // The same for a warp whose first lane takes the items.
   __device__ __forceinline__ bool skip_and_take(Items& items, int count, bool takes) {
-    return walk(count, items.g, [&]() {
+    return walk(count, items, [&]() {
       if (takes) items.take(ordinal);
       __syncwarp();
       const int item = items.of(ordinal);
@@ -1510,10 +1610,10 @@ struct Cursor {
 
  private:
   template <class Next>
-  __device__ __forceinline__ bool walk(int count, const Geometry& g, const Next& next) {
-    const int before = ordinal;
+  __device__ __forceinline__ bool walk(int count, const Items& items, const Next& next) {
+    const int before = ordinal, stages = items.stages();
 #pragma unroll 1
-    for (stage += count; stage >= STAGES_OF_ITEM && index < g.items; stage -= STAGES_OF_ITEM) {
+    for (stage += count; stage >= stages && index < items.g.items; stage -= stages) {
       ++ordinal;
       index = uniform(next());
     }
@@ -1582,12 +1682,32 @@ __device__ __forceinline__ void store_rounded(const Geometry& g, unsigned char* 
   if (PARTS == 2) *(Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes) = low;
 }
 
+#if SCALED
+typedef StageBand PixelBand;
+#else
+struct PixelBand {};
+#endif
+
 // Of the pixels the first `filled` were copied, and the first `wanted` are used. With WHOLE all were copied, and
 // rounded.
 template <bool WHOLE>
 __device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to, const scalar_t* from, int filled,
-                                            int wanted) {
+                                            int wanted, const PixelBand& band) {
   const int lane = threadIdx.x % 32;
+#if SCALED
+  Vector<unsigned, 4> channels[PARTS];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    float pair[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      pair[j] = band.of(WHOLE || lane < filled ? ((const float*)from)[(2 * k + j) * g.raw_pitch + lane] : 0.f);
+    split_halves(pair[0], pair[1], channels, k);
+  }
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part)
+    ((Vector<unsigned, 4>*)(to + part * (STAGE_CHUNKS * g.chunk_bytes)))[lane] = channels[part];
+#else
   if constexpr (sizeof(scalar_t) == 4) {
     Vector<float, 4> channels;
 #pragma unroll
@@ -1613,6 +1733,7 @@ __device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to
     ((Vector<unsigned, 4>*)to)[2 * lane + second] = pixels[0];
     ((Vector<unsigned, 4>*)to)[2 * lane + !second] = pixels[1];
   }
+#endif
 }
 
 // float32 with channels last, where it lies.
@@ -1623,8 +1744,8 @@ __device__ __forceinline__ void round_pixels(const Geometry& g, unsigned char* p
 
 // A stage of boxes, a part of it for each of WARPS; what boxes do not fill is zero.
 template <int WARPS>
-__device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned char* copied, unsigned char* to,
-                                           int warp) {
+__device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned char* copied, unsigned char* to, int warp,
+                                           const PixelBand& band) {
   const scalar_t* box = (const scalar_t*)copied;
   const int whole = g.box_pixels / TURNED * STAGE_CHUNKS;
   int i = warp, before = 0;  // pixels of the boxes before
@@ -1633,7 +1754,7 @@ __device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned cha
     for (i = warp; i < whole; i += WARPS) {
       const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
       turn_pixels<true>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16,
-                        box + chunk * CHUNK * g.raw_pitch + pixel, 0, 0);
+                        box + chunk * CHUNK * g.raw_pitch + pixel, 0, 0, band);
     }
     if (j + 1 < g.boxes) box += STAGE_CHANNELS * g.box_pixels, before += g.box_pixels;
   }
@@ -1641,7 +1762,7 @@ __device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned cha
   for (; i < ceil_div(wanted, TURNED) * STAGE_CHUNKS; i += WARPS) {
     const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
     turn_pixels<false>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16, box + chunk * CHUNK * g.raw_pitch + pixel,
-                       g.box_pixels - pixel, wanted - pixel);
+                       g.box_pixels - pixel, wanted - pixel, band);
   }
 }
 
@@ -1786,7 +1907,7 @@ struct Loader {
   }
 
   // A copied stage as the tensor cores take it.
-  __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to) const {
+  __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to, const PixelBand& band) const {
     if constexpr (!IN_PLACE || sizeof(scalar_t) == 4) {
 #pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
       for (int i = thread / 32; i < ceil_div(g.halo, TURNED) * STAGE_CHUNKS; i += LOADERS / 32) {
@@ -1796,7 +1917,7 @@ struct Loader {
         if constexpr (IN_PLACE)
           round_pixels(g, target);
         else
-          turn_pixels<false>(g, target, row, g.halo - pixel, g.halo - pixel);
+          turn_pixels<false>(g, target, row, g.halo - pixel, g.halo - pixel, band);
       }
     }
   }
@@ -2287,6 +2408,18 @@ struct Slot {
   }
 };
 
+// A stage of an item among those of its band, and the band: that of the smallest magnitudes comes first.
+__device__ __forceinline__ int stage_of_band(const Items& items, int stage) {
+  return SCALED && items.bands > 1 ? stage % STAGES_OF_ITEM : stage;
+}
+__device__ __forceinline__ PixelBand band_of(const Items& items, int stage) {
+#if SCALED
+  return StageBand(items.scale, items.bands, items.bands > 1 ? stage / STAGES_OF_ITEM : 0);
+#else
+  return {};
+#endif
+}
+
 #if BULK_COPY
 // A stage's weights of a row group, by one thread.
 __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* from, unsigned barrier) {
@@ -2315,7 +2448,7 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, cons
     if (ahead.stage == 0) loader.locate(ahead.index);
     const unsigned barrier = (BOXES ? full : come) + 8 * slot_ahead.index;
     if (elect()) {
-      loader.load(ahead.stage, pixels + slot_ahead.index * pixel_bytes, barrier);
+      loader.load(stage_of_band(items, ahead.stage), pixels + slot_ahead.index * pixel_bytes, barrier);
       if (!BOXES) barrier_arrive(barrier);
     }
     __syncwarp();
@@ -2330,7 +2463,7 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, cons
     if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
     if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
     const unsigned char* const weights =
-        packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + now.stage * WEIGHT_STAGE;
+        packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + stage_of_band(items, now.stage) * WEIGHT_STAGE;
     if (elect()) {
       for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
         copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
@@ -2361,13 +2494,42 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, const Items& item
     barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT,
-                        warp % TURNERS);
+                        warp % TURNERS, band_of(items, now.stage));
     publish_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
     now.skip(items, TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
   }
 }
+#endif
+
+#if SCALED
+// By what the thread's rows are multiplied, beside what all pixels are.
+struct RowFactors {
+  float of[ROW_BLOCKS][2];
+
+  __device__ __forceinline__ void load(const float* rows) {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) of[i / 2][i % 2] = rows[i / 2 * ROWS + i % 2 * 8 + row];
+  }
+  __device__ __forceinline__ void unscale(Sums& sums, float scale) const {
+    const float of_pixels = unscale_pixel(scale);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
+      const float of_row = of[i / 2][i % 2];
+      const float smaller = fminf(of_row, of_pixels),
+                  larger = fmaxf(of_row, of_pixels);  // in this order none overflows
+#pragma unroll
+      for (int part = 0; part < PIXEL_BLOCKS; ++part)
+#pragma unroll
+        for (int j = 0; j < SUMS / 2; ++j) {
+          float& sum = sums[i / 2][part][j / 2 * 4 + i % 2 * 2 + j % 2];
+          sum = sum * smaller * larger;
+        }
+    }
+  }
+};
 #endif
 
 __device__ __forceinline__ void add_up(float& sum, float& total) { total += sum, clear(sum); }
@@ -2469,6 +2631,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned turns = shared_address(shared.turn);
   Items items{g, (unsigned*)packed, shared.queue};
   packed += COUNTER_BYTES;
+#if SCALED
+  const Scales scales((unsigned char*)packed);
+  packed += Scales::BYTES;
+#endif
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, !takes_boxes(g) ? LOADERS : BOXES ? 1 : TURNERS + 1);
@@ -2518,6 +2684,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
+#if SCALED
+  wait_for_prologue();
+  items.scale = scales.first_band().scale, items.bands = scales.first_band().bands;
+#endif
 
 #if BOX_COPY
   if (takes_boxes(g) && warp_group >= CONSUMERS) {
@@ -2564,10 +2734,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         if (IN_PLACE) {
           barrier_wait(empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
-          loader.load(base, ahead.stage, shared_memory + slot_ahead.index * stage_bytes + WEIGHT_SLOT);
+          loader.load(base, stage_of_band(items, ahead.stage),
+                      shared_memory + slot_ahead.index * stage_bytes + WEIGHT_SLOT);
           slot_ahead.skip(LOADER_GROUPS);
         } else {
-          loader.load(base, ahead.stage, raw + copy_ahead.index * raw_stage);
+          loader.load(base, stage_of_band(items, ahead.stage), raw + copy_ahead.index * raw_stage);
           copy_ahead.skip(1);
         }
         new_item = ahead.skip_and_take(items, LOADER_GROUPS, loader_thread == 0);
@@ -2585,20 +2756,24 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         if (!RESIDENT && loader.thread == 0)
           for (int part = 0; part < ROW_PARTS; ++part)
             copy_weights(shared_address(stage + part * WEIGHT_STAGE),
-                         weights + part * WEIGHT_ITEM + now.stage * WEIGHT_STAGE, full + 8 * slot.index);
+                         weights + part * WEIGHT_ITEM + stage_of_band(items, now.stage) * WEIGHT_STAGE,
+                         full + 8 * slot.index);
         copies_wait<LOOKAHEAD - 1>();
 #else
         copies_wait<LOOKAHEAD - 1>();
         for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
           copy_async<16>(shared_address(stage + i),
-                         weights + i / WEIGHT_STAGE * WEIGHT_ITEM + now.stage * WEIGHT_STAGE + i % WEIGHT_STAGE, true);
+                         weights + i / WEIGHT_STAGE * WEIGHT_ITEM + stage_of_band(items, now.stage) * WEIGHT_STAGE +
+                             i % WEIGHT_STAGE,
+                         true);
         copies_commit();
 #endif
         threads_sync(1 + loader_group, LOADERS);
       }
       start_copy();
       if (round < 0) continue;
-      loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT);
+      loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT,
+                     band_of(items, now.stage));
 #if !BULK_COPY
       copies_wait<1>();
 #endif
@@ -2616,7 +2791,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     Sums sums, totals;  // the latter for PARTS = 2
     const int turn = TAKE_TURNS ? warp_group : 0;
     const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
-    slot.skip(turn * STAGES_OF_ITEM);
+    slot.skip(turn * items.stages());
     unsigned turn_parity = 0;
 #if BULK_COPY
     if (RESIDENT) {
@@ -2631,8 +2806,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 #endif
     Cursor now;
-    for (now.skip(items, turn * STAGES_OF_ITEM); now.index < g.items;
-         now.skip(items, CONSUMERS / SHARERS * STAGES_OF_ITEM)) {
+    for (now.skip(items, turn * items.stages()); now.index < g.items;
+         now.skip(items, CONSUMERS / SHARERS * items.stages())) {
       Item item;
       item.locate(g, now.index, row_part);
       int counts[ROW_BLOCKS];
@@ -2646,34 +2821,55 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       turn_parity ^= 1;
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { total = 0, clear(sum); }, sums, totals);
 #pragma unroll 1
-      for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
-        barrier_wait(full + 8 * slot.index, slot.parity);
-        const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
-        const unsigned weights = RESIDENT
-                                     ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
-                                     : held + row_part * WEIGHT_STAGE;
-        const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
-        const Operands operands{stage, weights, pixels, shared.operations + item.line_group * OPERATIONS};
-        multiply_kind(kind, g, operands, counts, sums, totals);
-        if constexpr (PARTS == 2) {
-          products_wait<0>();
-          for_each(add_up, sums, totals);
-        } else {
-          products_wait<1>();
+      for (int band = 1;; ++band) {
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
+          barrier_wait(full + 8 * slot.index, slot.parity);
+          const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
+          const unsigned weights = RESIDENT
+                                       ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
+                                       : held + row_part * WEIGHT_STAGE;
+          const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
+          const Operands operands{stage + band - 1, weights, pixels, shared.operations + item.line_group * OPERATIONS};
+          multiply_kind(kind, g, operands, counts, sums, totals);
+          if constexpr (PARTS == 2) {
+            products_wait<0>();
+            for_each(add_up, sums, totals);
+          } else {
+            products_wait<1>();
+          }
+          if (previous >= 0) release(empty + 8 * previous);
+          previous = slot.index;
+          slot.skip(1);
         }
-        if (previous >= 0) release(empty + 8 * previous);
-        previous = slot.index;
-        slot.skip(1);
+#if SCALED
+        if (band < items.bands) {
+          products_wait<0>();
+          for_each([](float& sum, float& total) { (PARTS == 2 ? total : sum) *= power_of_two(127 - BAND); }, sums,
+                   totals);
+          continue;
+        }
+#endif
+        break;
       }
       const int first_channel = item.group * DST_CHANNELS;
       const Store store(g, item, sums, cell_part * GROUP_CELLS,
                         dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
                         store_memory);
+#if SCALED
+      const float* const of_rows = scales.rows() + (long long)item.row_group * (ROW_BLOCKS * ROWS);
+      RowFactors rows;
+      if (!TAPS_IN_ROWS) rows.load(of_rows);  // else a register spills
+#endif
       products_wait<0>();
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
       release(empty + 8 * previous);
+#if SCALED
+      if (TAPS_IN_ROWS) rows.load(of_rows);
+      rows.unscale(sums, items.scale);
+#endif
       if (TAKE_TURNS) {
-        slot.skip(STAGES_OF_ITEM);
+        slot.skip(items.stages());
         if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
       }
       // Always true without clusters; without the branch the assembler reads sums ahead of the wait, and then makes
@@ -3189,7 +3385,8 @@ constexpr int MIN_BLOCKS = 1;
 constexpr int SLAB_CHANNELS = 16;
 constexpr int SLAB_TAPS = 9;
 constexpr int SLAB_THREADS = 160;
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/counters.cuh", "pack_weights.cu")),
+#define SCALED 0  // float32 is multiplied as float16
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/scaled_half.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/counters.cuh", "pack_weights.cu")),
     ("implicit_gemm", r"""
 // implicit_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -3234,6 +3431,7 @@ constexpr int COPY_BYTES = 0;
 constexpr int RAW_STAGES = 2;
 constexpr int PIECE = 64;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
+#define SCALED 0  // float32 is multiplied as float16
 #define WGMMA_INSTRUCTION 1
 #define CLUSTER 2  // thread blocks
 // sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.
@@ -3248,7 +3446,7 @@ __device__ __forceinline__ void wgmma(float (&sums)[72], unsigned long long a, u
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/item_queue.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/scaled_half.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/item_queue.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
     ("pack_weights", r"""
 // pack_weights, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -3277,7 +3475,8 @@ constexpr int MIN_BLOCKS = 1;
 constexpr int SLAB_CHANNELS = 16;
 constexpr int SLAB_TAPS = 9;
 constexpr int SLAB_THREADS = 160;
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/counters.cuh", "pack_weights.cu")),
+#define SCALED 0  // float32 is multiplied as float16
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/scaled_half.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/counters.cuh", "pack_weights.cu")),
     ("implicit_gemm", r"""
 // implicit_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -3322,6 +3521,7 @@ constexpr int COPY_BYTES = 0;
 constexpr int RAW_STAGES = 2;
 constexpr int PIECE = 64;
 #define MMA_SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
+#define SCALED 0  // float32 is multiplied as float16
 #define WGMMA_INSTRUCTION 1
 #define CLUSTER 2  // thread blocks
 // sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.
@@ -3336,7 +3536,7 @@ __device__ __forceinline__ void wgmma(float (&sums)[80], unsigned long long a, u
       : "l"(a), "l"(b), "r"((int)add));
 }
 #endif
-""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/item_queue.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
+""", ("common/geometry.cuh", "common/tensor_float.cuh", "common/scaled_half.cuh", "common/row_blocks.cuh", "common/dependent.cuh", "common/copy_async.cuh", "common/wgmma.cuh", "common/async.cuh", "common/mma.cuh", "common/matrix.cuh", "common/divisor.cuh", "common/gemm_tile.cuh", "common/item_queue.cuh", "common/pixel_loader.cuh", "common/store_phases.cuh", "implicit_gemm.cu")),
     ("weight_grad_gemm", r"""
 // weight_grad_gemm, specialised by:
 typedef float scalar_t;       // of the tensors
@@ -3865,8 +4065,8 @@ _BUILDING_BLOCKS = {
     "gather_channels": ("operand", "taps"),
     "gather_general": ("operand", "taps"),
     "implicit_gemm": (
-        "tensor_float", "row_blocks", "dependent", "copy_async", "wgmma", "async", "mma", "matrix", "divisor",
-        "gemm_tile", "item_queue", "pixel_loader",
+        "tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "copy_async", "wgmma", "async",
+        "mma", "matrix", "divisor", "gemm_tile", "item_queue", "pixel_loader",
     ),
     "gather_gemm": (
         "tensor_float", "dependent", "divisor", "split", "copy_async", "async", "mma", "stages", "staged_rows",
@@ -3898,8 +4098,9 @@ _BUILDING_BLOCKS = {
     "pack_channels": ("dependent",),
     "add_planes": (),
     "turn_channels": ("divisor",),
-    "pack_weights": ("tensor_float", "row_blocks", "dependent", "counters"),
-    "pack_taps": ("tensor_float", "row_blocks", "dependent", "counters"),
+    "pack_weights": ("tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "counters"),
+    "pack_taps": ("tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "counters"),
+    "measure_scales": ("divisor", "scaled_half", "scales", "dependent"),
     "pack_columns": ("scaled_half", "dependent"),
     "copy_weights": ("dependent", "counters"),
 }  # fmt: skip
@@ -3914,7 +4115,7 @@ SETTLED = ("MIN_BLOCKS", "STRAIGHT")
 
 
 # Constants that the preprocessor must know.
-_MACROS = ("WGMMA", "CLUSTER", "BY_THREADS")
+_MACROS = ("WGMMA", "CLUSTER", "BY_THREADS", "SCALED")
 
 
 @dataclass(frozen=True)
@@ -3940,8 +4141,7 @@ class KernelSource:
     @property
     def operand(self) -> str:
         """What the tensor cores are given."""
-        scaled = "scaled_half" in _BUILDING_BLOCKS[self.kernel]
-        return "float16" if scaled and self.dtype == "float32" else self.dtype
+        return "float16" if dict(self.constants).get("SCALED") else self.dtype
 
     @cached_property
     def specialisation(self) -> str:
@@ -3958,6 +4158,8 @@ class KernelSource:
             depth, operand = _OPERANDS[self.operand]
             lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
         constants = dict(self.constants)
+        if "SCALED" in constants:
+            lines.append(f"#define SCALED {constants['SCALED']:d}  // float32 is multiplied as float16")
         if "WGMMA" in constants:
             lines += _matrix_instructions(self.operand, constants)
         return "\n".join(lines) + "\n"
@@ -4161,7 +4363,8 @@ class Launch:
     ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
     ``geometry`` is the kernel's last parameter; there is none where it is empty.
     It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
-    A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead.
+    A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead. One
+    of its own runs before that, and reads the kernel's source, too.
     ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
     after, by the kernel ``turn`` (`turning`).
     ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
@@ -4182,6 +4385,11 @@ class Launch:
     turn: "KernelSource | None" = None
     boxes: "tuple[Boxes, ...]" = ()
     one_way: "KernelSource | None" = None
+
+    @property
+    def prologues(self) -> "tuple[Launch, ...]":
+        """All that run before it, in order."""
+        return () if self.prologue is None else (*self.prologue.prologues, self.prologue)
 
 
 def plain_launch(source: "KernelSource", blocks: int, threads: int, geometry: bytes = b"") -> "Launch":
@@ -4853,7 +5061,8 @@ class GemmVariant(NamedTuple):
     ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
     these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
     ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
-    thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most.
+    thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most. ``scaled``: it
+    multiplies float32 as float16 (kernels/common/scales.cuh).
     """
 
     pixels: int
@@ -4874,6 +5083,15 @@ class GemmVariant(NamedTuple):
     cluster: int = 1
     piece_bytes: int = 256
     width_parts: int = 1
+    scaled: bool = False
+
+    def operand_bytes(self, dtype: str) -> int:
+        """Of an element of the product's operands."""
+        return 2 if self.scaled else DTYPE_BYTES[dtype]
+
+    def stage_channels(self, dtype: str) -> int:
+        """Input channels of a stage."""
+        return self.k_steps * 2 * CHUNK_BYTES // self.operand_bytes(dtype)
 
     @property
     def taps_in_rows(self) -> bool:
@@ -4996,12 +5214,19 @@ class Product:
     def of(cls, gather: "Gather", variant: "GemmVariant") -> "Product":
         """The product of a variant."""
         shape = variant.channel_blocks, variant.lines, variant.width_parts, variant.row_channels
-        return cls._of(gather, *shape, variant.k_steps)
+        return cls._of(gather, *shape, variant.k_steps, variant.operand_bytes(gather.dtype))
 
     @classmethod
     @lru_cache(maxsize=4096)
     def _of(
-        cls, gather: "Gather", channel_blocks: int, lines: int, width_parts: int, row_channels: int, k_steps: int
+        cls,
+        gather: "Gather",
+        channel_blocks: int,
+        lines: int,
+        width_parts: int,
+        row_channels: int,
+        k_steps: int,
+        operand_bytes: int,
     ) -> "Product":
         taps = Taps.of(gather.axes)
         groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
@@ -5012,7 +5237,7 @@ class Product:
             row_blocks = channel_blocks * lines * taps.owned_w // width_parts
             operations = max(groups) * taps.along_w * channel_blocks // width_parts
             channel_groups = math.ceil(gather.dst_channels / (ROWS * channel_blocks))
-        depth = gather.src_channels * DTYPE_BYTES[gather.dtype] / (2 * CHUNK_BYTES)
+        depth = gather.src_channels * operand_bytes / (2 * CHUNK_BYTES)
         return cls(
             row_blocks=row_blocks,
             row_groups=gather.groups * channel_groups * len(groups) * width_parts,
@@ -5041,9 +5266,9 @@ class Product:
         return counter_bytes(self.row_groups // variant.row_parts if variant.resident else variant.cluster)
 
 
-def fills_stages(groups: int, channels: int, dtype: str, k_steps: int) -> bool:
+def fills_stages(groups: int, channels: int, stage_channels: int) -> bool:
     """Whether the last stage of a group's ``channels`` does not reach into the next group."""
-    return groups == 1 or channels % (k_steps * 2 * CHUNK_BYTES // DTYPE_BYTES[dtype]) == 0
+    return groups == 1 or channels % stage_channels == 0
 
 # =====================================================================================================================
 # polyphase/algorithms/implicit_gemm_tile.py
@@ -5106,7 +5331,8 @@ class _SharedBytes:
         chunks = 2 * variant.k_steps
         self.allocated = variant.parts * chunks * CHUNK_BYTES
         self.in_boxes = variant.boxes
-        self.raw = 0 if self.src_channels_last or variant.boxes else variant.raw_slots * chunks * CHUNK_BYTES
+        raw = variant.raw_slots * chunks * CHUNK_BYTES * self.size // variant.operand_bytes(gather.dtype)
+        self.raw = 0 if self.src_channels_last or variant.boxes else raw
         self.table = 4 + (8 if needs_wide_offsets(gather) else 4) * variant.loader_groups
         # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
         self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
@@ -5168,14 +5394,14 @@ def _store_bytes(gather: "Gather", variant: "GemmVariant") -> int:
     return places + CONSUMERS * 4 * 8 * pitch * size
 
 
-def _pixels_join(gather: "Gather") -> bool:
+def pixels_join(gather: "Gather") -> bool:
     """Whether the pixels of an image follow each other in memory."""
     sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
     rows_join = sizes[1] == 1 or strides[1] == sizes[2] * strides[2]
     return rows_join and (sizes[0] == 1 or strides[0] == sizes[1] * sizes[2] * strides[2])
 
 
-def _copy_sizes(gather: "Gather", row: int) -> "list[int]":
+def copy_sizes(gather: "Gather", row: int) -> "list[int]":
     """Bytes that one copy from global memory may have, where ``row`` pixels and their whole rows are copied so."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.src.strides
@@ -5289,13 +5515,13 @@ def _runs(
     depth, height, width = gather.cells
     pixels = depth * height * width
     alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
-    if not (alone and _pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
+    if not (alone and pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
         return
     if (batch + 1) * pixels >= 2**31 - capacity:
         return
     last, pitch = gather.src.channels_last, (pixels, height * width, width)
     for engine in engines:
-        size = max(_copy_sizes(gather, pixels))
+        size = max(copy_sizes(gather, pixels))
         if engine and not _are_one_row(gather, batch):
             continue
         if last or not engine:
@@ -5317,7 +5543,7 @@ def _whole_images(
     depth, height, width = gather.src.shape[2:]
     pixels = depth * height * width
     images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), _addressable(gather))
-    if images < 1 or not _pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
+    if images < 1 or not pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
         return
     last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
     for engine in engines:
@@ -5328,7 +5554,7 @@ def _whole_images(
         pieces = _operands(run) if transposed else _pieces_of_row(run, gather) if last else (1, run)
         boxes = pieces if engine else (0, 0)
         allocated = _allocated(run, capacity, banks, *boxes)
-        size, tiles = max(_copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
+        size, tiles = max(copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
 
@@ -5376,7 +5602,7 @@ def box_strides(gather: "Gather", one_row: bool = False) -> "tuple[int, ...] | N
 
 def may_take_boxes(gather: "Gather", variant: "GemmVariant") -> bool:
     """Whether the copy engine can bring pixels that are then turned around, channels first."""
-    fills = fills_stages(gather.groups, gather.src_channels, gather.dtype, variant.k_steps)
+    fills = fills_stages(gather.groups, gather.src_channels, variant.stage_channels(gather.dtype))
     return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
 
 
@@ -5385,7 +5611,7 @@ def may_take_operands(gather: "Gather") -> bool:
     pixels that no tap reads beside. (Rows of 32 bytes, as of 16 pixels, are not swizzled as rows of 128 bytes are.)"""
     if gather.src.channels_last:
         return box_strides(gather) is not None
-    if DTYPE_BYTES[gather.dtype] != 2 or not _pixels_join(gather) or box_strides(gather, one_row=True) is None:
+    if DTYPE_BYTES[gather.dtype] != 2 or not pixels_join(gather) or box_strides(gather, one_row=True) is None:
         return False
     return Taps.stay_in_cells(gather.axes) or math.prod(gather.src.shape[2:]) == BOX_PIXELS
 
@@ -5406,12 +5632,12 @@ def boxes(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> "Boxes":
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
         else:
             sizes = [math.prod(spatial), 1, 1, batch]
-    stage_bytes = 2 * CHUNK_BYTES * variant.k_steps
-    rounded = variant.parts == 1
+    stage_bytes, stage_channels = 2 * CHUNK_BYTES * variant.k_steps, variant.stage_channels(gather.dtype)
+    rounded = variant.parts == 1 and not variant.scaled
     if last:
-        return Boxes(gather.dtype, (channels, *sizes), strides, (stage_bytes // size, *box), stage_bytes, rounded)
+        return Boxes(gather.dtype, (channels, *sizes), strides, (stage_channels, *box), stage_bytes, rounded)
     swizzle = BOX_PIXELS * size if variant.boxes else CHUNK_BYTES
-    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_bytes // size), swizzle, rounded)
+    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_channels), swizzle, rounded)
 
 
 def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:
@@ -5440,7 +5666,7 @@ def _boxes(
     back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
     reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
     whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
-    for copy_bytes in [max(_copy_sizes(gather, whole_rows))] if engine else _copy_sizes(gather, whole_rows):
+    for copy_bytes in [max(copy_sizes(gather, whole_rows))] if engine else copy_sizes(gather, whole_rows):
         even = 1 if gather.src.channels_last else (CHUNK_BYTES if engine else copy_bytes) // size
         skew = -back[2] % even
         lead = back[2] + skew
@@ -5555,6 +5781,10 @@ class _Costs:
     lane_output: float = 0.5  # or one of others, by lanes, whether they have a cell or not
     scattered: float = 3.04  # or one where lanes' results lie apart
     launch: float = 13090.0
+    turn_scaled: float = 259.0  # a chunk of pixels that become float16: brought by the copy engine, or by threads
+    convert_scaled: float = 629.0
+    measure: float = 10.0e-6  # seconds to find what they are multiplied by,
+    measured: float = 0.54  # and of a copy's bandwidth, at which all is read for that
     bandwidth: float = 0.85  # of a copy's, which no layer exceeds
     bandwidth_one_tap: float = 0.81  # where the kernel is the stride, channels first
     overlap: float = 2.74  # exponents of the norms that add what goes on at the same time
@@ -5588,7 +5818,14 @@ def estimate(
     one_tap = all((a.kernel, a.padding, a.dilation) == (a.stride, 0, 1) for a in gather.axes)
     bandwidth = _COSTS.bandwidth_one_tap if one_tap and not gather.src.channels_last else _COSTS.bandwidth
     floor = layer_bytes / (bandwidth * device.copy_bytes_per_second)
-    return slower_of(busy, floor)
+    seconds, bound = slower_of(busy, floor)
+    return seconds + (_measure(gather, device) if variant.scaled else 0), bound
+
+
+def _measure(gather: "Gather", device: "DeviceInfo") -> float:
+    """Seconds to find what pixels and weights are multiplied by."""
+    read = math.prod(gather.src.shape) + gather.groups * gather.src_channels * gather.dst_channels * gather.taps
+    return _COSTS.measure + read * DTYPE_BYTES[gather.dtype] / (_COSTS.measured * device.copy_bytes_per_second)
 
 
 def _norm(exponent: float, *parts: float) -> float:
@@ -5598,6 +5835,7 @@ def _norm(exponent: float, *parts: float) -> float:
 def _main_loop(gather: "Gather", variant: "GemmVariant", tile: "Tile", product: "Product") -> "tuple[float, float, float, float]":
     """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
     size = DTYPE_BYTES[gather.dtype]
+    raw = size // variant.operand_bytes(gather.dtype)  # bytes for each of an operand
     in_place = gather.src.channels_last or variant.boxes
     stages = product.stages(variant)
     chunks = 2 * variant.k_steps
@@ -5607,7 +5845,7 @@ def _main_loop(gather: "Gather", variant: "GemmVariant", tile: "Tile", product: 
     instructions = product.steps * product.operations * variant.pixel_blocks * variant.sharers
     instructions *= 3 if variant.parts == 2 else 1
     operand_bytes = instructions * 2 * CHUNK_BYTES * (ROWS + variant.pixels)
-    passes = (1 if variant.boxes or (size == 2 and in_place) else 3) * (1 if variant.parts == 1 else 4 / 3)
+    passes = (1 if variant.boxes or (size == 2 and in_place) else 1 + 2 * raw) * (1 if variant.parts == 1 else 4 / 3)
     shared = operand_bytes + passes * pixel_bytes + weight_bytes
     shared *= _COSTS.shared_boxes if variant.boxes and gather.src.channels_last else _COSTS.shared
     products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else _COSTS.other_instruction)
@@ -5618,7 +5856,7 @@ def _main_loop(gather: "Gather", variant: "GemmVariant", tile: "Tile", product: 
     slot = _COSTS.slot_in_place if in_place else _COSTS.slot
     slot += _COSTS.slot_shared if variant.cluster > 1 else 0
     slots = (stages * slot + _COSTS.slot_use * multiply) / free
-    return multiply, load, (pixel_bytes + weight_bytes / variant.cluster) * _COSTS.moved, slots
+    return multiply, load, (raw * pixel_bytes + weight_bytes / variant.cluster) * _COSTS.moved, slots
 
 
 def _load(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> float:
@@ -5631,17 +5869,19 @@ def _load(gather: "Gather", variant: "GemmVariant", tile: "Tile") -> float:
     if tile.boxes:
         pieces = math.ceil(tile.halo * size / 128) * chunks * variant.parts
         turners = (warps - 1) // variant.turning_groups
-        return (_COSTS.stage_turned + _COSTS.turn * math.ceil(pieces / turners)) / variant.turning_groups
+        turn = _COSTS.turn_scaled if variant.scaled else _COSTS.turn
+        return (_COSTS.stage_turned + turn * math.ceil(pieces / turners)) / variant.turning_groups
     warps //= variant.loader_groups
     vectors = tile.halo / (tile.copy_bytes // size)
     if in_place:
         pieces = CHUNK_BYTES // tile.copy_bytes
         copies = _COSTS.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
     else:
-        copies = _COSTS.copy_rows * math.ceil(vectors / 32) * chunks * CHUNK_BYTES / size / warps
+        copies = _COSTS.copy_rows * math.ceil(vectors / 32) * variant.stage_channels(gather.dtype) / warps
     turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
     latency = _COSTS.stage_in_place if in_place else _COSTS.stage
-    return (latency + copies + _COSTS.convert * turned) / variant.loader_groups
+    convert = _COSTS.convert_scaled if variant.scaled else _COSTS.convert
+    return (latency + copies + convert * turned) / variant.loader_groups
 
 
 def _store(gather: "Gather", variant: "GemmVariant", tile: "Tile", product: "Product") -> float:
@@ -5684,6 +5924,10 @@ _SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(ro
 
 
 _ALL = 2**31 - 1
+_PIXEL_PARTS = 264  # blocks that measure pixels: two for each multiprocessor of an H200
+_MEASURING_THREADS = 256
+_MEASURING_LANES = 16  # neighbouring threads, of which each has neighbouring pixels: as many, or more
+_MEASURED_CHANNELS = 8  # where each would have fewer channels
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 
 
@@ -5732,8 +5976,10 @@ class ImplicitGemm:
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
             geometry=geometry,
-            prologue=_pack_weights(gather, variant, product),
-            workspace_bytes=product.counter_bytes(variant) + product.row_groups * product.weight_bytes(variant),
+            prologue=_pack_weights(gather, variant, product, problem.batch),
+            workspace_bytes=product.counter_bytes(variant)
+            + _scales_bytes(gather, variant, product)
+            + product.row_groups * product.weight_bytes(variant),
             boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
@@ -5783,6 +6029,8 @@ def _as_forward(problem: "ConvTransposeProblem", pass_: "Pass", layouts: "Layout
 def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "tuple[tuple[str, Constant], ...]":
     """The constants that decide how weights are packed."""
     return gather.constants(
+        SCALED=variant.scaled,
+        **(_scales(gather, variant, product) if variant.scaled else {}),
         CHANNEL_BLOCKS=variant.channel_blocks,
         LINES=variant.lines,
         WIDTH_PARTS=variant.width_parts,
@@ -5796,7 +6044,68 @@ def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "t
     )
 
 
-def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product") -> "Launch":
+def _weight_parts(gather: "Gather") -> int:
+    """Parts of the input channels in which weights are measured, so that there are blocks enough."""
+    tile = max(1, _MEASURING_THREADS // gather.taps)
+    blocks = gather.groups * math.ceil(gather.dst_channels / tile)
+    return max(1, min(256 // blocks, gather.src_channels // 16))
+
+
+def _scales(gather: "Gather", variant: "GemmVariant", product: "Product") -> "dict[str, Constant]":
+    """The constants that decide where lies what pixels and weights are multiplied by."""
+    return {
+        "GROUPS": gather.groups,
+        "PIXEL_PARTS": _PIXEL_PARTS,
+        "WEIGHT_PARTS": _weight_parts(gather),
+        "SUM_ROWS": product.row_groups * product.row_blocks * ROWS,
+    }
+
+
+def _scales_bytes(gather: "Gather", variant: "GemmVariant", product: "Product") -> int:
+    """What lies between counters and weights: `Scales::BYTES` in kernels/common/scales.cuh."""
+    if not variant.scaled:
+        return 0
+    rows = product.row_groups * product.row_blocks * ROWS
+    measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
+    return round_up(4 * (32 + rows + measured), 128)
+
+
+def _measure_scales(gather: "Gather", variant: "GemmVariant", product: "Product", batch: int) -> "Launch":
+    """The kernel that finds what pixels and weights are multiplied by as float16."""
+    shape, strides = gather.src.shape[2:], gather.src.strides
+    one_row = pixels_join(gather)
+    sizes = (1, 1, math.prod(shape)) if one_row else shape
+    row = sizes[2] if one_row else math.gcd(shape[2], math.gcd(strides[2], strides[3]))
+    vector = 4 if max(copy_sizes(gather, row)) == CHUNK_BYTES else 1
+    pixels = math.prod(shape)
+    lanes = 1
+    most = max(_MEASURING_LANES, _MEASURING_THREADS * _MEASURED_CHANNELS // gather.src_channels)
+    while 2 * lanes <= min(most, _MEASURING_THREADS) and lanes * vector < pixels:
+        lanes *= 2
+    geometry = gather.src.packed()
+    geometry += b"".join(map(packed_divisor, (*sizes, math.ceil(pixels / (lanes * vector)))))
+    geometry += struct.pack("<4i", batch, pixels, lanes, vector)
+    tiles = math.ceil(gather.dst_channels / max(1, _MEASURING_THREADS // gather.taps))
+    blocks = _PIXEL_PARTS + gather.groups * tiles * _weight_parts(gather)
+    constants = gather.constants(
+        SCALED=True,
+        **_scales(gather, variant, product),
+        COUNTER_BYTES=product.counter_bytes(variant),
+        MIN_BLOCKS=1,
+    )
+    known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
+    source = KernelSource("measure_scales", gather.dtype, False, known)
+    return plain_launch(source, blocks, _MEASURING_THREADS, padded(geometry))
+
+
+def _pack_weights(gather: "Gather", variant: "GemmVariant", product: "Product", batch: int) -> "Launch":
+    launch = _packing_launch(gather, variant, product)
+    if not variant.scaled:
+        return launch
+    return replace(launch, prologue=_measure_scales(gather, variant, product, batch))
+
+
+def _packing_launch(gather: "Gather", variant: "GemmVariant", product: "Product") -> "Launch":
     constants = [each for each in _packing(gather, variant, product) if each[0] != "HAS_BIAS"]
     if variant.taps_in_rows:
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
@@ -5939,7 +6248,7 @@ class Call:
     extension: Any
     copies: bool
     launch: "tuple[Any, ...]"
-    prologue: "tuple[Any, ...] | None"
+    prologues: "list[tuple[Any, ...]]"
     workspace_bytes: int
     planes: int
     planes_channels_last: bool
@@ -5986,7 +6295,7 @@ def prepare(
         extension=build(arch),
         copies=copies,
         launch=arguments(arch, launch),
-        prologue=None if launch.prologue is None else arguments(arch, launch.prologue),
+        prologues=[arguments(arch, each) for each in launch.prologues],
         workspace_bytes=launch.workspace_bytes,
         planes=launch.planes,
         planes_channels_last=launch.planes_channels_last,
@@ -6057,9 +6366,11 @@ def run(
     output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
     if 0 in call.launch[3:6]:
         return output
-    if call.prologue is not None:
+    if call.prologues:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
-        launch(*call.prologue, [second, workspace])
+        for prologue in call.prologues[:-1]:
+            launch(*prologue, [second, workspace, first])
+        launch(*call.prologues[-1], [second, workspace])
         second = workspace
     if call.planes == 1:
         launch(*call.launch, [first, second, bias, output])
@@ -6240,6 +6551,7 @@ LAYERS = [
                         cluster=2,
                         piece_bytes=256,
                         width_parts=1,
+                        scaled=False,
                     ),
                 ),
                 Pass.INPUT_GRAD: Choice(
@@ -6263,6 +6575,7 @@ LAYERS = [
                         cluster=2,
                         piece_bytes=256,
                         width_parts=1,
+                        scaled=False,
                     ),
                 ),
                 Pass.WEIGHT_GRAD: Choice(

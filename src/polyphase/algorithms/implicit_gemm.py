@@ -233,7 +233,7 @@ def _packing(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tu
         TAPS_IN_ROWS=variant.taps_in_rows,
         ROW_CHANNELS=variant.row_channels,
         OPERATIONS=product.operations,
-        **({} if variant.scaled else {"COUNTER_BYTES": product.counter_bytes(variant)}),
+        COUNTER_BYTES=product.counter_bytes(variant),
         MIN_BLOCKS=1,
     )
 
@@ -246,13 +246,12 @@ def _weight_parts(gather: Gather) -> int:
 
 
 def _scales(gather: Gather, variant: GemmVariant, product: Product) -> dict[str, Constant]:
-    """The constants that decide how what scaled are multiplied by lies."""
+    """The constants that decide where lies what pixels and weights are multiplied by."""
     return {
         "GROUPS": gather.groups,
         "PIXEL_PARTS": _PIXEL_PARTS,
         "WEIGHT_PARTS": _weight_parts(gather),
         "SUM_ROWS": product.row_groups * product.row_blocks * ROWS,
-        "COUNTER_BYTES": product.counter_bytes(variant),
     }
 
 
@@ -282,9 +281,14 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
     geometry += struct.pack("<4i", batch, pixels, lanes, vector)
     tiles = math.ceil(gather.dst_channels / max(1, _MEASURING_THREADS // gather.taps))
     blocks = _PIXEL_PARTS + gather.groups * tiles * _weight_parts(gather)
-    constants = gather.constants(SCALED=True, **_scales(gather, variant, product), MIN_BLOCKS=1)
-    constants = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
-    source = KernelSource("measure_scales", gather.dtype, False, constants)
+    constants = gather.constants(
+        SCALED=True,
+        **_scales(gather, variant, product),
+        COUNTER_BYTES=product.counter_bytes(variant),
+        MIN_BLOCKS=1,
+    )
+    known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
+    source = KernelSource("measure_scales", gather.dtype, False, known)
     return plain_launch(source, blocks, _MEASURING_THREADS, padded(geometry))
 
 

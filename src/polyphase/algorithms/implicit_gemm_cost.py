@@ -48,10 +48,10 @@ class _Costs:
     lane_output: float = 0.5  # or one of others, by lanes, whether they have a cell or not
     scattered: float = 3.04  # or one where lanes' results lie apart
     launch: float = 13090.0
-    turn_scaled: float = 205.0  # a chunk of pixels that become float16: brought by the copy engine, or by threads
-    convert_scaled: float = 500.0
-    measure: float = 6.0e-6  # seconds to find what they are multiplied by,
-    measured: float = 0.67  # and of a copy's bandwidth, at which all is read for that
+    turn_scaled: float = 259.0  # a chunk of pixels that become float16: brought by the copy engine, or by threads
+    convert_scaled: float = 629.0
+    measure: float = 10.0e-6  # seconds to find what they are multiplied by,
+    measured: float = 0.54  # and of a copy's bandwidth, at which all is read for that
     bandwidth: float = 0.85  # of a copy's, which no layer exceeds
     bandwidth_one_tap: float = 0.81  # where the kernel is the stride, channels first
     overlap: float = 2.74  # exponents of the norms that add what goes on at the same time

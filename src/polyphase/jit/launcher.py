@@ -21,7 +21,11 @@ from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel, is
 from polyphase.jit.source import KernelSource
 
 _DEFAULT_SHARED_BYTES = 32 << 10  # of a launch, beside what is a kernel's own: 48 KiB in all
+_OF_PROLOGUE = {4: 2, 2: 3}  # pointers of a prologue, by those of what it precedes: one's own has the source, too
 _MOST_MAPS = 256  # that a launch keeps of a tensor, one for each address
+
+
+_Binaries = dict[KernelSource, "Future[bytes] | None"]
 
 
 class Executable:
@@ -30,14 +34,14 @@ class Executable:
     The parameter block belongs to a thread, since the driver reads it while other Python threads run.
     """
 
-    def __init__(
-        self, launch: Launch, arch: str, index: int, pointers: int, binary: Future[bytes] | None = None
-    ) -> None:
+    def __init__(self, launch: Launch, arch: str, index: int, pointers: int, ahead: _Binaries | None = None) -> None:
         prologue = launch.prologue
-        ahead = None if prologue is None else _compile_in_thread(prologue.source, arch, index)
-        self._kernel = _load(launch.source, arch, index, launch.shared_bytes, binary)
-        read = 3 if pointers == 2 else 2  # the prologue of a prologue has the source, too
-        self.prologue = None if prologue is None else Executable(prologue, arch, index, read, ahead)
+        if ahead is None:
+            ahead = {each.source: _compile_in_thread(each.source, arch, index) for each in launch.prologues}
+        self._kernel = _load(launch.source, arch, index, launch.shared_bytes, ahead.get(launch.source))
+        self.prologue = None
+        if prologue is not None:
+            self.prologue = Executable(prologue, arch, index, _OF_PROLOGUE[pointers], ahead)
         self.name = launch.source.kernel
         self.device_index = index
         self.planes = launch.planes

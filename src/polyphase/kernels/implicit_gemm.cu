@@ -80,9 +80,9 @@ struct Slot {
 __device__ __forceinline__ int stage_of_band(const Items& items, int stage) {
   return SCALED && items.bands > 1 ? stage % STAGES_OF_ITEM : stage;
 }
-__device__ __forceinline__ PixelBand band_of(const Items& items, float scale, int stage) {
+__device__ __forceinline__ PixelBand band_of(const Items& items, int stage) {
 #if SCALED
-  return StageBand(scale, items.bands, items.bands > 1 ? stage / STAGES_OF_ITEM : 0);
+  return StageBand(items.scale, items.bands, items.bands > 1 ? stage / STAGES_OF_ITEM : 0);
 #else
   return {};
 #endif
@@ -152,7 +152,7 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, cons
 // TURNING_GROUPS-th stage.
 __device__ __forceinline__ void turn_stages(const Geometry& g, const Items& items, int warp, unsigned char* stages,
                                             int stage_bytes, const unsigned char* raw, int raw_stage, unsigned full,
-                                            unsigned empty, unsigned come, unsigned turned, float scale) {
+                                            unsigned empty, unsigned come, unsigned turned) {
   const int group = warp / TURNERS;
   Cursor now;
   Slot<STAGES> slot;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, const Items& item
     barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT,
-                        warp % TURNERS, band_of(items, scale, now.stage));
+                        warp % TURNERS, band_of(items, now.stage));
     publish_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
@@ -176,7 +176,7 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, const Items& item
 struct RowFactors {
   float of[ROW_BLOCKS][2];
 
-  __device__ __forceinline__ explicit RowFactors(const float* rows) {
+  __device__ __forceinline__ void load(const float* rows) {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2 * ROW_BLOCKS; ++i) of[i / 2][i % 2] = rows[i / 2 * ROWS + i % 2 * 8 + row];
@@ -185,14 +185,15 @@ struct RowFactors {
     const float of_pixels = unscale_pixel(scale);
 #pragma unroll
     for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
-      const float by = of[i / 2][i % 2], first = fminf(by, of_pixels),
-                  then = fmaxf(by, of_pixels);  // lest sums overflow
+      const float of_row = of[i / 2][i % 2];
+      const float smaller = fminf(of_row, of_pixels),
+                  larger = fmaxf(of_row, of_pixels);  // in this order none overflows
 #pragma unroll
       for (int part = 0; part < PIXEL_BLOCKS; ++part)
 #pragma unroll
         for (int j = 0; j < SUMS / 2; ++j) {
           float& sum = sums[i / 2][part][j / 2 * 4 + i % 2 * 2 + j % 2];
-          sum = sum * first * then;
+          sum = sum * smaller * larger;
         }
     }
   }
@@ -298,7 +299,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned turns = shared_address(shared.turn);
   Items items{g, (unsigned*)packed, shared.queue};
   packed += COUNTER_BYTES;
-  float scale = 1;
 #if SCALED
   const Scales scales((unsigned char*)packed);
   packed += Scales::BYTES;
@@ -354,7 +354,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   if (CLUSTER > 1) cluster_sync();
 #if SCALED
   wait_for_prologue();
-  scale = scales.first_band().scale, items.bands = scales.first_band().bands;
+  items.scale = scales.first_band().scale, items.bands = scales.first_band().bands;
 #endif
 
 #if BOX_COPY
@@ -363,7 +363,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
     if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
-      turn_stages(g, items, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned, scale);
+      turn_stages(g, items, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
     } else if (warp == LOADER_THREADS / 32 - 1) {
       unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;
       load_boxes(g, items, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage, full,
@@ -441,7 +441,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       start_copy();
       if (round < 0) continue;
       loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT,
-                     band_of(items, scale, now.stage));
+                     band_of(items, now.stage));
 #if !BULK_COPY
       copies_wait<1>();
 #endif
@@ -525,13 +525,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
                         dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
                         store_memory);
 #if SCALED
-      const RowFactors rows(scales.rows() + (long long)item.row_group * (ROW_BLOCKS * ROWS));
+      const float* const of_rows = scales.rows() + (long long)item.row_group * (ROW_BLOCKS * ROWS);
+      RowFactors rows;
+      if (!TAPS_IN_ROWS) rows.load(of_rows);  // else a register spills
 #endif
       products_wait<0>();
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
       release(empty + 8 * previous);
 #if SCALED
-      rows.unscale(sums, scale);
+      if (TAPS_IN_ROWS) rows.load(of_rows);
+      rows.unscale(sums, items.scale);
 #endif
       if (TAKE_TURNS) {
         slot.skip(items.stages());

@@ -25,8 +25,9 @@ struct Items {
   const Geometry& g;
   unsigned* counters;
   QueueMemory& memory;
-  int next = 0;   // of the thread that takes them: the item behind those that are known
-  int bands = 1;  // with SCALED (scales.cuh): an item's stages come so many times
+  int next = 0;     // of the thread that takes them: the item behind those that are known
+  int bands = 1;    // with SCALED (scales.cuh): an item's stages come so many times,
+  float scale = 1;  // and by what pixels are multiplied in the last
 
   __device__ __forceinline__ int stages() const { return SCALED ? bands * STAGES_OF_ITEM : STAGES_OF_ITEM; }
 
