@@ -347,7 +347,11 @@ def families(
                     continue  # had a fence for each product (C7519), so the model was never fitted to them
                 if cluster > 1 and channels_last and lines > 2 and taps.owned_w > 2:
                     continue  # registers spill
-                beside = 16 * ((k_steps >= 2 or scaled) and channel_blocks > 1) + 8 * (scaled and k_steps >= 2)
+                beside = 16 * (k_steps >= 2 and channel_blocks > 1)
+                if scaled and channel_blocks > 1 and taps.owned_w == 1:
+                    beside = 32  # what rows are multiplied by, too
+                elif scaled and k_steps >= 2 and split == "turns":
+                    beside += 8
                 if problem.bias and split == "cells" and (beside or (parts == 2 and channels_last)):
                     beside += 16
                 elif problem.groups > 1 and lines > 1 and split == "cells" and parts == 2 and channels_last:
