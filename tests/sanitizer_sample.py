@@ -36,6 +36,7 @@ SAMPLE = (
     make((3, 40, 7, 6), 70, 2, 2, bias=True, tf32=True),
     make((2, 24, 5, 9), 16, 3, 2, 1, tf32=True),
     make((3, 32, 4, 4), 20, 4, 2, 1, tf32=True),
+    make((2, 40, 5, 9), 16, 3, 2, 1),
     make((2, 130, 5, 7), 24, 2, 2, bias=True, dtype="bfloat16"),
 )
 

@@ -22,12 +22,12 @@ from polyphase.problem import ConvTransposeProblem, Pass
 make = ConvTransposeProblem.make
 
 LAYERS = {
-    "stride 2": make((2, 20, 5, 6), 24, 4, 2, 1, bias=True, tf32=True),
+    "stride 2": make((2, 36, 5, 6), 24, 4, 2, 1, bias=True, tf32=True),
     "tiny images": make((5, 36, 4, 4), 20, 4, 2, 1, tf32=True),
     "stride 1, grouped": make((1, 64, 9, 7), 40, 3, 1, 1, groups=2, tf32=True),
     "few channels": make((2, 40, 6, 5), 17, 3, 2, 1, 1, tf32=True),
-    "1-D": make((3, 24, 37), 16, 16, 8, 4, tf32=True),
-    "3-D": make((1, 16, 3, 4, 5), 16, 3, 2, 1, 1, bias=True, tf32=True),
+    "1-D": make((3, 40, 37), 16, 16, 8, 4, tf32=True),
+    "3-D": make((1, 33, 3, 4, 5), 16, 3, 2, 1, 1, bias=True, tf32=True),
 }
 
 

@@ -29,6 +29,7 @@ _STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: result
 SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in rows, and then stores
 _HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
 _PART_PHASES = 4  # at most, of the phases along the width, where these are in parts
+_SCALED_CHANNELS = 32  # of a group, from which on float32 may be multiplied as float16: sums of fewer take little time
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
 # Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
@@ -316,7 +317,7 @@ def families(
     if is_tiny(problem) and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
         row_channels = min(ROWS // taps_of_channel, channels)
         shapes += [(sets, len(taps.lines), 1, sets, row_channels, True) for sets in (1, 2, 4)]
-    deep_enough = problem.in_channels_per_group * 2 >= 2 * CHUNK_BYTES  # an instruction is not half empty
+    deep_enough = problem.in_channels_per_group >= _SCALED_CHANNELS
     may_be_scaled = device.has_wgmma and not channels_last and problem.dtype == "float32" and deep_enough
     instructions = [(True, False), (False, False)] if device.has_wgmma else [(False, False)]
     instructions += [(True, True)] if may_be_scaled else []
