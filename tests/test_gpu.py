@@ -411,6 +411,32 @@ def test_graphs_replay_with_other_contents(channels_last: bool) -> None:
         assert_right(LAYER, fresh, captured)
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_graphs_measure_what_they_multiply(allowed: bool) -> None:
+    """float32 as float16: a replay finds the powers of two, and how many bands there are, anew."""
+    problem = make((64, 256, 8, 8), 256, 4, 2, 1, tf32=allowed)
+    chosen = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).candidate
+    if chosen is None or not getattr(chosen.variant, "scaled", False):
+        pytest.skip("float32 is multiplied as float16 by Hopper's instruction alone")
+    with tf32(allowed):
+        static = make_operands(problem, torch.float32, DEVICE)
+        wanted = forward(problem, static)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = forward(problem, static)
+    x = static.input.clone()
+    for power in (0, 60, -60):
+        static.input.copy_(x * 2.0**power)
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, wanted * 2.0**power)
+    static.input[::2] *= 2.0**60  # now every other image is far larger than the others: several bands
+    captured.fill_(torch.nan)
+    graph.replay()
+    captured[1::2] *= 2.0**60
+    assert ((captured - wanted).abs() <= 1e-4 * wanted.abs().amax()).all()
+
+
 def test_graphs_of_a_training_step() -> None:
     operands = make_operands(LAYER, torch.float32, DEVICE)
     layer = OUR_MODULES[2](8, 12, LAYER.kernel_size, **constants(LAYER), device=DEVICE)

@@ -753,7 +753,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   wait_for_prologue();
   __shared__ float scale[SLAB_CHANNELS];
   const Scales scales(packed);
-  packed += Scales::BYTES;
+  packed += SCALES_BYTES;
   write_first_band(scales);
 #endif
   const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;
@@ -2633,7 +2633,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   packed += COUNTER_BYTES;
 #if SCALED
   const Scales scales((unsigned char*)packed);
-  packed += Scales::BYTES;
+  packed += SCALES_BYTES;
 #endif
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
@@ -6030,7 +6030,7 @@ def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "t
     """The constants that decide how weights are packed."""
     return gather.constants(
         SCALED=variant.scaled,
-        **(_scales(gather, variant, product) if variant.scaled else {}),
+        **(_measured(gather) | {"SUM_ROWS": _sum_rows(product)} if variant.scaled else {}),
         CHANNEL_BLOCKS=variant.channel_blocks,
         LINES=variant.lines,
         WIDTH_PARTS=variant.width_parts,
@@ -6051,23 +6051,21 @@ def _weight_parts(gather: "Gather") -> int:
     return max(1, min(256 // blocks, gather.src_channels // 16))
 
 
-def _scales(gather: "Gather", variant: "GemmVariant", product: "Product") -> "dict[str, Constant]":
-    """The constants that decide where lies what pixels and weights are multiplied by."""
-    return {
-        "GROUPS": gather.groups,
-        "PIXEL_PARTS": _PIXEL_PARTS,
-        "WEIGHT_PARTS": _weight_parts(gather),
-        "SUM_ROWS": product.row_groups * product.row_blocks * ROWS,
-    }
+def _measured(gather: "Gather") -> "dict[str, Constant]":
+    """The constants that decide where lies what is measured of pixels and weights."""
+    return {"GROUPS": gather.groups, "PIXEL_PARTS": _PIXEL_PARTS, "WEIGHT_PARTS": _weight_parts(gather)}
+
+
+def _sum_rows(product: "Product") -> int:
+    return product.row_groups * product.row_blocks * ROWS
 
 
 def _scales_bytes(gather: "Gather", variant: "GemmVariant", product: "Product") -> int:
-    """What lies between counters and weights: `Scales::BYTES` in kernels/common/scales.cuh."""
+    """What lies between counters and weights: ``SCALES_BYTES`` in kernels/common/bands.cuh."""
     if not variant.scaled:
         return 0
-    rows = product.row_groups * product.row_blocks * ROWS
     measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
-    return round_up(4 * (32 + rows + measured), 128)
+    return round_up(4 * (32 + measured + _sum_rows(product)), 128)
 
 
 def _measure_scales(gather: "Gather", variant: "GemmVariant", product: "Product", batch: int) -> "Launch":
@@ -6089,7 +6087,7 @@ def _measure_scales(gather: "Gather", variant: "GemmVariant", product: "Product"
     blocks = _PIXEL_PARTS + gather.groups * tiles * _weight_parts(gather)
     constants = gather.constants(
         SCALED=True,
-        **_scales(gather, variant, product),
+        **_measured(gather),
         COUNTER_BYTES=product.counter_bytes(variant),
         MIN_BLOCKS=1,
     )

@@ -301,7 +301,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   packed += COUNTER_BYTES;
 #if SCALED
   const Scales scales((unsigned char*)packed);
-  packed += Scales::BYTES;
+  packed += SCALES_BYTES;
 #endif
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {

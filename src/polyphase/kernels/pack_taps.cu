@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if SCALED
   wait_for_prologue();
   const Scales scales(packed);
-  packed += Scales::BYTES;
+  packed += SCALES_BYTES;
   write_first_band(scales);
 #endif
   const int first_set = blockIdx.x % SLABS * SLAB_SETS, step = blockIdx.x / SLABS % STEPS;

@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   wait_for_prologue();
   __shared__ float scale[SLAB_CHANNELS];
   const Scales scales(packed);
-  packed += Scales::BYTES;
+  packed += SCALES_BYTES;
   write_first_band(scales);
 #endif
   const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;

@@ -1,4 +1,6 @@
-// Bands of magnitudes (scales.cuh).
+// Bands of magnitudes (scales.cuh), of kernels that know the rows of sums.
+
+constexpr int SCALES_BYTES = round_up((Scales::WORDS + SUM_ROWS) * (int)sizeof(float), 128);
 
 // A band ends where a number that is divided in PARTS would lose bits: at the least normal float16, or 2^11 above it. A
 // pixel's largest may be so many powers of two smaller than the largest of all, as its bits are lost elsewhere then.

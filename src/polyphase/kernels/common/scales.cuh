@@ -6,8 +6,8 @@
 // one of them and zero in the others. Mostly one band is enough: the smallest of the pixels' largest magnitudes says
 // how many there are.
 //
-// In front of the packed weights lie: the power of two of the first band, and how many there are; by what each row of a
-// sum is multiplied; and what was measured, by which packing finds both.
+// In front of the packed weights lie: the power of two of the first band, and how many there are; what was measured, by
+// which packing finds these and what follows: by what each row of a sum is multiplied.
 struct Band {
   float scale;
   int bands;
@@ -17,16 +17,15 @@ struct Measured {
 };
 
 struct Scales {
+  static constexpr int CHANNELS = GROUPS * DST_CHANNELS;
+  static constexpr int WORDS = 32 + 2 * PIXEL_PARTS + WEIGHT_PARTS * CHANNELS;  // but for the rows
+
   float* const words;
   __device__ __forceinline__ Scales(unsigned char* memory) : words((float*)memory) {}
   __device__ __forceinline__ Band& first_band() const { return *(Band*)words; }
-  __device__ __forceinline__ float* rows() const { return words + 32; }
-  __device__ __forceinline__ Measured* pixels() const { return (Measured*)(rows() + SUM_ROWS); }
+  __device__ __forceinline__ Measured* pixels() const { return (Measured*)(words + 32); }
   __device__ __forceinline__ unsigned* channels() const { return (unsigned*)(pixels() + PIXEL_PARTS); }
-
-  static constexpr int CHANNELS = GROUPS * DST_CHANNELS;
-  static constexpr int BYTES =
-      round_up((32 + SUM_ROWS + 2 * PIXEL_PARTS + WEIGHT_PARTS * CHANNELS) * (int)sizeof(float), 128);
+  __device__ __forceinline__ float* rows() const { return words + WORDS; }
 
   // The largest weight of an output channel, of all groups.
   __device__ __forceinline__ float largest_weight(int channel) const {
