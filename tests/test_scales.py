@@ -17,6 +17,7 @@ from polyphase.algorithms.gather import Gather
 from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.algorithms.implicit_gemm_tile import best_tile
 from polyphase.algorithms.implicit_gemm_variant import GemmVariant, variants
+from polyphase.jit.compiler import resources_of
 from polyphase.problem import ConvTransposeProblem, Pass
 
 make = ConvTransposeProblem.make
@@ -104,6 +105,45 @@ def test_a_pixel_far_larger_than_all_others(magnitude: float, tf32: bool) -> Non
             x[1, 3, 4, 5] = 3 * magnitude * outlier
             for launch in scaled(problem, 1):
                 assert_near(problem, launch, x, weight)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("outlier", [1.0, 2.0**16, 2.0**26])
+def test_channels_of_many_sizes(outlier: float, tf32: bool) -> None:
+    """Those of a pixel, with weights to match, beside an outlier: what is lost is a share of the pixel's largest."""
+    problem = replace(LAYERS["stride 2"], tf32=tf32, bias=False)
+    sizes = powers((1, problem.in_channels, 1, 1), 6, 19).float()
+    generator = torch.Generator().manual_seed(20)
+    x, weight = (torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
+    x, weight = x * sizes, weight / sizes.movedim(1, 0)
+    x[0, 0, 0, 0] = 2.0**6 * outlier
+    exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()))
+    sums = reference(problem, Pass.FORWARD, (x.double().abs(), weight.double().abs()))
+    largest = x.double().abs().amax(1, True).expand(x.shape)
+    lost = reference(problem, Pass.FORWARD, (largest, weight.double().abs()))
+    rounding, losing = (2.0**-10, 2.0**-19) if tf32 else (2.0**-21, 2.0**-27)
+    for launch in scaled(problem, 2):
+        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)).double()
+        assert ((found - exact).abs() <= rounding * sums + losing * lost).all()
+
+
+MANY_TAPS = {
+    "1-D": make((2, 64, 300), 64, 256, 64, 96, tf32=True),
+    "2-D": make((2, 64, 16, 16), 20, 16, 8, 4, tf32=True),
+    "few channels": make((2, 64, 9, 9), 3, 8, 4, 2, tf32=True),
+    "3-D": make((1, 64, 6, 6, 6), 40, 4, 2, 1, tf32=True),
+}
+
+
+@pytest.mark.parametrize("name", MANY_TAPS)
+def test_prologues_have_room(name: str) -> None:
+    """A kernel has 48 KiB of shared memory unless more is asked for."""
+    problem = MANY_TAPS[name]
+    kernels = {source for launch in scaled(problem, 40) for source in launch.sources}
+    prologues = {source for source in kernels if source.kernel != "implicit_gemm"}
+    assert {source.kernel for source in prologues} > {"measure_scales"}
+    for source in prologues:
+        assert resources_of(source, "sm_90a").shared <= 48 << 10, source.kernel
 
 
 @pytest.mark.parametrize("tf32", [True, False])

@@ -370,7 +370,7 @@ __device__ __forceinline__ void prepare(float value, float (&parts)[PARTS][4], i
 }
 """
 FILES["common/scaled_half.cuh"] = r"""
-// float32 as float16, where TF32 is allowed: both keep 11 significant bits, and the cores multiply float16 twice as
+// float32 as float16 instead of TF32: both keep 11 significant bits, and the cores multiply float16 twice as
 // fast. What float16 lacks is exponents. So numbers that are added up, a pixel's channels or a column's weights, are
 // first multiplied by a power of two, which is exact, so that the largest is 2^14 or more and less than 2^15 (a pixel's
 // below 2^-98, or a column's below 2^-113, stays smaller). Those down to 2^-28 of that keep all 11 bits; what smaller
@@ -2347,7 +2347,8 @@ FILES["implicit_gemm.cu"] = r"""
 // other (item_queue.cuh): the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then
 // the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may share
 // weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while its
-// weights are still being packed, and waits for them when the first pixels are on their way.
+// weights are still being packed, and waits for them when the first pixels are on their way; with SCALED before those,
+// as it must know how many bands there are (scales.cuh).
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
@@ -6108,7 +6109,7 @@ def _packing_launch(gather: "Gather", variant: "GemmVariant", product: "Product"
     if variant.taps_in_rows:
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         sets = product.row_groups // (gather.groups * product.line_groups) * variant.channel_blocks
-        together = max(1, min(sets, _PACKED_ROWS // rows))
+        together = max(1, min(sets, _PACKED_ROWS // (2 if variant.scaled else 1) // rows))
         blocks = gather.groups * product.line_groups * product.steps * math.ceil(sets / together)
         threads = min(256, round_up(together * rows, 32))
         constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
@@ -6117,11 +6118,11 @@ def _packing_launch(gather: "Gather", variant: "GemmVariant", product: "Product"
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
-    # memory, channels or taps, stay long.
+    # memory, channels or taps, stay long. What is multiplied as float16 is staged as float32, twice as large.
     if gather.weight_channels_last:
         slabs = [(ROWS, taps) for taps in (16, 8, 4, 2, 1)]
     else:
-        slabs = [(channels, min(places, 128)) for channels in (64, 32, 16)]
+        slabs = [(channels, min(places, 64 if variant.scaled else 128)) for channels in (64, 32, 16)]
     for channels, taps in slabs:
         blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
         if channels * taps <= 1024 and blocks >= 256:

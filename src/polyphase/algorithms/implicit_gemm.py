@@ -302,7 +302,7 @@ def _packing_launch(gather: Gather, variant: GemmVariant, product: Product) -> L
     if variant.taps_in_rows:
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
         sets = product.row_groups // (gather.groups * product.line_groups) * variant.channel_blocks
-        together = max(1, min(sets, _PACKED_ROWS // rows))
+        together = max(1, min(sets, _PACKED_ROWS // (2 if variant.scaled else 1) // rows))
         blocks = gather.groups * product.line_groups * product.steps * math.ceil(sets / together)
         threads = min(256, round_up(together * rows, 32))
         constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
@@ -311,11 +311,11 @@ def _packing_launch(gather: Gather, variant: GemmVariant, product: Product) -> L
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
-    # memory, channels or taps, stay long.
+    # memory, channels or taps, stay long. What is multiplied as float16 is staged as float32, twice as large.
     if gather.weight_channels_last:
         slabs = [(ROWS, taps) for taps in (16, 8, 4, 2, 1)]
     else:
-        slabs = [(channels, min(places, 128)) for channels in (64, 32, 16)]
+        slabs = [(channels, min(places, 64 if variant.scaled else 128)) for channels in (64, 32, 16)]
     for channels, taps in slabs:
         blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
         if channels * taps <= 1024 and blocks >= 256:

@@ -30,6 +30,7 @@ SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in
 _HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
 _PART_PHASES = 4  # at most, of the phases along the width, where these are in parts
 _SCALED_CHANNELS = 32  # of a group, from which on float32 may be multiplied as float16: sums of fewer take little time
+_MOST_SCALED_ROWS = 512  # taps of a set, each with 16 channels in float32, that a block packs
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
 # Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
@@ -344,12 +345,14 @@ def families(
                     continue  # registers spill
                 if k_steps == 4 and scaled:
                     continue  # hardly ever the fastest: such a stage is 64 channels
+                if scaled and row_channels and taps.rows(row_channels, lines) > _MOST_SCALED_ROWS:
+                    continue  # too many to be staged by a block that packs
                 if k_steps == 4 and not row_channels and not taps.are_alike(lines):
                     continue  # had a fence for each product (C7519), so the model was never fitted to them
                 if cluster > 1 and channels_last and lines > 2 and taps.owned_w > 2:
                     continue  # registers spill
                 beside = 16 * (k_steps >= 2 and channel_blocks > 1)
-                if scaled and channel_blocks > 1 and taps.owned_w == 1:
+                if scaled and channel_blocks > 1 and (taps.owned_w == 1 or split == "turns"):
                     beside = 32  # what rows are multiplied by, too
                 elif scaled and k_steps >= 2 and split == "turns":
                     beside += 8

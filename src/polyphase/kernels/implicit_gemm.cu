@@ -15,7 +15,8 @@
 // other (item_queue.cuh): the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then
 // the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may share
 // weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while its
-// weights are still being packed, and waits for them when the first pixels are on their way.
+// weights are still being packed, and waits for them when the first pixels are on their way; with SCALED before those,
+// as it must know how many bands there are (scales.cuh).
 //
 // Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of

@@ -2,9 +2,10 @@
 
 constexpr int SCALES_BYTES = round_up((Scales::WORDS + SUM_ROWS) * (int)sizeof(float), 128);
 
-// A band ends where a number that is divided in PARTS would lose bits: at the least normal float16, or 2^11 above it. A
-// pixel's largest may be so many powers of two smaller than the largest of all, as its bits are lost elsewhere then.
-constexpr int LEAST = PARTS == 2 ? -3 : -14, BAND = 15 - LEAST, SPARED = PARTS == 2 ? 15 : 26;
+// A band ends where a number that is divided in PARTS would lose bits: at the least normal float16, or 2^11 above it.
+// There is one band as long as no pixel's largest is more than SPARED powers of two smaller than the largest of all.
+// Its smaller channels then lose what is below 2^-19 of it, of two parts below 2^-27.
+constexpr int LEAST = PARTS == 2 ? -3 : -14, BAND = 15 - LEAST, SPARED = PARTS == 2 ? 12 : 20;
 constexpr int LEAST_BITS = 27;  // of the exponents that are told apart
 
 // The first band, and how many there are, of what was measured.

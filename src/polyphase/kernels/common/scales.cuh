@@ -1,10 +1,10 @@
 // float32 as float16 (common/scaled_half.cuh) where a sum is of many pixels: all share one power of two, that of the
 // tensor's largest magnitude, and each output channel's weights one of theirs.
 //
-// Pixels may all be far smaller than the largest; what outputs near these want would be lost. So there are bands of
-// magnitudes, of 2^29 each: a product is made band by band, each with a power of two of its own, and an element is in
-// one of them and zero in the others. Mostly one band is enough: the smallest of the pixels' largest magnitudes says
-// how many there are.
+// Some pixels may be far smaller than the largest; what outputs near these want would be lost. So there are bands of
+// magnitudes (bands.cuh): a product is made band by band, each with a power of two of its own, and an element is in one
+// of them and zero in the others. Mostly one band is enough: the smallest of the pixels' largest magnitudes says how
+// many there are. (Sums are kept relative to the largest: pixels 2^-130 below it lose bits.)
 //
 // In front of the packed weights lie: the power of two of the first band, and how many there are; what was measured, by
 // which packing finds these and what follows: by what each row of a sum is multiplied.
