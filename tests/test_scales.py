@@ -127,6 +127,16 @@ def test_channels_of_many_sizes(outlier: float, tf32: bool) -> None:
         assert ((found - exact).abs() <= rounding * sums + losing * lost).all()
 
 
+@pytest.mark.parametrize("tf32", [True, False])
+def test_forward_passes_alone(tf32: bool) -> None:
+    """Gradients of pixels often differ by so much that there would be several bands."""
+    problem = make((8, 64, 64, 64), 64, 3, 1, 1, tf32=tf32)
+    dense = Layouts.dense(problem)
+    for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
+        offered = [each.variant.scaled for each in ImplicitGemm().candidates(problem, pass_, H200, dense)]
+        assert any(offered) is (pass_ is Pass.FORWARD)
+
+
 MANY_TAPS = {
     "1-D": make((2, 64, 300), 64, 256, 64, 96, tf32=True),
     "2-D": make((2, 64, 16, 16), 20, 16, 8, 4, tf32=True),

@@ -127,9 +127,10 @@ class ImplicitGemm:
             tile = best_tile(gather, variant, problem.batch, device)
             return None if tile is None else estimate(gather, variant, tile, device, problem.bytes)
 
-        variants = (
-            _with_long_pieces(sized, last, variant, device) for variant in ranked(sized, device, last, by_boxes)
-        )
+        # The gradients of an output's pixels often differ by far more than an input's pixels do, and would want several
+        # bands of magnitudes (kernels/common/scales.cuh).
+        order = ranked(sized, device, last, by_boxes, not gather.mirrored)
+        variants = (_with_long_pieces(sized, last, variant, device) for variant in order)
         return first_candidates(self.name, variants, predict, _OFFERED)
 
     def launch(
@@ -348,16 +349,17 @@ def _own_items(
 
 @lru_cache(maxsize=4096)
 def ranked(
-    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool
+    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool, may_scale: bool = True
 ) -> list[GemmVariant]:
     """The variants that compute a layer of typical size: the best ones there, then those that other sizes want.
 
     Some other sizes have half the say in what is best; more of them have their own best offered, where nothing before
     does as well there. Behind these stand all others.
     """
-    members = list(families(problem, device, src_channels_last, boxes))
+    members = list(families(problem, device, src_channels_last, boxes, may_scale))
     offered = [variant._replace(stages=count) for variant, stages in members for count in stages]
-    about = f"{problem!r}, input {'channels' if src_channels_last else 'pixels'} last, boxes {boxes}, on {device!r}"
+    layout = f"input {'channels' if src_channels_last else 'pixels'} last"
+    about = f"{problem!r}, {layout}, boxes {boxes}, scaled {may_scale}, on {device!r}"
     return kept(about, offered, lambda: _rank(problem, device, src_channels_last, boxes, members))
 
 

@@ -295,9 +295,12 @@ def variants(
 
 
 def families(
-    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
+    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool, may_scale: bool = True
 ) -> Iterator[tuple[GemmVariant, tuple[int, ...]]]:
-    """The `variants`, those that differ in nothing but their stages as one with none, beside these in rising order."""
+    """The `variants`, those that differ in nothing but their stages as one with none, beside these in rising order.
+
+    ``may_scale``: those that are ``scaled``, too.
+    """
     taps = Taps.of(problem.axes3)
     channels = problem.out_channels_per_group
     blocks = math.ceil(channels / ROWS)
@@ -319,9 +322,9 @@ def families(
         row_channels = min(ROWS // taps_of_channel, channels)
         shapes += [(sets, len(taps.lines), 1, sets, row_channels, True) for sets in (1, 2, 4)]
     deep_enough = problem.in_channels_per_group >= _SCALED_CHANNELS
-    may_be_scaled = device.has_wgmma and not channels_last and problem.dtype == "float32" and deep_enough
+    may_scale &= device.has_wgmma and not channels_last and problem.dtype == "float32" and deep_enough
     instructions = [(True, False), (False, False)] if device.has_wgmma else [(False, False)]
-    instructions += [(True, True)] if may_be_scaled else []
+    instructions += [(True, True)] if may_scale else []
     for wgmma, scaled in instructions:
         for channel_blocks, lines, width_parts, row_blocks, row_channels, whole_images in shapes:
             held = _HELD_BY_CHANNELS if whole_images else 0
