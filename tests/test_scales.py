@@ -130,7 +130,7 @@ def test_channels_of_many_sizes(outlier: float, tf32: bool) -> None:
 @pytest.mark.parametrize("tf32", [True, False])
 def test_forward_passes_alone(tf32: bool) -> None:
     """Gradients of pixels often differ by so much that there would be several bands."""
-    problem = make((8, 64, 64, 64), 64, 3, 1, 1, tf32=tf32)
+    problem = make((8, 256, 64, 64), 256, 3, 1, 1, tf32=tf32)
     dense = Layouts.dense(problem)
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
         offered = [each.variant.scaled for each in ImplicitGemm().candidates(problem, pass_, H200, dense)]
