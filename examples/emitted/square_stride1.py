@@ -414,12 +414,6 @@ __device__ __forceinline__ void scaled(T value, float, T& out) {
   out = value;
 }
 
-__device__ __forceinline__ float multiplied(float value, float by) { return value * by; }
-template <class T>
-__device__ __forceinline__ T multiplied(T value, float) {
-  return value;
-}
-
 // Two numbers to the nearest float16, the first in the lower half.
 __device__ __forceinline__ unsigned to_halves(float first, float second) {
 #ifndef EMULATOR
@@ -6045,11 +6039,14 @@ def _packing(gather: "Gather", variant: "GemmVariant", product: "Product") -> "t
     )
 
 
+def _weight_tiles(gather: "Gather") -> int:
+    """Blocks that measure the output channels of all groups, in one part of the input channels."""
+    return gather.groups * math.ceil(gather.dst_channels / max(1, _MEASURING_THREADS // gather.taps))
+
+
 def _weight_parts(gather: "Gather") -> int:
     """Parts of the input channels in which weights are measured, so that there are blocks enough."""
-    tile = max(1, _MEASURING_THREADS // gather.taps)
-    blocks = gather.groups * math.ceil(gather.dst_channels / tile)
-    return max(1, min(256 // blocks, gather.src_channels // 16))
+    return max(1, min(256 // _weight_tiles(gather), gather.src_channels // 16))
 
 
 def _measured(gather: "Gather") -> "dict[str, Constant]":
@@ -6082,10 +6079,10 @@ def _measure_scales(gather: "Gather", variant: "GemmVariant", product: "Product"
     while 2 * lanes <= min(most, _MEASURING_THREADS) and lanes * vector < pixels:
         lanes *= 2
     geometry = gather.src.packed()
-    geometry += b"".join(map(packed_divisor, (*sizes, math.ceil(pixels / (lanes * vector)))))
-    geometry += struct.pack("<4i", batch, pixels, lanes, vector)
-    tiles = math.ceil(gather.dst_channels / max(1, _MEASURING_THREADS // gather.taps))
-    blocks = _PIXEL_PARTS + gather.groups * tiles * _weight_parts(gather)
+    runs = math.ceil(pixels / (lanes * vector))
+    geometry += b"".join(map(packed_divisor, (1, *sizes, runs)))
+    geometry += struct.pack("<4i", batch * gather.groups * runs, pixels, lanes, vector)
+    blocks = _PIXEL_PARTS + _weight_tiles(gather) * _weight_parts(gather)
     constants = gather.constants(
         SCALED=True,
         **_measured(gather),

@@ -1,8 +1,8 @@
 // What float32 is multiplied by to be multiplied as float16 (common/scales.cuh) is found in two steps. This is the
 // first: the magnitudes of pixels and weights, by parts. Packing takes them together.
 //
-// The first PIXEL_PARTS blocks measure pixels: LANES neighbouring threads take VECTOR pixels each, of an image and a
-// group, the others the same pixels in other channels. Behind these a block measures TILE output channels in one of
+// The first PIXEL_PARTS blocks measure pixels: `lanes` neighbouring threads take `vector` pixels each, of an image and
+// a group, the others the same pixels in other channels. Behind these a block measures TILE output channels in one of
 // WEIGHT_PARTS parts of the input channels; a thread has the same weight of a row, of every input channel.
 
 constexpr int THREADS = 256;
@@ -13,11 +13,12 @@ constexpr bool TAPS_INNERMOST = TAP_STRIDE <= WEIGHT_STRIDE_OUT;
 
 struct Geometry {
   Tensor5 src;
-  Divisor sizes[3];  // of an image, along depth, height and width; of one that is a single row, the width is all of it
-  Divisor runs;      // of an image's pixels, LANES · VECTOR each
-  int batch, pixels;
-  int lanes;   // a power of two
-  int vector;  // pixels that are read at once: four, or one
+  Divisor sizes[4];  // one image, and along depth, height and width; the width is all of an image that is a single row
+  Divisor runs;      // of an image's pixels, lanes · vector each
+  int all_runs;      // of all images and groups
+  int pixels;        // of an image
+  int lanes;         // a power of two
+  int vector;        // pixels that are read at once: four, or one
 };
 
 template <int VECTOR>
@@ -41,16 +42,17 @@ __device__ __forceinline__ void find_largest(const Geometry& g, const scalar_t* 
 
 __device__ __forceinline__ void measure_pixels(const Geometry& g, const scalar_t* src, Measured& found) {
   __shared__ unsigned of_threads[THREADS][4];
-  __shared__ Measured of_lanes[32];
+  __shared__ Measured of_warps[THREADS / 32];
   const int lane = threadIdx.x & (g.lanes - 1), slice = threadIdx.x / g.lanes, slices = THREADS / g.lanes;
-  Measured all = {0, ~0u};
-  for (int run = blockIdx.x; run < g.batch * GROUPS * g.runs; run += PIXEL_PARTS) {
+  Measured all;
+  for (int run = blockIdx.x; run < g.all_runs; run += PIXEL_PARTS) {
     const int image = run / g.runs, pixel = (run % g.runs * g.lanes + lane) * g.vector;
     unsigned largest[4] = {};
     if (pixel < g.pixels) {
-      const int w = pixel % g.sizes[2], row = pixel / g.sizes[2], h = row % g.sizes[1], d = row / g.sizes[1];
-      const scalar_t* const from = src + image / GROUPS * g.src.stride[0] + d * g.src.stride[2] + h * g.src.stride[3] +
-                                   w * g.src.stride[4] + (long long)(image % GROUPS) * SRC_CHANNELS * g.src.stride[1];
+      int at[4];
+      decode(g.sizes, pixel, at);
+      at[0] = image / GROUPS;
+      const scalar_t* const from = src + offset_of(g.src, at) + image % GROUPS * SRC_CHANNELS * g.src.stride[1];
       if (g.vector == 4)
         find_largest<4>(g, from, slice, slices, largest);
       else
@@ -62,23 +64,16 @@ __device__ __forceinline__ void measure_pixels(const Geometry& g, const scalar_t
     for (int i = threadIdx.x; i < g.lanes * 4; i += THREADS) {  // of a pixel, all its channels
       unsigned of_pixel = 0;
       for (int other = 0; other < slices; ++other) of_pixel = max(of_pixel, of_threads[other * g.lanes + i / 4][i % 4]);
-      all.largest = max(all.largest, of_pixel);
-      if (of_pixel > 0) all.smallest = min(all.smallest, of_pixel);
+      if (of_pixel > 0) all.take(Measured{of_pixel, of_pixel});
     }
     __syncthreads();
   }
-  // All threads' in the first.
-  for (int by = 1; by < 32; by *= 2) {
-    all.largest = max(all.largest, __shfl_xor_sync(~0u, all.largest, by));
-    all.smallest = min(all.smallest, __shfl_xor_sync(~0u, all.smallest, by));
-  }
-  if (threadIdx.x % 32 == 0) of_lanes[threadIdx.x / 32] = all;
+  all.take_lanes();
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = all;
   __syncthreads();
-  for (int i = 0; threadIdx.x == 0 && i < THREADS / 32; ++i) {
-    all.largest = max(all.largest, of_lanes[i].largest);
-    all.smallest = min(all.smallest, of_lanes[i].smallest);
-  }
-  if (threadIdx.x == 0) found = all;
+  if (threadIdx.x > 0) return;
+  for (int warp = 1; warp < THREADS / 32; ++warp) all.take(of_warps[warp]);
+  found = all;
 }
 
 __device__ __forceinline__ void measure_weights(int index, const scalar_t* weight, unsigned* channels) {

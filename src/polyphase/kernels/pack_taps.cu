@@ -77,8 +77,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int block = row_group * ROW_BLOCKS + set % CHANNEL_BLOCKS * SET_BLOCKS;
       if (set < SETS) scales.rows()[block * ROWS + row.in_set] = unscale_column(largest);
     }
-#else
-    constexpr float scale = 1;
 #endif
     scalar_t values[STEP_CHANNELS];  // on their way together
 #pragma unroll
@@ -87,7 +85,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       values[in] = exists ? read(from + (long long)in * WEIGHT_STRIDE_IN) : zero<scalar_t>();
     }
 #pragma unroll
-    for (int in = 0; in < STEP_CHANNELS; ++in) slab[in][row.set * PITCH + row.in_set] = multiplied(values[in], scale);
+    for (int in = 0; in < STEP_CHANNELS; ++in) {
+#if SCALED
+      values[in] *= scale;
+#endif
+      slab[in][row.set * PITCH + row.in_set] = values[in];
+    }
   }
   __syncthreads();
 

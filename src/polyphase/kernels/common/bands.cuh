@@ -17,34 +17,26 @@ __device__ __forceinline__ Band find_bands(Measured of) {
 // By the first block of those that pack: the first band, of what all blocks have measured.
 __device__ __forceinline__ void write_first_band(const Scales& scales) {
   if (blockIdx.x > 0 || threadIdx.x >= 32) return;
-  Measured all = {0, ~0u};
-  for (int i = threadIdx.x; i < PIXEL_PARTS; i += 32) {
-    const Measured part = scales.pixels()[i];
-    all = {max(all.largest, part.largest), min(all.smallest, part.smallest)};
-  }
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    all.largest = max(all.largest, __shfl_xor_sync(~0u, all.largest, by));
-    all.smallest = min(all.smallest, __shfl_xor_sync(~0u, all.smallest, by));
-  }
+  Measured all;
+  for (int i = threadIdx.x; i < PIXEL_PARTS; i += 32) all.take(scales.pixels()[i]);
+  all.take_lanes();
   if (threadIdx.x == 0) scales.first_band() = find_bands(all);
 }
 
 // The band that a stage is made of, of `bands`, that of the smallest magnitudes first.
 struct StageBand {
   float scale;
-  bool alone, first, last;  // whether it is the only one, that of the smallest, that of the largest
+  bool first, last;  // whether it is that of the smallest, that of the largest
 
   __device__ __forceinline__ StageBand(float scale, int bands, int band)
       : scale(power_of_two(exponent_bits(scale) + BAND * (bands - 1 - band))),
-        alone(bands == 1),
         first(band == 0),
         last(band == bands - 1) {}
 
   // A number multiplied, zero where another band has it. The largest's has what is not finite.
   __device__ __forceinline__ float of(float value) const {
     const float multiplied = value * scale, magnitude = fabsf(multiplied);
-    if (alone) return multiplied;
+    if (first && last) return multiplied;
     const bool smaller = !first && magnitude < power_of_two(127 + LEAST), larger = !last && !(magnitude < 32768.f);
     return smaller || larger ? 0.f : multiplied;
   }

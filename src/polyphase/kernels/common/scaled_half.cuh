@@ -42,12 +42,6 @@ __device__ __forceinline__ void scaled(T value, float, T& out) {
   out = value;
 }
 
-__device__ __forceinline__ float multiplied(float value, float by) { return value * by; }
-template <class T>
-__device__ __forceinline__ T multiplied(T value, float) {
-  return value;
-}
-
 // Two numbers to the nearest float16, the first in the lower half.
 __device__ __forceinline__ unsigned to_halves(float first, float second) {
 #ifndef EMULATOR

@@ -13,7 +13,17 @@ struct Band {
   int bands;
 };
 struct Measured {
-  unsigned largest, smallest;  // bits of magnitudes: of all elements, and of the pixels' largest but zero
+  unsigned largest = 0, smallest = ~0u;  // bits of magnitudes: of all elements, and of the pixels' largest but zero
+
+  __device__ __forceinline__ void take(const Measured& other) {
+    largest = max(largest, other.largest), smallest = min(smallest, other.smallest);
+  }
+  // What all lanes of a warp have.
+  __device__ __forceinline__ void take_lanes() {
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2)
+      take(Measured{__shfl_xor_sync(~0u, largest, by), __shfl_xor_sync(~0u, smallest, by)});
+  }
 };
 
 struct Scales {
