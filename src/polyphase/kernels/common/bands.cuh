@@ -26,17 +26,18 @@ __device__ __forceinline__ void write_first_band(const Scales& scales) {
 // The band that a stage is made of, of `bands`, that of the smallest magnitudes first.
 struct StageBand {
   float scale;
-  bool first, last;  // whether it is that of the smallest, that of the largest
+  bool alone, first, last;  // whether it is the only one, that of the smallest, that of the largest
 
   __device__ __forceinline__ StageBand(float scale, int bands, int band)
       : scale(power_of_two(exponent_bits(scale) + BAND * (bands - 1 - band))),
+        alone(bands == 1),
         first(band == 0),
         last(band == bands - 1) {}
 
   // A number multiplied, zero where another band has it. The largest's has what is not finite.
   __device__ __forceinline__ float of(float value) const {
     const float multiplied = value * scale, magnitude = fabsf(multiplied);
-    if (first && last) return multiplied;
+    if (alone) return multiplied;
     const bool smaller = !first && magnitude < power_of_two(127 + LEAST), larger = !last && !(magnitude < 32768.f);
     return smaller || larger ? 0.f : multiplied;
   }
