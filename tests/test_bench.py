@@ -22,6 +22,7 @@ import processes
 from polyphase.bench import accuracy, apart, environment, oracle, plot, runner
 from polyphase.bench.contestants import TorchVariant, polyphase_call, torch_call, torch_flags, torch_variant_call
 from polyphase.bench.layers import LayerSyntaxError, NamedLayer, Suite, cut, every_layer, parse_layer, suite
+from polyphase.bench.memory import workspace_megabytes
 from polyphase.bench.operands import make_operands
 from polyphase.bench.records import FAILED, OK, SKIPPED, WRONG, Record, read_csv, summaries, write_csv
 from polyphase.bench.timing import Timer, Timing
@@ -279,6 +280,22 @@ def test_a_case_is_checked_and_timed(cpu_runner: runner.Runner, pass_: Pass, dty
     assert record.error is not None
     assert record.error < 3e-6 if dtype == "float32" else record.error < 1e-2
     assert record.floor_ms == pytest.approx(cpu_runner.ceilings.floor_ms(replace(SMALL, dtype=dtype)))
+
+
+def test_the_workspace_is_what_goes_again(cpu_runner: runner.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is held at once, all but the result; on a CPU nobody counts."""
+    record = cpu_runner.run(runner.Case("small", SMALL, Pass.FORWARD))
+    assert (record.workspace_megabytes, record.torch_workspace_megabytes) == (None, None)
+    held = {"now": 5_000_000, "most": 9_000_000}
+
+    def call() -> torch.Tensor:
+        held.update(now=7_000_000, most=10_500_000)
+        return torch.empty(0)
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.update(most=held["now"]))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: held["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: held["most"])
+    assert workspace_megabytes(call, torch.device("cuda")) == 3.5
 
 
 def test_a_wrong_result_is_reported_and_not_timed(cpu_runner: runner.Runner, monkeypatch: pytest.MonkeyPatch) -> None:

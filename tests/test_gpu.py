@@ -44,6 +44,7 @@ from polyphase.algorithms.scatter_gemm import ScatterGemm
 from polyphase.algorithms.turned_boxes import InputGradTurned, WeightGradTurned
 from polyphase.algorithms.weight_grad_channels import WeightGradChannels
 from polyphase.algorithms.weight_grad_windows import WeightGradWindows
+from polyphase.bench.memory import workspace_megabytes
 from polyphase.device import DeviceInfo
 from polyphase.jit import launcher
 from polyphase.jit.ahead import compile_ahead
@@ -760,6 +761,18 @@ def test_weights_lie_anywhere(dtype: torch.dtype) -> None:
     moved = flat[1:].view(weight.shape).copy_(weight)
     wanted = polyphase.conv_transpose2d(x, weight, stride=2, padding=1)
     assert torch.equal(polyphase.conv_transpose2d(x, moved, stride=2, padding=1), wanted)
+
+
+def test_a_call_allocates_its_workspace() -> None:
+    """What `bench` counts is what the plan says."""
+    problem = make((128, 256, 4, 4), 128, 4, 2, 1, tf32=True)
+    planned = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).launch.workspace_bytes
+    operands = make_operands(problem, torch.float32, DEVICE)
+    with tf32(True):
+        forward(problem, operands)
+        found = workspace_megabytes(lambda: forward(problem, operands), DEVICE)
+    assert planned > 0
+    assert found == pytest.approx(planned / 1e6, abs=2e-3)  # the allocator rounds up
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

@@ -23,7 +23,8 @@ class Record:
     ``reason``. ``ms`` is polyphase's median, ``p10`` and ``p90`` its spread. Of PyTorch, ``default`` is as it comes
     and ``benchmark`` with ``torch.backends.cudnn.benchmark``, in a process of its own. ``speedup`` is PyTorch's default
     time over ``ms``, ``times_floor`` is ``ms`` over ``floor_ms``. The errors are ``‖x - ref64‖ / ‖ref64‖`` over what
-    ``compared`` says.
+    ``compared`` says. The workspaces are what a call allocates beside its result, polyphase's and that of PyTorch's
+    default.
 
     Of candidates that `tune` measured, ``predicted_ms`` is the planner's time, and ``planned`` says whether it is the
     planner's own choice.
@@ -54,6 +55,8 @@ class Record:
     error: float | None = None
     torch_error: float | None = None
     compared: str = ""
+    workspace_megabytes: float | None = None
+    torch_workspace_megabytes: float | None = None
     gflop: float | None = None
     megabytes: float | None = None
     strict_fp32: bool = False
@@ -83,7 +86,7 @@ class Record:
 _COLUMNS = {field.name: "pass" if field.name == "pass_name" else field.name for field in fields(Record)}
 
 # Columns that older files lack.
-_NEWER = {"predicted_ms", "planned"}
+_NEWER = {"predicted_ms", "planned", "workspace_megabytes", "torch_workspace_megabytes"}
 
 
 def write_csv(path: Path, records: Iterable[Record]) -> None:

@@ -23,6 +23,7 @@ from polyphase.bench.accuracy import compare
 from polyphase.bench.apart import BenchmarkProcess
 from polyphase.bench.contestants import TorchVariant, polyphase_call, torch_call, torch_flags, torch_variant_call
 from polyphase.bench.layers import NamedLayer, cut
+from polyphase.bench.memory import workspace_megabytes
 from polyphase.bench.operands import MEMORY_FORMATS, Operands, make_operands
 from polyphase.bench.records import FAILED, SKIPPED, WRONG, Record
 from polyphase.bench.timing import Timer
@@ -148,6 +149,7 @@ class Runner:
             return
         with torch_flags(TorchVariant.DEFAULT, self.strict_fp32):
             timing = self.timer.measure(ours)
+            record.workspace_megabytes = workspace_megabytes(ours, self.device)
         record.ms, record.p10, record.p90, record.repetitions = timing.ms, timing.p10, timing.p90, timing.repetitions
         if record.floor_ms:
             record.times_floor = timing.ms / record.floor_ms
@@ -197,7 +199,7 @@ class Runner:
 
     def _measure_torch(self, variant: TorchVariant, case: Case, operands: Operands, record: Record) -> None:
         try:
-            setattr(record, f"torch_{variant.value}_ms", self._torch_ms(variant, case, operands))
+            setattr(record, f"torch_{variant.value}_ms", self._torch_ms(variant, case, operands, record))
         except Exception as failure:  # PyTorch's failure is a note beside our time, not a failure of ours
             note = f"PyTorch {variant.value}: {environment.first_line(failure)}"
             record.reason = f"{record.reason}; {note}" if record.reason else note
@@ -205,12 +207,17 @@ class Runner:
             if variant is TorchVariant.COMPILE:
                 torch.compiler.reset()  # or the next case counts as a recompilation of this one
 
-    def _torch_ms(self, variant: TorchVariant, case: Case, operands: Operands) -> float | None:
+    def _torch_ms(self, variant: TorchVariant, case: Case, operands: Operands, record: Record) -> float | None:
         if variant is TorchVariant.BENCHMARK:
             return self._benchmark_mode.measure(case.problem, case.pass_)
         with torch_flags(variant, self.strict_fp32):
             call = torch_variant_call(variant, case.problem, case.pass_, operands)
-            return None if call is None else self.timer.measure(call).ms
+            if call is None:
+                return None
+            ms = self.timer.measure(call).ms
+            if variant is TorchVariant.DEFAULT:
+                record.torch_workspace_megabytes = workspace_megabytes(call, self.device)
+            return ms
 
 
 @contextmanager
