@@ -118,6 +118,8 @@ def main(
     jobs: Annotated[int, typer.Option(help="Files that are built at a time.")] = max(1, (os.cpu_count() or 2) // 2),
 ) -> None:
     """Emit, build, check and time."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("emitted files are timed on an NVIDIA GPU, and PyTorch finds none here")
     console = make_console()
     chosen = [model.resolve() for model in models or MODELS]
     output.mkdir(parents=True, exist_ok=True)

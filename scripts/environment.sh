@@ -42,6 +42,9 @@ make_venv() {
       + sys.executable + " is " + sys.version.split()[0] + "; name another one in $PYTHON")'
     if can_import "$base" torch; then # gigabytes that need not be downloaded
       "$base" -m venv --system-site-packages "$venv"
+      # What a virtual environment of its own has is not the system's.
+      "$base" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' \
+        > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
     else
       "$base" -m venv "$venv"
     fi

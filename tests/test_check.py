@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from polyphase import modules
@@ -141,8 +142,10 @@ def test_a_single_layer_is_judged_element_by_element_and_a_deep_model_in_the_nor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(modules, "conv_transpose2d", _wrong_by(2e-5))  # too little for the norm of all elements
-    assert not run(model_file(layer, (8, 4, 40, 40)), grad=False).ok
-    assert run(model_file(lambda: nn.Sequential(layer(), nn.Tanh()), (8, 4, 40, 40)), grad=False).ok
+    single = run(model_file(layer, (8, 4, 40, 40)), grad=False)
+    deep = run(model_file(lambda: nn.Sequential(layer(), nn.Tanh()), (8, 4, 40, 40)), grad=False)
+    assert (single.ok, single.findings[0].elementwise) == (False, True)
+    assert (deep.ok, deep.findings[0].elementwise) == (True, False)
 
 
 def test_a_wrong_gradient_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +227,25 @@ def test_a_layer_that_is_never_called_is_named() -> None:
     result = run(model_file(lambda: Around(lambda up, x: up(x)), (1, 4, 5, 5)))
     assert result.ok
     assert "swapped, but never called: other" in result.remarks
+
+
+class Both(nn.Module):
+    """A layer, and a call of the function beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(F.conv_transpose2d(x, torch.ones(4, 4, 1, 1, dtype=x.dtype, device=x.device)))
+
+
+def test_calls_of_the_function_are_told_of() -> None:
+    told = "transposed convolutions that belong to no module, and stay PyTorch's: 1"
+    result = run(model_file(Both, (1, 4, 5, 5)))
+    assert result.ok, result.problems
+    assert told in result.remarks
+    assert told not in run(model_file(layer, (1, 4, 5, 5))).remarks
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -152,6 +152,19 @@ def test_filter() -> None:
     assert type(model[1].up) is nn.ConvTranspose2d
 
 
+def test_a_filter_that_raises_swaps_nothing() -> None:
+    model = unet()
+
+    def broken(name: str, module: nn.Module) -> bool:
+        if name == "1.up":
+            raise KeyError(name)
+        return True
+
+    with pytest.raises(KeyError, match=r"1\.up"):
+        polyphase.accelerate(model, filter=broken)
+    assert all(type(module) is nn.ConvTranspose2d for module in (model[0].up, model[1].up, model[2]))
+
+
 def test_subclasses_are_left_alone() -> None:
     class Later(polyphase.ConvTranspose2d):
         pass
@@ -225,6 +238,13 @@ def test_report_reads_well() -> None:
     assert "left alone: Custom is a subclass" in text
     assert "\x1b" not in text
     assert report.__rich__().row_count == 5
+    assert repr(report) == text
+
+
+def test_a_report_is_not_the_model() -> None:
+    model = polyphase.accelerate(unet())
+    with pytest.raises(TypeError, match=r"accelerate changes the model itself, and returns this report"):
+        model(torch.rand(1, 8, 4, 4))
 
 
 def test_weight_norm_of_either_kind() -> None:

@@ -772,7 +772,7 @@ def test_a_call_allocates_its_workspace() -> None:
         forward(problem, operands)
         found = workspace_megabytes(lambda: forward(problem, operands), DEVICE)
     assert planned > 0
-    assert found == pytest.approx(planned / 1e6, abs=2e-3)  # the allocator rounds up
+    assert found == pytest.approx(planned / 1e6)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.nn import Module
@@ -54,7 +54,7 @@ class Entry:
     device: torch.device | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What `accelerate` or `restore` found and did. Printing it gives a table, and the ``note`` below it."""
 
@@ -95,6 +95,13 @@ class Report:
             outcome = entry.outcome.value + (f": {entry.reason}" if entry.reason else "")
             table.add_row(Text(names), Text(entry.module), Text(outcome))
         return table
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise TypeError: who calls it took it for the model."""
+        raise TypeError(f"{self.title} changes the model itself, and returns this report: call the model")
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -154,9 +161,13 @@ def _convert(
     entries = []
     for module, paths in names.items():
         described = f"{module._get_name()}({module.extra_repr()})"
-        outcome, reason = _swap(module, paths[0], filter, classes)
+        outcome, reason = _outcome(module, paths[0], filter, classes)
         device = next((parameter.device for parameter in module.parameters()), None)
         entries.append(Entry(tuple(paths), described, outcome, reason, device))
+    for module, entry in zip(names, entries):  # all or, where a filter raises, none
+        if entry.outcome is Outcome.SWAPPED:
+            cls = _class_of(module)
+            module.__class__ = classes[cls] if cls is type(module) else _rebased(type(module), classes[cls])
     return Report(title, tuple(entries))
 
 
@@ -176,11 +187,10 @@ def _is_transposed_convolution(module: Module) -> bool:
     return bool(names.intersection(_NAMES)) or getattr(module, "original_name", None) in _NAMES
 
 
-def _swap(
+def _outcome(
     module: Module, name: str, filter: Callable[[str, Module], bool] | None, classes: dict[type, type]
 ) -> tuple[Outcome, str]:
-    parametrized = _is_parametrized(module)
-    cls = type(module).__bases__[0] if parametrized else type(module)
+    cls = _class_of(module)
     if cls in classes.values():
         return Outcome.ALREADY, ""
     if cls not in classes:
@@ -189,14 +199,15 @@ def _swap(
         return Outcome.LEFT, "its forward was replaced on the instance, so its class does not decide what it computes"
     if filter is not None and not filter(name, module):
         return Outcome.LEFT, "the filter answered False"
-    module.__class__ = _rebased(type(module), classes[cls]) if parametrized else classes[cls]
     return Outcome.SWAPPED, ""
 
 
-def _is_parametrized(module: Module) -> bool:
-    """Whether `torch.nn.utils.parametrize` has put a class of its own between the module and its class."""
+def _class_of(module: Module) -> type:
+    """The module's class, without the one that `torch.nn.utils.parametrize` may have put before it."""
     cls = type(module)
-    return parametrize.is_parametrized(module) and cls.__name__ == f"Parametrized{cls.__bases__[0].__name__}"
+    ancestor: type = cls.__bases__[0]
+    parametrized = parametrize.is_parametrized(module) and cls.__name__ == f"Parametrized{ancestor.__name__}"
+    return ancestor if parametrized else cls
 
 
 def _rebased(parametrized: type, base: type) -> type:

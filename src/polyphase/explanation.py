@@ -76,6 +76,8 @@ def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvT
     if isinstance(layer.weight, torch.nn.parameter.UninitializedParameter):
         raise ValueError(f"{layer} has no weight yet: a lazy module gets it from its first input")
     dims = len(layer.kernel_size)
+    if isinstance(input_shape, torch.Tensor):
+        raise TypeError(f"explain takes the input's shape, not the tensor: {tuple(input_shape.shape)}")
     if isinstance(input_shape, str) or input_shape is None or len(input_shape) not in (dims + 1, dims + 2):
         raise TypeError(
             f"explain needs the input's shape with a module: {dims + 2} sizes (N, C_in, *spatial), "

@@ -238,7 +238,7 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
 
 
 def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
-    """Winner, losers and reasons for each pass, as text."""
+    """Winner, the best loser of each algorithm, and reasons, for each pass, as text."""
     lines = [f"{problem}", f"on {device.arch}, {problem.flops / 1e9:.1f} GFLOP, {problem.bytes / 1e6:.1f} MB"]
     for pass_ in Pass:
         chosen = plan(problem, pass_, device)
@@ -252,6 +252,7 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         lines.append(
             f"  predicted {chosen.candidate.seconds * 1e3:.3f} ms, bound by {chosen.candidate.bound}; "
             f"{math.prod(launch.grid)} blocks of {launch.block} threads, {launch.shared_bytes} bytes of shared memory"
+            + (f", {launch.workspace_bytes / 1e6:.2f} MB of workspace" if launch.workspace_bytes else "")
         )
         if chosen.other is not None:
             lines.append("  the layer's kernel for most other sizes is compiled meanwhile")
@@ -259,15 +260,19 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         if computed != problem.of_pass(pass_):
             lines.append(f"  computed as {computed}")
         faster = False
+        refused: dict[str, list[str]] = {}
         for algorithm in ALGORITHMS:
             refusal = algorithm.refusal(computed, pass_, device)
             candidates = [] if refusal else list(algorithm.candidates(computed, pass_, device, layouts))
             if not candidates:
-                lines.append(f"  not {algorithm.name}: {refusal or _NO_TILE}")
-            for candidate in candidates:
-                if candidate != chosen.candidate:
-                    lines.append(f"  loses: {candidate.seconds * 1e3:9.3f} ms  {candidate.describe()}")
-                    faster |= candidate.seconds < chosen.candidate.seconds
+                refused.setdefault(refusal or _NO_TILE, []).append(algorithm.name)
+            losers = [candidate for candidate in candidates if candidate != chosen.candidate]
+            if losers:
+                best = min(losers, key=lambda candidate: candidate.seconds)
+                others = f" and {len(losers) - 1} more" if len(losers) > 1 else ""
+                lines.append(f"  loses: {best.seconds * 1e3:9.3f} ms  {best.describe()}{others}")
+                faster |= best.seconds < chosen.candidate.seconds
+        lines += [f"  not {', '.join(names)}: {reason}" for reason, names in refused.items()]
         if faster and not chosen.measured:
             lines.append(
                 "  (chosen at a typical size, and kept where no other is clearly faster: some that lose would win)"

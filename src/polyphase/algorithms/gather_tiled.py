@@ -30,6 +30,7 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, acc
 _MAX_UNROLLED = 1600
 _MAX_ACCUMULATORS = 96
 _ROW_LANES = 32  # of several rows
+_MAX_OF_DOUBLES = 312  # registers by the estimate, with channels last: they fit all the same
 _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 _OFFERED = 8
 _LAUNCH = 8000.0  # cycles that the launch takes, whatever there is to do
@@ -340,9 +341,10 @@ def legal_variants(
                 REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
             )
             # Where the estimate is low the compiler settles for fewer resident blocks, or rolls up loops. For double
-            # precision it is high.
+            # precision it is high, with channels last by less.
+            double = counts.words == 2 and blocks > 1 and (needed <= _MAX_OF_DOUBLES or not gather.dst.channels_last)
             needed += 40 if counts.owned == _MAX_ACCUMULATORS else 16
-            if blocks and (needed <= min(255, REGISTERS // threads) or (counts.words == 2 and blocks > 1)):
+            if blocks and (needed <= min(255, REGISTERS // threads) or double):
                 yield variant._replace(min_blocks=blocks), counts
 
 

@@ -49,6 +49,7 @@ class Finding:
     what: str
     comparison: Comparison
     ok: bool
+    elementwise: bool  # whether every element is judged, or the whole
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,10 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
     first = file.inputs(options.device, options.dtype)
     result = CheckResult(_cut(model, first, options), swapped)
     if not swapped.swapped:
-        result.problems.append("the model has no transposed convolution that can be accelerated: nothing to check")
+        result.problems.append(
+            "the model has no transposed convolution that can be accelerated (modules are, calls of "
+            "torch.nn.functional are not): nothing to check"
+        )
         return result
     trial = Trial(model, fast, options, result, progress)
     inputs, shapes = first, _shapes(first)
@@ -252,7 +256,7 @@ class Trial:
                 )
                 return
         ok = found.ok if elementwise else found.ok_in_norm
-        self.result.findings.append(Finding(number, sizes, what, found, ok))
+        self.result.findings.append(Finding(number, sizes, what, found, ok, elementwise))
         if not ok:
             which = f"{found.broken} of {found.elements} elements are" if elementwise else "as a whole it is"
             problems.append(f"{what} on {sizes}: {which} further from float64 than allowed")
@@ -306,6 +310,8 @@ class Trial:
     def _describe_plans(self, run: Run | None) -> None:
         if run is None or self.result.plans:
             return
+        if run.functional:
+            self.remark(f"transposed convolutions that belong to no module, and stay PyTorch's: {run.functional}")
         device = DeviceInfo.of(self.options.device)
         for name, traced in run.problems:
             problem = traced and replace(traced, tf32=self.tf32)

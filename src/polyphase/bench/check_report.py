@@ -58,7 +58,9 @@ def _plans(result: CheckResult) -> Table:
 
 
 def _findings(findings: list[Finding]) -> Table:
-    title = "Against float64: error is ‖x − ref64‖ / ‖ref64‖; worst is the largest error of an element over its limit"
+    title = "Against float64: error is ‖x − ref64‖ / ‖ref64‖"
+    if any(found.elementwise for found in findings):
+        title += "; worst is the largest error of an element over its limit"
     table = Table(title=title, title_justify="left")
     for name in ("trial", "inputs", "what"):
         table.add_column(name)
@@ -73,7 +75,7 @@ def _findings(findings: list[Finding]) -> Table:
             found.what,
             error(values.error),
             error(values.torch_error),
-            f"{values.worst:.2f}",
+            f"{values.worst:.2f}" if found.elementwise else "–",
             f"{values.elements:,}",
             Text("✓", style="green") if found.ok else Text("✗ wrong", style="bold red"),
         )

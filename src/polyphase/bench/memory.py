@@ -10,13 +10,13 @@ from polyphase.bench.contestants import Call
 def workspace_megabytes(call: Call, device: torch.device) -> float | None:
     """The most that ``call`` holds at once, less its result, in megabytes; None on a CPU.
 
-    It is what PyTorch's allocator counts, which cuDNN's workspaces come from, too. The call should be warm: the first
-    one may allocate what stays.
+    It is what is requested of PyTorch's allocator, which cuDNN's workspaces come from, too, and not what that rounds it
+    up to. The call should be warm: the first one may allocate what stays.
     """
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)
     result = call()
-    most, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    requested = torch.cuda.memory_stats(device)
     del result
-    return (most - left) / 1e6
+    return float(requested["requested_bytes.all.peak"] - requested["requested_bytes.all.current"]) / 1e6

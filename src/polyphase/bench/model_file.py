@@ -98,13 +98,14 @@ def place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 class Run:
     """What a model does with one set of inputs.
 
-    Its transposed convolutions by name (None for a dtype without kernels), the flops of everything in it, and whether
-    one convolution is all it computes.
+    Its transposed convolutions by name (None for a dtype without kernels), the flops of everything in it, whether one
+    convolution is all it computes, and how many transposed ones it calls that belong to no module.
     """
 
     problems: list[tuple[str, ConvTransposeProblem | None]]
     flops: int
     single: bool
+    functional: int
 
 
 def trace(model: nn.Module, inputs: Sequence[Any]) -> Run:
@@ -114,26 +115,40 @@ def trace(model: nn.Module, inputs: Sequence[Any]) -> Run:
     meta = torch.device("meta")
     shadow = copy.deepcopy(model).to(meta)
     problems: list[tuple[str, ConvTransposeProblem | None]] = []
+    counter, operators = FlopCounterMode(display=False), _Operators()
     for name, module in shadow.named_modules(remove_duplicate=True):
         if isinstance(module, _ConvTransposeNd):
+            module.register_forward_pre_hook(operators.enter)
+            module.register_forward_hook(operators.leave)
             module.register_forward_hook(_recorder(name, problems))
     shadows = [_like(value) for value in inputs]
-    counter, operators = FlopCounterMode(display=False), _Operators()
     with torch.no_grad(), counter, operators, meta:
         shadow(*shadows)
     computing = [name for name in operators.names if name not in ("unsqueeze", "squeeze", "view", "detach", "alias")]
-    return Run(problems, int(counter.get_total_flops()), single=computing == ["convolution"])
+    return Run(problems, int(counter.get_total_flops()), computing == ["convolution"], operators.functional)
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the names of the operators that run within it."""
+    """Notes the names of the operators that run within it, and transposed convolutions outside their modules."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.functional = 0
+        self._entered = 0
+
+    def enter(self, *_: object) -> None:
+        """A module of transposed convolution begins."""
+        self._entered += 1
+
+    def leave(self, *_: object) -> None:
+        """It ends."""
+        self._entered -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
+        transposed = func is torch.ops.aten.convolution.default and args[6]
+        self.functional += bool(transposed and not self._entered)
         return func(*args, **(kwargs or {}))
 
 

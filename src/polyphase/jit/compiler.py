@@ -160,8 +160,8 @@ def cuda_core() -> Any:
             import cuda.core
         except ImportError as error:
             raise UnsupportedError(
-                "polyphase's CUDA kernels are compiled at run time by cuda-core, which cannot be imported "
-                f"({error}); install it with: pip install cuda-core"
+                "polyphase's CUDA kernels are compiled at run time with cuda-core and cuda-bindings, which cannot be "
+                f"imported ({error}); install them with: pip install cuda-core cuda-bindings"
             ) from error
         return cuda.core
 
