@@ -589,6 +589,23 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compiler.settled(straight.with_constants(MIN_BLOCKS=1), ARCH) == source
 
 
+@pytest.mark.parametrize(
+    ("spills", "chosen"), [((8, 0), -8), ((8, 24, 0), 16), ((16, 24, 8, 32), 16), ((8, 8, 8, 8), 24)]
+)
+def test_registers_change_hands_rather_than_spill(
+    spills: tuple[int, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between those who load and those who multiply; where all spill, those that spill least."""
+    left = list(spills)
+    monkeypatch.setattr(compiler, "_compile", lambda *_: (b"", f"{left.pop(0)} bytes spill stores"))
+    source = SOURCE.with_constants(MIN_BLOCKS=1, WGMMA=True, GIVEN_REGISTERS=0)
+    found, _, log = compiler._compile_without_spills(source, ARCH)
+    assert found == source.with_constants(GIVEN_REGISTERS=chosen)
+    assert log == f"{min(spills)} bytes spill stores"
+    assert not left
+    assert source.with_constants(WGMMA=False).sparing is None
+
+
 def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_compile", lambda *_: (b"", "8 bytes spill stores"))
     source, _, _ = compiler._compile_without_spills(SOURCE.with_constants(MIN_BLOCKS=2), ARCH)
@@ -627,6 +644,26 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
     ]
     assert len(reports) > 3
     assert [report for report in reports if not report.clean] == []
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        ConvTransposeProblem.make((1, 32, 24, 13), 64, 7, (4, 2), (2, 3), bias=True),
+        ConvTransposeProblem.make((8, 194, 8, 64), 64, (4, 1), (3, 2), (1, 0), 0, 2, True),
+        ConvTransposeProblem.make((8, 291, 8, 13), 384, (1, 16), 8, (0, 5), (0, 1), 3, False, (2, 1), tf32=True),
+        ConvTransposeProblem.make((1, 32, 13, 8), 129, 3, (2, 1), (0, 1), bias=True, tf32=True),
+    ],
+    ids=["two parts", "elements without taps", "loaders of halves", "a partial block of lines"],
+)
+def test_no_product_of_odd_layers_spills(directory: Path, problem: ConvTransposeProblem) -> None:
+    """Forward passes of `implicit_gemm`, of which some would if registers had the shares that most want."""
+    offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a"))
+    best = [launch for candidate, launch in offers if candidate.algorithm == "implicit_gemm"][:3]
+    sources = [source for launch in best for source in (launch.source, launch.one_way) if source is not None]
+    reports = [compiler.resources_of(source, "sm_90a") for source in sources]
+    assert all(report.clean for report in reports), reports
+    assert any(dict(report.source.constants)["GIVEN_REGISTERS"] for report in reports if report.source)
 
 
 @pytest.mark.parametrize(

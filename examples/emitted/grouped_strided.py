@@ -3520,7 +3520,7 @@ _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "b
 
 
 #: Constants that the compiler settles, by whether registers spill.
-SETTLED = ("MIN_BLOCKS", "STRAIGHT")
+SETTLED = ("MIN_BLOCKS", "STRAIGHT", "GIVEN_REGISTERS")
 
 
 # Constants that the preprocessor must know.

@@ -2360,9 +2360,9 @@ struct Shared {
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
-// Of each thread.
-constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 : 48;
-constexpr int MULTIPLIER_REGISTERS = LOADER_THREADS == 128 ? 224 : 208;
+// Of each thread. Where some would spill, those who multiply give GIVEN_REGISTERS each to those who load, or take them.
+constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 + 2 * GIVEN_REGISTERS : 48 + GIVEN_REGISTERS;
+constexpr int MULTIPLIER_REGISTERS = (LOADER_THREADS == 128 ? 224 : 208) - GIVEN_REGISTERS;
 static_assert(!WGMMA_INSTRUCTION ||
                   registers_suffice(CONSUMERS * 128, MULTIPLIER_REGISTERS, LOADER_THREADS, LOADER_REGISTERS),
               "too few registers");
@@ -3419,6 +3419,7 @@ constexpr bool TAKE_TURNS = true;
 constexpr bool RESIDENT = false;
 constexpr int LOADER_GROUPS = 2;
 constexpr int LOADER_THREADS = 256;
+constexpr int GIVEN_REGISTERS = 0;
 constexpr int TURNING_GROUPS = 2;
 constexpr int STAGES = 4;
 constexpr int STORE_VECTOR = 0;
@@ -3509,6 +3510,7 @@ constexpr bool TAKE_TURNS = true;
 constexpr bool RESIDENT = false;
 constexpr int LOADER_GROUPS = 2;
 constexpr int LOADER_THREADS = 256;
+constexpr int GIVEN_REGISTERS = 0;
 constexpr int TURNING_GROUPS = 2;
 constexpr int STAGES = 4;
 constexpr int STORE_VECTOR = 0;
@@ -4106,7 +4108,7 @@ _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "b
 
 
 #: Constants that the compiler settles, by whether registers spill.
-SETTLED = ("MIN_BLOCKS", "STRAIGHT")
+SETTLED = ("MIN_BLOCKS", "STRAIGHT", "GIVEN_REGISTERS")
 
 
 # Constants that the preprocessor must know.
@@ -6112,6 +6114,7 @@ class ImplicitGemm:
             ("RESIDENT", variant.resident),
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
+            ("GIVEN_REGISTERS", 0),
             ("TURNING_GROUPS", variant.turning_groups),
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),

@@ -186,6 +186,7 @@ class ImplicitGemm:
             ("RESIDENT", variant.resident),
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
+            ("GIVEN_REGISTERS", 0),
             ("TURNING_GROUPS", variant.turning_groups),
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),

@@ -122,13 +122,19 @@ def _number(log: str, pattern: str) -> int:
 def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSource, bytes, str]:
     """Compiles a kernel as the planner hopes for, or one that is more sparing of registers if they would spill.
 
-    Returns the source as it was compiled, its binary and the assembler's report.
+    Returns the source as it was compiled, its binary and the assembler's report: of the first that does not spill, or
+    of the last of those that spill least.
     """
-    while True:
-        binary, log = _compile(source, arch)
-        if source.sparing is None or _number(log, r"(\d+) bytes spill stores") == 0:
-            return source, binary, log
-        source = source.sparing
+    tried = []
+    more: KernelSource | None = source
+    while more is not None:
+        compiled = (more, *_compile(more, arch))
+        spills = _number(compiled[2], r"(\d+) bytes spill stores")
+        if spills == 0:
+            return compiled
+        tried.append((spills, compiled))
+        more = more.sparing
+    return min(reversed(tried), key=lambda each: each[0])[1]
 
 
 def _compile(source: KernelSource, arch: str) -> tuple[bytes, str]:

@@ -79,7 +79,10 @@ _WITH_SCALES = ("scales", "bands")
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
 #: Constants that the compiler settles, by whether registers spill.
-SETTLED = ("MIN_BLOCKS", "STRAIGHT")
+SETTLED = ("MIN_BLOCKS", "STRAIGHT", "GIVEN_REGISTERS")
+
+# Of implicit_gemm, in the order in which they are tried.
+_GIVEN_REGISTERS = (0, -8, 16, 24)
 
 # Constants that the preprocessor must know.
 _MACROS = ("WGMMA", "CLUSTER", "BY_THREADS", "SCALED")
@@ -105,10 +108,17 @@ class KernelSource:
 
     @property
     def sparing(self) -> KernelSource | None:
-        """The same kernel with fewer resident blocks, or a lone one's loops rolled up; None if it is that already."""
+        """The same kernel with fewer resident blocks, or loops rolled up, or registers shared out in another way.
+
+        None if that is tried already.
+        """
         if self.min_blocks > 1:
             return self.with_constants(MIN_BLOCKS=self.min_blocks - 1)
-        return self.with_constants(STRAIGHT=False) if dict(self.constants).get("STRAIGHT") else None
+        constants = dict(self.constants)
+        given = constants.get("GIVEN_REGISTERS")
+        if given is not None and constants["WGMMA"] and given != _GIVEN_REGISTERS[-1]:
+            return self.with_constants(GIVEN_REGISTERS=_GIVEN_REGISTERS[_GIVEN_REGISTERS.index(given) + 1])
+        return self.with_constants(STRAIGHT=False) if constants.get("STRAIGHT") else None
 
     def with_constants(self, **constants: Constant) -> KernelSource:
         """The same kernel with some of its constants changed."""
