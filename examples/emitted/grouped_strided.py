@@ -1048,7 +1048,7 @@ constexpr int ROW_PITCH = round_up(ROWS, 4) + 4, COLUMN_PITCH = round_up(COLUMNS
 constexpr int X_ITEMS = ceil_div(ROWS * DEPTH, THREADS), G_ITEMS = ceil_div(COLUMNS * DEPTH, THREADS);
 constexpr int ROW_STEP = THREADS / DEPTH;  // rows or columns that the block loads at once
 
-constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS;
+constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS, RESULTS = ROWS * COLUMNS;  // of a thread, and of a block
 constexpr int FLUSH = 2048 / DEPTH > 0 ? 2048 / DEPTH : 1;  // stages whose positions are summed in one chain
 constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);   // shared values of one stage
 
@@ -1178,7 +1178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   // millions of positions in one chain would lose three digits.
   accum_t sum[THREAD_ROWS][THREAD_COLUMNS] = {};
   accum_t* const totals = (accum_t*)shared_memory + 2 * STAGE;
-  accum_t* const own = totals + k_slice * SUMS * SLICE_THREADS + thread % SLICE_THREADS;
+  accum_t* const own = totals + k_slice * RESULTS + thread % SLICE_THREADS;
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) own[i * SLICE_THREADS] = 0;
   auto flush = [&]() {
@@ -1223,25 +1223,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   flush();
 
-  // Sum the K slices in order.
+  // Sum the K slices in order, each of the block's results by one thread.
   __syncthreads();
-  if (k_slice > 0) return;
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) {
-    accum_t total = own[i * SLICE_THREADS];
-#pragma unroll 1
-    for (int slice = 1; slice < K_SLICES; ++slice) total += own[(slice * SUMS + i) * SLICE_THREADS];
-    (&sum[0][0])[i] = total;
-  }
-
   partial += part * g.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
-#pragma unroll
-  for (int r = 0; r < THREAD_ROWS; ++r)
-#pragma unroll
-    for (int c = 0; c < THREAD_COLUMNS; ++c) {
-      const int in = row_block * ROWS + row + r, global = column_block * COLUMNS + column + c;
-      if (in < IN_CHANNELS && global < COLUMNS_TOTAL) partial[(long long)in * COLUMNS_TOTAL + global] = sum[r][c];
-    }
+  for (int result = thread; result < RESULTS; result += THREADS) {
+    accum_t total = totals[result];
+#pragma unroll 8
+    for (int slice = 1; slice < K_SLICES; ++slice) total += totals[slice * RESULTS + result];
+    const int i = result / SLICE_THREADS, of = result % SLICE_THREADS;  // a thread's sum, and the thread in its slice
+    const int in = in_channel + of / COLUMN_THREADS * THREAD_ROWS + i / THREAD_COLUMNS;
+    const int global = first_column + of % COLUMN_THREADS * THREAD_COLUMNS + i % THREAD_COLUMNS;
+    if (in < IN_CHANNELS && global < COLUMNS_TOTAL) partial[(long long)in * COLUMNS_TOTAL + global] = total;
+  }
 }
 """
 FILES["common/tensor_float.cuh"] = r"""

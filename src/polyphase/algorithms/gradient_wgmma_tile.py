@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, next_power_of_two, round_up, tiles_of
+from polyphase.algorithms.base import Boxes, Four, Layouts, engine_strides, round_up, tiles_of
 from polyphase.algorithms.gather import Side, five
 from polyphase.algorithms.gradient import channel_pitch, extent_of_window, lanes_of
 from polyphase.algorithms.stages import MAX_SIDE, MOVING_BYTES, widest_piece
@@ -29,9 +29,16 @@ _LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more
 # instruction of the cores, to read shared memory once for it, and for a column of it; for an operation; for a row of up
 # to 128 bytes that the engine brings; for a stage.
 _PRODUCT, _READ, _COLUMN, _OPERATION, _ROW, _STAGE = 14.9, 0.83, 0.127, 32.0, 0.505, 390.0
-# The same for copies: of a stage, in the input gradient; for a thread's piece, where it lies alike in several channels;
-# for each of those, and for one that a row begins in; for a thread's piece of the operand.
-_COPIED_STAGE, _PIECE, _COPY, _WORDS, _RUN_PIECE = 1330.0, 355.0, 49.0, 141.0, 75.0
+# The same for copies: for one that a row begins in; for a thread's piece of the operand.
+_WORDS, _RUN_PIECE = 141.0, 75.0
+# And of a stage, for a thread's piece, where it lies alike in several channels, and for each of those, by the pass and
+# the bytes of an element. Those of half types were fitted later, to 49 layers and to 142 tiles of six layers.
+_COPIED = {
+    (Pass.INPUT_GRAD, 4): (1330.0, 355.0, 49.0),
+    (Pass.INPUT_GRAD, 2): (2712.0, 440.0, 32.0),
+    (Pass.WEIGHT_GRAD, 4): (0.0, 355.0, 49.0),
+    (Pass.WEIGHT_GRAD, 2): (569.0, 647.0, 129.0),
+}
 
 
 class WgmmaVariant(NamedTuple):
@@ -427,13 +434,14 @@ def _copy_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVaria
     """The same for what loaders copy of a window (``window_rows.cuh``)."""
     vector = PIECE_BYTES // DTYPE_BYTES[problem.dtype]
     pieces = tiling.window.rows * tiling.window.pieces
-    lanes = min(LOADERS, next_power_of_two(pieces))
-    apart = max(LOADERS // lanes, vector // math.gcd(vector, tiling.window.steps[3]))  # channels that lie alike
-    found = math.ceil(pieces / lanes) * (apart * lanes // LOADERS)
+    apart = vector // math.gcd(vector, tiling.window.steps[3])  # channels that lie alike
+    while apart < variant.out_chunk and apart * pieces < LOADERS:
+        apart *= 2
+    found = math.ceil(apart * pieces / LOADERS)
     copied = found * math.ceil(variant.out_chunk / apart)
     begun = 1 / tiling.tiles[3] if problem.padding[-1] > 0 else 0.0  # tiles that rows begin in
-    waiting = _COPIED_STAGE if pass_ is Pass.INPUT_GRAD else 0.0
-    return waiting + found * _PIECE + copied * (_COPY + begun * _WORDS)
+    stage, piece, copy = _COPIED[pass_, DTYPE_BYTES[problem.dtype]]
+    return stage + found * piece + copied * (copy + begun * _WORDS)
 
 
 def _reads(problem: ConvTransposeProblem, pass_: Pass) -> int:

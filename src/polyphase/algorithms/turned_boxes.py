@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from polyphase.algorithms.base import Candidate, Launch, Layouts, dense_strides
 from polyphase.algorithms.gradient_boxes import BoxVariant, InputGradBoxes, WeightGradBoxes
-from polyphase.algorithms.turning import turn_source
+from polyphase.algorithms.turning import missing, turn_source
 from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 # What turning takes, from times on an H200 (docs/performance.md): seconds for each tensor, and the share of a copy's
-# bandwidth.
-_TURN, _BANDWIDTH = 3e-6, 0.7
+# bandwidth; in half precision, how much of the time of a block of 64 channels those take that are not there.
+_TURN, _BANDWIDTH, _MISSING = 3e-6, 0.7, 0.65
 
 
 class _TurnedBoxes:
@@ -40,6 +40,8 @@ class _TurnedBoxes:
         written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
         if turned > _MOST_BYTES or not written_dense:
             return
+        if size == 2:
+            turned += _MISSING * size * (x * missing(problem.in_channels) + y * missing(problem.out_channels))
         seconds = (self._reads + 1) * _TURN + 2 * turned / (_BANDWIDTH * device.copy_bytes_per_second)
         for each in self._boxes.candidates(_last(problem), pass_, device, self._layouts(problem, layouts)):
             yield replace(each, algorithm=self.name, seconds=each.seconds + seconds)

@@ -18,6 +18,11 @@ def turn_source(dtype: str) -> KernelSource:
     return KernelSource("turn_channels", dtype, False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)))
 
 
+def missing(channels: int) -> float:
+    """Channels that ``channels`` are short of whole blocks', for each of them."""
+    return math.ceil(channels / _CHANNELS) * _CHANNELS / channels - 1
+
+
 def turning(dtype: str, shape: tuple[int, ...], strides: Strides) -> Launch:
     """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost."""
     batch, channels, *sizes = five(shape)

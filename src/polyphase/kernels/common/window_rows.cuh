@@ -37,26 +37,26 @@ __device__ __forceinline__ int channel_bytes(const Window& window) { return wind
 template <int CHANNELS>
 struct RowLoader {
   static constexpr int PIECE = 16;  // bytes
-  static constexpr int LOADERS_LOG = 7;
-  static_assert(LOADERS == 1 << LOADERS_LOG, "threads are shared out by shifts");
 
   const Tensor5& tensor;
   const Window& window;
   Place* places;  // of each piece: its row, and its number there
   int pieces;     // of a channel
 
-  // Threads go along the pieces of a channel, 1 << `span` of them; where those are few, several channels at once.
-  int span;
   // A row lies the same way beyond a piece in channels that are so many apart: what to copy is found once for them.
   int apart;
+  // Threads share out the pieces of the first channels below `apart`, one channel's behind the other's.
+  int first_channel, first_piece, skipped_channels, skipped_pieces;
 
   __device__ __forceinline__ RowLoader(const Tensor5& tensor, const Window& window) : tensor(tensor), window(window) {}
 
   __device__ __forceinline__ void init(Place* list) {
     places = list;
     pieces = window.extent[0] * window.extent[1] * window.extent[2] * window.pieces;
-    span = pieces > LOADERS / 2 ? LOADERS_LOG : 32 - __clz(pieces - 1);
-    apart = max(LOADERS >> span, PIECE >> (__ffs((int)(tensor.stride[1] * ELEMENT) | PIECE) - 1));
+    apart = PIECE >> (__ffs((int)(tensor.stride[1] * ELEMENT) | PIECE) - 1);
+    while (apart < CHANNELS && apart * pieces < LOADERS) apart *= 2;
+    first_channel = loader() / pieces, first_piece = loader() % pieces;
+    skipped_channels = LOADERS / pieces, skipped_pieces = LOADERS % pieces;
     const int counts[4] = {window.extent[0], window.extent[1], window.extent[2], window.pieces};
     for (int i = loader(); i < pieces; i += LOADERS) {
       int at[4];
@@ -76,32 +76,28 @@ struct RowLoader {
     const int beyond = window.extent[3] + PIECE;
     const int end = min(tensor.size[2] - origin[3], beyond) * ELEMENT;
     const int begin = origin[3] < 0 ? min(-origin[3], beyond) * ELEMENT : -PIECE;
-    const int first = loader() >> span, at_once = LOADERS >> span;  // channels
     const long long stride = tensor.stride[1] * ELEMENT;
     const int pitch = channel_bytes(window);
-    from += first * tensor.stride[1];
-    const unsigned slots = shared_address(to) + shift + first * pitch;
-    for (int i = loader() & ((1 << span) - 1); i < pieces; i += 1 << span) {
-      const Place place = places[i];
+    const unsigned slots = shared_address(to) + shift;
+    for (int channel = first_channel, piece = first_piece; channel < apart;) {
+      const Place place = places[piece];
       const bool inside = origin[0] + place.n < batch && (unsigned)(origin[1] + place.d) < (unsigned)tensor.size[0] &&
                           (unsigned)(origin[2] + place.h) < (unsigned)tensor.size[1];
-      const char* row = (const char*)(from + place.offset);
-      unsigned slot = slots + window_bytes(window, place.n, place.d, place.h, 0);
-      for (int channel = first; channel < apart; channel += at_once) {
-        const int at = place.w * PIECE - behind_a_piece(row);
-        if (at < window.extent[3] * ELEMENT) {
-          const int before = begin - at, bytes = before < PIECE ? max(0, min(PIECE, end - at)) : 0;
-          const int existing = inside && bytes > 0 ? min(CHANNELS, channels) : 0;
-          Copies copies{channel, apart, row + at, apart * stride, slot + at, apart * pitch};
-          if (before > 0)  // the row begins amid the piece
-            copies.run(existing, [&](unsigned to, const char* from) { copy_words(to, from, before, bytes); });
-          else
-            copies.run(existing, [&](unsigned to, const char* from) { copy_async_begin<PIECE>(to, from, bytes); });
-          copies.run(CHANNELS, [&](unsigned to, const char* from) { copy_async<PIECE>(to, from, false); });
-        }
-        row += at_once * stride;
-        slot += at_once * pitch;
+      const char* const row = (const char*)(from + place.offset) + channel * stride;
+      const int at = place.w * PIECE - behind_a_piece(row);
+      if (at < window.extent[3] * ELEMENT) {
+        const int before = begin - at, bytes = before < PIECE ? max(0, min(PIECE, end - at)) : 0;
+        const int existing = inside && bytes > 0 ? min(CHANNELS, channels) : 0;
+        const unsigned slot = slots + window_bytes(window, place.n, place.d, place.h, 0) + channel * pitch + at;
+        Copies copies{channel, apart, row + at, apart * stride, slot, apart * pitch};
+        if (before > 0)  // the row begins amid the piece
+          copies.run(existing, [&](unsigned to, const char* from) { copy_words(to, from, before, bytes); });
+        else
+          copies.run(existing, [&](unsigned to, const char* from) { copy_async_begin<PIECE>(to, from, bytes); });
+        copies.run(CHANNELS, [&](unsigned to, const char* from) { copy_async<PIECE>(to, from, false); });
       }
+      channel += skipped_channels, piece += skipped_pieces;
+      if (piece >= pieces) piece -= pieces, ++channel;
     }
     return shift;
   }

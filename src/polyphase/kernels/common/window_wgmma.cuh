@@ -25,7 +25,7 @@ constexpr int WORD = 4 / ELEMENT;                          // k of four bytes
 constexpr int LOADERS_MEET = 1, MULTIPLIERS_MEET = 2;
 
 // Registers of each thread: those who multiply need theirs before they find their rows.
-constexpr int LOADER_REGISTERS = 72, MULTIPLIER_REGISTERS = 216;
+constexpr int LOADER_REGISTERS = 88, MULTIPLIER_REGISTERS = 208;
 static_assert(registers_suffice(MULTIPLIERS, MULTIPLIER_REGISTERS, 32 * LOAD_WARPS, LOADER_REGISTERS),
               "too few registers");
 
