@@ -31,8 +31,9 @@ _LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more
 _PRODUCT, _READ, _COLUMN, _OPERATION, _ROW, _STAGE = 14.9, 0.83, 0.127, 32.0, 0.505, 390.0
 # The same for copies: for one that a row begins in; for a thread's piece of the operand.
 _WORDS, _RUN_PIECE = 141.0, 75.0
-# And of a stage, for a thread's piece, where it lies alike in several channels, and for each of those, by the pass and
-# the bytes of an element. Those of half types were fitted later, to 49 layers and to 142 tiles of six layers.
+# The rest of copying, by the pass and the bytes of an element: of a stage; of a piece that a thread finds, which lies
+# alike in several channels; of each copy of it. Those of half types were fitted later, to 49 layers (input gradient)
+# and to 142 tiles of six layers.
 _COPIED = {
     (Pass.INPUT_GRAD, 4): (1330.0, 355.0, 49.0),
     (Pass.INPUT_GRAD, 2): (2712.0, 440.0, 32.0),
@@ -437,7 +438,7 @@ def _copy_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVaria
     apart = vector // math.gcd(vector, tiling.window.steps[3])  # channels that lie alike
     while apart < variant.out_chunk and apart * pieces < LOADERS:
         apart *= 2
-    found = math.ceil(apart * pieces / LOADERS)
+    found = math.ceil(min(apart, variant.out_chunk) * pieces / LOADERS)
     copied = found * math.ceil(variant.out_chunk / apart)
     begun = 1 / tiling.tiles[3] if problem.padding[-1] > 0 else 0.0  # tiles that rows begin in
     stage, piece, copy = _COPIED[pass_, DTYPE_BYTES[problem.dtype]]

@@ -40,9 +40,9 @@ class _TurnedBoxes:
         written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
         if turned > _MOST_BYTES or not written_dense:
             return
-        if size == 2:
-            turned += _MISSING * size * (x * missing(problem.in_channels) + y * missing(problem.out_channels))
-        seconds = (self._reads + 1) * _TURN + 2 * turned / (_BANDWIDTH * device.copy_bytes_per_second)
+        absent = size * (x * missing(problem.in_channels) + y * missing(problem.out_channels)) if size == 2 else 0.0
+        counted = 2 * (turned + _MISSING * absent)
+        seconds = (self._reads + 1) * _TURN + counted / (_BANDWIDTH * device.copy_bytes_per_second)
         for each in self._boxes.candidates(_last(problem), pass_, device, self._layouts(problem, layouts)):
             yield replace(each, algorithm=self.name, seconds=each.seconds + seconds)
 

@@ -20,7 +20,7 @@ def turn_source(dtype: str) -> KernelSource:
 
 def missing(channels: int) -> float:
     """Channels that ``channels`` are short of whole blocks', for each of them."""
-    return math.ceil(channels / _CHANNELS) * _CHANNELS / channels - 1
+    return -channels % _CHANNELS / max(1, channels)
 
 
 def turning(dtype: str, shape: tuple[int, ...], strides: Strides) -> Launch:

@@ -36,10 +36,11 @@ constexpr int ROW_PITCH = round_up(ROWS, 4) + 4, COLUMN_PITCH = round_up(COLUMNS
 constexpr int X_ITEMS = ceil_div(ROWS * DEPTH, THREADS), G_ITEMS = ceil_div(COLUMNS * DEPTH, THREADS);
 constexpr int ROW_STEP = THREADS / DEPTH;  // rows or columns that the block loads at once
 
-constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS, RESULTS = ROWS * COLUMNS;  // of a thread, and of a block
+constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS, RESULTS = ROWS * COLUMNS;  // of a thread; of a block
 constexpr int FLUSH = 2048 / DEPTH > 0 ? 2048 / DEPTH : 1;  // stages whose positions are summed in one chain
 constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);   // shared values of one stage
 
+static_assert(SUMS * SLICE_THREADS == RESULTS, "a slice has a sum for each result");
 static_assert(THREADS % DEPTH == 0, "a thread loads the same position of every stage");
 static_assert(DEPTH % K_SLICES == 0, "every K slice takes the same share of a stage");
 

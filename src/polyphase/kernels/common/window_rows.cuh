@@ -79,7 +79,7 @@ struct RowLoader {
     const long long stride = tensor.stride[1] * ELEMENT;
     const int pitch = channel_bytes(window);
     const unsigned slots = shared_address(to) + shift;
-    for (int channel = first_channel, piece = first_piece; channel < apart;) {
+    for (int channel = first_channel, piece = first_piece; channel < min(apart, CHANNELS);) {
       const Place place = places[piece];
       const bool inside = origin[0] + place.n < batch && (unsigned)(origin[1] + place.d) < (unsigned)tensor.size[0] &&
                           (unsigned)(origin[2] + place.h) < (unsigned)tensor.size[1];
