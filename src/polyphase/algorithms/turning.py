@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
-from polyphase.algorithms.base import Launch, Strides, packed_divisor, plain_launch
+from polyphase.algorithms.base import Launch, Strides, packed_divisor, plain_launch, round_up
 from polyphase.algorithms.gather import five
 from polyphase.jit.source import KernelSource
 
@@ -20,7 +20,7 @@ def turn_source(dtype: str) -> KernelSource:
 
 def missing(channels: int) -> float:
     """Channels that ``channels`` are short of whole blocks', for each of them."""
-    return -channels % _CHANNELS / max(1, channels)
+    return (round_up(channels, _CHANNELS) - channels) / max(1, channels)
 
 
 def turning(dtype: str, shape: tuple[int, ...], strides: Strides) -> Launch:

@@ -45,7 +45,8 @@ struct RowLoader {
 
   // A row lies the same way beyond a piece in channels that are so many apart: what to copy is found once for them.
   int apart;
-  // Threads share out the pieces of the first channels below `apart`, one channel's behind the other's.
+  // Threads share out the pieces of the channels below `apart`, one channel's behind the other's: where a thread
+  // begins, and how far on its next piece is.
   int first_channel, first_piece, skipped_channels, skipped_pieces;
 
   __device__ __forceinline__ RowLoader(const Tensor5& tensor, const Window& window) : tensor(tensor), window(window) {}
