@@ -543,6 +543,15 @@ def test_the_picture_shows_benchmark_mode_where_it_was_measured(tmp_path: Path) 
     assert plot._limits([_record(torch_benchmark_ms=0.1)])[0] < 0.1  # within the scale
 
 
+def test_the_picture_has_the_dates_of_all_records(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    dated = [_record(name, date=f"{day}T08:00:00") for name, day in (("a", "2026-02-03"), ("b", "2026-01-02"))]
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        plot.draw(dated, tmp_path / "dates.svg")
+    assert "2026-01-02 · 2026-02-03" in (tmp_path / "dates.svg").read_text()
+
+
 def test_nothing_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(plot.NothingToDrawError):
         plot.draw([], tmp_path / "nothing.png")

@@ -61,7 +61,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
             _head(grid[row][column], title, means.get((pass_name, dtype, layout)))
         for column in range(len(passes), columns):
             grid[row][column].set_axis_off()
-    _frame(figure, records[0], any(record.torch_benchmark_ms is not None for record in records))
+    _frame(figure, records)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
 
@@ -143,9 +143,11 @@ def _head(axes: Any, title: str, summary: Summary | None) -> None:
     )  # fmt: skip
 
 
-def _frame(figure: Any, first: Record, benchmarked: bool) -> None:
+def _frame(figure: Any, records: Sequence[Record]) -> None:
     from matplotlib.lines import Line2D
 
+    first = records[0]
+    benchmarked = any(record.torch_benchmark_ms is not None for record in records)
     handles = [
         Line2D([], [], marker="o", linestyle="", markersize=7, color=_OURS, label="polyphase"),
         Line2D([], [], color=_TORCH, label="PyTorch", **_RING),
@@ -156,7 +158,7 @@ def _frame(figure: Any, first: Record, benchmarked: bool) -> None:
     figure.suptitle(title, fontsize=12.5, fontweight="bold", x=0.01, ha="left")
     precision = "strict fp32" if first.strict_fp32 else ""
     versions = [f"torch {first.torch}", f"cuDNN {first.cudnn}" if first.cudnn else ""]
-    facts = [first.gpu, *versions, precision, first.date[:10]]
+    facts = [first.gpu, *versions, precision, *sorted({record.date[:10] for record in records})]
     legend = figure.legend(
         handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9,
         title=" · ".join(filter(None, facts)), title_fontsize=8, alignment="left",
