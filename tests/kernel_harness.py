@@ -19,7 +19,7 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
-from emulator import EmulatedKernel
+from emulator import TWINS, EmulatedKernel
 from helpers import TORCH, constants
 from polyphase.algorithms.base import (
     ALIGNMENT,
@@ -63,7 +63,7 @@ class Emulator:
     def __call__(self, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
         if 0 in launch.grid:
             return
-        kernel = EmulatedKernel(launch.source.text, launch.source.kernel)
+        kernel = EmulatedKernel(launch.source.text_with(TWINS), launch.source.kernel)
         sizes = launch.geometry
         maps = b"".join(map(tensor_map, launch.boxes))
         sizes = maps + sizes[len(maps) :]

@@ -581,7 +581,7 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
         return b"", f"{8 if tried[-1][1] else 0} bytes spill stores"
 
     monkeypatch.setattr(compiler, "_compile", pretend)
-    straight = SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True)
+    straight = replace(SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True), fallbacks=(("STRAIGHT", False),))
     source, _, _ = compiler._compile_without_spills(straight, ARCH)
     assert tried == [(2, True), (1, True), (1, False)]
     assert source == straight.with_constants(MIN_BLOCKS=1, STRAIGHT=False)
@@ -598,12 +598,13 @@ def test_registers_change_hands_rather_than_spill(
     """Between those who load and those who multiply; where all spill, those that spill least."""
     left = list(spills)
     monkeypatch.setattr(compiler, "_compile", lambda *_: (b"", f"{left.pop(0)} bytes spill stores"))
-    source = SOURCE.with_constants(MIN_BLOCKS=1, WGMMA=True, GIVEN_REGISTERS=0)
+    fallbacks = tuple(("GIVEN_REGISTERS", count) for count in (-8, 16, 24))
+    source = replace(SOURCE.with_constants(MIN_BLOCKS=1, GIVEN_REGISTERS=0), fallbacks=fallbacks)
     found, _, log = compiler._compile_without_spills(source, ARCH)
     assert found == source.with_constants(GIVEN_REGISTERS=chosen)
     assert log == f"{min(spills)} bytes spill stores"
     assert not left
-    assert source.with_constants(WGMMA=False).sparing is None
+    assert list(replace(source, fallbacks=()).attempts()) == [replace(source, fallbacks=())]
 
 
 def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:

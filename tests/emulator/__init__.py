@@ -28,6 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
+#: Texts that take the place of files of the kernels, by path: instructions as the host computes them.
+TWINS: dict[str, str] = {"common/wgmma_forms.cuh": ""}
+
 ORDERS: tuple[str | int, ...] = ("forward", "reversed", 1, 2)
 MAX_THREADS, MAX_SHARED_BYTES, MAX_GRID = 1024, 227 * 1024, (2**31 - 1, 65535, 65535)
 

@@ -36,7 +36,7 @@ from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
 from polyphase.device import DeviceInfo
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _OFFERED, _ALONE_OFFERED = 6, 2  # of variants, and of those among them whose taps share no windows
@@ -203,6 +203,7 @@ class InputGradBoxes(_GradientBoxes):
                 problem.dtype,
                 True,
                 (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
+                (WgmmaForm(variant.columns, problem.dtype),),
             ),
             grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
@@ -246,8 +247,10 @@ class WeightGradBoxes(_GradientBoxes):
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
         )
+        both = WgmmaForm(variant.columns, problem.dtype, transpose_a=True, transpose_b=True)
+        forms = () if dict(constants)["BY_THREADS"] else (both,)
         return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+            source=KernelSource(self.name, problem.dtype, True, constants, forms),
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),

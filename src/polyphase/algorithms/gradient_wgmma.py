@@ -40,7 +40,7 @@ from polyphase.algorithms.gradient_wgmma_tile import (
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES
 from polyphase.device import DeviceInfo
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _OFFERED = 6
@@ -135,8 +135,9 @@ class _GradientWgmma(Gradient):
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
         )
+        form = WgmmaForm(variant.columns, problem.dtype, a_in_registers=True, transpose_b=given.channels_last)
         return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+            source=KernelSource(self.name, problem.dtype, True, constants, (form,)),
             grid=(grid, 1, 1),
             block=128 * GROUPS + LOADERS,
             shared_bytes=shared_bytes_of(variant, tiling),

@@ -47,7 +47,7 @@ from polyphase.algorithms.implicit_gemm_variant import (
 from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.tensor_cores import lacks_cores
 from polyphase.device import DeviceInfo
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _MAX_OPERATIONS = 512
@@ -78,6 +78,8 @@ _AS_GOOD = 0.99  # of the prediction at another size: what is offered already do
 _SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
 _ALL = 2**31 - 1
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
+# Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
+_GIVEN_REGISTERS = (-8, 16, 24)
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
 
@@ -152,8 +154,15 @@ class ImplicitGemm:
             _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
         )
         geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
+        operands = "float16" if variant.scaled else problem.dtype
+        transposed = variant.boxes and not gather.src.channels_last
         source = KernelSource(
-            self.name, problem.dtype, needs_wide_offsets(gather), self._constants(gather, variant, product)
+            self.name,
+            problem.dtype,
+            needs_wide_offsets(gather),
+            self._constants(gather, variant, product),
+            wgmma=(WgmmaForm(variant.pixels, operands, transpose_b=transposed),) if variant.wgmma else (),
+            fallbacks=tuple(("GIVEN_REGISTERS", count) for count in _GIVEN_REGISTERS) if variant.wgmma else (),
         )
         return Launch(
             source=source,

@@ -24,7 +24,7 @@ from polyphase.algorithms.base import (
 from polyphase.algorithms.gather import forward_gather
 from polyphase.algorithms.tensor_cores import OPERATION_BYTES, lacks_cores, parts_of
 from polyphase.device import DeviceInfo
-from polyphase.jit.source import KernelSource
+from polyphase.jit.source import KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _GROUPS = 2  # of 128 threads, that multiply
@@ -127,6 +127,7 @@ class PixelGemm:
             ("SCALED", _scaled(problem)),
             ("MIN_BLOCKS", 1),
         )
+        operands = "float16" if _scaled(problem) else problem.dtype
         columns = problem.groups * chunks * variant.columns
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
@@ -148,6 +149,7 @@ class PixelGemm:
                     ("RUN", run),
                     ("WGMMA", True),
                 ),
+                wgmma=(WgmmaForm(variant.columns, operands, a_in_registers=True),),
             ),
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),

@@ -31,7 +31,7 @@ from polyphase.algorithms.rankings import kept
 from polyphase.algorithms.stages import row_piece, widest_piece
 from polyphase.algorithms.tensor_cores import lacks_cores, parts_of, steps_of
 from polyphase.device import DeviceInfo
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 
 _OFFERED = 6
@@ -166,8 +166,10 @@ class ScatterGemm:
             ("PARTS", parts_of(problem)),
             ("MIN_BLOCKS", variant.min_blocks),
         )
+        columns = 8 * _column_tiles(problem, variant.out_chunk)
+        forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if variant.wgmma else ()
         return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+            source=KernelSource(self.name, problem.dtype, True, constants, forms),
             grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),

@@ -3,6 +3,9 @@
 // Index mapping. Of `groups` groups of threads, one or several, each adds every groups-th plane, a thread four
 // neighbours of it; the first group adds up what the others have.
 
+#include "specialisation.cuh"
+#include "common/types.cuh"
+
 struct Geometry {
   long long plane;  // elements
   int planes, groups;

@@ -1,5 +1,11 @@
 // The weights as they are, behind counters: for kernels whose blocks share their work, but pack no weights.
 
+#include "specialisation.cuh"
+#include "common/counters.cuh"
+#include "common/dependent.cuh"
+#include "common/geometry.cuh"
+#include "common/types.cuh"
+
 constexpr int ELEMENTS = GROUPS * IN_CHANNELS * OUT_CHANNELS * TAPS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)

@@ -22,6 +22,12 @@
 // Shared memory: the weights of the block's channels, [tap][source channel of the group][destination channel], which
 // are written once, before the only barrier.
 
+#include "specialisation.cuh"
+#include "common/geometry.cuh"
+#include "common/operand.cuh"
+#include "common/taps.cuh"
+#include "common/types.cuh"
+
 struct Geometry {
   Tensor5 src, dst;
   int batch;

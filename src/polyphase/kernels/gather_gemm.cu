@@ -26,6 +26,19 @@
 // Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
 // one tile or two (common/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
 
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/copy_async.cuh"
+#include "common/dependent.cuh"
+#include "common/divisor.cuh"
+#include "common/geometry.cuh"
+#include "common/mma.cuh"
+#include "common/split.cuh"
+#include "common/staged_rows.cuh"
+#include "common/stages.cuh"
+#include "common/types.cuh"
+#include "common/phase_taps.cuh"
+
 struct Geometry {
   Tensor5 x, y;
   Part window;

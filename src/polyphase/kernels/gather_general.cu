@@ -7,6 +7,12 @@
 // Neighbouring threads own neighbouring elements along w (channels first) or neighbouring channels (channels last).
 // common/taps.cuh has the taps that meet an element.
 
+#include "specialisation.cuh"
+#include "common/geometry.cuh"
+#include "common/operand.cuh"
+#include "common/taps.cuh"
+#include "common/types.cuh"
+
 struct Geometry {
   Tensor5 src, dst;
   int batch, groups;

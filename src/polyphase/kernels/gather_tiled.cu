@@ -28,6 +28,12 @@
 // asynchronously. One barrier a step suffices, since a buffer is written again only after the barrier that follows its
 // last reads. A warp's row is its own.
 
+#include "specialisation.cuh"
+#include "common/copy_async.cuh"
+#include "common/geometry.cuh"
+#include "common/operand.cuh"
+#include "common/types.cuh"
+
 struct Geometry {
   Tensor5 src, dst;
   int batch;

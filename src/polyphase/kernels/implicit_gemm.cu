@@ -22,6 +22,26 @@
 // distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
 // store_phases.cuh.
 
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/copy_async.cuh"
+#include "common/dependent.cuh"
+#include "common/gemm_tile.cuh"
+#include "common/item_queue.cuh"
+#include "common/matrix.cuh"
+#include "common/pixel_loader.cuh"
+#include "common/row_blocks.cuh"
+#include "common/wgmma.cuh"
+#if SCALED
+#include "common/bands.cuh"
+#include "common/scales.cuh"
+#endif
+#if TAPS_IN_ROWS
+#include "common/store_overlap.cuh"
+#else
+#include "common/store_phases.cuh"
+#endif
+
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
@@ -37,12 +57,12 @@ struct Shared {
 // Of each thread. Where some would spill, those who multiply give GIVEN_REGISTERS each to those who load, or take them.
 constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 + 2 * GIVEN_REGISTERS : 48 + GIVEN_REGISTERS;
 constexpr int MULTIPLIER_REGISTERS = (LOADER_THREADS == 128 ? 224 : 208) - GIVEN_REGISTERS;
-static_assert(!WGMMA_INSTRUCTION ||
+static_assert(!WGMMA ||
                   registers_suffice(CONSUMERS * 128, MULTIPLIER_REGISTERS, LOADER_THREADS, LOADER_REGISTERS),
               "too few registers");
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
-constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
+constexpr int RELEASES = WGMMA ? 1 : 4;
 __device__ __forceinline__ void release(unsigned barrier) {
   if (RELEASES > 1) __syncwarp();
   if constexpr (CLUSTER > 1) {
@@ -56,7 +76,7 @@ __device__ __forceinline__ void release(unsigned barrier) {
 // C7519; that of 13.5 does it in silence.) So on Hopper there is code for each kind of groups of lines.
 constexpr Kinds KINDS = find_kinds();
 constexpr bool ALIKE = KINDS.next[0] == LINE_GROUPS;
-constexpr bool STRAIGHT = K_STEPS * KINDS.operations <= (ALIKE ? 128 : WGMMA_INSTRUCTION ? 256 : 0);
+constexpr bool STRAIGHT = K_STEPS * KINDS.operations <= (ALIKE ? 128 : WGMMA ? 256 : 0);
 constexpr int UNROLLED = STRAIGHT ? KINDS.most : 2;
 
 // The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they

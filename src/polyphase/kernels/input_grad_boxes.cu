@@ -14,6 +14,12 @@
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
 // beside them.
 
+#include "specialisation.cuh"
+#include "common/box_product.cuh"
+#include "common/dependent.cuh"
+#include "common/geometry.cuh"
+#include "common/ring.cuh"
+
 struct Geometry {
   TensorMap grad_box, weight_box;
   Tensor5 x;

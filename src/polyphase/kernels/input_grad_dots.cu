@@ -13,6 +13,11 @@
 // Sums of a lane end after FLUSH output channels, or pieces of PIECE taps where those are many, and are added to those
 // before: no long chain of roundings.
 
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+#include "common/geometry.cuh"
+#include "common/types.cuh"
+
 struct Geometry {
   Tensor5 g, x;  // the output gradient, and the input's
   int batch, groups;

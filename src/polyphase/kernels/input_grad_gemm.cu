@@ -8,6 +8,12 @@
 // Shared memory: where the pieces of both operands lie, the offsets of a stage's channels and taps and of the
 // positions, then BUFFERS stages; at the end, where each position lies in the input.
 
+#include "specialisation.cuh"
+#include "common/geometry.cuh"
+#include "common/stages.cuh"
+#include "common/window.cuh"
+#include "common/window_product.cuh"
+
 struct Geometry {
   Tensor5 g, weight, x;  // the weight's rows are channels, the rest of it lies along h and w
   Part weight_part, window;

@@ -8,6 +8,13 @@
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
 // beside them.
 
+#include "specialisation.cuh"
+#include "common/geometry.cuh"
+#include "common/ring.cuh"
+#include "common/window_rows.cuh"
+#include "common/window.cuh"
+#include "common/window_wgmma.cuh"
+
 struct Geometry {
   TensorMap box, window_box;  // of the weight, and of the output gradient
   Tensor5 x, g;

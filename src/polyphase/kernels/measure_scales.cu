@@ -5,6 +5,14 @@
 // a group, the others the same pixels in other channels. Behind these a block measures TILE output channels in one of
 // WEIGHT_PARTS parts of the input channels; a thread has the same weight of a row, of every input channel.
 
+#include "specialisation.cuh"
+#include "common/dependent.cuh"
+#include "common/divisor.cuh"
+#include "common/geometry.cuh"
+#include "common/scaled_half.cuh"
+#include "common/scales.cuh"
+#include "common/types.cuh"
+
 constexpr int THREADS = 256;
 constexpr int TILE = TAPS < THREADS ? THREADS / TAPS : 1, RUN = TILE * TAPS;
 constexpr int TILES = ceil_div(DST_CHANNELS, TILE);

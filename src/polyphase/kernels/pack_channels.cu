@@ -1,6 +1,11 @@
 // The weight with output channels innermost, (C_in, taps, C_out / groups), from one with taps innermost. A thread makes
 // 16 bytes: neighbouring threads read neighbouring taps.
 
+#include "specialisation.cuh"
+#include "common/dependent.cuh"
+#include "common/geometry.cuh"
+#include "common/types.cuh"
+
 constexpr int CHUNK = 16 / (int)sizeof(scalar_t);  // channels
 static_assert(OUT_CHANNELS % CHUNK == 0, "channels of a tap are whole chunks");
 static_assert(ALL_IN_CHANNELS % IN_CHANNELS == 0, "groups are alike");

@@ -6,6 +6,12 @@
 // channels that do not exist are zero. A block has eight columns, and LANES threads for each, of which each makes 16
 // bytes at a time.
 
+#include "specialisation.cuh"
+#include "common/dependent.cuh"
+#include "common/geometry.cuh"
+#include "common/scaled_half.cuh"
+#include "common/types.cuh"
+
 constexpr int CHUNK = 8;  // channels
 constexpr int HALVES = 2 * ceil_div(IN_CHANNELS, 2 * CHUNK);
 constexpr int ALL_COLUMNS = OUT_CHANNELS * TAPS;

@@ -9,6 +9,19 @@
 // the slab in the order in which weights lie in memory, each thread all input channels of a row, and writes runs of
 // rows, a chunk for each thread.
 
+#include "specialisation.cuh"
+#include "common/counters.cuh"
+#include "common/dependent.cuh"
+#include "common/geometry.cuh"
+#include "common/row_blocks.cuh"
+#include "common/scaled_half.cuh"
+#include "common/tensor_float.cuh"
+#include "common/types.cuh"
+#if SCALED
+#include "common/bands.cuh"
+#include "common/scales.cuh"
+#endif
+
 constexpr int THREADS = SLAB_THREADS;
 constexpr int SETS = CHANNEL_GROUPS * CHANNEL_BLOCKS, SLABS = ceil_div(SETS, SLAB_SETS);
 constexpr int SET_ROWS = most_rows(), PITCH = SET_ROWS + 2;  // so that rows of sets lie in different banks

@@ -9,6 +9,19 @@
 // SLAB_CHANNELS rows for every tap. Both loops give an output channel and a tap to a thread: the first moves the input
 // channels of the pair one by one, the second makes them a chunk.
 
+#include "specialisation.cuh"
+#include "common/counters.cuh"
+#include "common/dependent.cuh"
+#include "common/geometry.cuh"
+#include "common/row_blocks.cuh"
+#include "common/scaled_half.cuh"
+#include "common/tensor_float.cuh"
+#include "common/types.cuh"
+#if SCALED
+#include "common/bands.cuh"
+#include "common/scales.cuh"
+#endif
+
 constexpr int THREADS = SLAB_THREADS;
 constexpr int ROW_SLABS = CHANNEL_GROUPS * CHANNEL_BLOCKS * (ROWS / SLAB_CHANNELS);
 constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;  // of a block of channels and a group of lines

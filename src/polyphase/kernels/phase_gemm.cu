@@ -18,6 +18,14 @@
 // float32 comes in two parts of TF32, and each step's sum leaves the cores at once, since they round towards zero. What
 // is not finite makes NaN of columns without that tap. Where an output is NaN it is therefore computed again, plainly.
 
+#include "specialisation.cuh"
+#include "common/divisor.cuh"
+#include "common/geometry.cuh"
+#include "common/mma.cuh"
+#include "common/split.cuh"
+#include "common/taps.cuh"
+#include "common/types.cuh"
+
 struct Geometry {
   Tensor5 x, y;
   long long rows;     // cells of all images

@@ -20,6 +20,18 @@
 // as many as it reads and stores at once: its outputs of a run are neighbours, too, where a cell is two elements wide,
 // and those of a warp's threads follow each other.
 
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/copy_async.cuh"
+#include "common/dependent.cuh"
+#include "common/divisor.cuh"
+#include "common/geometry.cuh"
+#include "common/mma.cuh"
+#include "common/scaled_half.cuh"
+#include "common/tensor_float.cuh"
+#include "common/types.cuh"
+#include "common/wgmma.cuh"
+
 struct Geometry {
   Tensor5 x, y;
   int pixels;        // of all images

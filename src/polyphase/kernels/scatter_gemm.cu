@@ -22,6 +22,15 @@
 // Shared memory: the weights of STEPS_HELD operations, in the order in which lanes take them, and the product as
 // [column][n][d][h][w], where h is a ring.
 
+#include "specialisation.cuh"
+#include "common/copy_async.cuh"
+#include "common/geometry.cuh"
+#include "common/mma.cuh"
+#include "common/split.cuh"
+#include "common/tensor_float.cuh"
+#include "common/types.cuh"
+#include "common/wgmma.cuh"
+
 struct Geometry {
   Tensor5 x, y;
   int batch;
@@ -36,7 +45,7 @@ struct Geometry {
 };
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int TOGETHER = WGMMA_INSTRUCTION ? 128 : 32;  // threads of one instruction
+constexpr int TOGETHER = WGMMA ? 128 : 32;  // threads of one instruction
 constexpr int ELEMENT = sizeof(scalar_t), OPERATION = 32 / ELEMENT, CHANNELS = OPERATION / 4;
 constexpr int UNIT = ROW_TILES % 2 == 0 ? 4 : 2, UNITS = 2 * ROW_TILES / UNIT;
 constexpr int COLUMNS = OUT_CHUNK * TAPS;
@@ -248,7 +257,7 @@ struct Sums {
   }
 
  private:
-#if WGMMA_INSTRUCTION && !defined(EMULATOR)
+#if WGMMA && !defined(EMULATOR)
   static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
                                                   const char* columns, bool add) {
     wgmma(sums, rows, describe_matrix<16>(shared_address(columns), CHUNK_BYTES), add);

@@ -4,6 +4,11 @@
 // threads read neighbouring pixels of a channel, and write neighbouring channels of a pixel, 16 bytes each where
 // channels are whole pieces of those: all turn around in shared memory, [channel][pixel].
 
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+#include "common/divisor.cuh"
+#include "common/types.cuh"
+
 struct Geometry {
   long long stride[5];   // of the source, in elements: of images, channels, slabs, rows, columns
   int channels, pixels;  // the latter of all images

@@ -13,6 +13,12 @@
 // The cores' sums lose a bit at every step. So `flush` stages are summed there, and those sums in `partial`. Where
 // there is but one part, of no more stages than that, `partial` is the result, of the tensors' type (`narrowed`).
 
+#include "specialisation.cuh"
+#include "common/box_product.cuh"
+#include "common/geometry.cuh"
+#include "common/ring.cuh"
+#include "common/tap_windows.cuh"
+
 struct Geometry {
   TensorMap x_box, grad_box;
   int groups, blocks[2];  // of rows, of columns

@@ -10,6 +10,12 @@
 //
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and those sums in `partial`.
 
+#include "specialisation.cuh"
+#include "common/geometry.cuh"
+#include "common/stages.cuh"
+#include "common/window.cuh"
+#include "common/window_product.cuh"
+
 struct Geometry {
   Tensor5 x, g;
   Part x_part, window;

@@ -11,6 +11,14 @@
 //
 // The cores' sums lose a bit at every step. So some stages are summed there, and those sums in `partial`.
 
+#include "specialisation.cuh"
+#include "common/geometry.cuh"
+#include "common/ring.cuh"
+#include "common/run_loader.cuh"
+#include "common/window_rows.cuh"
+#include "common/window.cuh"
+#include "common/window_wgmma.cuh"
+
 struct Geometry {
   TensorMap box, window_box;  // of the input, and of the output gradient
   Tensor5 x, g;

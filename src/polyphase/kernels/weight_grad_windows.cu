@@ -21,6 +21,12 @@
 // Synchronisation: a stage is copied while the one before it is computed. The barrier that follows a stage's arrival
 // also says that all have done with the one before, whose buffer is filled next.
 
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+#include "common/copy_async.cuh"
+#include "common/geometry.cuh"
+#include "common/types.cuh"
+
 struct Geometry {
   Tensor5 x, g;
   int lanes[4];           // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w

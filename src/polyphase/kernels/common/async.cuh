@@ -1,13 +1,20 @@
 // The copy engine, and the barriers between those who fill shared memory and those who read it.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/copy_async.cuh"
+#include "common/tensor_float.cuh"
+#include "common/types.cuh"
+
 // The copy engine that came with Hopper.
-#if __CUDA_ARCH__ >= 900 || (defined(EMULATOR) && WGMMA_INSTRUCTION)
+#if __CUDA_ARCH__ >= 900 || (defined(EMULATOR) && WGMMA)
 #define BULK_COPY 1
 #else
 #define BULK_COPY 0
 #endif
 // It brings boxes where Hopper's matrix instruction is used.
-#define BOX_COPY (BULK_COPY && WGMMA_INSTRUCTION)
+#define BOX_COPY (BULK_COPY && WGMMA)
 
 // A tensor of five dimensions, innermost first, and the box of it that the copy engine brings at once (Boxes in
 // algorithms/base.py); encoded by the driver.
@@ -215,7 +222,7 @@ __host__ __device__ constexpr bool registers_suffice(int multipliers, int claime
   const int threads = multipliers + loaders, at_launch = 65536 / threads / 8 * 8;
   return multipliers * claimed + loaders * kept <= threads * at_launch;
 }
-#if WGMMA_INSTRUCTION && !defined(EMULATOR)
+#if WGMMA && !defined(EMULATOR)
 template <int KEPT>
 __device__ __forceinline__ void registers_release() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(KEPT));

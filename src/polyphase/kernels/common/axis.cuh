@@ -1,5 +1,7 @@
 // One spatial dimension of the layer, and the integer arithmetic of compile-time constants.
 
+#pragma once
+
 struct Axis {
   int kernel, stride, padding, dilation;
 };

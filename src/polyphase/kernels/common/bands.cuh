@@ -1,5 +1,13 @@
 // Bands of magnitudes (scales.cuh), of kernels that know the rows of sums.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+#include "common/scaled_half.cuh"
+#include "common/scales.cuh"
+#include "common/types.cuh"
+
 constexpr int SCALES_BYTES = round_up((Scales::WORDS + SUM_ROWS) * (int)sizeof(float), 128);
 
 // A band ends where a number that is divided in PARTS would lose bits: at the least normal float16, or 2^11 above it.

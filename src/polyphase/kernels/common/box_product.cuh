@@ -13,6 +13,16 @@
 // are an instruction's: ROW_GROUPS times COLUMN_GROUPS, that have other rows or other columns. Of LOADERS threads more
 // some have the engine bring what comes next. A stage is STEPS operations deep.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/axis.cuh"
+#include "common/mma.cuh"
+#include "common/ring.cuh"
+#include "common/types.cuh"
+#include "common/wgmma.cuh"
+
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 constexpr int MULTIPLIERS = 128 * ROW_GROUPS * COLUMN_GROUPS, THREADS = MULTIPLIERS + LOADERS;

@@ -1,6 +1,10 @@
 // Copies of single elements or quads from global to shared memory that pass no registers (cp.async, from compute
 // capability 8.0 on). Each thread waits for its own, in the groups it has committed.
 
+#pragma once
+
+#include "common/types.cuh"
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }

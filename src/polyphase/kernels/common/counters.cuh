@@ -1,6 +1,10 @@
 // Counters in front of the packed weights, by which blocks share their work (item_queue.cuh). Packing sets them to
 // zero.
 
+#pragma once
+
+#include "specialisation.cuh"
+
 // Where the weights begin, for the kernel that packs them.
 __device__ __forceinline__ unsigned char* clear_counters(unsigned char* packed) {
   if (blockIdx.x == 0)

@@ -1,3 +1,5 @@
+#pragma once
+
 // A number that numbers from 0 to 2³¹ - 1 are divided by, known when the kernel is launched.
 struct Divisor {
   int value;

@@ -1,5 +1,14 @@
 // Items of work for implicit_gemm, and the run of pixels that each of them is made of.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/divisor.cuh"
+#include "common/geometry.cuh"
+#include "common/matrix.cuh"
+#include "common/row_blocks.cuh"
+
 constexpr int LOADERS = LOADER_THREADS / LOADER_GROUPS;  // threads that load one stage
 constexpr int THREADS = LOADER_THREADS + CONSUMERS * 128;
 constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;    // warp groups that work on one item
@@ -14,8 +23,8 @@ constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // 
 constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST || BOXES;  // pixels are copied to where they are used
-static_assert(!BOXES || (WGMMA_INSTRUCTION && PARTS == 1), "not by the copy engine");
-static_assert(CLUSTER == 1 || (WGMMA_INSTRUCTION && !RESIDENT), "no weights to share");
+static_assert(!BOXES || (WGMMA && PARTS == 1), "not by the copy engine");
+static_assert(CLUSTER == 1 || (WGMMA && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
 constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stages that are not turned around yet
 constexpr int TURNERS = (LOADER_THREADS / 32 - 1) / TURNING_GROUPS;  // warps that turn a stage of boxes around together

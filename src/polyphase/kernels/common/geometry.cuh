@@ -11,6 +11,11 @@
 //
 // The specialisation defines AXIS_D, AXIS_H, AXIS_W (a missing dimension is a kernel of one tap) and INPUT_GRAD.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+
 __host__ __device__ constexpr int shift_of(Axis axis, int tap) {
   return floor_div(tap * axis.dilation - axis.padding, axis.stride);
 }

@@ -7,6 +7,14 @@
 // sets to zero and only atomic operations touch then, or from one for each of the row groups that blocks stay with. The
 // others learn of them through a ring, and walk through all, whichever they work on.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/copy_async.cuh"
+#include "common/dependent.cuh"
+#include "common/gemm_tile.cuh"
+
 // How many items earlier the others learn of one than that thread comes to it. A group of loaders waits for its next
 // item before it turns the stage around that it has; the first group comes there a stage later, and may have to wait
 // for a slot that is free only when that stage has been multiplied.

@@ -10,6 +10,14 @@
 //
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/mma.cuh"
+#include "common/row_blocks.cuh"
+#include "common/wgmma.cuh"
+
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 constexpr int PIXEL_PITCH = BOXES ? 32 * K_STEPS : 16;
@@ -49,7 +57,7 @@ __device__ __forceinline__ void add_products(float* sums, unsigned a, unsigned b
     sums[index] = sum;
   }
 }
-#if WGMMA_INSTRUCTION
+#if WGMMA
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   float* const to = sums;
   emulator::later(emulator::Async::products, [=] { add_products(to, a, b, b_chunk, add); });
@@ -60,7 +68,7 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
   __syncwarp();
 }
 #endif
-#elif WGMMA_INSTRUCTION
+#elif WGMMA
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   const unsigned long long columns =
       TRANSPOSED ? describe_matrix<128>(b, BOX_BYTES) : describe_matrix<PIXEL_PITCH>(b, b_chunk);
@@ -79,8 +87,8 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
   for (int j = 0; j < PIXELS / 8; j += 2) {
     unsigned columns[4];  // 8 columns of both chunks, then the next 8
     load_matrices(columns, b + lane / 8 % 2 * b_chunk + (8 * j + lane / 16 * 8 + lane % 8) * 16);
-    mma(sums + 4 * j, rows, columns[0], columns[1]);
-    if (j + 1 < PIXELS / 8) mma(sums + 4 * (j + 1), rows, columns[2], columns[3]);
+    mma<operand_t>(sums + 4 * j, rows, columns[0], columns[1]);
+    if (j + 1 < PIXELS / 8) mma<operand_t>(sums + 4 * (j + 1), rows, columns[2], columns[3]);
   }
 }
 #endif

@@ -1,3 +1,8 @@
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/types.cuh"
+
 // Operands of the direct kernels, as they are multiplied: float32 is rounded to TF32 where the specialisation says
 // ROUNDED. These kernels need not, but results are then nearer to those of PyTorch, which does.
 template <class T>

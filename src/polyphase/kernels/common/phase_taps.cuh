@@ -1,6 +1,12 @@
 // All phases of a cell as one product: its rows are pairs of a phase that has taps and one of OUT_CHUNK output
 // channels, its depth the pixels that these read, and some pairs of phase and pixel have no tap.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+#include "common/geometry.cuh"
+
 // One dimension: outputs of a cell that have taps, pixels that these read, and the tap of a pair, -1 where it has none.
 template <int KERNEL, int STRIDE>
 struct Dimension {

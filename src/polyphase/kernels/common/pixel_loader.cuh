@@ -1,6 +1,19 @@
 // From the source tensor to the operands of tensor cores: a stage of an item's pixels, loaded by one group of threads,
 // or by the copy engine where the tensor's strides allow it to take boxes.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/copy_async.cuh"
+#include "common/gemm_tile.cuh"
+#include "common/item_queue.cuh"
+#include "common/tensor_float.cuh"
+#include "common/types.cuh"
+#if SCALED
+#include "common/bands.cuh"
+#endif
+
 #if BOX_COPY
 // Boxes of an item's pixels: with BOXES as the cores take them, else to be turned around; channels last pixel by pixel,
 // and else channel by channel.

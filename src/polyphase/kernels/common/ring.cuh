@@ -1,5 +1,11 @@
 // A ring of BUFFERS stages in shared memory: a barrier tells that one is full, another that it is free again.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/copy_async.cuh"
+
 struct Ring {
   unsigned long long full[BUFFERS], empty[BUFFERS];
 

@@ -13,6 +13,13 @@
 // (store_overlap.cuh). As few row blocks as hold the taps of ROW_CHANNELS are a set, and a thread block computes
 // CHANNEL_BLOCKS sets. The rows of a set are ordered by line, channel, tap along depth, height and width.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+#include "common/geometry.cuh"
+#include "common/scaled_half.cuh"
+
 constexpr int ROWS = 64;
 
 __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }

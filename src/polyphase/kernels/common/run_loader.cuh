@@ -1,3 +1,11 @@
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/geometry.cuh"
+#include "common/stages.cuh"
+#include "common/window_rows.cuh"
+#include "common/window_wgmma.cuh"
+
 // The operand of common/window_wgmma.cuh where the copy engine cannot bring it: elements of half precision whose rows
 // are multiples of 4 or 8 bytes, not of 16. All loaders copy pieces of as many bytes, asynchronously, to where the
 // engine would put them.

@@ -4,6 +4,11 @@
 // below 2^-98, or a column's below 2^-113, stays smaller). Those down to 2^-28 of that keep all 11 bits; what smaller
 // ones lose is less than 2^-39 of the largest. Sums of a pixel's magnitudes must stay below 2^127.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/types.cuh"
+
 // Operands of the cores.
 template <class T, bool AS_HALVES>
 struct OperandOf {

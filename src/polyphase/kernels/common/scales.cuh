@@ -1,3 +1,8 @@
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/types.cuh"
+
 // float32 as float16 (common/scaled_half.cuh) where a sum is of many pixels: all share one power of two, that of the
 // tensor's largest magnitude, and each output channel's weights one of theirs.
 //

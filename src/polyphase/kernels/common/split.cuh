@@ -1,6 +1,11 @@
 // float32 in two parts of TF32 or three of bfloat16, where there are more of them than products to hide them behind;
 // PARTS says how many.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/types.cuh"
+
 // What the cores multiply.
 template <int COUNT>
 struct PartOf {

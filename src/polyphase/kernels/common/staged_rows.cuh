@@ -3,6 +3,12 @@
 // (docs/performance.md), so rows are as long as they come, and written from a sector's first byte on. To that end they
 // begin as far behind a sector's first byte in shared memory as they will.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/copy_async.cuh"
+#include "common/types.cuh"
+
 constexpr int SECTOR = 32 / (int)sizeof(scalar_t);  // elements
 
 // Elements from the first of the address's sector.

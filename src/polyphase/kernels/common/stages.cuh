@@ -1,6 +1,13 @@
 // Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
 // or more. The specialisation defines WARPS, and which of a block's load.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/copy_async.cuh"
+#include "common/geometry.cuh"
+#include "common/types.cuh"
+
 constexpr int THREADS = 32 * WARPS;
 constexpr int LOADERS = 32 * LOAD_WARPS;
 constexpr int ELEMENT = sizeof(scalar_t);

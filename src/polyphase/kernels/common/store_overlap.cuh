@@ -8,6 +8,14 @@
 // Memory is for the columns of an item and a set; or where channels come last for SETS sets and the images of
 // ROUND_PIXELS columns, round by round, so that more channels of a pixel are written at once.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/gemm_tile.cuh"
+#include "common/row_blocks.cuh"
+#include "common/types.cuh"
+
 constexpr int PARTIAL_ROWS = most_rows();
 constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of an item, those in its halo included
 static_assert(SETS == 1 ? ROUND_PIXELS == CELLS : WHOLE_IMAGES && DST_CHANNELS_LAST && CHANNEL_BLOCKS % SETS == 0,

@@ -1,5 +1,13 @@
 // From accumulators to the destination tensor, where a row block is channels of one phase.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/gemm_tile.cuh"
+#include "common/row_blocks.cuh"
+#include "common/types.cuh"
+
 // PIECE cells of the run are stored at once.
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store

@@ -9,6 +9,13 @@
 // Index mapping. Windows of a group are counted by channel block, then by their first tap along w, h and d. A unit is a
 // window's channels at one tap, a line LINE_UNITS neighbouring units, equally far apart.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+#include "common/box_product.cuh"
+#include "common/geometry.cuh"
+
 __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 __host__ __device__ constexpr int period(Axis axis) { return axis.stride / gcd(axis.stride, axis.dilation); }
 __host__ __device__ constexpr int shift(Axis axis) { return axis.dilation / gcd(axis.stride, axis.dilation); }

@@ -4,6 +4,11 @@
 // pass taps tap0, tap0 + stride/gcd, … while the source falls by dilation/gcd (gcd of stride and dilation); in the
 // input gradient all taps, while the source rises by the dilation. Nothing is tabulated.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+
 __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 
 // The x in [0, modulus) with a·x ≡ 1.

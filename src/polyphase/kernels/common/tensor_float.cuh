@@ -1,6 +1,11 @@
 // float32 as the tensor cores take it: TF32 keeps 11 significant bits. PARTS = 1 rounds to nearest (the cores would
 // truncate); PARTS = 2 keeps what rounding lost in a second TF32, and three products give float32's accuracy.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/types.cuh"
+
 __device__ __forceinline__ float rounded(float value) { return round_tf32(value); }
 template <class T>
 __device__ __forceinline__ T rounded(T value) {

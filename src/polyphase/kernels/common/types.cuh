@@ -1,12 +1,19 @@
 // Storage types of 16 bits without any header, and their conversion to and from the type of the accumulator.
 // Every kernel computes in accum_t (float, or double for double) whatever the tensors hold.
 
+#pragma once
+
 struct bfloat16 {
   unsigned short bits;
 };
 struct float16 {
   unsigned short bits;
 };
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class T>
+constexpr bool is_same<T, T> = true;
 
 __device__ __forceinline__ double widen(double value) { return value; }
 __device__ __forceinline__ float widen(float value) { return value; }

@@ -1,5 +1,10 @@
 // Hopper's matrix instruction: what surrounds it. The specialisation has the instruction itself.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/wgmma_forms.cuh"
+
 // Ordinary writes to shared memory are seen by the tensor cores and the copy engine after this.
 #if __CUDA_ARCH__ >= 900 && !defined(EMULATOR)
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -7,7 +12,7 @@ __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.asy
 __device__ __forceinline__ void publish_shared() {}
 #endif
 
-#if WGMMA_INSTRUCTION && !defined(EMULATOR)
+#if WGMMA && !defined(EMULATOR)
 // A matrix whose rows are 16 bytes of each of two chunks: PITCH bytes apart, and the second chunk `chunk_bytes` behind
 // the first; with more than 16 of PITCH all chunks of a row are neighbours, whose order the copy engine has changed.
 // Of a transposed matrix, 64 of whose columns are the 128 bytes of PITCH, the next 64 are `chunk_bytes` behind. Eight
@@ -32,7 +37,7 @@ template <int PENDING>
 __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-#elif WGMMA_INSTRUCTION
+#elif WGMMA
 // The four warps of a group are one: when the products of one are done, so are those of all.
 __device__ __forceinline__ void products_begin() {}
 __device__ __forceinline__ void products_commit() { emulator::commit(emulator::Async::products); }
@@ -49,7 +54,7 @@ __device__ __forceinline__ void products_wait() {}
 #endif
 
 // Operands of products that run stay where they are, and what comes of them is not read before.
-#if WGMMA_INSTRUCTION && !defined(EMULATOR)
+#if WGMMA && !defined(EMULATOR)
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
 template <class T, int COUNT>

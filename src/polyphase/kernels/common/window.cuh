@@ -2,6 +2,12 @@
 // memory as it does in the tensor, [output channel][n][d][h][w], and serves every tap: the element that a position
 // meets at a tap is the sum of two offsets, one of the position, one of the output channel and the tap.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/geometry.cuh"
+#include "common/stages.cuh"
+
 // Bytes from the window's first element to what the first tap of a position meets, or those of a tap beyond the first.
 __device__ __forceinline__ int window_bytes(const Part& window, int n, int d, int h, int w) {
   return (((n * window.extent[1] + d) * window.extent[2] + h) * window.extent[3] + w) * ELEMENT;

@@ -16,6 +16,16 @@
 // Shared memory of a stage: A as [row][k], A_PITCH bytes a row, which no eight rows of ldmatrix find in one bank; the
 // window as [output channel][n][d][h][w].
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/axis.cuh"
+#include "common/copy_async.cuh"
+#include "common/geometry.cuh"
+#include "common/mma.cuh"
+#include "common/stages.cuh"
+#include "common/types.cuh"
+
 constexpr int COLUMN_WARPS = WARPS / ROW_WARPS;
 constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, COLUMNS = 8 * COLUMN_TILES * COLUMN_WARPS;
 constexpr int CHUNK_TAPS = OUT_CHUNK * TAPS;

@@ -3,6 +3,14 @@
 // multiple of 16 as it does in the tensor; for that the steps of the window are those of the tensor, modulo 16 bytes,
 // and all of a stage is `shift` bytes further on. Rows have room for the pieces that they only begin or end in.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/copy_async.cuh"
+#include "common/geometry.cuh"
+#include "common/stages.cuh"
+#include "common/types.cuh"
+
 // The first `bytes` of so many from global to shared memory (common/copy_async.cuh), zeros for the others.
 #ifndef EMULATOR
 template <int OF>

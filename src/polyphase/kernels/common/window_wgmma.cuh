@@ -16,6 +16,18 @@
 // With PAIRS taps along the width come in pairs that are neighbours in the window, and begin at multiples of two there:
 // rows of the weight gradient, k of the input gradient. The host sees to it that windows begin accordingly.
 
+#pragma once
+
+#include "specialisation.cuh"
+#include "common/async.cuh"
+#include "common/copy_async.cuh"
+#include "common/geometry.cuh"
+#include "common/mma.cuh"
+#include "common/ring.cuh"
+#include "common/stages.cuh"
+#include "common/types.cuh"
+#include "common/wgmma.cuh"
+
 constexpr int GROUPS = WARPS / 4 - 1, MULTIPLIERS = 128 * GROUPS;  // the first threads
 constexpr int COLUMNS = 8 * COLUMN_TILES, GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
 constexpr int BATCH = ROW_TILES >= 4 ? 1 : 4 / ROW_TILES;  // operations whose rows are read together
