@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import include_paths
 
-from emulator import TWINS, EmulatedKernel
+from emulator import EmulatedKernel, assembled
 from kernel_harness import tensor_map
 from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes
 from polyphase.device import DeviceInfo
@@ -144,8 +144,7 @@ class Extension:
     ) -> None:
         name, generated, files = self.kernels[number]
         self.launches.append(name)
-        texts = {**self.files, **generated, **TWINS}
-        kernel = EmulatedKernel("\n".join(texts[file] for file in files), name)
+        kernel = EmulatedKernel(assembled(files, {**self.files, **generated}), name)
         for i, packed in enumerate(struct.iter_unpack(BOXES, boxes)):
             self.boxes.append(unpacked_boxes(packed))
             tensor = tensors[self.boxes[-1].tensor]

@@ -19,7 +19,7 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
-from emulator import TWINS, EmulatedKernel
+from emulator import EmulatedKernel, text_of
 from helpers import TORCH, constants
 from polyphase.algorithms.base import (
     ALIGNMENT,
@@ -63,7 +63,7 @@ class Emulator:
     def __call__(self, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
         if 0 in launch.grid:
             return
-        kernel = EmulatedKernel(launch.source.text_with(TWINS), launch.source.kernel)
+        kernel = EmulatedKernel(text_of(launch.source), launch.source.kernel)
         sizes = launch.geometry
         maps = b"".join(map(tensor_map, launch.boxes))
         sizes = maps + sizes[len(maps) :]
@@ -77,7 +77,7 @@ class Emulator:
 
 
 def tensor_map(boxes: Boxes) -> bytes:
-    """The emulator's ``TensorMap`` (kernels/common/async.cuh)."""
+    """The emulator's ``TensorMap`` (tests/emulator/ptx/tma.cuh)."""
     assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in boxes.strides)
     assert all(0 < side <= 256 for side in boxes.spans)
     assert all(0 < step <= 8 for step in boxes.steps)

@@ -758,7 +758,7 @@ def test_reports() -> None:
         offered = [launch for _, launch in launches(problem, pass_, device)]
         kernels = {report.kernel for report in reports}
         assert {launch.source.kernel for launch in offered} <= kernels
-        sums = {"add_planes"} if pass_ is Pass.WEIGHT_GRAD else set()
+        sums = {"reduce_splits"} if pass_ is Pass.WEIGHT_GRAD else set()
         assert kernels - sums <= {source.kernel for launch in offered for source in launch.sources}
         assert sums <= kernels
         for report in reports:

@@ -496,7 +496,7 @@ def test_shared_memory_is_what_the_kernel_takes(name: str, settings: dict[str, o
     shared = implicit_gemm_tile._static_shared_bytes(case.variant, product, case.variant.stages)
     stored = implicit_gemm_tile._store_bytes(gather, case.variant)
     alignment = 1024 if case.variant.boxes else 128
-    text = f"""{launch.source.text_with(emulator.TWINS)}
+    text = f"""{emulator.text_of(launch.source)}
 static_assert(round_up((int)sizeof(Shared), {alignment}) == {shared}, "Shared");
 static_assert(STORE_BYTES == {stored}, "STORE_BYTES");
 """

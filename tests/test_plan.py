@@ -519,7 +519,7 @@ def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
     ],
 )
 def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: bool, shared: bool) -> None:
-    """And never take one before it is told of the others' (FURTHER in item_queue.cuh)."""
+    """And never take one before it is told of the others' (FURTHER in core/tile_scheduler.cuh)."""
     problem = replace(layer, channels_last=last, dtype="bfloat16")
     planned = plan.plan(problem, Pass.FORWARD, H200, by_prediction=True)
     assert planned.algorithm == "implicit_gemm"

@@ -237,7 +237,7 @@ def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Launch:
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    source = KernelSource("copy_weights", problem.dtype, False, constants)
+    source = KernelSource("copy_weights", problem.dtype, False, constants, folder="steps")
     return plain_launch(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
 
 

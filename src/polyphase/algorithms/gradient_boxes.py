@@ -54,7 +54,7 @@ _SUM = 4e-6  # seconds to launch what adds up an input gradient's parts
 
 
 class BoxVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks.
+    """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
 
     A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
     ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
@@ -274,7 +274,7 @@ def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Launch:
         ("THREADS", _PACK_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    source = KernelSource("pack_channels", problem.dtype, False, constants)
+    source = KernelSource("pack_channels", problem.dtype, False, constants, folder="steps")
     return plain_launch(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
 
 
@@ -453,7 +453,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
 def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
     """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
     columns, strips = variant.lines * variant.columns, variant.row_tiles  # of 16 rows
-    if variant.row_tiles == 1:  # box_product.cuh: ABREAST
+    if variant.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
         abreast = 4 if variant.columns % 32 == 0 else 2 if variant.columns % 16 == 0 else 1
         columns //= abreast
         strips = min(4, math.ceil(problem.in_channels_per_group / 16)) if abreast == 4 else abreast

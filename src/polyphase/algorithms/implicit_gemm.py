@@ -120,7 +120,7 @@ class ImplicitGemm:
             return None if tile is None else estimate(gather, variant, tile, device, problem.bytes)
 
         # The gradients of an output's pixels often differ by far more than an input's pixels do, and would want several
-        # bands of magnitudes (kernels/common/scales.cuh).
+        # bands of magnitudes (kernels/operand/scales.cuh).
         order = ranked(sized, device, last, by_boxes, not gather.mirrored)
         variants = (_with_long_pieces(sized, last, variant, device) for variant in order)
         return first_candidates(self.name, variants, predict, _OFFERED)
@@ -232,7 +232,7 @@ def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVari
 def _own_items(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
-    """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
+    """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
     sharing = _SHARING[gather.dst.channels_last]
     if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
         return _ALL

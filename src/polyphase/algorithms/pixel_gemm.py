@@ -131,7 +131,7 @@ class PixelGemm:
         columns = problem.groups * chunks * variant.columns
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
-        pack = KernelSource("pack_columns", problem.dtype, False, packing)
+        pack = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
         return Launch(
             source=KernelSource(
                 self.name,
@@ -176,7 +176,7 @@ def _tiles(problem: ConvTransposeProblem) -> int:
 
 
 def _scaled(problem: ConvTransposeProblem) -> bool:
-    """Whether the cores take float32 as float16, ``common/scaled_half.cuh``."""
+    """Whether the cores take float32 as float16, ``operand/scaled_half.cuh``."""
     return problem.dtype == "float32"
 
 

@@ -1,4 +1,4 @@
-"""What adds up the partial sums of a gradient, ``kernels/add_planes.cu``."""
+"""What adds up the partial sums of a gradient, ``kernels/steps/reduce_splits.cu``."""
 
 from __future__ import annotations
 
@@ -18,5 +18,6 @@ def plane_sum(dtype: str, elements: int, planes: int) -> Launch:
     """The sum of so many planes of partial sums, in the tensors' type: from a kernel's tensor to the gradient."""
     groups = next((count for count, many, few in _GROUPS if planes >= many and elements <= few), 1)
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
-    source, blocks = KernelSource("add_planes", dtype, False, constants), elements * groups / (_TOGETHER * _THREADS)
-    return plain_launch(source, math.ceil(blocks), _THREADS, struct.pack("<q2i", elements, planes, groups))
+    source = KernelSource("reduce_splits", dtype, False, constants, folder="steps")
+    blocks = math.ceil(elements * groups / (_TOGETHER * _THREADS))
+    return plain_launch(source, blocks, _THREADS, struct.pack("<q2i", elements, planes, groups))

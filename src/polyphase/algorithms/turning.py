@@ -1,4 +1,4 @@
-"""What brings a tensor to channels_last, ``kernels/turn_channels.cu``."""
+"""What brings a tensor to channels_last, ``kernels/steps/transpose.cu``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PIXELS, _CHANNELS = 64, 64  # of a block
 
 def turn_source(dtype: str) -> KernelSource:
     """The kernel, for all tensors of a type."""
-    return KernelSource("turn_channels", dtype, False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)))
+    return KernelSource("transpose", dtype, False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)), folder="steps")
 
 
 def missing(channels: int) -> float:

@@ -17,7 +17,7 @@ KERNELS = Path(__file__).parent.parent / "kernels"
 
 #: Files under `KERNELS` that are generated for each kernel. Those that lie there are examples, for editors.
 SPECIALISATION = "specialisation.cuh"
-WGMMA_FORMS = "common/wgmma_forms.cuh"
+WGMMA_FORMS = "ptx/wgmma_forms.cuh"
 
 # The tensors' type and the accumulator's, by the name of the dtype.
 _TYPES = {
@@ -134,8 +134,8 @@ class KernelSource:
 
     def text_with(self, replaced: Mapping[str, str]) -> str:
         """The same with other texts in place of some files, by path under `KERNELS`."""
-        texts = {**self.generated, **replaced}
-        return "\n".join(texts.get(path, text) for path, text in self._parts(replaced))
+        generated = {path: text for path, text in self.generated.items() if path not in replaced}
+        return "\n".join(generated.get(path, text) for path, text in self._parts(replaced))
 
     def _parts(self, replaced: Mapping[str, str]) -> list[tuple[str, str]]:
         """Paths and texts, those of the examples in place of generated ones."""

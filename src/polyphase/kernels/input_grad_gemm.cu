@@ -1,4 +1,4 @@
-// The input gradient on tensor cores (common/window_product.cuh):
+// The input gradient on tensor cores (mainloop/window_mma.cuh):
 //
 //   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
 //
@@ -9,10 +9,10 @@
 // positions, then BUFFERS stages; at the end, where each position lies in the input.
 
 #include "specialisation.cuh"
-#include "common/geometry.cuh"
-#include "common/stages.cuh"
-#include "common/window.cuh"
-#include "common/window_product.cuh"
+#include "core/geometry.cuh"
+#include "operand/window.cuh"
+#include "mainloop/multistage.cuh"
+#include "mainloop/window_mma.cuh"
 
 struct Geometry {
   Tensor5 g, weight, x;  // the weight's rows are channels, the rest of it lies along h and w

@@ -4,8 +4,8 @@
 
 #pragma once
 
-#include "common/axis.cuh"
-#include "common/types.cuh"
+#include "core/axis.cuh"
+#include "core/types.cuh"
 
 // Types.
 typedef float scalar_t;         // of the tensors

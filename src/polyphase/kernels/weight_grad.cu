@@ -18,9 +18,9 @@
 // barrier a stage suffices, since a buffer is written again only after the barrier that follows its last reads.
 
 #include "specialisation.cuh"
-#include "common/axis.cuh"
-#include "common/geometry.cuh"
-#include "common/types.cuh"
+#include "core/axis.cuh"
+#include "core/geometry.cuh"
+#include "core/types.cuh"
 
 struct Geometry {
   Tensor5 x, g;

@@ -23,9 +23,9 @@
 // number apart, so that they meet in no bank; written, then read by those that add them up and store, between barriers.
 
 #include "specialisation.cuh"
-#include "common/axis.cuh"
-#include "common/geometry.cuh"
-#include "common/types.cuh"
+#include "core/axis.cuh"
+#include "core/geometry.cuh"
+#include "core/types.cuh"
 
 struct Geometry {
   Tensor5 x, g;
