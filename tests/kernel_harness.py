@@ -21,22 +21,14 @@ from torch import Tensor
 
 from emulator import EmulatedKernel
 from helpers import TORCH, constants
-from polyphase.algorithms.base import (
-    ALIGNMENT,
-    TENSOR_MAP_BYTES,
-    Algorithm,
-    Boxes,
-    Candidate,
-    Launch,
-    Layouts,
-    Strides,
-    dense_strides,
-    extent,
-)
-from polyphase.algorithms.plane_sum import plane_sum
-from polyphase.algorithms.turning import turning, turning_back
-from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides, extent
+from polyphase.program.program import Launch
+from polyphase.program.split_k import plane_sum
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.program.transpose import turning, turning_back
+from polyphase.schedules.schedule import Candidate, Schedule
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -310,19 +302,19 @@ def strange_layouts(problem: ConvTransposeProblem) -> Iterator[Layouts]:
     yield replace(dense, input=input, output=output)
 
 
-#: The device that single algorithms are tested for.
+#: The device that single schedules are tested for.
 H200 = DeviceInfo.for_arch("sm_90a")
 
 
 def offers(
-    algorithm: Algorithm, problem: ConvTransposeProblem, pass_: Pass = Pass.FORWARD, layouts: Layouts | None = None
+    schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass = Pass.FORWARD, layouts: Layouts | None = None
 ) -> list[tuple[Candidate, Launch]]:
-    """What an algorithm offers, and its launches."""
+    """What a schedule offers, and its launches."""
     layouts = layouts or Layouts.dense(problem)
-    assert algorithm.refusal(problem, pass_, H200) is None
+    assert schedule.refusal(problem, pass_, H200) is None
     return [
-        (candidate, algorithm.launch(problem, pass_, H200, layouts, candidate.variant))
-        for candidate in algorithm.candidates(problem, pass_, H200, layouts)
+        (candidate, schedule.launch(problem, pass_, H200, layouts, candidate.variant))
+        for candidate in schedule.candidates(problem, pass_, H200, layouts)
     ]
 
 
@@ -336,9 +328,9 @@ def gradient_cases(
                 yield pytest.param(problem, pass_, id=f"{name}-{pass_.value}")
 
 
-def assert_one_variant_exact(algorithm: Algorithm, problem: ConvTransposeProblem, pass_: Pass) -> None:
+def assert_one_variant_exact(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass) -> None:
     """In the emulator, on dense tensors."""
-    found = offers(algorithm, problem, pass_)
+    found = offers(schedule, problem, pass_)
     seed = zlib.crc32(f"{problem} {pass_}".encode())
     candidate, launch = found[seed % len(found)]
     assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
@@ -358,11 +350,11 @@ def assert_rounds_to_nearest(problem: ConvTransposeProblem, pass_: Pass, launch:
     assert error.mean().abs() < 2**-15, launch.source.kernel
 
 
-def choices(algorithm: Algorithm, problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:
+def choices(schedule: Schedule, problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:
     """A variant on tensors of one kind, every third of them dense; on a GPU it is all variants and kinds."""
     all_layouts, number = list(strange_layouts(problem)), zlib.crc32(str(problem).encode())
     layouts = all_layouts[max(0, number % 6 - 1)]
-    found = offers(algorithm, problem, layouts=layouts)
+    found = offers(schedule, problem, layouts=layouts)
     yield (layouts, *found[number // 6 % len(found)])
 
 

@@ -15,13 +15,16 @@ from torch import nn
 
 import emulator
 from emitted import BOXES, BY_BOXES, LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
-from polyphase.algorithms.base import Boxes, Launch, Layouts, typical
-from polyphase.device import DeviceInfo
 from polyphase.emit import support
 from polyphase.emit.support import packed_boxes
 from polyphase.jit.source import SETTLED
-from polyphase.plan import plan
+from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.problem.sizes import typical
+from polyphase.program.program import Launch
+from polyphase.program.tensor_map import Boxes
 
 # Its input gradient comes in planes.
 IN_PARTS = "1x16x3x4 -> 64, k=8, s=4, p=2, channels_last, bfloat16"
@@ -87,9 +90,9 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
 
 def expected_launch(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Launch:
     device, problem = DeviceInfo.for_arch(arch), problem.of_pass(pass_)
-    serving = next(each for each in plan(typical(problem), pass_, device).selected if each.algorithm.any_size)
+    serving = next(each for each in plan(typical(problem), pass_, device).selected if each.schedule.any_size)
     layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
-    return serving.algorithm.launch(problem, pass_, device, layouts, serving.candidate.variant)
+    return serving.schedule.launch(problem, pass_, device, layouts, serving.candidate.variant)
 
 
 def model_problem(module: Any) -> ConvTransposeProblem:

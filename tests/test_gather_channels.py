@@ -13,9 +13,11 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
-from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.gather_channels import GatherChannels
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Launch
+from polyphase.schedules.direct.channels import GatherChannels
+from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make

@@ -23,12 +23,13 @@ from kernel_harness import (
     reference,
     run,
 )
-from polyphase.algorithms import gather_gemm
-from polyphase.algorithms.base import Layouts, Sharing
-from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _tiling
-from polyphase.algorithms.tensor_cores import steps_of
-from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.cost import Sharing
+from polyphase.schedules.grouped_gemm import schedule as gather_gemm
+from polyphase.schedules.grouped_gemm.schedule import GatherGemm, _outputs, _product, _tiling
+from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make

@@ -12,10 +12,10 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
-from polyphase.algorithms import input_grad_dots
-from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.input_grad_dots import InputGradDots
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.dot_dgrad import schedule as input_grad_dots
+from polyphase.schedules.dot_dgrad.schedule import InputGradDots
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make

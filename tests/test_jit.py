@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 
 from polyphase import CompilationError, ConvTransposeProblem, UnsupportedError
-from polyphase.algorithms import implicit_gemm_variant
-from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gather_general import GatherGeneral, GeneralVariant
-from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.bench.layers import parse_layer
-from polyphase.device import DeviceInfo
 from polyphase.jit import cache as cache_module
 from polyphase.jit import compiler
 from polyphase.jit.source import KernelSource
-from polyphase.plan import kernel_sources, launches, plan
+from polyphase.plan.planner import kernel_sources, launches, plan
 from polyphase.problem import Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.direct.general import GatherGeneral, GeneralVariant
+from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from processes import environment, run_python
 
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC, but no GPU")
@@ -483,8 +483,8 @@ def test_cuda_core_may_be_missing(tmp_path: Path, missing: str, folder: str) -> 
         import torch, polyphase
         from polyphase.jit.compiler import compile_kernel
         from polyphase.problem import ConvTransposeProblem, Pass
-        from polyphase.plan import kernel_sources
-        from polyphase.device import DeviceInfo
+        from polyphase.plan.planner import kernel_sources
+        from polyphase.problem.device import DeviceInfo
         x = torch.randn(1, 2, 3, 3)
         polyphase.conv_transpose2d(x, torch.randn(2, 2, 3, 3))
         problem = ConvTransposeProblem.make((1, 1, 4), 1, 1)
@@ -616,7 +616,7 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     """A tile that asks for more resident blocks than its registers allow gets fewer, from the real compiler."""
     problem = ConvTransposeProblem.make((1, 4, 8, 8), 8, 3)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    launch = next(launch for candidate, launch in offers if candidate.algorithm == "gather_tiled")
+    launch = next(launch for candidate, launch in offers if candidate.schedule == "gather_tiled")
     source = launch.source.with_constants(MIN_BLOCKS=2048 // launch.block)  # 32 registers for each thread
     _, log = compiler._compile(source, ARCH)
     assert compiler._number(log, r"(\d+) bytes spill stores") > 0
@@ -640,7 +640,7 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
     """In channels_last, where the compiler takes more registers than the estimate says."""
     offers = launches(replace(problem, channels_last=True), Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     reports = [
-        compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.algorithm == "gather_tiled"
+        compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.schedule == "gather_tiled"
     ]
     assert len(reports) > 3
     assert [report for report in reports if not report.clean] == []
@@ -659,7 +659,7 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
 def test_no_product_of_odd_layers_spills(directory: Path, problem: ConvTransposeProblem) -> None:
     """Forward passes of `implicit_gemm`, of which some would if registers had the shares that most want."""
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a"))
-    best = [launch for candidate, launch in offers if candidate.algorithm == "implicit_gemm"][:3]
+    best = [launch for candidate, launch in offers if candidate.schedule == "implicit_gemm"][:3]
     sources = [source for launch in best for source in (launch.source, launch.one_way) if source is not None]
     reports = [compiler.resources_of(source, "sm_90a") for source in sources]
     assert all(report.clean for report in reports), reports
@@ -675,9 +675,7 @@ def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, b
     """Where the kernel is the stride, all channels of a thread's pixels."""
     problem = ConvTransposeProblem.make((512, channels, size, size), out_channels, 2, 2, bias=bias, dtype="bfloat16")
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    reports = [
-        compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.algorithm == "pixel_gemm"
-    ]
+    reports = [compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.schedule == "pixel_gemm"]
     assert len(reports) > 1
     assert [report for report in reports if not report.clean] == []
 
@@ -702,7 +700,7 @@ def test_stores_leave_sums_in_registers(
     """The more a store holds the fewer sums a thread may have (`implicit_gemm_variant._held_by_stores`)."""
     problem = ConvTransposeProblem.make(shape, channels, *kernel, bias=True, dtype="bfloat16")
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    launch = next(launch for candidate, launch in offers if candidate.algorithm == "implicit_gemm")
+    launch = next(launch for candidate, launch in offers if candidate.schedule == "implicit_gemm")
     report = compiler.resources_of(launch.source, ARCH)
     assert report.clean, report
 

@@ -20,16 +20,23 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, items_of, reference, run, strange_layouts
-from polyphase.algorithms import base, implicit_gemm, implicit_gemm_tile, implicit_gemm_variant
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts, Sharing
-from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gather_tiled import GatherTiled, legal_variants
-from polyphase.algorithms.implicit_gemm import ImplicitGemm
-from polyphase.algorithms.implicit_gemm_tile import best_tile, items_known, may_take_operands
-from polyphase.algorithms.implicit_gemm_variant import GemmVariant, Product, Taps
-from polyphase.device import DeviceInfo
-from polyphase.plan import launches
+from polyphase.plan.planner import launches
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Launch
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES
+from polyphase.schedules import tiles as tiling
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.cost import Sharing
+from polyphase.schedules.direct.tiled import GatherTiled, legal_variants
+from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
+from polyphase.schedules.implicit_gemm import schedule as implicit_gemm
+from polyphase.schedules.implicit_gemm import tile as implicit_gemm_tile
+from polyphase.schedules.implicit_gemm.config import GemmVariant, Product, Taps
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.implicit_gemm.tile import best_tile, items_known, may_take_operands
+from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -74,13 +81,13 @@ WIDTHS = (8, 12, 16, 40, 132, 135)
 
 
 def one_each(found: list[tuple[Candidate, Launch]], seed: int) -> list[tuple[Candidate, Launch]]:
-    """Of every algorithm the planner's best variant or another; of implicit_gemm the best, see below."""
-    by_algorithm: dict[str, list[tuple[Candidate, Launch]]] = {}
+    """Of every schedule the planner's best variant or another; of implicit_gemm the best, see below."""
+    by_schedule: dict[str, list[tuple[Candidate, Launch]]] = {}
     for candidate, launch in found:
-        offers = by_algorithm.setdefault(candidate.algorithm, [])
-        if candidate.algorithm != "implicit_gemm" or not offers:
+        offers = by_schedule.setdefault(candidate.schedule, [])
+        if candidate.schedule != "implicit_gemm" or not offers:
             offers.append((candidate, launch))
-    sampled = (offers[:: max(1, len(offers) // 2)] for offers in by_algorithm.values())
+    sampled = (offers[:: max(1, len(offers) // 2)] for offers in by_schedule.values())
     return [offers[seed % len(offers)] for offers in sampled]
 
 
@@ -96,7 +103,7 @@ def passes() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize(("problem", "pass_"), list(passes()))
 def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
-    """One of every algorithm."""
+    """One of every schedule."""
     found = one_each(launches(problem, pass_, H200), zlib.crc32(f"{problem} {pass_}".encode()))
     assert found
     for candidate, launch in found:
@@ -105,10 +112,10 @@ def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
 
 
 def best(
-    algorithm: str, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None = None
+    schedule: str, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None = None
 ) -> tuple[Candidate, Launch]:
-    """An algorithm's first variant, whether the planner takes it or another's."""
-    return next(each for each in launches(problem, pass_, H200, layouts) if each[0].algorithm == algorithm)
+    """A schedule's first variant, whether the planner takes it or another's."""
+    return next(each for each in launches(problem, pass_, H200, layouts) if each[0].schedule == schedule)
 
 
 def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeProblem:
@@ -188,7 +195,7 @@ ORDERED = {
 def test_no_races(name: str) -> None:
     """Threads and blocks in several orders give the same bits."""
     problem, pass_ = ORDERED[name]
-    offers = [each for each in launches(problem, pass_, H200) if each[0].algorithm == name.split(",")[0]]
+    offers = [each for each in launches(problem, pass_, H200) if each[0].schedule == name.split(",")[0]]
     if "source slices" in name:  # not only the winner
         offers = [each for each in offers if each[0].variant.src_slices > 1]
     for candidate, launch in offers[:1]:
@@ -275,8 +282,8 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight gradients over more positions than are summed in one chain, in parts that end with a partial stage."""
     problem = make((3, 2, 67, 61), 3, 2, 2, dtype=dtype)
     _, usual = best("weight_grad", problem, Pass.WEIGHT_GRAD)
-    monkeypatch.setattr(base, "_MAX_PLANES_BYTES", 2 * 8 * problem.elements[1])  # few parts, long ones
-    found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].algorithm == "weight_grad"]
+    monkeypatch.setattr(tiling, "_MAX_PLANES_BYTES", 2 * 8 * problem.elements[1])  # few parts, long ones
+    found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == "weight_grad"]
     assert found[0][1].source == usual.source
     for candidate, launch in found[::4]:
         *_, length, positions, _ = struct.unpack_from("<3i4x3q", launch.geometry, 2 * 56)
@@ -291,10 +298,10 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_offsets(dtype: str, pass_: Pass) -> None:
     """The variant for tensors beyond 4 GiB, on a small one: its offsets have 64 bits everywhere."""
     problem = make((2, 3, 5, 7), 4, 3, 2, 1, dtype=dtype, bias=True)
-    algorithm = "weight_grad" if pass_ is Pass.WEIGHT_GRAD else "gather_tiled"
-    candidate, launch = best(algorithm, problem, pass_)
+    schedule = "weight_grad" if pass_ is Pass.WEIGHT_GRAD else "gather_tiled"
+    candidate, launch = best(schedule, problem, pass_)
     beyond = replace(problem, batch=1, input_size=(2**16, 2**15))
-    _, huge = best(algorithm, beyond, pass_)
+    _, huge = best(schedule, beyond, pass_)
     assert huge.source.wide_offsets
     if huge.source == launch.source:  # of kernels that know no other
         return
@@ -941,15 +948,15 @@ def test_products_of_every_kind_of_line_groups(layer: ConvTransposeProblem, dtyp
 
 
 @pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
-@pytest.mark.parametrize("algorithm", ["gather_tiled", "gather_general"])
+@pytest.mark.parametrize("schedule", ["gather_tiled", "gather_general"])
 @pytest.mark.parametrize("as_pytorch", [False, True])
 def test_direct_kernels_round_where_they_are_told_to(
-    algorithm: str, as_pytorch: bool, channels_last: bool, width: int
+    schedule: str, as_pytorch: bool, channels_last: bool, width: int
 ) -> None:
     """They are exact in float32, also where TF32 is allowed, unless the result is to be PyTorch's."""
     problem = make((1, 20, 4, width), 16, 4, 2, 1, bias=True, tf32=True, channels_last=channels_last)
     problem = replace(problem, tf32_as_pytorch=as_pytorch)
-    _, launch = best(algorithm, problem, Pass.FORWARD)
+    _, launch = best(schedule, problem, Pass.FORWARD)
     torch.manual_seed(3)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
     bias = torch.randn(16).double()
@@ -958,5 +965,5 @@ def test_direct_kernels_round_where_they_are_told_to(
     scale = reference(problem, Pass.FORWARD, (x.abs(), w.abs()), bias.abs())
     assert bool(((out - expected).abs() <= 2**-20 * scale).all())
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
-        rounded = dict(best(algorithm, problem, pass_)[1].source.constants)["ROUNDED"]
+        rounded = dict(best(schedule, problem, pass_)[1].source.constants)["ROUNDED"]
         assert rounded is (as_pytorch and pass_ is Pass.FORWARD)

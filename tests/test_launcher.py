@@ -15,13 +15,14 @@ import torch
 from cuda.bindings import driver
 
 from polyphase import runtime
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes, Launch
-from polyphase.device import DeviceInfo
 from polyphase.errors import CompilationError, PolyphaseError
 from polyphase.jit import launcher, tensor_map
 from polyphase.jit.source import KernelSource
-from polyphase.plan import plan
+from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.program.program import Launch
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
 
 THREADS = 4
 

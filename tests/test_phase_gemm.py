@@ -21,11 +21,11 @@ from kernel_harness import (
     reference,
     run,
 )
-from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.phase_gemm import _RUN, PhaseGemm, _column_tiles, _reach, _vector
-from polyphase.algorithms.tensor_cores import steps_of
-from polyphase.device import DeviceInfo
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.phase_gemm.long_kernels import _RUN, PhaseGemm, _column_tiles, _reach, _vector
+from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make

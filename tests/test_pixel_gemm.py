@@ -12,11 +12,12 @@ import torch
 
 import emulator
 from kernel_harness import DTYPES, H200, Emulator, assert_exact, choices, offers, reference, run
-from polyphase.algorithms.base import Candidate, Layouts
-from polyphase.algorithms.pixel_gemm import PixelGemm, PixelGemmVariant, _columns, _piece, _vector
-from polyphase.device import DeviceInfo
 from polyphase.emit.file import _choose
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.phase_gemm.pixels import PixelGemm, PixelGemmVariant, _columns, _piece, _vector
+from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -169,7 +170,7 @@ def test_emitted_files_have_the_kernels_of_all_sizes(size: tuple[int, int], dtyp
     """Which pixels a thread has follows from how even rows are."""
     layer = make((8, 256, *size), 256, 2, 2, bias=True, dtype=dtype, tf32=dtype == "float32")
     chosen, sources = _choose(layer, Pass.FORWARD, H200)
-    assert chosen.algorithm.name == "pixel_gemm"
+    assert chosen.schedule.name == "pixel_gemm"
     for height, width in itertools.product(range(1, 10), repeat=2):
         problem = replace(layer, input_size=(height, width))
         launch = PixelGemm().launch(problem, Pass.FORWARD, H200, Layouts.dense(problem), chosen.candidate.variant)

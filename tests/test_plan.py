@@ -16,29 +16,27 @@ from hypothesis import strategies as st
 
 from helpers import random_problem
 from kernel_harness import formats, items_of
-from polyphase import UnsupportedError, plan, runtime
-from polyphase.algorithms import ALGORITHMS, implicit_gemm_variant
-from polyphase.algorithms.base import (
-    TENSOR_MAP_BYTES,
-    Boxes,
-    Candidate,
-    Launch,
-    Layouts,
-    Strides,
-    has_odd_rows,
-    is_tiny,
-    packed_divisor,
-)
-from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gradient_wgmma_tile import in_pairs
-from polyphase.algorithms.implicit_gemm import ImplicitGemm
-from polyphase.algorithms.implicit_gemm_tile import best_tile, best_tiles, box_strides
-from polyphase.algorithms.implicit_gemm_variant import Product
+from polyphase import UnsupportedError, runtime
 from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
 from polyphase.bench.operands import Operands, make_operands
-from polyphase.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.jit.source import KernelSource
+from polyphase.plan import planner as plan
+from polyphase.plan.explain import explain
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+from polyphase.problem.device import PORTABLE, DeviceInfo, _of_cuda
+from polyphase.problem.layouts import Layouts, Strides
+from polyphase.problem.sizes import has_odd_rows, is_tiny
+from polyphase.program.params import packed_divisor
+from polyphase.program.program import Launch
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.schedules import SCHEDULES
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
+from polyphase.schedules.implicit_gemm.config import Product
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.implicit_gemm.tile import best_tile, best_tiles, box_strides
+from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.window_gemm.wgmma_tile import in_pairs
 
 make = ConvTransposeProblem.make
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120")
@@ -84,7 +82,7 @@ def test_every_layer_has_a_plan(arch: str) -> None:
         for problem in formats(replace(layer.problem, dtype=dtype)):
             for pass_ in Pass:
                 chosen = plan.plan(problem, pass_, device)
-                assert chosen.algorithm in chosen.describe()
+                assert chosen.schedule in chosen.describe()
                 assert chosen.launch is not None
                 assert chosen.launch.source in plan.kernel_sources(problem, pass_, device)
                 assert_launchable(problem, pass_, device, chosen.launch)
@@ -147,7 +145,7 @@ def test_single_pixels_are_a_product_of_matrices() -> None:
     chosen = plan.plan(layer, Pass.FORWARD, H200)
     assert chosen.problem == layer
     assert dict(chosen.launch.source.constants)["AXIS_W"] == Axis(1)
-    assert "computed as 1×100×1×128 → 16384, k=1, float32, tf32, channels_last" in plan.explain(layer, H200)
+    assert "computed as 1×100×1×128 → 16384, k=1, float32, tf32, channels_last" in explain(layer, H200)
     dense = Layouts.dense(layer)
     same = replace(dense, input=(100, 1, 0, 7, 9))  # strides of single pixels say nothing
     assert plan.plan(layer, Pass.FORWARD, H200, same).launch.source == chosen.launch.source
@@ -233,13 +231,13 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     return found[:25]
 
 
-MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by an algorithm that adapts
+MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by a schedule that adapts
 
 
 def assert_few_sources(problem: ConvTransposeProblem) -> None:
     """The layer has one kernel for tiny images, and one for all others; its forward pass a few of either.
 
-    So have gradients of each algorithm that is the fastest at some size; those whose tiles or boxes the copy engine
+    So have gradients of each schedule that is the fastest at some size; those whose tiles or boxes the copy engine
     does not bring at every size have a few. Gradients by Hopper's instruction that take taps in pairs have others where
     the output's rows are odd by their padding, which is an argument of its own.
     So has the forward pass in half precision where the input's rows are odd; the product of matrices that it is of
@@ -254,18 +252,18 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             assert launch is not None
             assert_launchable(sized, pass_, H200, launch)
             computed, _ = plan.as_computed(sized, pass_, None)
-            by_engine = chosen.algorithm == "weight_grad_wgmma"
+            by_engine = chosen.schedule == "weight_grad_wgmma"
             assert not by_engine or chosen.other is not None
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
-            odd = chosen.algorithm.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
-            cells = chosen.algorithm == "pixel_gemm"
+            odd = chosen.schedule.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
+            cells = chosen.schedule == "pixel_gemm"
             single = pass_ is Pass.FORWARD and has_odd_rows(computed)
-            by = "" if pass_ is Pass.FORWARD else chosen.algorithm
+            by = "" if pass_ is Pass.FORWARD else chosen.schedule
             kind = computed == sized, is_tiny(computed), odd, cells, single, by
             sources.setdefault(kind, {}).setdefault(launch.source, sized)
         for kind, found in sources.items():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
-            adapt = next((each.adapts for each in ALGORITHMS if each.name == kind[-1]), pass_ is Pass.FORWARD)
+            adapt = next((each.adapts for each in SCHEDULES if each.name == kind[-1]), pass_ is Pass.FORWARD)
             most = MOST_KERNELS if adapt or str(kind[-1]).endswith("wgmma") else 1
             assert len(narrow) <= most, (
                 f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
@@ -288,7 +286,7 @@ def test_tiny_images_far_apart_share_no_tile() -> None:
     problem = make((64, 256, 1, 1), 128, 4, 2, 1, dtype="float16")
     layouts = replace(Layouts.dense(problem), input=(256 * 520 * 524, 520 * 524, 0, 524, 1))
     for candidate, launch in plan.launches(problem, Pass.FORWARD, H200, layouts):
-        if candidate.algorithm == "implicit_gemm" and not launch.source.wide_offsets:
+        if candidate.schedule == "implicit_gemm" and not launch.source.wide_offsets:
             images = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56)[1]
             assert images * layouts.input[0] < 2**31
 
@@ -356,7 +354,7 @@ def test_an_empty_batch_launches_no_gather() -> None:
 def test_weight_gradient_parts_cover_every_position() -> None:
     for problem in (make((1, 3, 5), 4, 3), make((64, 3, 128, 128), 4, 3), make((2, 512, 9, 9), 512, 3)):
         offered = plan.launches(problem, Pass.WEIGHT_GRAD, H200)
-        for candidate, launch in (each for each in offered if each[0].algorithm == "weight_grad"):
+        for candidate, launch in (each for each in offered if each[0].schedule == "weight_grad"):
             _, _, parts, length, positions, weights = struct.unpack_from("<3i4x3q", launch.geometry, 2 * 56)
             assert parts == launch.planes
             assert positions == problem.batch * math.prod(problem.input_size)
@@ -443,7 +441,7 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
             for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
                 if not launch.boxes:
                     continue
-                assert candidate.algorithm == "implicit_gemm"
+                assert candidate.schedule == "implicit_gemm"
                 assert_driver_takes(launch.boxes[0])
                 count, pixels = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 42 * 4)
                 assert count >= 1
@@ -478,7 +476,7 @@ def test_stores_are_as_wide_as_rows_allow(
         problem = replace(problem, channels_last=channels_last)
         assert problem.output_size[1] == width
         for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
-            if candidate.algorithm == "implicit_gemm":
+            if candidate.schedule == "implicit_gemm":
                 (found,) = struct.unpack_from("<i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 41 * 4)
                 assert found == expected, candidate.describe()
 
@@ -502,7 +500,7 @@ def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
     """Of gather_gemm: KernelBench 75, whose tiles in bfloat16 are short."""
     (layer,) = (each.problem for each in suite("all") if each.name == "KernelBench 75")
     planned = plan.plan(replace(layer, dtype=dtype, tf32=True), Pass.FORWARD, H200, by_prediction=True)
-    assert planned.algorithm == "gather_gemm"
+    assert planned.schedule == "gather_gemm"
     assert planned.launch is not None
     assert (planned.launch.prologue is not None) is shared
 
@@ -522,7 +520,7 @@ def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: 
     """And never take one before it is told of the others' (FURTHER in item_queue.cuh)."""
     problem = replace(layer, channels_last=last, dtype="bfloat16")
     planned = plan.plan(problem, Pass.FORWARD, H200, by_prediction=True)
-    assert planned.algorithm == "implicit_gemm"
+    assert planned.schedule == "implicit_gemm"
     assert planned.launch is not None
     constants = dict(planned.launch.source.constants)
     variant = planned.candidate.variant
@@ -592,7 +590,7 @@ def test_plans_are_cached() -> None:
 
 
 def refusals(text: str) -> list[tuple[str, str]]:
-    """The algorithms that an explanation says do not compute a pass, and why."""
+    """The schedules that an explanation says do not compute a pass, and why."""
     lines = [line.removeprefix("  not ").split(": ", 1) for line in text.splitlines() if line.startswith("  not ")]
     return [(name, reason) for names, reason in lines for name in names.split(", ")]
 
@@ -607,18 +605,18 @@ def refusals(text: str) -> list[tuple[str, str]]:
     ],
     ids=str,
 )
-def test_refusals_have_reasons_and_another_algorithm(problem: ConvTransposeProblem, reason: str) -> None:
+def test_refusals_have_reasons_and_another_schedule(problem: ConvTransposeProblem, reason: str) -> None:
     chosen = plan.plan(problem, Pass.FORWARD, H200)
-    assert chosen.algorithm == ("gather_channels" if problem.channels_last else "gather_general")
-    text = plan.explain(problem, H200)
+    assert chosen.schedule == ("gather_channels" if problem.channels_last else "gather_general")
+    text = explain(problem, H200)
     (found,) = {why for name, why in refusals(text) if name == "gather_tiled" and "taps only" not in why
                 and reason in why}  # fmt: skip
     assert reason in found
 
 
-def test_no_algorithm_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "ALGORITHMS", [each for each in ALGORITHMS if each.name == "weight_grad"])
-    with pytest.raises(UnsupportedError, match=r"no algorithm computes the forward of .* on sm_90a: weight_grad: comp"):
+def test_no_schedule_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SCHEDULES", [each for each in SCHEDULES if each.name == "weight_grad"])
+    with pytest.raises(UnsupportedError, match=r"no schedule computes the forward of .* on sm_90a: weight_grad: comp"):
         plan.plan(make((9, 9, 9, 9), 9, 9), Pass.FORWARD, H200)
 
 
@@ -646,7 +644,7 @@ def test_more_positions_than_kernels_count() -> None:
 
 def test_explanations_name_winner_losers_and_reasons() -> None:
     problem = make((4, 8, 16, 16), 12, 4, 2, 1)
-    text = plan.explain(problem, H200)
+    text = explain(problem, H200)
     assert str(problem) in text
     assert "on sm_90a" in text
     for pass_ in Pass:
@@ -658,7 +656,7 @@ def test_explanations_name_winner_losers_and_reasons() -> None:
         losers: dict[str, list[Candidate]] = {}
         for candidate, _ in plan.launches(problem, pass_, H200):
             if candidate != chosen.candidate:
-                losers.setdefault(candidate.algorithm, []).append(candidate)
+                losers.setdefault(candidate.schedule, []).append(candidate)
         for found in losers.values():
             best = min(found, key=lambda candidate: candidate.seconds)
             (line,) = [line for line in paragraph.splitlines() if f"ms  {best.describe()}" in line]
@@ -673,8 +671,8 @@ def test_other_devices_are_portable() -> None:
     problem = make((4, 8, 16, 16), 12, 4, 2, 1)
     for pass_ in Pass:
         chosen = plan.plan(problem, pass_, PORTABLE)
-        assert (chosen.algorithm, chosen.describe(), chosen.launch) == ("portable", "portable", None)
-    assert "own kernels need an NVIDIA GPU" in plan.explain(problem, PORTABLE)
+        assert (chosen.schedule, chosen.describe(), chosen.launch) == ("portable", "portable", None)
+    assert "own kernels need an NVIDIA GPU" in explain(problem, PORTABLE)
 
 
 # Devices
@@ -738,4 +736,4 @@ def test_vast_strides_are_not_unrolled(layout: bool) -> None:
     """Elements without taps are stored too: straight-line code for millions of them would never compile."""
     stride, dilation = (200, 200, 32), (1, 8, 30)
     problem = ConvTransposeProblem.make((2, 1, 8, 8, 8), 2, (2, 9, 1), stride, dilation=dilation, channels_last=layout)
-    assert plan.plan(problem, Pass.FORWARD, H200).algorithm == "gather_general"
+    assert plan.plan(problem, Pass.FORWARD, H200).schedule == "gather_general"

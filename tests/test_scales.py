@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from kernel_harness import H200, Emulator, Executor, reference, run, strange_layouts
-from polyphase.algorithms.base import Launch, Layouts
-from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.implicit_gemm import ImplicitGemm
-from polyphase.algorithms.implicit_gemm_tile import best_tile
-from polyphase.algorithms.implicit_gemm_variant import GemmVariant, variants
 from polyphase.jit.compiler import resources_of
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Launch
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.implicit_gemm.config import GemmVariant, variants
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.implicit_gemm.tile import best_tile
 
 make = ConvTransposeProblem.make
 

@@ -14,10 +14,12 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
-from polyphase.algorithms import weight_grad_channels
-from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.weight_grad_channels import WeightGradChannels
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Launch
+from polyphase.schedules.direct_wgrad import channels as weight_grad_channels
+from polyphase.schedules.direct_wgrad.channels import WeightGradChannels
+from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make

@@ -1,8 +1,8 @@
 """From tensors on a GPU to a launched kernel. A warm call is one look-up, one allocation, one launch, mostly.
 
-Arguments are valid already (`polyphase.validate`): batched tensors of one real floating dtype on one CUDA device, of
-any strides. Weights are ``(C_in, C_out / groups, *kernel_size)``. Outputs come in the memory format that PyTorch would
-give.
+Arguments are valid already (`polyphase.torch_op.validate`): batched tensors of one real floating dtype on one CUDA
+device, of any strides. Weights are ``(C_in, C_out / groups, *kernel_size)``. Outputs come in the memory format that
+PyTorch would give.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import replace
 
 import torch
 
-from polyphase.algorithms.base import ALIGNMENT, Layouts, Strides, dense_strides
-from polyphase.algorithms.plane_sum import plane_sum
-from polyphase.algorithms.turning import turning, turning_back
-from polyphase.device import DeviceInfo
 from polyphase.jit.compiler import preload
 from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
-from polyphase.layout import output_channels_last
-from polyphase.plan import plan
-from polyphase.precision import tf32_allowed
+from polyphase.plan.planner import plan
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides
+from polyphase.program.split_k import plane_sum
+from polyphase.program.transpose import turning, turning_back
+from polyphase.torch_op.memory_format import output_channels_last
+from polyphase.torch_op.tf32 import tf32_allowed
 
 #: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
 POISON = False

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from rich.table import Table
 
-from polyphase import plan
 from polyphase.bench.environment import first_line
 from polyphase.bench.layers import NamedLayer
-from polyphase.device import DeviceInfo
 from polyphase.errors import CompilationError
 from polyphase.jit.compiler import Resources, resources_of
 from polyphase.jit.source import KernelSource
+from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
 
 
 @dataclass(frozen=True)

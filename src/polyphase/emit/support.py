@@ -18,18 +18,21 @@ import torch
 from torch import nn
 from torch.utils.cpp_extension import load_inline
 
-from polyphase.algorithms.base import ALIGNMENT, Algorithm, Boxes, Launch, Layouts
-from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import SETTLED, SHARED_FILES, KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import ALIGNMENT, Layouts
+from polyphase.program.program import Launch
+from polyphase.program.tensor_map import Boxes
+from polyphase.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes a pass: an algorithm and its variant."""
+    """What computes a pass: a schedule and its variant."""
 
-    algorithm: Algorithm
+    schedule: Schedule
     variant: Any
 
 
@@ -160,7 +163,7 @@ def prepare(
 
     def launch_on(aligned: bool) -> Launch:
         layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
-        return choice.algorithm.launch(problem, pass_, DeviceInfo.of(device), layouts, choice.variant)
+        return choice.schedule.launch(problem, pass_, DeviceInfo.of(device), layouts, choice.variant)
 
     launch = launch_on(aligned=True)
     copies = not aligned and bool(launch.boxes)  # whose tensors must be aligned

@@ -14,11 +14,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Launch
-from polyphase.device import capability_of
 from polyphase.errors import CompilationError, PolyphaseError
 from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel, is_cached
 from polyphase.jit.source import KernelSource
+from polyphase.problem.device import capability_of
+from polyphase.program.program import Launch
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES
 
 _DEFAULT_SHARED_BYTES = 32 << 10  # of a launch, beside what is a kernel's own: 48 KiB in all
 _OF_PROLOGUE = {4: 2, 2: 3}  # pointers of a prologue, by those of what it precedes: one's own has the source, too
