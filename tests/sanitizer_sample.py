@@ -17,7 +17,7 @@ from polyphase.plan.planner import launches
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
+from polyphase.program.program import Program
 from polyphase.schedules.schedule import Candidate
 
 make = ConvTransposeProblem.make
@@ -43,7 +43,7 @@ SAMPLE = (
 )
 
 
-def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candidate, Launch, Layouts]]:
+def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candidate, Program, Layouts]]:
     """The best variant of every schedule, the best that sums source channels in slices, that multiplies halves."""
     for problem in SAMPLE:
         for formatted in formats(problem):

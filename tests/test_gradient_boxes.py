@@ -27,7 +27,9 @@ from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.program.split_k import plane_sum
+from polyphase.program.program import Program
+from polyphase.program.split_k import reduce_splits
+from polyphase.program.step import DST
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import tma as gradient_boxes
 from polyphase.schedules.window_gemm.tap_windows import ALONE
@@ -80,6 +82,11 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_one_variant_exact(SCHEDULES[pass_], problem, pass_)
 
 
+def is_narrowed(launch: Program) -> bool:
+    """Whether a weight gradient leaves the kernel in the tensors' dtype, with no reduction behind it."""
+    return DST in launch.main.operands
+
+
 def test_layers_take_every_way() -> None:
     """Boxes of every width, groups side by side in rows and in columns, one part of positions and several."""
     ways = set()
@@ -87,9 +94,9 @@ def test_layers_take_every_way() -> None:
         for pass_, schedule in SCHEDULES.items():
             if schedule.refusal(problem, pass_, H200) is None:
                 for candidate, launch in offers(schedule, problem, pass_):
-                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in launch.boxes}
-                    ways |= {(pass_, "row groups", candidate.variant.row_groups), (pass_, launch.planes > 1)}
-                    ways |= {(pass_, "packed", launch.prologue is not None), (pass_, "narrowed", launch.narrowed)}
+                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in launch.main.boxes}
+                    ways |= {(pass_, "row groups", candidate.variant.row_groups), (pass_, launch.splits > 1)}
+                    ways |= {(pass_, "packed", launch.main_index > 0), (pass_, "narrowed", is_narrowed(launch))}
     for pass_ in SCHEDULES:
         assert {way[2] for way in ways if way[:2] == (pass_, "swizzle")} == {32, 64, 128}
     assert {(Pass.WEIGHT_GRAD, "row groups", 1), (Pass.WEIGHT_GRAD, "row groups", 2)} <= ways
@@ -136,8 +143,8 @@ def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     gradient_boxes._input_parts.cache_clear()
     problem = make((3, 24, 7, 9), 40, 3, 2, 1, dtype=dtype, tf32=True)
     for candidate, launch in offers(SCHEDULES[pass_], problem, pass_):
-        assert not launch.narrowed
-        assert dict(launch.source.constants).get("FLUSH", 1) < 9 * 2
+        assert pass_ is Pass.INPUT_GRAD or not is_narrowed(launch)
+        assert dict(launch.main.source.constants).get("FLUSH", 1) < 9 * 2
         assert_exact(problem, pass_, candidate, launch, executor=Emulator(1))
     gradient_boxes._parts.cache_clear()
     gradient_boxes._input_parts.cache_clear()
@@ -151,13 +158,13 @@ def test_parts_of_an_input_gradient(dtype: str, in_channels: int, monkeypatch: p
     schedule, pass_ = SCHEDULES[Pass.INPUT_GRAD], Pass.INPUT_GRAD
     problem = make((3, in_channels, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
     candidate, launch = offers(schedule, problem, pass_)[0]
-    assert launch.planes == 4
+    assert launch.splits == 4
     assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
     dense = Layouts.dense(problem)
     batch, *others = dense.input
     apart = replace(dense, input=(batch + 8, *others))
     launch = schedule.launch(problem, pass_, H200, apart, candidate.variant)
-    assert launch.planes == 1
+    assert launch.splits == 1
     assert_exact(problem, pass_, candidate, launch, apart, executor=Emulator(3))
 
 
@@ -179,7 +186,7 @@ def assert_planes_are_added_up(planes: int, elements: int, dtype: str, executor:
     accumulator = torch.float64 if dtype == "float64" else torch.float32
     partial = Buffer((planes, elements), (elements, 1, 0, 0, 0), accumulator, executor.device, values)
     found = Buffer((1, elements), (elements, 1, 0, 0, 0), DTYPES[dtype], executor.device)
-    executor(plane_sum(dtype, elements, planes), [partial.tensor, found.tensor])
+    executor(reduce_splits(dtype, elements, planes), [partial.tensor, found.tensor])
     assert torch.equal(found.read()[0].double(), values.sum(0))
 
 
@@ -273,7 +280,7 @@ def test_lone_pixels() -> None:
             for pass_, schedule in SCHEDULES.items():
                 problem = replace(lone, channels_last=True)
                 for _, launch in offers(schedule, problem, pass_):
-                    assert all(1 <= span <= 256 for boxes in launch.boxes for span in boxes.spans)
+                    assert all(1 <= span <= 256 for boxes in launch.main.boxes for span in boxes.spans)
     problem = make((300, 24, 1, 1), 16, 2, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
         for candidate, launch in offers(schedule, problem, pass_):

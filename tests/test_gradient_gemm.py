@@ -122,7 +122,7 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make((3, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
     monkeypatch.setattr(tiles, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
     for candidate, launch in offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[:2]:
-        assert launch.planes == 2
+        assert launch.splits == 2
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
 

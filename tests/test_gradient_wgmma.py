@@ -105,9 +105,9 @@ def test_channels_last(name: str) -> None:
 def test_channels_last_take_every_way() -> None:
     """Windows come as boxes and by copies; the input comes in boxes of every width, one and several."""
     found = [launch for problem in LAST.values() for _, launch in offers(WeightGradWgmma(), problem, Pass.WEIGHT_GRAD)]
-    assert {launch.boxes[0].swizzle for launch in found} == {32, 64, 128}
-    assert {len(launch.boxes) for launch in found} == {1, 2}
-    assert {dict(launch.source.constants)["COLUMN_TILES"] for launch in found} > {2, 8}
+    assert {launch.main.boxes[0].swizzle for launch in found} == {32, 64, 128}
+    assert {len(launch.main.boxes) for launch in found} == {1, 2}
+    assert {dict(launch.main.source.constants)["COLUMN_TILES"] for launch in found} > {2, 8}
 
 
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS)))
@@ -219,7 +219,7 @@ def test_no_races(name: str, pass_: Pass) -> None:
 def test_rows_of_a_window_beyond_32767_bytes() -> None:
     problem = make((1, 16, 64), 8, 32, dilation=600, dtype="bfloat16")
     candidate, launch = offers(SCHEDULES[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
-    assert len(launch.boxes) == 1  # the window is copied
+    assert len(launch.main.boxes) == 1  # the window is copied
     assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(1))
 
 
@@ -230,7 +230,7 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_wgmma, "_FLUSH", 2 * 8 * problem.taps)
     variant = WgmmaVariant(2, 40, 8, 256, 3)
     launch = schedule.launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), variant)
-    assert dict(launch.source.constants)["FLUSH"] == 2
+    assert dict(launch.main.source.constants)["FLUSH"] == 2
     candidate = Candidate(schedule.name, variant, 0.0, "")
     assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(1))
     most = {variant.columns * variant.row_tiles for variant in gradient_wgmma._variants(problem, Pass.INPUT_GRAD)}
@@ -245,7 +245,7 @@ def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate, _ = offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
     variant = candidate.variant._replace(positions=64)
     launch = SCHEDULES[Pass.WEIGHT_GRAD].launch(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), variant)
-    assert launch.planes == 2
+    assert launch.splits == 2
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
 
@@ -254,7 +254,7 @@ def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_float32_is_rounded_to_nearest(pass_: Pass, padding: int) -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, padding, tf32=True)
     _, launch = offers(SCHEDULES[pass_], problem, pass_)[0]
-    assert len(launch.boxes) == 1 + padding
+    assert len(launch.main.boxes) == 1 + padding
     assert_rounds_to_nearest(problem, pass_, launch)
 
 

@@ -617,7 +617,7 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     problem = ConvTransposeProblem.make((1, 4, 8, 8), 8, 3)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     launch = next(launch for candidate, launch in offers if candidate.schedule == "gather_tiled")
-    source = launch.source.with_constants(MIN_BLOCKS=2048 // launch.block)  # 32 registers for each thread
+    source = launch.main.source.with_constants(MIN_BLOCKS=2048 // launch.main.block)  # 32 registers for each thread
     _, log = compiler._compile(source, ARCH)
     assert compiler._number(log, r"(\d+) bytes spill stores") > 0
     report = compiler.resources_of(source, ARCH)
@@ -640,7 +640,7 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
     """In channels_last, where the compiler takes more registers than the estimate says."""
     offers = launches(replace(problem, channels_last=True), Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     reports = [
-        compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.schedule == "gather_tiled"
+        compiler.resources_of(launch.main.source, ARCH) for found, launch in offers if found.schedule == "gather_tiled"
     ]
     assert len(reports) > 3
     assert [report for report in reports if not report.clean] == []
@@ -660,7 +660,7 @@ def test_no_product_of_odd_layers_spills(directory: Path, problem: ConvTranspose
     """Forward passes of `implicit_gemm`, of which some would if registers had the shares that most want."""
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a"))
     best = [launch for candidate, launch in offers if candidate.schedule == "implicit_gemm"][:3]
-    sources = [source for launch in best for source in (launch.source, launch.one_way) if source is not None]
+    sources = [source for launch in best for source in (launch.main.source, launch.main.one_way) if source is not None]
     reports = [compiler.resources_of(source, "sm_90a") for source in sources]
     assert all(report.clean for report in reports), reports
     assert any(dict(report.source.constants)["GIVEN_REGISTERS"] for report in reports if report.source)
@@ -675,7 +675,9 @@ def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, b
     """Where the kernel is the stride, all channels of a thread's pixels."""
     problem = ConvTransposeProblem.make((512, channels, size, size), out_channels, 2, 2, bias=bias, dtype="bfloat16")
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    reports = [compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.schedule == "pixel_gemm"]
+    reports = [
+        compiler.resources_of(launch.main.source, ARCH) for found, launch in offers if found.schedule == "pixel_gemm"
+    ]
     assert len(reports) > 1
     assert [report for report in reports if not report.clean] == []
 
@@ -685,7 +687,7 @@ def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 16, 16, 8, dtype="bfloat16", channels_last=True)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     launch = next(launch for candidate, launch in offers if getattr(candidate.variant, "taps_in_rows", False))
-    report = compiler.resources_of(launch.source, ARCH)
+    report = compiler.resources_of(launch.main.source, ARCH)
     assert report.clean, report
 
 
@@ -701,7 +703,7 @@ def test_stores_leave_sums_in_registers(
     problem = ConvTransposeProblem.make(shape, channels, *kernel, bias=True, dtype="bfloat16")
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     launch = next(launch for candidate, launch in offers if candidate.schedule == "implicit_gemm")
-    report = compiler.resources_of(launch.source, ARCH)
+    report = compiler.resources_of(launch.main.source, ARCH)
     assert report.clean, report
 
 
@@ -720,7 +722,7 @@ def test_long_pieces_leave_sums_in_registers(
     longer = [each for variant in found if variant.wgmma for each in variant.with_longer_pieces(gather)]
     most = max(longer, key=lambda each: each.group_cells * implicit_gemm_variant.Product.of(gather, each).row_blocks)
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
-    report = compiler.resources_of(launch.source, ARCH)
+    report = compiler.resources_of(launch.main.source, ARCH)
     assert report.clean, (most, report)
 
 
@@ -739,8 +741,8 @@ def test_no_fence_among_the_products_of_a_stage(layer: str, dtype: str, kinds: i
     problem = replace(parse_layer(layer), dtype=dtype)
     launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH)).launch
     assert launch is not None
-    assert launch.one_way is not None
-    for source in (launch.source, launch.one_way):
+    assert launch.main.one_way is not None
+    for source in (launch.main.source, launch.main.one_way):
         assert source.kernel == "implicit_gemm"
         binary = compiler.compile_kernel(source, ARCH)
         words = [binary[i : i + 8] for i in range(0, len(binary), 8)]
@@ -754,7 +756,7 @@ def test_reports() -> None:
         reports = [compiler.resources_of(source, ARCH) for source in kernel_sources(problem, pass_, device)]
         offered = [launch for _, launch in launches(problem, pass_, device)]
         kernels = {report.kernel for report in reports}
-        assert {launch.source.kernel for launch in offered} <= kernels
+        assert {launch.main.source.kernel for launch in offered} <= kernels
         sums = {"add_planes"} if pass_ is Pass.WEIGHT_GRAD else set()
         assert kernels - sums <= {source.kernel for launch in offered for source in launch.sources}
         assert sums <= kernels

@@ -60,7 +60,7 @@ def test_blocks_of_several_tiles(blocks: int, dtype: str) -> None:
     device = replace(H200, multiprocessors=blocks)
     for candidate in PixelGemm().candidates(problem, Pass.FORWARD, H200, Layouts.dense(problem)):
         launch = PixelGemm().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), candidate.variant)
-        assert launch.grid == (blocks, 1, 1)
+        assert launch.main.grid == (blocks, 1, 1)
         assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(blocks))
 
 
@@ -174,7 +174,7 @@ def test_emitted_files_have_the_kernels_of_all_sizes(size: tuple[int, int], dtyp
     for height, width in itertools.product(range(1, 10), repeat=2):
         problem = replace(layer, input_size=(height, width))
         launch = PixelGemm().launch(problem, Pass.FORWARD, H200, Layouts.dense(problem), chosen.candidate.variant)
-        assert launch.source in sources
+        assert launch.main.source in sources
 
 
 def test_where_it_refuses() -> None:

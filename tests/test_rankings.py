@@ -173,7 +173,7 @@ def test_what_is_made_up_changes_an_order_alone(pass_: Pass, folder: Path) -> No
     path.write_text(json.dumps({**entry, "value": entry["value"][::-1]}))
     assert {*offers(pass_=pass_)} != {*first}
     for _, launch in plan.launches(LAYER, pass_, H200):
-        assert launch.shared_bytes <= H200.shared_bytes_per_block
+        assert launch.main.shared_bytes <= H200.shared_bytes_per_block
 
 
 def test_a_disk_that_takes_nothing_is_no_error(

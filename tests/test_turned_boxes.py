@@ -24,7 +24,7 @@ from kernel_harness import (
 from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Strides, dense_strides
-from polyphase.program.transpose import turning, turning_back
+from polyphase.program.transpose import to_channels_last, to_contiguous
 from polyphase.schedules.window_gemm import transposed as turned_boxes
 from polyphase.schedules.window_gemm.transposed import InputGradTurned, WeightGradTurned
 from test_gradient_boxes import LAYERS as BOX_LAYERS
@@ -66,15 +66,15 @@ def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
 @pytest.mark.parametrize(
     "shape", [(2, 72, 5, 13), (3, 9, 1, 1), (1, 133, 3, 4, 11), (5, 16, 70), (2, 3, 8, 8), (0, 16, 4, 4)]
 )
-def test_turning(shape: tuple[int, ...], dtype: str) -> None:
+def test_transposes(shape: tuple[int, ...], dtype: str) -> None:
     assert_turns(shape, dtype, Emulator())
 
 
 def test_images_of_many_pixels_are_turned() -> None:
     """To the way back they are channels, of which a grid's second and third dimension would not take as many."""
     for launch in (
-        turning("float32", (1, 16, 2048, 4096), (1, 1, 1, 1, 1)),
-        turning_back("float32", (1, 16, 2048, 4096)),
+        to_channels_last("float32", (1, 16, 2048, 4096), (1, 1, 1, 1, 1)),
+        to_contiguous("float32", (1, 16, 2048, 4096)),
     ):
         assert launch.grid == (2048 * 4096 // 64, 1, 1)
 
@@ -88,10 +88,10 @@ def assert_turns(shape: tuple[int, ...], dtype: str, executor: Executor) -> None
     for strides in (dense, gaps, swapped):
         src = Buffer(shape, strides, DTYPES[dtype], executor.device, values)
         dst = Buffer(shape, dense_strides(shape, channels_last=True), DTYPES[dtype], executor.device)
-        executor(turning(dtype, shape, strides), [src.tensor, dst.tensor])
+        executor(to_channels_last(dtype, shape, strides), [src.tensor, dst.tensor])
         assert torch.equal(dst.read(), values)
     again = Buffer(shape, dense, DTYPES[dtype], executor.device)
-    executor(turning_back(dtype, shape), [dst.tensor, again.tensor])
+    executor(to_contiguous(dtype, shape), [dst.tensor, again.tensor])
     assert torch.equal(again.read(), values)
 
 

@@ -95,7 +95,7 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_grad_windows, "affordable_planes", lambda problem: 1)
     for problem in formats(make((5, 24, 7, 36), 3, 3, 2, 1)):
         for candidate, launch in offers(WeightGradWindows(), problem, PASS):
-            assert launch.planes == 1
+            assert launch.splits == 1
             assert_exact(problem, PASS, candidate, launch, executor=Emulator(1))
 
 

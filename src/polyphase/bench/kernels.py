@@ -84,7 +84,7 @@ def wanted(
                 winner = plan.plan(problem, pass_, device, by_prediction=True).launch
                 for source in plan.kernel_sources(problem, pass_, device):
                     # What a kernel asks for at launch is known of the winner; a loser is launched by nobody.
-                    shared = winner.shared_bytes if winner and winner.source == source else 0
+                    shared = winner.main.shared_bytes if winner and winner.main.source == source else 0
                     kernel = Wanted(source, device.arch, name, problem, pass_, shared)
                     found.setdefault((source, device.arch), kernel)
     return list(found.values())

@@ -34,7 +34,6 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import typical
-from polyphase.program.program import Launch
 
 _HERE = Path(__file__).parent
 _SUPPORT = support.__name__
@@ -130,11 +129,11 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     problem = problem.of_pass(pass_)
     selected = plan(typical(problem), pass_, device, by_prediction=True).selected
     chosen = next(each for each in selected if each.schedule.any_size)
-    launches = [chosen.launch]
+    programs = [chosen.launch]
     *others, width = typical(problem).input_size
     for wider in (width + 1, width + 2):
         sized = replace(typical(problem), input_size=(*others, wider))
-        launches.append(
+        programs.append(
             chosen.schedule.launch(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.variant)
         )
     *others, last = problem.output_padding
@@ -144,8 +143,8 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
         padded = replace(problem, output_padding=(*others, padding))
         layouts = Layouts.of_call(padded, pass_)
         if padding == last or _offered(chosen, padded, pass_, device, layouts):
-            launches.append(chosen.schedule.launch(padded, pass_, device, layouts, chosen.candidate.variant))
-    sources = (source for launch in launches for source in _sources(launch))
+            programs.append(chosen.schedule.launch(padded, pass_, device, layouts, chosen.candidate.variant))
+    sources = (source for program in programs for source in program.sources)
     return chosen, list(dict.fromkeys(sources))
 
 
@@ -154,10 +153,6 @@ def _offered(
 ) -> bool:
     offers = chosen.schedule.candidates(problem, pass_, device, layouts)
     return any(each.variant == chosen.candidate.variant for each in offers)
-
-
-def _sources(launch: Launch) -> list[KernelSource]:
-    return [each.source for each in (*launch.prologues, launch)]
 
 
 def _settled(sources: list[KernelSource], arch: str, remarks: list[str]) -> list[KernelSource]:

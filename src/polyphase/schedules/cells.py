@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from polyphase.jit.source import Constant
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
-from polyphase.problem.layouts import Layouts, Strides, channels_innermost, extent
+from polyphase.problem.layouts import Layouts, Strides, channels_innermost, extent, five
 
 #: Destination elements of a cell, or of a thread, that straight-line code may have.
 MAX_PHASES = 512
@@ -198,10 +198,3 @@ class Gather:
 def forward_gather(problem: ConvTransposeProblem, layouts: Layouts) -> Gather:
     """The forward pass of a problem; planners ask for the same one again and again."""
     return Gather.of(problem, Pass.FORWARD, layouts)
-
-
-def five(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
-    """A shape ``(N, C, *spatial)`` as ``(N, C, D, H, W)``."""
-    batch, channels, *spatial = shape
-    depth, height, width = [1] * (3 - len(spatial)) + spatial
-    return batch, channels, depth, height, width

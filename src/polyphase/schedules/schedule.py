@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import ConvTransposeProblem, Pass
-from polyphase.program.program import Launch
+from polyphase.program.program import Program
 
 if TYPE_CHECKING:
     from polyphase.problem.device import DeviceInfo
@@ -57,7 +57,7 @@ class Schedule(Protocol):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: Any
-    ) -> Launch:
+    ) -> Program:
         """The launch of one variant."""
 
 

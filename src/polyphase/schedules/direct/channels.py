@@ -15,7 +15,8 @@ from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
 from polyphase.program.params import padded
-from polyphase.program.program import Launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Candidate
@@ -86,7 +87,7 @@ class GatherChannels:
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ChannelsVariant
-    ) -> Launch:
+    ) -> Program:
         gather = Gather.of(problem, pass_, layouts)
         source = KernelSource(
             kernel=self.name,
@@ -114,13 +115,14 @@ class GatherChannels:
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
         geometry = gather.src.packed() + gather.dst.packed()
         geometry += struct.pack("<11i", problem.batch, *lanes, *tiles, steps, _vectors(gather, variant))
-        return Launch(
+        main = Step(
             source=source,
             grid=(blocks, *two_dimensions(math.prod(tiles))),
             block=_THREADS,
             shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
             geometry=padded(geometry),
         )
+        return assemble(problem, pass_, main)
 
 
 def _terms(gather: Gather) -> int:

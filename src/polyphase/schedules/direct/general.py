@@ -11,7 +11,8 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Candidate
@@ -63,7 +64,7 @@ class GatherGeneral:
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GeneralVariant
-    ) -> Launch:
+    ) -> Program:
         gather = Gather.of(problem, pass_, layouts)
         source = KernelSource(
             kernel=self.name,
@@ -75,4 +76,11 @@ class GatherGeneral:
         threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])
         grid = math.ceil(threads / self._THREADS)
         geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<2i", problem.batch, gather.groups)
-        return Launch(source, (grid, 1, 1), self._THREADS, 0, geometry)
+        main = Step(
+            source=source,
+            grid=(grid, 1, 1),
+            block=self._THREADS,
+            shared_bytes=0,
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main)

@@ -15,7 +15,8 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, acc
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.direct.tiled_cost import (
@@ -113,7 +114,7 @@ class GatherTiled:
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: TiledVariant
-    ) -> Launch:
+    ) -> Program:
         gather = Gather.of(*_as_read(problem, pass_, layouts))
         lanes, counts = _arrange(gather, variant, device), Counts.of(gather, variant)
         per_lane = (1, 1, variant.cells_h, variant.cells_w)
@@ -157,13 +158,14 @@ class GatherTiled:
             gather.aligned_src,
             _aligned_rows(gather, variant),
         )
-        return Launch(
+        main = Step(
             source=source,
             grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
             block=variant.threads,
             shared_bytes=_shared_bytes(gather, variant, lanes),
             geometry=geometry,
         )
+        return assemble(problem, pass_, main)
 
 
 def _as_read(

@@ -13,11 +13,12 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
 from polyphase.program.params import padded
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.tiles import Four, affordable_planes, arranged, layer_constants, tiles_of
@@ -113,7 +114,7 @@ class WeightGradChannels:
         device: DeviceInfo,
         layouts: Layouts,
         variant: ChannelsGradVariant,
-    ) -> Launch:
+    ) -> Program:
         x, grad = _sides(problem, layouts)
         source = KernelSource(
             kernel=self.name,
@@ -146,14 +147,14 @@ class WeightGradChannels:
         vectors = problem.out_channels // variant.vector
         geometry += struct.pack("<12i", problem.batch, vectors, blocks[0], flush, *walkers, n, d, w, h)
         geometry += struct.pack("<2iq", length, all_tiles, problem.elements[1])
-        return Launch(
+        main = Step(
             source=source,
             grid=(math.prod(blocks) * parts, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(problem, variant, _rows_at_once(problem, variant)),
             geometry=padded(geometry),
-            planes=parts,
         )
+        return assemble(problem, pass_, main, splits=parts)
 
 
 def _sides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Side, Side]:

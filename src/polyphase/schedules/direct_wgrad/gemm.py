@@ -12,9 +12,10 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import next_power_of_two
-from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.problem.layouts import Layouts, five
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.tiles import affordable_planes, layer_constants
@@ -68,7 +69,7 @@ class WeightGrad:
         device: DeviceInfo,
         layouts: Layouts,
         variant: WeightGradVariant,
-    ) -> Launch:
+    ) -> Program:
         tiles, parts = _tiles(problem, variant), _parts(problem, variant, device)
         positions = problem.batch * math.prod(problem.input_size)
         weights = math.prod(problem.weight_shape)
@@ -94,14 +95,14 @@ class WeightGrad:
         grad = Side(five(problem.output_shape), layouts.output)
         geometry = x.packed() + grad.packed()
         geometry += struct.pack("<3i4x3q", problem.batch, problem.groups, parts, part_length, positions, weights)
-        return Launch(
+        main = Step(
             source=source,
             grid=(tiles * parts, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_floats(variant) * accumulator,
             geometry=geometry,
-            planes=parts,
         )
+        return assemble(problem, pass_, main, splits=parts)
 
 
 def _tiles(problem: ConvTransposeProblem, variant: WeightGradVariant) -> int:

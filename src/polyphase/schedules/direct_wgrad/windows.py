@@ -15,11 +15,12 @@ from polyphase.plan.rankings import kept
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
 from polyphase.program.params import padded
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Candidate, first_candidates
 from polyphase.schedules.tiles import Four, affordable_planes, layer_constants, tiles_of
@@ -165,7 +166,7 @@ class WeightGradWindows:
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WindowsVariant
-    ) -> Launch:
+    ) -> Program:
         layer = _Layer.of(problem, layouts)
         assert layer is not None
         tiling = _tiling(layer, variant, device)
@@ -194,15 +195,15 @@ class WeightGradWindows:
                 ("MIN_BLOCKS", 1),
             ),
         )
-        return Launch(
+        main = Step(
             source=source,
             grid=(_blocks(layer, variant) * planes, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(layer, variant, tiling),
             geometry=geometry,
-            planes=planes,
-            planes_channels_last=layer.problem != problem and problem.taps > 1,
         )
+        last = layer.problem != problem and problem.taps > 1
+        return assemble(problem, pass_, main, splits=planes, dst_channels_last=last)
 
 
 def _blocks(layer: _Layer, variant: WindowsVariant) -> int:

@@ -11,11 +11,12 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted
-from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
 from polyphase.program.params import padded
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Candidate, first_candidates
 from polyphase.schedules.tiles import affordable_planes, layer_constants
@@ -73,7 +74,7 @@ class InputGradDots:
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: DotsVariant
-    ) -> Launch:
+    ) -> Program:
         dense = layouts.input == dense_strides(problem.input_shape, problem.channels_last)
         read = rows_as_one_channel(problem, layouts)
         assert read is not None
@@ -100,7 +101,14 @@ class InputGradDots:
         geometry += struct.pack("<6i", problem.batch, problem.groups, tiles_w, tiles, parts, length)
         geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
         blocks = _blocks(problem, variant) * parts
-        return Launch(source, (blocks, 1, 1), 32 * _WARPS, 0, geometry, planes=parts, in_parts=True)
+        main = Step(
+            source=source,
+            grid=(blocks, 1, 1),
+            block=32 * _WARPS,
+            shared_bytes=0,
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main, splits=parts, may_split=True)
 
 
 def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[DotsVariant]:

@@ -18,7 +18,8 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import SECTOR_BYTES, Layouts
 from polyphase.problem.sizes import FEW_CHANNELS, standard, with_large_images
 from polyphase.program.params import counter_bytes, packed_divisor, padded
-from polyphase.program.program import Launch, plain_launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import Sharing, slower_of
 from polyphase.schedules.schedule import Candidate, first_candidates
@@ -156,7 +157,7 @@ class GatherGemm:
         device: DeviceInfo,
         layouts: Layouts,
         variant: GatherGemmVariant,
-    ) -> Launch:
+    ) -> Program:
         tiling = _tiling(problem, layouts, variant, device)
         assert tiling is not None
         gather = forward_gather(problem, layouts)
@@ -204,18 +205,18 @@ class GatherGemm:
             ("BULK_STORES", device.has_copy_engine),
             ("MIN_BLOCKS", variant.min_blocks),
         )
-        return Launch(
+        packs = (_copy_weights(problem, counters),) if counters else ()
+        main = Step(
             source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(at_once * blocks if tiling.total else 0, 1, 1),
             block=32 * variant.all_warps,
             shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
             geometry=geometry,
-            prologue=_copy_weights(problem, counters) if counters else None,
-            workspace_bytes=counters + weight_bytes if counters else 0,
         )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=counters + weight_bytes if counters else 0)
 
 
-def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Launch:
+def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Step:
     """What puts so many bytes of counters in front of the weights."""
     elements = math.prod(problem.weight_shape)
     constants: tuple[tuple[str, Constant], ...] = (
@@ -226,7 +227,7 @@ def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Launch:
         ("MIN_BLOCKS", 1),
     )
     source = KernelSource("copy_weights", problem.dtype, False, constants)
-    return plain_launch(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
+    return plain_step(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
 
 
 @lru_cache(maxsize=1024)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import replace
 
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem.integers import round_up
 from polyphase.program.params import packed_divisor, padded
-from polyphase.program.program import Launch, plain_launch
+from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step, plain_step
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
 from polyphase.schedules.implicit_gemm.tile import copy_sizes, pixels_join
@@ -21,12 +20,10 @@ _MEASURED_CHANNELS = 8  # where each would have fewer channels
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 
 
-def pack_weights(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Launch:
+def pack_weights(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> tuple[Step, ...]:
     """The kernel that packs the weights, behind the one that measures, if it wants that."""
-    launch = _packing_launch(gather, variant, product)
-    if not variant.scaled:
-        return launch
-    return replace(launch, prologue=_measure_scales(gather, variant, product, batch))
+    measure = (_measure_scales(gather, variant, product, batch),) if variant.scaled else ()
+    return (*measure, _packing_step(gather, variant, product))
 
 
 def packing_constants(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:
@@ -55,7 +52,7 @@ def scales_bytes(gather: Gather, variant: GemmVariant, product: Product) -> int:
     return round_up(4 * (32 + measured + _sum_rows(product)), 128)
 
 
-def _packing_launch(gather: Gather, variant: GemmVariant, product: Product) -> Launch:
+def _packing_step(gather: Gather, variant: GemmVariant, product: Product) -> Step:
     constants = [each for each in packing_constants(gather, variant, product) if each[0] != "HAS_BIAS"]
     if variant.taps_in_rows:
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
@@ -65,7 +62,7 @@ def _packing_launch(gather: Gather, variant: GemmVariant, product: Product) -> L
         threads = min(256, round_up(together * rows, 32))
         constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
         source = KernelSource("pack_taps", gather.dtype, False, tuple(constants))
-        return plain_launch(source, blocks, threads)
+        return plain_step(source, blocks, threads)
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
@@ -80,10 +77,10 @@ def _packing_launch(gather: Gather, variant: GemmVariant, product: Product) -> L
             break
     threads = min(256, max(64, round_up(channels * taps, 32)))
     constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps), ("SLAB_THREADS", threads)]
-    return plain_launch(KernelSource("pack_weights", gather.dtype, False, tuple(constants)), blocks, threads)
+    return plain_step(KernelSource("pack_weights", gather.dtype, False, tuple(constants)), blocks, threads)
 
 
-def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Launch:
+def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Step:
     """The kernel that finds what pixels and weights are multiplied by as float16."""
     shape, strides = gather.src.shape[2:], gather.src.strides
     one_row = pixels_join(gather)
@@ -108,7 +105,7 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
     )
     known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
     source = KernelSource("measure_scales", gather.dtype, False, known)
-    return plain_launch(source, blocks, _MEASURING_THREADS, padded(geometry))
+    return plain_step(source, blocks, _MEASURING_THREADS, padded(geometry), (WEIGHT, WORKSPACE, SRC))
 
 
 def _measured(gather: Gather) -> dict[str, Constant]:

@@ -15,7 +15,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.params import packed_divisor, padded
-from polyphase.program.program import Launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import Sharing
@@ -118,7 +119,7 @@ class ImplicitGemm:
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
-    ) -> Launch:
+    ) -> Program:
         problem, gather = _as_forward(problem, pass_, layouts)
         product = Product.of(gather, variant)
         tile = best_tile(gather, variant, problem.batch, device)
@@ -148,21 +149,21 @@ class ImplicitGemm:
         source = KernelSource(
             self.name, problem.dtype, needs_wide_offsets(gather), self._constants(gather, variant, product)
         )
-        return Launch(
+        packs = pack_weights(gather, variant, product, problem.batch)
+        workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
+        workspace += product.row_groups * product.weight_bytes(variant)
+        main = Step(
             source=source,
             grid=(variant.cluster * clusters, 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
             geometry=geometry,
-            prologue=pack_weights(gather, variant, product, problem.batch),
-            workspace_bytes=product.counter_bytes(variant)
-            + scales_bytes(gather, variant, product)
-            + product.row_groups * product.weight_bytes(variant),
             boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
             else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
         )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
 
     @staticmethod
     def _constants(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:

@@ -18,7 +18,8 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.params import padded
-from polyphase.program.program import Launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather, Side, forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Candidate, first_candidates
@@ -123,7 +124,7 @@ class ScatterGemm:
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ScatterVariant
-    ) -> Launch:
+    ) -> Program:
         tiling = _tiling(problem, layouts, variant, device)
         assert tiling is not None
         gather = forward_gather(problem, layouts)
@@ -158,13 +159,14 @@ class ScatterGemm:
             ("PARTS", parts_of(problem)),
             ("MIN_BLOCKS", variant.min_blocks),
         )
-        return Launch(
+        main = Step(
             source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
             geometry=geometry,
         )
+        return assemble(problem, pass_, main)
 
 
 def _along_channels(problem: ConvTransposeProblem, out_chunk: int) -> bool:

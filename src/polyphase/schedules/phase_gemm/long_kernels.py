@@ -14,7 +14,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
 from polyphase.program.params import packed_divisor, padded
-from polyphase.program.program import Launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Candidate, first_candidates
@@ -97,7 +98,7 @@ class PhaseGemm:
         device: DeviceInfo,
         layouts: Layouts,
         variant: PhaseGemmVariant,
-    ) -> Launch:
+    ) -> Program:
         gather = forward_gather(problem, layouts)
         cells = [_cells(axis, size) for axis, size in zip(problem.axes3, gather.dst.shape[2:])]
         rows = problem.batch * math.prod(map(len, cells))
@@ -118,13 +119,14 @@ class PhaseGemm:
             ("CHANNELS_INNERMOST", gather.dst.channels_last),
             ("MIN_BLOCKS", variant.min_blocks),
         )
-        return Launch(
+        main = Step(
             source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(row_tiles * _column_tiles(problem, variant) * problem.groups, 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
             geometry=geometry,
         )
+        return assemble(problem, pass_, main)
 
 
 def _cells(axis: Axis, size: int) -> range:

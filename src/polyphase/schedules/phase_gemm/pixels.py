@@ -15,7 +15,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
 from polyphase.program.params import packed_divisor, padded
-from polyphase.program.program import Launch, plain_launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Candidate, first_candidates
@@ -104,7 +105,7 @@ class PixelGemm:
         device: DeviceInfo,
         layouts: Layouts,
         variant: PixelGemmVariant,
-    ) -> Launch:
+    ) -> Program:
         gather, piece = forward_gather(problem, layouts), _piece(problem, layouts)
         together = piece >= max(_run(problem) * DTYPE_BYTES[problem.dtype], _LEAST_COPY * variant.ahead)
         run, ahead = (_run(problem), variant.ahead) if together else (1, False)
@@ -126,7 +127,8 @@ class PixelGemm:
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
         pack = KernelSource("pack_columns", problem.dtype, False, packing)
-        return Launch(
+        packs = (plain_step(pack, columns // _PACK_COLUMNS, _PACK_THREADS),)
+        main = Step(
             source=KernelSource(
                 self.name,
                 problem.dtype,
@@ -148,9 +150,8 @@ class PixelGemm:
             block=128 * (_GROUPS + 1),
             shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, ahead),
             geometry=padded(geometry),
-            prologue=plain_launch(pack, columns // _PACK_COLUMNS, _PACK_THREADS),
-            workspace_bytes=workspace,
         )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
 
 
 def _like(problem: ConvTransposeProblem) -> ConvTransposeProblem:

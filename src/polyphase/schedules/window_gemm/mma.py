@@ -15,11 +15,12 @@ from polyphase.plan.rankings import kept
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
 from polyphase.program.params import padded
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Candidate, first_candidates
 from polyphase.schedules.tiles import affordable_planes, layer_constants, tiles_of
@@ -114,7 +115,7 @@ class _GradientGemm(Gradient):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GradientVariant
-    ) -> Launch:
+    ) -> Program:
         tiling = _tiling(problem, pass_, layouts, variant, device)
         assert tiling is not None
         grad = Side(five(problem.output_shape), layouts.output)
@@ -152,14 +153,14 @@ class _GradientGemm(Gradient):
             ("PARTS", 1),
             ("MIN_BLOCKS", variant.min_blocks),
         )
-        return Launch(
+        main = Step(
             source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(grid, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_bytes(variant, tiling),
             geometry=geometry,
-            planes=planes,
         )
+        return assemble(problem, pass_, main, splits=planes)
 
 
 class InputGradGemm(_GradientGemm):

@@ -15,12 +15,13 @@ from polyphase.plan.rankings import kept
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
-from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
 from polyphase.program.params import padded
-from polyphase.program.program import Launch, plain_launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step, plain_step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes, engine_strides
-from polyphase.schedules.cells import Side, five
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Candidate, first_candidates
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
@@ -173,7 +174,7 @@ class InputGradBoxes(_GradientBoxes):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
-    ) -> Launch:
+    ) -> Program:
         lanes = _lanes(problem, pass_, variant)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         items, stages = _items(problem, variant, math.prod(tiles)), _depth_stages(problem, variant)
@@ -185,8 +186,10 @@ class InputGradBoxes(_GradientBoxes):
         geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
         pitch = variant.depth_bytes
         flush = _FLUSH * DTYPE_BYTES[problem.dtype] // pitch if _is_long(problem) else stages
-        packs = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
-        return Launch(
+        packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
+        packs = (_pack(problem, pass_),) if packed else ()
+        workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
+        main = Step(
             source=KernelSource(
                 self.name,
                 problem.dtype,
@@ -197,12 +200,9 @@ class InputGradBoxes(_GradientBoxes):
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
-            planes=parts,
-            in_parts=True,
-            prologue=_pack(problem, pass_) if packs else None,
-            workspace_bytes=problem.elements[1] * DTYPE_BYTES[problem.dtype] if packs else 0,
             boxes=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
         )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
 
 
 class WeightGradBoxes(_GradientBoxes):
@@ -216,7 +216,7 @@ class WeightGradBoxes(_GradientBoxes):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
-    ) -> Launch:
+    ) -> Program:
         lanes = _lanes(problem, pass_, variant)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         total, blocks = math.prod(tiles), _blocks(problem, variant)
@@ -235,23 +235,21 @@ class WeightGradBoxes(_GradientBoxes):
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
         )
-        return Launch(
+        main = Step(
             source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
             geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
-            planes=planes,
-            planes_channels_last=problem.taps > 1,  # with one there is no difference, to lone pixels there is
-            narrowed=narrowed,
             boxes=(
                 _pixel_boxes(problem, layouts, lanes, of_x, output=False),
                 _pixel_boxes(problem, layouts, boxes, windows.pitch, tensor=1),
             ),
         )
+        return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
 
 
-def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Launch:
+def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Step:
     """The weight's channels to where boxes want them."""
     chunks = problem.elements[1] * DTYPE_BYTES[problem.dtype] // 16
     constants = (
@@ -261,7 +259,7 @@ def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Launch:
         ("MIN_BLOCKS", 1),
     )
     source = KernelSource("pack_channels", problem.dtype, False, constants)
-    return plain_launch(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
+    return plain_step(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:

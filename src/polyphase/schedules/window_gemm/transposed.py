@@ -8,8 +8,8 @@ from dataclasses import replace
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.program.program import Launch
-from polyphase.program.transpose import missing, turn_source
+from polyphase.program.program import Program, between_transposes
+from polyphase.program.transpose import missing
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm.tma import BoxVariant, InputGradBoxes, WeightGradBoxes
 
@@ -50,9 +50,9 @@ class _TurnedBoxes:
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
-    ) -> Launch:
+    ) -> Program:
         launch = self._boxes.launch(_last(problem), pass_, device, self._layouts(problem, layouts), variant)
-        return replace(launch, turned=self._reads, turn=turn_source(problem.dtype))
+        return between_transposes(launch, problem, pass_, layouts)
 
     def _layouts(self, problem: ConvTransposeProblem, layouts: Layouts) -> Layouts:
         """As the boxes' kernel gets them: what is turned has no gaps, and is aligned; the weight is as it is."""

@@ -13,12 +13,13 @@ from polyphase.plan.rankings import kept
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.params import padded
-from polyphase.program.program import Launch
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES
-from polyphase.schedules.cells import Side, five
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Candidate, first_candidates
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
@@ -81,7 +82,7 @@ class _GradientWgmma(Gradient):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WgmmaVariant
-    ) -> Launch:
+    ) -> Program:
         given, read = problem, _as_read(problem, pass_, layouts)
         assert read is not None
         problem, layouts = read
@@ -127,16 +128,15 @@ class _GradientWgmma(Gradient):
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
         )
-        return Launch(
+        main = Step(
             source=KernelSource(self.name, problem.dtype, True, constants),
             grid=(grid, 1, 1),
             block=128 * GROUPS + LOADERS,
             shared_bytes=shared_bytes_of(variant, tiling),
             geometry=geometry,
-            planes=planes,
-            planes_channels_last=given.channels_last and given.taps > 1,
             boxes=tuple(each for each in (tiling.runs.boxes, tiling.window_box) if each is not None),
         )
+        return assemble(problem, pass_, main, splits=planes, dst_channels_last=given.channels_last and given.taps > 1)
 
 
 class InputGradWgmma(_GradientWgmma):

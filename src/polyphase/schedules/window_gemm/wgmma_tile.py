@@ -13,9 +13,9 @@ from typing import NamedTuple
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.program.tensor_map import Boxes, engine_strides
-from polyphase.schedules.cells import Side, five
+from polyphase.schedules.cells import Side
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, widest_piece
