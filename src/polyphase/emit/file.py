@@ -258,7 +258,16 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
     wrapped = [
         part
         for line in lines
-        for part in (textwrap.wrap(line, 117, subsequent_indent=" " * 8 if line.startswith(" ") else "") or [""])
+        for part in (
+            textwrap.wrap(
+                line,
+                117,
+                subsequent_indent=" " * 8 if line.startswith(" ") else "",
+                break_long_words=False,  # a path in the command stays whole
+                break_on_hyphens=False,
+            )
+            or [""]
+        )
     ]
     return "\n".join(f"# {line}".rstrip() for line in wrapped)
 
