@@ -223,9 +223,14 @@ def sources() -> Iterable[list[str]]:
         commits = sorted({row["commit"][:7] for row in rows})
         library = f"torch {rows[0]['torch']}" + (f", cuDNN {rows[0]['cudnn']}" if rows[0].get("cudnn") else "")
         yield [
-            f"[{path.name}](../benchmarks/results/{path.name})", rows[0].get("gpu") or "CPU", library,
+            linked(path.name), rows[0].get("gpu") or "CPU", library,
             ", ".join(commits), rows[-1]["date"][:10], f"`{rows[0]['command']}`",
         ]  # fmt: skip
+
+
+def linked(name: str) -> str:
+    """A record's name, for a page in docs."""
+    return f"[{name}](../benchmarks/results/{name})"
 
 
 def ceilings() -> Iterable[list[str]]:
@@ -233,7 +238,7 @@ def ceilings() -> Iterable[list[str]]:
     for name in (*ON_H200, "h100-80gb-hbm3.csv"):
         record = records(name)[0]
         copy, products = record.ceilings.split("; products ")
-        yield [name, record.gpu, copy.removeprefix("copy "), products]
+        yield [linked(name), record.gpu, copy.removeprefix("copy "), products]
 
 
 def classes() -> Iterable[list[str]]:
