@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ON_H200 = (
     "h200.csv", "h200-gradients.csv", "h200-channels-last.csv", "h200-gradients-channels-last.csv", "h200-models.csv",
 )  # fmt: skip
-FARTHEST, MOST_MEMORY = 12, 6  # rows of these tables
+FARTHEST, MOST_MEMORY = 10, 4  # rows of these tables
 LEAST_FLOOR_MS = 0.01  # a launch takes as long as shorter ones
 
 #: What bounds a layer: the class, its layers as the table names them, and as the records do.
