@@ -13,13 +13,15 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
-from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.gather_channels import GatherChannels
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program
+from polyphase.schedules.direct.channels import GatherChannels
+from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-Offers = list[tuple[Candidate, Launch]]
+Offers = list[tuple[Candidate, Program]]
 
 LAYERS = {
     "depthwise": make((2, 64, 9, 11), 64, 4, 2, 1, groups=64, bias=True, channels_last=True),
@@ -85,14 +87,14 @@ def test_layers_take_every_path() -> None:
         channels = (problem.out_channels if forward else problem.in_channels) // groups
         for _, found in strange_offers(problem, pass_):
             for candidate, launch in found:
-                variant, constants = candidate.variant, dict(launch.source.constants)
-                *_, n, d, h, w, _steps, vectors = struct.unpack_from("<11i", launch.geometry, 2 * 56)
+                variant, constants = candidate.variant, dict(launch.main.source.constants)
+                *_, n, d, h, w, _steps, vectors = struct.unpack_from("<11i", launch.main.geometry, 2 * 56)
                 facts = {
                     "several groups a vector": variant.vector > channels,
                     "several vectors a group": variant.vector < channels,
                     "source channels in vectors": constants["SRC_VECTOR"] > 1,
                     "lanes that idle": vectors % variant.lanes != 0,
-                    "several blocks of channels": launch.grid[0] > 1,
+                    "several blocks of channels": launch.main.grid[0] > 1,
                     "tiles along n": n > 1,
                     "tiles along d": d > 1,
                     "tiles along h": h > 1,
@@ -111,7 +113,7 @@ def test_blocks_go_on() -> None:
     layouts = Layouts.dense(problem)
     candidate = next(GatherChannels().candidates(problem, Pass.FORWARD, few, layouts))
     launch = GatherChannels().launch(problem, Pass.FORWARD, few, layouts, candidate.variant)
-    *_, steps, _ = struct.unpack_from("<11i", launch.geometry, 2 * 56)
+    *_, steps, _ = struct.unpack_from("<11i", launch.main.geometry, 2 * 56)
     assert steps > 1
     assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 

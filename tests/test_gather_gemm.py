@@ -23,12 +23,13 @@ from kernel_harness import (
     reference,
     run,
 )
-from polyphase.algorithms import gather_gemm
-from polyphase.algorithms.base import Layouts, Sharing
-from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _tiling
-from polyphase.algorithms.tensor_cores import steps_of
-from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.cost import Sharing
+from polyphase.schedules.grouped_gemm import schedule as gather_gemm
+from polyphase.schedules.grouped_gemm.schedule import GatherGemm, _outputs, _product, _tiling
+from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -86,7 +87,7 @@ def test_layers_take_every_path() -> None:
                 "rows joined": tiling.joined > 1,
                 "rows without taps": tiling.bare_bytes > 0,
                 "rows of whole sectors": tiling.whole_sectors,
-                "several tiles a block": tiling.total > launch.grid[0],
+                "several tiles a block": tiling.total > launch.main.grid[0],
                 "tiles along the width": tiling.tiles[3] > 1,
                 "several images a tile": tiling.lanes[0] > 1,
                 "all of a row's phases have taps": _product(problem, variant.out_chunk).row_blocks
@@ -132,8 +133,8 @@ def test_blocks_take_tile_after_tile(
     launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
     tiling = _tiling(problem, dense, candidate.variant, device)
     assert tiling is not None
-    assert tiling.total * problem.groups > launch.grid[0]
-    assert (launch.prologue is not None) is shared
+    assert tiling.total * problem.groups > launch.main.grid[0]
+    assert (len(launch.steps) > 1) is shared
     if name == "tiny images":
         assert tiling.lanes[0] > 1
     elif name == "grouped, every parameter":

@@ -12,11 +12,12 @@ import torch
 
 import emulator
 from kernel_harness import DTYPES, H200, Emulator, assert_exact, choices, offers, reference, run
-from polyphase.algorithms.base import Candidate, Layouts
-from polyphase.algorithms.pixel_gemm import PixelGemm, PixelGemmVariant, _columns, _piece, _vector
-from polyphase.device import DeviceInfo
 from polyphase.emit.file import _choose
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.phase_gemm.pixels import PixelGemm, PixelGemmVariant, _columns, _piece, _vector
+from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -59,7 +60,7 @@ def test_blocks_of_several_tiles(blocks: int, dtype: str) -> None:
     device = replace(H200, multiprocessors=blocks)
     for candidate in PixelGemm().candidates(problem, Pass.FORWARD, H200, Layouts.dense(problem)):
         launch = PixelGemm().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), candidate.variant)
-        assert launch.grid == (blocks, 1, 1)
+        assert launch.main.grid == (blocks, 1, 1)
         assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(blocks))
 
 
@@ -169,11 +170,11 @@ def test_emitted_files_have_the_kernels_of_all_sizes(size: tuple[int, int], dtyp
     """Which pixels a thread has follows from how even rows are."""
     layer = make((8, 256, *size), 256, 2, 2, bias=True, dtype=dtype, tf32=dtype == "float32")
     chosen, sources = _choose(layer, Pass.FORWARD, H200)
-    assert chosen.algorithm.name == "pixel_gemm"
+    assert chosen.schedule.name == "pixel_gemm"
     for height, width in itertools.product(range(1, 10), repeat=2):
         problem = replace(layer, input_size=(height, width))
         launch = PixelGemm().launch(problem, Pass.FORWARD, H200, Layouts.dense(problem), chosen.candidate.variant)
-        assert launch.source in sources
+        assert launch.main.source in sources
 
 
 def test_where_it_refuses() -> None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from polyphase import plan
-from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gather_tiled import GatherTiled
-from polyphase.algorithms.gather_tiled_cost import Counts, cycles_of_rounds
-from polyphase.device import DeviceInfo
+from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.direct.tiled import GatherTiled
+from polyphase.schedules.direct.tiled_cost import Counts, cycles_of_rounds
 
 make = ConvTransposeProblem.make
 H200 = DeviceInfo.for_arch("sm_90a")
@@ -45,6 +45,6 @@ def test_direct_kernel_counts_rounds() -> None:
 def test_lone_blocks_pay_for_their_start_and_end(dtype: str) -> None:
     """FCN-32s: two blocks of 64 rows on a multiprocessor, instead of one of 128."""
     chosen = plan.plan(make((8, 21, 16, 16), 21, 64, 32, 16, dtype=dtype, tf32=True), Pass.FORWARD, H200)
-    assert chosen.algorithm == "phase_gemm"
+    assert chosen.schedule == "phase_gemm"
     assert chosen.candidate is not None
     assert (chosen.candidate.variant.rows, chosen.candidate.variant.min_blocks) == (64, 2)

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from polyphase import plan
-from polyphase.algorithms import base, gradient_gemm, implicit_gemm, rankings
-from polyphase.device import DeviceInfo
 from polyphase.jit import compiler
 from polyphase.jit.cache import cache_directory
-from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.plan import planner as plan
+from polyphase.plan import rankings
+from polyphase.problem import ConvTransposeProblem, Pass, sizes
+from polyphase.problem.device import DeviceInfo
+from polyphase.schedules.implicit_gemm import schedule as implicit_gemm
+from polyphase.schedules.window_gemm import mma as gradient_gemm
 
 H200 = DeviceInfo.for_arch("sm_90a")
 LAYER = ConvTransposeProblem.make((4, 48, 33, 31), 24, 4, 2, 1, bias=True, tf32=True)
@@ -23,7 +25,7 @@ LAYER = ConvTransposeProblem.make((4, 48, 33, 31), 24, 4, 2, 1, bias=True, tf32=
 
 @pytest.fixture(autouse=True, scope="module")
 def _others_are_ranked() -> None:
-    """The algorithms that `forget` leaves alone, whichever test comes first."""
+    """The schedules that `forget` leaves alone, whichever test comes first."""
     for pass_ in Pass:
         plan.launches(LAYER, pass_, H200)
 
@@ -149,15 +151,15 @@ def test_what_is_damaged_is_ranked_anew(
         assert json.loads(path.read_text()) == entry  # and written again
 
 
-def test_what_is_made_up_leaves_all_algorithms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the order of algorithms a later process reads, it asks each that is missing, too."""
+def test_what_is_made_up_leaves_all_schedules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the order of schedules a later process reads, it asks each that is missing, too."""
     chosen = plan.plan(LAYER, Pass.WEIGHT_GRAD, H200)
     names = [
-        algorithm.name for algorithm in plan._ranked(base.compared(LAYER, Pass.WEIGHT_GRAD), Pass.WEIGHT_GRAD, H200)
+        schedule.name for schedule in plan._ranked(sizes.compared(LAYER, Pass.WEIGHT_GRAD), Pass.WEIGHT_GRAD, H200)
     ]
-    assert chosen.algorithm in names
-    assert len(names) == len(plan.ALGORITHMS)
-    unable = [algorithm.refusal(LAYER, Pass.WEIGHT_GRAD, H200) is not None for algorithm in plan.ALGORITHMS].index(True)
+    assert chosen.schedule in names
+    assert len(names) == len(plan.SCHEDULES)
+    unable = [schedule.refusal(LAYER, Pass.WEIGHT_GRAD, H200) is not None for schedule in plan.SCHEDULES].index(True)
     monkeypatch.setattr(rankings, "read", lambda *_: [unable])
     forget()
     assert plan.plan(LAYER, Pass.WEIGHT_GRAD, H200).launch is not None
@@ -171,7 +173,7 @@ def test_what_is_made_up_changes_an_order_alone(pass_: Pass, folder: Path) -> No
     path.write_text(json.dumps({**entry, "value": entry["value"][::-1]}))
     assert {*offers(pass_=pass_)} != {*first}
     for _, launch in plan.launches(LAYER, pass_, H200):
-        assert launch.shared_bytes <= H200.shared_bytes_per_block
+        assert launch.main.shared_bytes <= H200.shared_bytes_per_block
 
 
 def test_a_disk_that_takes_nothing_is_no_error(

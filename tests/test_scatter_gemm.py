@@ -22,11 +22,11 @@ from kernel_harness import (
     reference,
     run,
 )
-from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.scatter_gemm import ScatterGemm, _tiling
-from polyphase.algorithms.tensor_cores import steps_of
-from polyphase.device import DeviceInfo
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.overlap_gemm.schedule import ScatterGemm, _tiling
+from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make

@@ -12,11 +12,12 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, formats, integers, offers, reference, run, strange_layouts
-from polyphase.algorithms import weight_grad_windows
-from polyphase.algorithms.base import Candidate, Layouts
-from polyphase.algorithms.gradient import as_one_channel
-from polyphase.algorithms.weight_grad_windows import WeightGradWindows
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.direct_wgrad import windows as weight_grad_windows
+from polyphase.schedules.direct_wgrad.windows import WeightGradWindows
+from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.window_gemm.window import as_one_channel
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -94,7 +95,7 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_grad_windows, "affordable_planes", lambda problem: 1)
     for problem in formats(make((5, 24, 7, 36), 3, 3, 2, 1)):
         for candidate, launch in offers(WeightGradWindows(), problem, PASS):
-            assert launch.planes == 1
+            assert launch.splits == 1
             assert_exact(problem, PASS, candidate, launch, executor=Emulator(1))
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from rich.table import Table
 
-from polyphase import plan
 from polyphase.bench import gates, plans, pool
 from polyphase.bench.environment import first_line
 from polyphase.bench.layers import NamedLayer
-from polyphase.device import DeviceInfo
 from polyphase.errors import CompilationError
 from polyphase.jit.compiler import Resources, compiler_version, resources_of
 from polyphase.jit.source import KernelSource
+from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def _asked(case: plans.Case) -> list[tuple[KernelSource, Asker, int]]:
     found = []
     for pass_ in case.passes:
         chosen = plan.plan(case.problem, pass_, case.device, by_prediction=True)
-        taken = {source for launch in chosen.launches for source in launch.sources}
+        taken = {source for program in chosen.launches for source in program.sources}
         for source in plan.kernel_sources(case.problem, pass_, case.device):
             # What a kernel asks for at launch is known of the winner; a loser is launched by nobody.
             winner = chosen.launch
-            shared = winner.shared_bytes if winner and winner.source == source else 0
+            shared = winner.main.shared_bytes if winner and winner.main.source == source else 0
             found.append((source, Asker(case.layer, case.problem, pass_, source in taken), shared))
     return found
 

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyphase import plan
-from polyphase.algorithms.base import Candidate, Launch
 from polyphase.bench import gates, pool
 from polyphase.bench.layers import NamedLayer
-from polyphase.device import DeviceInfo
 from polyphase.errors import UnsupportedError
+from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.program.program import Program
+from polyphase.program.step import WORKSPACE, Step
+from polyphase.schedules.schedule import Candidate
 
 
 @dataclass(frozen=True)
@@ -96,43 +98,50 @@ def _row(case: Case, pass_: Pass) -> gates.Row:
 
 
 def _choice(chosen: plan.Plan) -> gates.Row:
-    candidate, launch = chosen.candidate, chosen.launch
+    candidate, program = chosen.candidate, chosen.launch
     assert candidate is not None
-    assert launch is not None
+    assert program is not None
     other = chosen.selected[1].candidate if len(chosen.selected) > 1 else None
-    parameters = b"".join(each.geometry for each in (*launch.prologues, launch))
+    main = program.main
+    parameters = b"".join(step.geometry for step in (*_packs(program), main))
     return {
-        "algorithm": chosen.algorithm,
+        "algorithm": chosen.schedule,
         "variant": _settings(candidate),
         "seconds": f"{candidate.seconds:.6g}",
         "bound": candidate.bound,
-        "grid": _grid(launch),
-        "block": str(launch.block),
-        "shared": str(launch.shared_bytes),
-        "workspace": str(launch.workspace_bytes),
-        "planes": str(launch.planes),
-        "before": "; ".join(_steps(launch)),
+        "grid": _grid(main),
+        "block": str(main.block),
+        "shared": str(main.shared_bytes),
+        "workspace": str(program.workspace_bytes),
+        "planes": str(program.splits),
+        "before": "; ".join(_steps(program)),
         "parameters": hashlib.sha256(parameters).hexdigest()[:12],
-        "other": other.algorithm if other else "",
+        "other": other.schedule if other else "",
         "other variant": _settings(other) if other else "",
     }
 
 
 def _settings(candidate: Candidate) -> str:
     """A variant without the algorithm's name."""
-    return candidate.describe().removeprefix(candidate.algorithm).removeprefix("(").removesuffix(")")
+    return candidate.describe().removeprefix(candidate.schedule).removeprefix("(").removesuffix(")")
 
 
-def _steps(launch: Launch) -> Iterator[str]:
-    """What runs before the kernel: tensors that are brought to channels_last, then what packs or measures."""
-    if launch.turned:
-        yield f"{launch.turned} transposed"
-    for each in launch.prologues:
+def _packs(program: Program) -> list[Step]:
+    """What measures and packs weights."""
+    return [step for step in program.steps[: program.main_index] if WORKSPACE in step.operands]
+
+
+def _steps(program: Program) -> Iterator[str]:
+    """What runs before the kernel: tensors that are transposed to channels_last, then what packs or measures."""
+    packs = _packs(program)
+    if transposed := program.main_index - len(packs):
+        yield f"{transposed} transposed"
+    for each in packs:
         yield f"{each.source.kernel} {_grid(each)} of {each.block}, {each.shared_bytes} bytes"
 
 
-def _grid(launch: Launch) -> str:
-    return "x".join(map(str, launch.grid))
+def _grid(step: Step) -> str:
+    return "x".join(map(str, step.grid))
 
 
 def _forget() -> None:

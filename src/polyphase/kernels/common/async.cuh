@@ -10,7 +10,7 @@
 #define BOX_COPY (BULK_COPY && WGMMA_INSTRUCTION)
 
 // A tensor of five dimensions, innermost first, and the box of it that the copy engine brings at once (Boxes in
-// algorithms/base.py); encoded by the driver.
+// program/tensor_map.py); encoded by the driver.
 struct alignas(64) TensorMap {
 #ifndef EMULATOR
   unsigned char encoded[128];
