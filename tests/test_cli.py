@@ -55,7 +55,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "explain", "tune", "emit", "env", "compile"])
+@pytest.mark.parametrize("command", ["check", "bench", "explain", "plans", "tune", "emit", "env", "compile", "diff"])
 def test_every_command_explains_itself(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0

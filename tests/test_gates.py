@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from polyphase.__main__ import app
 from polyphase.bench import gates, kernels, plans
 from polyphase.bench.layers import NamedLayer, parse_layer
-from polyphase.device import DeviceInfo
 from polyphase.jit import compiler, cubin
 from polyphase.jit.source import KernelSource
-from polyphase.plan import kernel_sources
+from polyphase.plan.planner import kernel_sources
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
 
 LAYER = "2x4x7x9 -> 6, k=3, s=2, p=1"
 DEVICE = DeviceInfo.for_arch("sm_90a")
@@ -130,7 +130,7 @@ def test_names_of_algorithms_count_unless_they_are_said_to_be_new() -> None:
 
 
 def test_what_cannot_be_compared_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(gates.GateError, match="different compilers: nvrtc 13.0, nvrtc 13.5"):
+    with pytest.raises(gates.GateError, match=r"different compilers: nvrtc 13\.0, nvrtc 13\.5"):
         gates.compare([row(compiler="nvrtc 13.0")], [row(compiler="nvrtc 13.5")])
     with pytest.raises(gates.GateError, match="the other plans"):
         gates.compare([row()], [planned()])
@@ -194,8 +194,8 @@ def test_compile_writes_digests(tmp_path: Path) -> None:
     pytest.importorskip("cuda.core")
     file = tmp_path / "digests.csv"
     result = invoke(
-        "compile", "--arch", "sm_80", "--layer", "2x4x7 -> 6, k=3", "--dtypes", "float64", "--layouts", "nchw", "--passes",
-        "forward", "--digests", file,
+        "compile", "--arch", "sm_80", "--layer", "2x4x7 -> 6, k=3", "--dtypes", "float64", "--layouts", "nchw",
+        "--passes", "forward", "--digests", file,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     found = gates.read(file)
@@ -205,12 +205,13 @@ def test_compile_writes_digests(tmp_path: Path) -> None:
 
 def test_plans_are_a_line_for_each_choice(tmp_path: Path) -> None:
     file, again = tmp_path / "plans.csv", tmp_path / "again.csv"
-    options = ("--arch", "sm_80,sm_90a", "--layer", LAYER, "--random", 3, "--dtypes", "float32,float64")
+    options = ("--arch", "sm_80,sm_90a", "--layer", LAYER, "--random", 2, "--dtypes", "float32,float64")
+    options = (*options, "--passes", "weight_grad,forward", "--layouts", "nchw")
     assert invoke("plans", "--csv", file, *options).exit_code == 0
     found = gates.read(file)
     of_the_layer = [row for row in found if row["layer"] == LAYER]
-    assert len(of_the_layer) == 2 * 3 * 3 * 2  # architectures, passes, float32 twice and float64, formats
-    assert len(found) - len(of_the_layer) == 2 * 3 * 3  # architectures, passes, layers in one dtype and format each
+    assert len(of_the_layer) == 2 * 2 * 3  # architectures, passes, float32 twice and float64
+    assert len(found) - len(of_the_layer) == 2 * 2 * 2  # architectures, passes, layers in one dtype and format each
     assert all(float(row["seconds"]) > 0 and row["grid"].count("x") == 2 for row in found)
     result = invoke("plans", "--csv", again, *options, "--cold")
     assert "a cold plan takes" in result.output
@@ -218,6 +219,7 @@ def test_plans_are_a_line_for_each_choice(tmp_path: Path) -> None:
     assert invoke("diff", file, again).exit_code == 0
 
 
+@pytest.mark.slow
 def test_plans_in_processes_are_the_same() -> None:
     layers = [NamedLayer(str(batch), replace(parse_layer(LAYER), batch=batch)) for batch in range(1, 33)]
     cases = plans.cases(layers, [Pass.WEIGHT_GRAD], ["float64"], [False], [DEVICE])

@@ -61,14 +61,13 @@ class Comparison:
 
 
 def write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
-    """Write rows in an order of their own, each once. Columns without any value are left out."""
+    """Write rows in an order of their own, each once."""
     distinct = sorted({tuple(row.get(column, "") for column in columns) for row in rows})
-    kept = [place for place, _ in enumerate(columns) if any(line[place] for line in distinct)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([columns[place] for place in kept])
-        writer.writerows([line[place] for place in kept] for line in distinct)
+        writer.writerow(columns)
+        writer.writerows(distinct)
 
 
 def read(path: Path) -> list[Row]:
@@ -100,11 +99,16 @@ def read_names(path: Path) -> dict[str, str]:
 
 
 def compare(
-    before: Iterable[Row], after: Iterable[Row], ignored: Iterable[str] = (), names: Mapping[str, str] | None = None
+    before: Iterable[Row],
+    after: Iterable[Row],
+    ignored: Iterable[str] = (),
+    names: Mapping[str, str] | None = None,
+    part: bool = False,
 ) -> Comparison:
     """What two files differ in.
 
-    ``ignored`` columns count for nothing; ``names`` are new ones for old words of the first file.
+    ``ignored`` columns count for nothing; ``names`` are new ones for old words of the first file. ``part``: the second
+    file is about some of the first one's problems, and the others count for nothing.
 
     Raises `GateError` for files of two kinds or compilers, and for a column that there is not.
     """
@@ -112,7 +116,7 @@ def compare(
     columns = _compared(olds, news, set(ignored))
     groups = _by_key(olds, columns), _by_key(news, columns)
     equal, changes = 0, []
-    for key in sorted({*groups[0], *groups[1]}):
+    for key in sorted(groups[1] if part else {*groups[0], *groups[1]}):
         old, new = (group.get(key, {}) for group in groups)
         equal += len(old.keys() & new.keys())
         if old.keys() != new.keys():

@@ -153,7 +153,9 @@ def _forget() -> None:
 
 def write(path: Path, found: Iterable[gates.Row]) -> None:
     """Write one line for each plan, in an order that does not depend on that of the layers."""
-    gates.write(path, gates.PLANS, found)
+    rows = list(found)
+    timed = any(row.get("planning") for row in rows)
+    gates.write(path, gates.PLANS if timed else gates.PLANS[:-1], rows)
 
 
 def planning_seconds(found: Iterable[gates.Row]) -> tuple[float, float] | None:

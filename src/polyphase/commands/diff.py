@@ -22,6 +22,9 @@ def diff(
     names: Annotated[
         Path | None, typer.Option(help="New names of the second file: lines `old,new`.", show_default=False)
     ] = None,
+    part: Annotated[
+        bool, typer.Option("--part", help="The second file is about some of the first one's problems only.")
+    ] = False,
     show: Annotated[int, typer.Option(min=0, help="Problems to show that differ.")] = 20,
 ) -> None:
     """Print what two files of machine-code digests, or of plans, differ in. The exit status is 1 if they do.
@@ -35,7 +38,7 @@ def diff(
     console = make_console()
     try:
         found = gates.compare(
-            gates.read(before), gates.read(after), ignore or (), gates.read_names(names) if names else None
+            gates.read(before), gates.read(after), ignore or (), gates.read_names(names) if names else None, part
         )
     except gates.GateError as failure:
         raise typer.BadParameter(str(failure)) from None
