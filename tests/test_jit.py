@@ -590,17 +590,24 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spills", "chosen"), [((8, 0), -8), ((8, 24, 0), 16), ((16, 24, 8, 32), 16), ((8, 8, 8, 8), 24)]
+    ("spills", "chosen"),
+    [
+        ((8, 0), (-8, 2)),
+        ((8, 24, 0), (16, 2)),
+        ((32, 24, 12, 320, 0), (16, 1)),
+        ((16, 24, 8, 32, 12), (16, 2)),
+        ((8, 8, 8, 8, 8), (16, 1)),
+    ],
 )
 def test_registers_change_hands_rather_than_spill(
-    spills: tuple[int, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+    spills: tuple[int, ...], chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between those who load and those who multiply; where all spill, those that spill least."""
     left = list(spills)
     monkeypatch.setattr(compiler, "_compile", lambda *_: (b"", f"{left.pop(0)} bytes spill stores"))
-    source = SOURCE.with_constants(MIN_BLOCKS=1, WGMMA=True, GIVEN_REGISTERS=0)
+    source = SOURCE.with_constants(MIN_BLOCKS=1, WGMMA=True, GIVEN_REGISTERS=0, CHUNKS_AT_ONCE=2)
     found, _, log = compiler._compile_without_spills(source, ARCH)
-    assert found == source.with_constants(GIVEN_REGISTERS=chosen)
+    assert found == source.with_constants(GIVEN_REGISTERS=chosen[0], CHUNKS_AT_ONCE=chosen[1])
     assert log == f"{min(spills)} bytes spill stores"
     assert not left
     assert source.with_constants(WGMMA=False).sparing is None

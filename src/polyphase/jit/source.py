@@ -79,10 +79,11 @@ _WITH_SCALES = ("scales", "bands")
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
 #: Constants that the compiler settles, by whether registers spill.
-SETTLED = ("MIN_BLOCKS", "STRAIGHT", "GIVEN_REGISTERS")
+SETTLED = ("MIN_BLOCKS", "STRAIGHT", "GIVEN_REGISTERS", "CHUNKS_AT_ONCE")
 
-# Of implicit_gemm, in the order in which they are tried.
-_GIVEN_REGISTERS = (0, -8, 16, 24)
+# Of implicit_gemm, in the order in which they are tried: GIVEN_REGISTERS, and CHUNKS_AT_ONCE. The last serves a kernel
+# that NVRTC 13.0 lacks registers for on either side, whatever share the other one gives.
+_SHARES = ((0, 2), (-8, 2), (16, 2), (24, 2), (16, 1))
 
 # Constants that the preprocessor must know.
 _MACROS = ("WGMMA", "CLUSTER", "BY_THREADS", "SCALED")
@@ -108,16 +109,17 @@ class KernelSource:
 
     @property
     def sparing(self) -> KernelSource | None:
-        """The same kernel with fewer resident blocks, or loops rolled up, or registers shared out in another way.
+        """The same kernel with fewer resident blocks, registers shared out in another way, or loops rolled up.
 
         None if that is tried already.
         """
         if self.min_blocks > 1:
             return self.with_constants(MIN_BLOCKS=self.min_blocks - 1)
         constants = dict(self.constants)
-        given = constants.get("GIVEN_REGISTERS")
-        if given is not None and constants["WGMMA"] and given != _GIVEN_REGISTERS[-1]:
-            return self.with_constants(GIVEN_REGISTERS=_GIVEN_REGISTERS[_GIVEN_REGISTERS.index(given) + 1])
+        if "GIVEN_REGISTERS" in constants and constants["WGMMA"]:
+            left = _SHARES[_SHARES.index((constants["GIVEN_REGISTERS"], constants["CHUNKS_AT_ONCE"])) + 1 :]
+            if left:
+                return self.with_constants(GIVEN_REGISTERS=left[0][0], CHUNKS_AT_ONCE=left[0][1])
         return self.with_constants(STRAIGHT=False) if constants.get("STRAIGHT") else None
 
     def with_constants(self, **constants: Constant) -> KernelSource:
