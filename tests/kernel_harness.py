@@ -19,7 +19,7 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
-from emulator import EmulatedKernel
+from emulator import EmulatedKernel, text_of
 from helpers import TORCH, constants
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -54,7 +54,7 @@ class Emulator:
     def __call__(self, step: Step, tensors: Sequence[Tensor | None]) -> None:
         if 0 in step.grid:
             return
-        kernel = EmulatedKernel(step.source.text, step.source.kernel)
+        kernel = EmulatedKernel(text_of(step.source), step.source.kernel)
         sizes = step.geometry
         maps = b"".join(map(tensor_map, step.boxes))
         sizes = maps + sizes[len(maps) :]
@@ -68,7 +68,7 @@ class Emulator:
 
 
 def tensor_map(boxes: Boxes) -> bytes:
-    """The emulator's ``TensorMap`` (kernels/common/async.cuh)."""
+    """The emulator's ``TensorMap`` (tests/emulator/ptx/tma.cuh)."""
     assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in boxes.strides)
     assert all(0 < side <= 256 for side in boxes.spans)
     assert all(0 < step <= 8 for step in boxes.steps)

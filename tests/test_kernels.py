@@ -302,20 +302,21 @@ def test_wide_offsets(dtype: str, pass_: Pass) -> None:
     candidate, launch = best(schedule, problem, pass_)
     beyond = replace(problem, batch=1, input_size=(2**16, 2**15))
     _, huge = best(schedule, beyond, pass_)
-    assert huge.source.wide_offsets
-    if huge.source == launch.main.source:  # of kernels that know no other
+    assert huge.main.source.wide_offsets
+    if huge.main.source == launch.main.source:  # of kernels that know no other
         return
-    assert replace(huge.source, wide_offsets=False) == launch.main.source
+    assert replace(huge.main.source, wide_offsets=False) == launch.main.source
     # Where each element of a row goes is twice as long.
     extra = launch.main.block * candidate.variant.cells_w * problem.stride[-1] * 8
-    wide_launch = replace(launch, source=huge.source, shared_bytes=launch.main.shared_bytes + extra)
+    wide_main = replace(launch.main, source=huge.main.source, shared_bytes=launch.main.shared_bytes + extra)
+    wide_launch = launch.with_main(wide_main)
     assert_exact(problem, pass_, candidate, wide_launch, executor=Emulator(7))
 
 
 def test_offsets_widen_at_4_gib() -> None:
     """A 3-D image of one channel beyond 4 GiB needs 64 bits for offsets within a tile; one just below does not."""
     sizes = (1024, 1024, 1023), (1024, 1024, 1024)
-    sources = [best("gather_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].source for size in sizes]
+    sources = [best("gather_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].main.source for size in sizes]
     assert [source.wide_offsets for source in sources] == [False, True]
     for below, beyond in pairwise(sources):
         assert replace(beyond, wide_offsets=False) == below
@@ -376,7 +377,7 @@ class GemmCase:
         few = replace(device, multiprocessors=self.numbers(device)[9] if self.variant.resident else 2)
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, few, self.layouts, self.variant)
         if self.one_way and launch.main.one_way is not None:
-            launch = replace(launch, source=launch.main.one_way)
+            launch = launch.with_main(replace(launch.main, source=launch.main.one_way))
         return [(Candidate("implicit_gemm", self.variant, 0.0, ""), launch)]
 
     def numbers(self, device: DeviceInfo) -> list[int]:
@@ -503,7 +504,7 @@ def test_shared_memory_is_what_the_kernel_takes(name: str, settings: dict[str, o
     shared = implicit_gemm_tile._static_shared_bytes(case.variant, product, case.variant.stages)
     stored = implicit_gemm_tile._store_bytes(gather, case.variant)
     alignment = 1024 if case.variant.boxes else 128
-    text = f"""{launch.main.source.text}
+    text = f"""{emulator.text_of(launch.main.source)}
 static_assert(round_up((int)sizeof(Shared), {alignment}) == {shared}, "Shared");
 static_assert(STORE_BYTES == {stored}, "STORE_BYTES");
 """
@@ -887,7 +888,8 @@ def test_boxes_begin_at_multiples_of_16_bytes() -> None:
     skew = TENSOR_MAP_BYTES + 2 * 56 + 39 * 4
     assert struct.unpack_from("<i", launch.main.geometry, skew)[0] == case.numbers(H200)[17]
     moved = struct.pack("<i", case.numbers(H200)[17] + 1)
-    launch = replace(launch, geometry=launch.main.geometry[:skew] + moved + launch.main.geometry[skew + 4 :])
+    geometry = launch.main.geometry[:skew] + moved + launch.main.geometry[skew + 4 :]
+    launch = launch.with_main(replace(launch.main, geometry=geometry))
     with pytest.raises(emulator.EmulationError, match="__trap"):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
 
@@ -965,5 +967,5 @@ def test_direct_kernels_round_where_they_are_told_to(
     scale = reference(problem, Pass.FORWARD, (x.abs(), w.abs()), bias.abs())
     assert bool(((out - expected).abs() <= 2**-20 * scale).all())
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
-        rounded = dict(best(schedule, problem, pass_)[1].source.constants)["ROUNDED"]
+        rounded = dict(best(schedule, problem, pass_)[1].main.source.constants)["ROUNDED"]
         assert rounded is (as_pytorch and pass_ is Pass.FORWARD)

@@ -370,8 +370,8 @@ def test_layouts_are_part_of_a_plan() -> None:
     last = Layouts.dense(replace(problem, channels_last=True))
     mixed = plan.plan(problem, Pass.FORWARD, H200, replace(dense, input=last.input)).launch
     assert mixed is not None
-    assert dict(mixed.source.constants)["SRC_CHANNELS_LAST"] is True
-    assert dict(mixed.source.constants)["DST_CHANNELS_LAST"] is False
+    assert dict(mixed.main.source.constants)["SRC_CHANNELS_LAST"] is True
+    assert dict(mixed.main.source.constants)["DST_CHANNELS_LAST"] is False
     # Alignment and gaps are for the launch to know, not for the kernel.
     plain = plan.plan(problem, Pass.FORWARD, H200).launch
     for layouts in (replace(dense, aligned=False), replace(dense, input=(9999, 1111, 0, 33, 1))):
@@ -517,7 +517,7 @@ def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
     ],
 )
 def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: bool, shared: bool) -> None:
-    """And never take one before it is told of the others' (FURTHER in item_queue.cuh)."""
+    """And never take one before it is told of the others' (FURTHER in core/tile_scheduler.cuh)."""
     problem = replace(layer, channels_last=last, dtype="bfloat16")
     planned = plan.plan(problem, Pass.FORWARD, H200, by_prediction=True)
     assert planned.schedule == "implicit_gemm"

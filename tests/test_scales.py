@@ -1,4 +1,4 @@
-"""float32 that is multiplied as float16 by `implicit_gemm`: numbers of any size (kernels/common/scales.cuh)."""
+"""float32 that is multiplied as float16 by `implicit_gemm`: numbers of any size (kernels/operand/scales.cuh)."""
 
 from __future__ import annotations
 

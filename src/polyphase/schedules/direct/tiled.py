@@ -142,6 +142,7 @@ class GatherTiled:
                 DST_VECTOR=variant.dst_vector,
                 MIN_BLOCKS=variant.min_blocks,
             ),
+            fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )
         # Blocks go on to further items of their tile as long as the machine stays full: they know their way already.
         items = dst_blocks * gather.groups

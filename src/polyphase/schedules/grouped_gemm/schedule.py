@@ -226,7 +226,7 @@ def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Step:
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    source = KernelSource("copy_weights", problem.dtype, False, constants)
+    source = KernelSource("copy_weights", problem.dtype, False, constants, folder="steps")
     return plain_step(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.plan.rankings import kept
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -72,6 +72,9 @@ _AS_GOOD = 0.99  # of the prediction at another size: what is offered already do
 _SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
 _ALL = 2**31 - 1
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
+# Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
+# The last serves kernels that NVRTC 13.0 lacks registers for on either side, whatever share the other one gives.
+_SHARES = ((-8, 2), (16, 2), (24, 2), (16, 1))
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
 
@@ -112,7 +115,7 @@ class ImplicitGemm:
             return None if tile is None else estimate(gather, variant, tile, device, problem.bytes)
 
         # The gradients of an output's pixels often differ by far more than an input's pixels do, and would want several
-        # bands of magnitudes (kernels/common/scales.cuh).
+        # bands of magnitudes (kernels/operand/scales.cuh).
         order = ranked(sized, device, last, by_boxes, not gather.mirrored)
         variants = (_with_long_pieces(sized, last, variant, device) for variant in order)
         return first_candidates(self.name, variants, predict, _OFFERED)
@@ -146,8 +149,17 @@ class ImplicitGemm:
             _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
         )
         geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
+        operands = "float16" if variant.scaled else problem.dtype
+        transposed = variant.boxes and not gather.src.channels_last
         source = KernelSource(
-            self.name, problem.dtype, needs_wide_offsets(gather), self._constants(gather, variant, product)
+            self.name,
+            problem.dtype,
+            needs_wide_offsets(gather),
+            self._constants(gather, variant, product),
+            wgmma=(WgmmaForm(variant.pixels, operands, transpose_b=transposed),) if variant.wgmma else (),
+            fallbacks=tuple((("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES)
+            if variant.wgmma
+            else (),
         )
         packs = pack_weights(gather, variant, product, problem.batch)
         workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
@@ -218,7 +230,7 @@ def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVari
 def _own_items(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
-    """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
+    """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
     sharing = _SHARING[gather.dst.channels_last]
     if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
         return _ALL

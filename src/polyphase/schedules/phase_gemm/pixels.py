@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.jit.source import KernelSource
+from polyphase.jit.source import KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -123,10 +123,11 @@ class PixelGemm:
             ("SCALED", _scaled(problem)),
             ("MIN_BLOCKS", 1),
         )
+        operands = "float16" if _scaled(problem) else problem.dtype
         columns = problem.groups * chunks * variant.columns
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
-        pack = KernelSource("pack_columns", problem.dtype, False, packing)
+        pack = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
         packs = (plain_step(pack, columns // _PACK_COLUMNS, _PACK_THREADS),)
         main = Step(
             source=KernelSource(
@@ -145,6 +146,7 @@ class PixelGemm:
                     ("RUN", run),
                     ("WGMMA", True),
                 ),
+                wgmma=(WgmmaForm(variant.columns, operands, a_in_registers=True),),
             ),
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
@@ -170,7 +172,7 @@ def _tiles(problem: ConvTransposeProblem) -> int:
 
 
 def _scaled(problem: ConvTransposeProblem) -> bool:
-    """Whether the cores take float32 as float16, ``common/scaled_half.cuh``."""
+    """Whether the cores take float32 as float16, ``operand/scaled_half.cuh``."""
     return problem.dtype == "float32"
 
 

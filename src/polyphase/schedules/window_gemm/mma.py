@@ -51,7 +51,7 @@ _SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2,
 
 
 class GradientVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``window_product.cuh`` says what the names mean."""
+    """The compile-time shape of a kernel; ``mainloop/window_mma.cuh`` says what the names mean."""
 
     row_tiles: int
     column_tiles: int

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.plan.rankings import kept
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -44,7 +44,7 @@ _SUM = 4e-6  # seconds to launch what adds up an input gradient's parts
 
 
 class BoxVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks.
+    """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
 
     A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
     ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
@@ -195,6 +195,7 @@ class InputGradBoxes(_GradientBoxes):
                 problem.dtype,
                 True,
                 (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
+                (WgmmaForm(variant.columns, problem.dtype),),
             ),
             grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
@@ -235,8 +236,10 @@ class WeightGradBoxes(_GradientBoxes):
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
         )
+        both = WgmmaForm(variant.columns, problem.dtype, transpose_a=True, transpose_b=True)
+        forms = () if dict(constants)["BY_THREADS"] else (both,)
         main = Step(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+            source=KernelSource(self.name, problem.dtype, True, constants, forms),
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
@@ -258,7 +261,7 @@ def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Step:
         ("THREADS", _PACK_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    source = KernelSource("pack_channels", problem.dtype, False, constants)
+    source = KernelSource("pack_channels", problem.dtype, False, constants, folder="steps")
     return plain_step(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
 
 
@@ -437,7 +440,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
 def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
     """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
     columns, strips = variant.lines * variant.columns, variant.row_tiles  # of 16 rows
-    if variant.row_tiles == 1:  # box_product.cuh: ABREAST
+    if variant.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
         abreast = 4 if variant.columns % 32 == 0 else 2 if variant.columns % 16 == 0 else 1
         columns //= abreast
         strips = min(4, math.ceil(problem.in_channels_per_group / 16)) if abreast == 4 else abreast
