@@ -21,6 +21,7 @@ from _pytest.mark import ParameterSet
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, items_of, reference, run, strange_layouts
 from polyphase.plan.planner import launches
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -253,7 +254,7 @@ def test_short_rows() -> None:
     """Where a row of all lanes has too wide a halo tiles have rows of few, of small images too."""
     for size in ((9, 70), (1, 300), (3, 2)):
         problem = make((2, 3, *size), 3, 8, 4, 2, groups=3)
-        found = list(GatherTiled().candidates(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
+        found = list(candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
         assert found
         for number, candidate in enumerate(found[:3]):
             launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
@@ -268,7 +269,7 @@ def test_few_output_channels_are_columns(dtype: str) -> None:
     problem = make((2, 10, 5, 6), 3, 4, 2, 1, 1, dtype=dtype, channels_last=True)
     read = set()
     for number, layouts in enumerate(strange_layouts(problem)):
-        candidate, *_ = GatherTiled().candidates(problem, Pass.INPUT_GRAD, H200, layouts)
+        candidate, *_ = candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, layouts)
         launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
         channels = dict(launch.main.source.constants)["SRC_CHANNELS"]
         assert layouts.weight_channels_last or channels == 3
@@ -876,7 +877,7 @@ def test_boxes_of_strange_tensors(name: str) -> None:
     """The first variant with boxes, where there is one."""
     problem, strides = STRANGE[name]
     layouts = replace(Layouts.dense(problem), input=strides)
-    found = list(ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts))
+    found = list(candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts))
     offers = [GemmCase(problem, layouts, candidate.variant).offers(H200)[0] for candidate in found]
     candidate, launch = next((offer for offer in offers if offer[1].boxes), offers[0])
     assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(1))

@@ -22,6 +22,7 @@ from polyphase.bench.operands import Operands, make_operands
 from polyphase.jit.source import KernelSource
 from polyphase.plan import planner as plan
 from polyphase.plan.explain import explain
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.problem.layouts import Layouts, Strides
@@ -536,7 +537,7 @@ def test_clusters_are_whole() -> None:
     """Blocks come in whole clusters, whatever the number of tiles and multiprocessors; items are a cluster's."""
     problem = make((3, 16, 9, 11), 16, 3, 1, 1, tf32=True)
     layouts = Layouts.dense(problem)
-    offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
+    offered = [each.variant for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
     variant = next(each for each in offered if each.split == "turns")._replace(resident=False, cluster=2)
     for multiprocessors in (2, 5, 132):
         device = replace(H200, multiprocessors=multiprocessors)
@@ -550,7 +551,7 @@ def test_resident_weights_have_blocks_on_small_gpus() -> None:
     """A variant that was chosen for another GPU still covers every row group."""
     problem = make((3, 16, 9, 11), 200, 2, 2, tf32=True)
     layouts = Layouts.dense(problem)
-    offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
+    offered = [each.variant for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
     variant = offered[0]._replace(resident=True, cluster=1, split="turns")
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, variant)
     assert launch.main.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), variant).row_groups > 2

@@ -31,6 +31,7 @@ from polyphase.jit.compiler import settled
 from polyphase.jit.includes import without_includes
 from polyphase.jit.source import KernelSource, read
 from polyphase.plan.planner import Selection, plan
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -152,7 +153,7 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
 def _offered(
     chosen: Selection, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> bool:
-    offers = chosen.schedule.candidates(problem, pass_, device, layouts)
+    offers = candidates(chosen.schedule, problem, pass_, device, layouts)
     return any(each.variant == chosen.candidate.variant for each in offers)
 
 

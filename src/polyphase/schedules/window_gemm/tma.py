@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
-from polyphase.plan.rankings import kept
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
@@ -23,13 +22,13 @@ from polyphase.program.step import Step, plain_step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes, engine_strides
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, affordable_planes, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
 from polyphase.schedules.window_gemm.window import Gradient, channel_pitch, lanes_of
 
-_OFFERED, _ALONE_OFFERED = 6, 2  # of variants, and of those among them whose taps share no windows
+_ALONE_OFFERED = 2  # of the variants that are offered, those whose taps share no windows
 _MAX_BOX_STEP = 8  # elements of the tensor from one of a box to the next
 _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a byte for each
 _MOST_COLUMNS = 256  # of an instruction
@@ -101,10 +100,9 @@ class BoxVariant(NamedTuple):
 class _GradientBoxes(Gradient):
     """What the two kernels share."""
 
-    any_size = True
     adapts = True
 
-    def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if not problem.channels_last:
@@ -115,29 +113,38 @@ class _GradientBoxes(Gradient):
                 return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
         if max(problem.stride) > _MAX_BOX_STEP:
             return f"the copy engine takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
-        if not _ranked(standard(problem), self.pass_, device):
-            return "no variant fits: the next group's channels lie within every box, and may be no numbers"
         return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return "no variant fits: the next group's channels lie within every box, and may be no numbers"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         """Those that boxes are of."""
         raise NotImplementedError
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel."""
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         read = [_pixel_strides(problem, layouts, output=True)]
         if pass_ is Pass.WEIGHT_GRAD:
             read.append(_pixel_strides(problem, layouts, output=False))
-        if None in read or layouts.input[1] != 1 or not layouts.aligned:
-            return iter(())
-        return first_candidates(
-            self.name,
-            _ranked(standard(problem), pass_, device),
-            lambda variant: _estimate(problem, pass_, variant, device),
-            _OFFERED,
-        )
+        return None if None in read or layouts.input[1] != 1 or not layouts.aligned else standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
+        return sorted(_variants(at, pass_, device))
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: BoxVariant) -> float:
+        return _estimate(at, pass_, config, device)[0]
+
+    def arranged(self, order: list[BoxVariant]) -> list[BoxVariant]:
+        """Some whose taps share no windows among the first: the others are of one tile, far from what images may be."""
+        alone = [variant for variant in order if variant.taps == ALONE]
+        first = order[: self.offered - _ALONE_OFFERED]
+        first += [variant for variant in alone[:_ALONE_OFFERED] if variant not in first]
+        return first + [variant for variant in order if variant not in first]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: BoxVariant
+    ) -> Cost:
+        return _estimate(problem, pass_, config, device)
 
     def _constants(
         self, problem: ConvTransposeProblem, variant: BoxVariant, row_pitch: int, column_pitch: int
@@ -498,22 +505,6 @@ def _parts(
     most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
     found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
     return (found, *seconds(found))
-
-
-@lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
-    """Variants of a layer at a typical size, the fastest prediction first."""
-    members = list(_variants(problem, pass_, device))
-
-    def rank() -> list[BoxVariant]:
-        ordered = sorted(members, key=lambda variant: (_estimate(problem, pass_, variant, device)[0], variant))
-        alone = [variant for variant in ordered if variant.taps == ALONE]
-        # Those whose taps share windows are of one tile, which may be far from what images are at other sizes.
-        first = ordered[: _OFFERED - _ALONE_OFFERED]
-        first += [variant for variant in alone[:_ALONE_OFFERED] if variant not in first]
-        return first + [variant for variant in ordered if variant not in first]
-
-    return kept(f"{pass_.value} by boxes of {problem!r}, on {device!r}", members, rank)
 
 
 def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[BoxVariant]:
