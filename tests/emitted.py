@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import include_paths
 
-from emulator import EmulatedKernel
+from emulator import EmulatedKernel, assembled
 from kernel_harness import tensor_map
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes
-from polyphase.device import DeviceInfo
 from polyphase.emit import file as emit_file
 from polyphase.emit.model import Model, model_of_file, model_of_layer
+from polyphase.problem.device import DeviceInfo
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -36,7 +36,7 @@ ON_ALL = ("grouped_strided", "square_stride1")
 #: A layer whose pixels come in boxes on sm_90a.
 BY_BOXES = "3x32x9x11 -> 16, k=4, s=2, p=1, channels_last, bfloat16, bias"
 
-#: Layers that meet every algorithm, dimension and memory format.
+#: Layers that meet every schedule, dimension and memory format.
 LAYERS = (
     "2x16x9x8 -> 16, k=3, s=2, p=1, bias",
     "3x8x40 -> 6, k=5, s=3, d=2, g=2",
@@ -127,7 +127,6 @@ class Extension:
     def __init__(self, module: Any, arch: str) -> None:
         self.kernels = module.KERNELS[arch]
         self.files = module.FILES
-        self.shared = module.SHARED_FILES
         self.launches: list[str] = []
         self.boxes: list[Boxes] = []
 
@@ -143,10 +142,9 @@ class Extension:
         shared_bytes: int,
         tensors: Sequence[Tensor | None],
     ) -> None:
-        name, specialisation, files = self.kernels[number]
+        name, generated, files = self.kernels[number]
         self.launches.append(name)
-        texts = [self.files[file] for file in self.shared], [self.files[file] for file in files]
-        kernel = EmulatedKernel("\n".join([*texts[0], specialisation, *texts[1]]), name)
+        kernel = EmulatedKernel(assembled(files, {**self.files, **generated}), name)
         for i, packed in enumerate(struct.iter_unpack(BOXES, boxes)):
             self.boxes.append(unpacked_boxes(packed))
             tensor = tensors[self.boxes[-1].tensor]

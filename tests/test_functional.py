@@ -35,7 +35,7 @@ from helpers import (
     rounding_eps,
 )
 from polyphase import ConvTransposeProblem, functional
-from polyphase.layout import is_channels_last
+from polyphase.torch_op.memory_format import is_channels_last
 
 make = ConvTransposeProblem.make
 REAL = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from polyphase import operators
-from polyphase.derivatives import run as run_differentiable
-from polyphase.derivatives import run_operator
-from polyphase.validate import Layer, check
+from polyphase.torch_op import operators
+from polyphase.torch_op.derivatives import run as run_differentiable
+from polyphase.torch_op.derivatives import run_operator
+from polyphase.torch_op.validate import Layer, check
 
 # Calls that have been checked: what `check` looks at, to the layer that it returned and the constants that it saw. A
 # warm call is one look-up here.

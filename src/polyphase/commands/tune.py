@@ -35,16 +35,16 @@ def tune(
     """
     from rich.progress import Progress
 
-    from polyphase import tuning
     from polyphase.bench.records import write_csv
     from polyphase.bench.report import make_console
     from polyphase.bench.runner import Runner, make_cases
     from polyphase.bench.tuner import Tuned, accuracy, sources, table
     from polyphase.bench.tuner import tune as tune_case
     from polyphase.commands.options import Dtype, Layout, choices, device_of, some_layers
-    from polyphase.device import DeviceInfo
     from polyphase.jit.ahead import compile_ahead
+    from polyphase.plan import measured as tuning
     from polyphase.problem import Pass
+    from polyphase.problem.device import DeviceInfo
 
     console = make_console()
     if forget:

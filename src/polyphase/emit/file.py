@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import polyphase
-from polyphase.algorithms.base import Launch, Layouts, typical
-from polyphase.device import DeviceInfo
 from polyphase.emit import support
 from polyphase.emit.collect import (
     Found,
@@ -30,9 +28,14 @@ from polyphase.emit.collect import (
 from polyphase.emit.model import EmitError, Model
 from polyphase.errors import UnsupportedError
 from polyphase.jit.compiler import settled
-from polyphase.jit.source import SHARED_FILES, KernelSource, read
-from polyphase.plan import Selection, plan
+from polyphase.jit.includes import without_includes
+from polyphase.jit.source import KernelSource, read
+from polyphase.plan.planner import Selection, plan
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.problem.sizes import typical
 
 _HERE = Path(__file__).parent
 _SUPPORT = support.__name__
@@ -70,7 +73,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
 
     Raises:
         EmitError: the model's file defines a name that the emitted file needs.
-        UnsupportedError: no algorithm computes a pass there.
+        UnsupportedError: no schedule computes a pass there.
         CompilationError: a kernel does not compile.
     """
     plans: list[tuple[str, str, str, str]] = []
@@ -83,7 +86,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
             choices[device.arch] = {}
             for pass_ in Pass:
                 chosen, sources = _choose(problem, pass_, device)
-                choices[device.arch][pass_] = support.Choice(chosen.algorithm, chosen.candidate.variant)
+                choices[device.arch][pass_] = support.Choice(chosen.schedule, chosen.candidate.variant)
                 kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
                 plans.append((name, device.arch, pass_.value, chosen.candidate.describe()))
         layers.append(support.Layer(problem, choices))
@@ -101,8 +104,8 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _imports(found, names),
         _LISTED,
         _section("The kernels, as they are in polyphase/kernels"),
-        _files([*SHARED_FILES, *(file for sources in settled_kernels.values() for s in sources for file in s.files)]),
-        _section("What each of them is made from: its name, its constants, its files"),
+        _files([source for sources in settled_kernels.values() for source in sources]),
+        _section("What each of them is made from: its name, what is generated for it, its files in order"),
         _kernels(settled_kernels),
         _section("From Python to a launch, in C++"),
         _raw("LAUNCHER", (_HERE / "launcher.cuh").read_text(encoding="utf-8")),
@@ -127,13 +130,13 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     """
     problem = problem.of_pass(pass_)
     selected = plan(typical(problem), pass_, device, by_prediction=True).selected
-    chosen = next(each for each in selected if each.algorithm.any_size)
-    launches = [chosen.launch]
+    chosen = next(each for each in selected if each.schedule.any_size)
+    programs = [chosen.launch]
     *others, width = typical(problem).input_size
     for wider in (width + 1, width + 2):
         sized = replace(typical(problem), input_size=(*others, wider))
-        launches.append(
-            chosen.algorithm.launch(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.variant)
+        programs.append(
+            chosen.schedule.launch(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.variant)
         )
     *others, last = problem.output_padding
     for padding in (last, last ^ 1):
@@ -142,20 +145,16 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
         padded = replace(problem, output_padding=(*others, padding))
         layouts = Layouts.of_call(padded, pass_)
         if padding == last or _offered(chosen, padded, pass_, device, layouts):
-            launches.append(chosen.algorithm.launch(padded, pass_, device, layouts, chosen.candidate.variant))
-    sources = (source for launch in launches for source in _sources(launch))
+            programs.append(chosen.schedule.launch(padded, pass_, device, layouts, chosen.candidate.variant))
+    sources = (source for program in programs for source in program.sources)
     return chosen, list(dict.fromkeys(sources))
 
 
 def _offered(
     chosen: Selection, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> bool:
-    offers = chosen.algorithm.candidates(problem, pass_, device, layouts)
+    offers = candidates(chosen.schedule, problem, pass_, device, layouts)
     return any(each.variant == chosen.candidate.variant for each in offers)
-
-
-def _sources(launch: Launch) -> list[KernelSource]:
-    return [each.source for each in (*launch.prologues, launch)]
 
 
 def _settled(sources: list[KernelSource], arch: str, remarks: list[str]) -> list[KernelSource]:
@@ -199,7 +198,7 @@ class _Literals:
             return "(" + ", ".join(self.of(item, names) for item in value) + ",)"[len(value) != 1 :]
         if value is None or isinstance(value, (bool, int, float)):
             return repr(value)
-        return self._name(type(value), names) + "()"  # an algorithm, which has no state
+        return self._name(type(value), names) + "()"  # a schedule, which has no state
 
     def _name(self, kind: type, names: dict[Key, str] | None) -> str:
         key = kind.__module__, kind.__name__
@@ -296,8 +295,10 @@ def _section(title: str, prose: str = "") -> str:
     return "\n".join([f"# {'=' * 117}", f"# {title}", f"# {'=' * 117}", *(["#", *lines] if lines else [])])
 
 
-def _files(names: list[str]) -> str:
-    files = "\n".join(f'FILES["{name}"] = {_quoted(read(name))}' for name in dict.fromkeys(names))
+def _files(sources: list[KernelSource]) -> str:
+    """The files that kernels share, without their includes: each kernel lists what it is made from."""
+    names = dict.fromkeys(name for source in sources for name in source.files if name not in source.generated)
+    files = "\n".join(f'FILES["{name}"] = {_quoted(without_includes(name, read(name)))}' for name in names)
     return f"FILES = {{}}\n{files}"
 
 
@@ -307,7 +308,9 @@ def _kernels(kernels: dict[str, list[KernelSource]]) -> str:
         lines.append(f'KERNELS["{arch}"] = [')
         for source in sources:
             files = ", ".join(f'"{file}"' for file in source.files)
-            lines.append(f'    ("{source.kernel}", {_quoted(source.specialisation)}, ({files})),')
+            made = {file: text for file, text in source.generated.items() if text and file in source.files}
+            generated = ", ".join(f'"{file}": {_quoted(text)}' for file, text in made.items())
+            lines.append(f'    ("{source.kernel}", {{{generated}}}, ({files})),')
         lines.append("]")
     return "\n".join(lines)
 
