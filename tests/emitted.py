@@ -22,10 +22,10 @@ from torch.utils.cpp_extension import include_paths
 
 from emulator import EmulatedKernel, assembled
 from kernel_harness import tensor_map
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes
-from polyphase.device import DeviceInfo
 from polyphase.emit import file as emit_file
 from polyphase.emit.model import Model, model_of_file, model_of_layer
+from polyphase.problem.device import DeviceInfo
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -36,7 +36,7 @@ ON_ALL = ("grouped_strided", "square_stride1")
 #: A layer whose pixels come in boxes on sm_90a.
 BY_BOXES = "3x32x9x11 -> 16, k=4, s=2, p=1, channels_last, bfloat16, bias"
 
-#: Layers that meet every algorithm, dimension and memory format.
+#: Layers that meet every schedule, dimension and memory format.
 LAYERS = (
     "2x16x9x8 -> 16, k=3, s=2, p=1, bias",
     "3x8x40 -> 6, k=5, s=3, d=2, g=2",

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kernel_harness import Gpu, assert_exact, formats
-from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.device import DeviceInfo
-from polyphase.plan import launches
+from polyphase.plan.planner import launches
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program
+from polyphase.schedules.schedule import Candidate
 
 make = ConvTransposeProblem.make
 SAMPLE = (
@@ -41,8 +43,8 @@ SAMPLE = (
 )
 
 
-def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candidate, Launch, Layouts]]:
-    """The best variant of every algorithm, the best that sums source channels in slices, that multiplies halves."""
+def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candidate, Program, Layouts]]:
+    """The best variant of every schedule, the best that sums source channels in slices, that multiplies halves."""
     for problem in SAMPLE:
         for formatted in formats(problem):
             for pass_ in Pass:
@@ -51,8 +53,8 @@ def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candi
                     seen = set()
                     for candidate, launch in launches(formatted, pass_, device, layouts):
                         sliced, scaled = (getattr(candidate.variant, name, 0) for name in ("src_slices", "scaled"))
-                        kind = candidate.algorithm, sliced > 1, scaled
-                        if kind not in seen and (layouts.aligned or candidate.algorithm == "gather_tiled"):
+                        kind = candidate.schedule, sliced > 1, scaled
+                        if kind not in seen and (layouts.aligned or candidate.schedule == "gather_tiled"):
                             yield formatted, pass_, candidate, launch, layouts
                         seen.add(kind)
 

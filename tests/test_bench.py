@@ -341,7 +341,7 @@ def test_a_case_that_does_not_exist_is_not_a_failure(cpu_runner: runner.Runner) 
 
 
 def test_a_fallback_on_a_gpu_is_never_timed(cpu_runner: runner.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyphase.device import DeviceInfo
+    from polyphase.problem.device import DeviceInfo
 
     monkeypatch.setattr(cpu_runner, "device", torch.device("cuda"))
     monkeypatch.setattr(DeviceInfo, "of", lambda device: DeviceInfo.for_arch("portable"))
@@ -486,7 +486,7 @@ def test_tables_of_the_docs_are_those_of_the_records() -> None:
 def test_another_csv_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("layer,ms\na,1\n")
-    with pytest.raises(ValueError, match="no column algorithm"):
+    with pytest.raises(ValueError, match="no column schedule"):
         read_csv(path)
 
 

@@ -55,7 +55,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "explain", "tune", "emit", "env", "compile"])
+@pytest.mark.parametrize("command", ["check", "bench", "explain", "plans", "tune", "emit", "env", "compile", "diff"])
 def test_every_command_explains_itself(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0
@@ -157,7 +157,7 @@ def test_bench_prints_writes_and_draws(tmp_path: Path) -> None:
     assert all(record.ms and record.torch_default_ms and record.torch_benchmark_ms for record in measured)
     assert all((record.torch_channels_last_ms is None) == (record.layer != LAYER or record.layout != "nchw")
                for record in measured)  # fmt: skip
-    assert measured[0].algorithm == "portable"
+    assert measured[0].schedule == "portable"
     assert measured[0].torch == torch.__version__
     assert "PyTorch has no channels_last for one spatial dimension" in told(result)
     assert "times as fast as PyTorch's benchmark mode, slower on" in told(result)
@@ -393,8 +393,8 @@ def test_compile_refuses_an_unknown_architecture() -> None:
 
 def test_a_report_of_a_kernel_counts_shared_memory_of_source_and_launch() -> None:
     from polyphase.bench.layers import NamedLayer, parse_layer
-    from polyphase.device import DeviceInfo
     from polyphase.problem import Pass
+    from polyphase.problem.device import DeviceInfo
 
     device = DeviceInfo.for_arch("sm_90a")
     (kernel, *_) = kernels.wanted([NamedLayer("a", parse_layer(LAYER))], [Pass.FORWARD], ["float32"], [False], [device])

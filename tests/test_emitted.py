@@ -15,13 +15,17 @@ from torch import nn
 
 import emulator
 from emitted import BOXES, BY_BOXES, LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
-from polyphase.algorithms.base import Boxes, Launch, Layouts, typical
-from polyphase.device import DeviceInfo
 from polyphase.emit import support
 from polyphase.emit.support import packed_boxes
 from polyphase.jit.source import SPECIALISATION
-from polyphase.plan import plan
+from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.problem.sizes import typical
+from polyphase.program.program import Program
+from polyphase.program.step import Step
+from polyphase.program.tensor_map import Boxes
 
 # Its input gradient comes in planes.
 IN_PARTS = "1x16x3x4 -> 64, k=8, s=4, p=2, channels_last, bfloat16"
@@ -61,10 +65,10 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
             for pass_ in Pass:
                 expected = expected_launch(other, pass_, arch, aligned=True)
                 for aligned in (True, False):
-                    copies = not aligned and bool(expected.boxes)
+                    copies = not aligned and bool(expected.main.boxes)
                     if not aligned and not copies:
                         unaligned = expected_launch(other, pass_, arch, aligned=False)
-                        copies = unaligned.source != expected.source
+                        copies = unaligned.main.source != expected.main.source
                         expected = expected if copies else unaligned
                     call = module.prepare(
                         module.Pass[pass_.name],
@@ -74,29 +78,30 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
                         torch.device("cpu"),
                         aligned,
                     )
-                    assert (call.planes, call.workspace_bytes) == (expected.planes, expected.workspace_bytes), name
-                    assert call.copies == copies
-                    compare(module, arch, call.launch, expected)
-                    for prologue, wanted in zip(call.prologues, expected.prologues, strict=True):
-                        compare(module, arch, prologue, wanted)
+                    wanted = [(each.name, each.elements, getattr(torch, each.dtype)) for each in expected.buffers]
+                    assert call.buffers == wanted, name
+                    assert (call.copies, call.channels_last) == (copies, expected.dst_channels_last)
+                    assert [operands for _, operands in call.steps] == [step.operands for step in expected.steps]
+                    for (arguments, _), step in zip(call.steps, expected.steps, strict=True):
+                        compare(module, arch, arguments, step)
                     compared += 1
-                    by_boxes += bool(expected.boxes)
+                    by_boxes += bool(expected.main.boxes)
     assert compared > 500
     assert (by_boxes > 20) == (arch == "sm_90a")
 
 
-def expected_launch(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Launch:
+def expected_launch(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Program:
     device, problem = DeviceInfo.for_arch(arch), problem.of_pass(pass_)
-    serving = next(each for each in plan(typical(problem), pass_, device).selected if each.algorithm.any_size)
+    serving = next(each for each in plan(typical(problem), pass_, device).selected if each.schedule.any_size)
     layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
-    return serving.algorithm.launch(problem, pass_, device, layouts, serving.candidate.variant)
+    return serving.schedule.launch(problem, pass_, device, layouts, serving.candidate.variant)
 
 
 def model_problem(module: Any) -> ConvTransposeProblem:
     return ConvTransposeProblem(**vars(module.LAYERS[0].problem) | {})
 
 
-def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Launch) -> None:
+def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Step) -> None:
     number, geometry, boxes, *grid, block, shared_bytes = given
     assert (tuple(grid), block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
     assert (geometry, boxes) == (expected.geometry, b"".join(map(packed_boxes, expected.boxes)))
@@ -167,7 +172,8 @@ def test_it_computes_the_layer_and_its_gradients(layer: str, arch: str) -> None:
         for exact, ours in zip(*results, strict=True):
             assert torch.equal(exact.to(dtype), ours)
     if layer == IN_PARTS and arch == "sm_90a":
-        assert any(call.planes > 1 for (pass_, *_), call in module._calls.items() if pass_ is module.Pass.INPUT_GRAD)
+        calls = [call for (pass_, *_), call in module._calls.items() if pass_ is module.Pass.INPUT_GRAD]
+        assert any("partials" in [name for name, *_ in call.buffers] for call in calls)
 
 
 @needs_emulator

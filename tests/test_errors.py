@@ -11,7 +11,7 @@ import torch
 
 import polyphase
 from helpers import OURS, TORCH
-from polyphase import operators
+from polyphase.torch_op import operators
 
 X, W, B = (2, 4, 5, 6), (4, 3, 3, 3), (3,)
 

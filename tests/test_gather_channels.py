@@ -13,13 +13,16 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
-from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.gather_channels import GatherChannels
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program
+from polyphase.schedules.direct.channels import GatherChannels
+from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-Offers = list[tuple[Candidate, Launch]]
+Offers = list[tuple[Candidate, Program]]
 
 LAYERS = {
     "depthwise": make((2, 64, 9, 11), 64, 4, 2, 1, groups=64, bias=True, channels_last=True),
@@ -51,7 +54,7 @@ def cases() -> Iterator[ParameterSet]:
     for name, problem in LAYERS.items():
         for pass_ in PASSES:
             for dtype in ("float32", "bfloat16", "float64"):
-                if GatherChannels().refusal(replace(problem, dtype=dtype), pass_, H200):  # a long sum of float32
+                if refusal(GatherChannels(), replace(problem, dtype=dtype), pass_, H200):  # a long sum of float32
                     assert (name, pass_, dtype) == ("groups of eight and sixteen", Pass.INPUT_GRAD, "float32")
                     continue
                 yield pytest.param(replace(problem, dtype=dtype), pass_, id=f"{name}-{pass_.value}-{dtype}")
@@ -85,14 +88,14 @@ def test_layers_take_every_path() -> None:
         channels = (problem.out_channels if forward else problem.in_channels) // groups
         for _, found in strange_offers(problem, pass_):
             for candidate, launch in found:
-                variant, constants = candidate.variant, dict(launch.source.constants)
-                *_, n, d, h, w, _steps, vectors = struct.unpack_from("<11i", launch.geometry, 2 * 56)
+                variant, constants = candidate.variant, dict(launch.main.source.constants)
+                *_, n, d, h, w, _steps, vectors = struct.unpack_from("<11i", launch.main.geometry, 2 * 56)
                 facts = {
                     "several groups a vector": variant.vector > channels,
                     "several vectors a group": variant.vector < channels,
                     "source channels in vectors": constants["SRC_VECTOR"] > 1,
                     "lanes that idle": vectors % variant.lanes != 0,
-                    "several blocks of channels": launch.grid[0] > 1,
+                    "several blocks of channels": launch.main.grid[0] > 1,
                     "tiles along n": n > 1,
                     "tiles along d": d > 1,
                     "tiles along h": h > 1,
@@ -109,9 +112,9 @@ def test_blocks_go_on() -> None:
     problem = make((2, 64, 37, 40), 64, 3, 2, 1, groups=64, bias=True, channels_last=True)
     few = replace(H200, multiprocessors=1)
     layouts = Layouts.dense(problem)
-    candidate = next(GatherChannels().candidates(problem, Pass.FORWARD, few, layouts))
+    candidate = next(candidates(GatherChannels(), problem, Pass.FORWARD, few, layouts))
     launch = GatherChannels().launch(problem, Pass.FORWARD, few, layouts, candidate.variant)
-    *_, steps, _ = struct.unpack_from("<11i", launch.geometry, 2 * 56)
+    *_, steps, _ = struct.unpack_from("<11i", launch.main.geometry, 2 * 56)
     assert steps > 1
     assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 
@@ -138,11 +141,11 @@ def test_float32_is_exact() -> None:
 
 def test_refusals() -> None:
     depthwise = make((2, 64, 9, 11), 64, 3, groups=64)
-    refusal = GatherChannels().refusal
-    assert refusal(replace(depthwise, channels_last=True), Pass.FORWARD, H200) is None
-    assert "forward pass and the input gradient" in (refusal(depthwise, Pass.WEIGHT_GRAD, H200) or "")
-    assert "side by side" in (refusal(depthwise, Pass.FORWARD, H200) or "")
+    schedule = GatherChannels()
+    assert refusal(schedule, replace(depthwise, channels_last=True), Pass.FORWARD, H200) is None
+    assert "forward pass and the input gradient" in (refusal(schedule, depthwise, Pass.WEIGHT_GRAD, H200) or "")
+    assert "side by side" in (refusal(schedule, depthwise, Pass.FORWARD, H200) or "")
     dense = make((2, 64, 9, 11), 64, 3, channels_last=True)
-    assert "one after the other" in (refusal(dense, Pass.FORWARD, H200) or "")
+    assert "one after the other" in (refusal(schedule, dense, Pass.FORWARD, H200) or "")
     long = make((2, 8, 200, 200), 8, 160, groups=8, dtype="bfloat16", channels_last=True)
-    assert "exceed" in (refusal(long, Pass.FORWARD, H200) or "")
+    assert "exceed" in (refusal(schedule, long, Pass.FORWARD, H200) or "")

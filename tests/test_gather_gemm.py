@@ -23,12 +23,14 @@ from kernel_harness import (
     reference,
     run,
 )
-from polyphase.algorithms import gather_gemm
-from polyphase.algorithms.base import Layouts, Sharing
-from polyphase.algorithms.gather_gemm import GatherGemm, _outputs, _product, _tiling
-from polyphase.algorithms.tensor_cores import steps_of
-from polyphase.device import DeviceInfo
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.cost import Sharing
+from polyphase.schedules.grouped_gemm import schedule as gather_gemm
+from polyphase.schedules.grouped_gemm.schedule import GatherGemm, _outputs, _product, _tiling
+from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -86,7 +88,7 @@ def test_layers_take_every_path() -> None:
                 "rows joined": tiling.joined > 1,
                 "rows without taps": tiling.bare_bytes > 0,
                 "rows of whole sectors": tiling.whole_sectors,
-                "several tiles a block": tiling.total > launch.grid[0],
+                "several tiles a block": tiling.total > launch.main.grid[0],
                 "tiles along the width": tiling.tiles[3] > 1,
                 "several images a tile": tiling.lanes[0] > 1,
                 "all of a row's phases have taps": _product(problem, variant.out_chunk).row_blocks
@@ -128,12 +130,12 @@ def test_blocks_take_tile_after_tile(
     batch = 40 if name == "tiny images" else 5
     problem = replace(LAYERS[name], batch=4 * batch if shared else batch)
     dense = Layouts.dense(problem)
-    candidate = next(GatherGemm().candidates(problem, Pass.FORWARD, device, dense))
+    candidate = next(candidates(GatherGemm(), problem, Pass.FORWARD, device, dense))
     launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
     tiling = _tiling(problem, dense, candidate.variant, device)
     assert tiling is not None
-    assert tiling.total * problem.groups > launch.grid[0]
-    assert (launch.prologue is not None) is shared
+    assert tiling.total * problem.groups > launch.main.grid[0]
+    assert (len(launch.steps) > 1) is shared
     if name == "tiny images":
         assert tiling.lanes[0] > 1
     elif name == "grouped, every parameter":
@@ -217,7 +219,7 @@ def test_without_the_copy_engine() -> None:
     for name, dtype in (("grouped, every parameter", "float32"), ("six channels", "float16"), ("3-D", "float32")):
         problem = replace(LAYERS[name], dtype=dtype)
         dense = Layouts.dense(problem)
-        candidate = next(GatherGemm().candidates(problem, Pass.FORWARD, device, dense))
+        candidate = next(candidates(GatherGemm(), problem, Pass.FORWARD, device, dense))
         launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
         assert_exact(problem, Pass.FORWARD, candidate, launch)
 
@@ -233,6 +235,6 @@ def test_where_it_refuses() -> None:
         replace(layer, channels_last=True): "channels come last",
     }
     for problem, reason in wanted.items():
-        assert reason in (GatherGemm().refusal(problem, Pass.FORWARD, H200) or "")
-    assert "only" in (GatherGemm().refusal(layer, Pass.WEIGHT_GRAD, H200) or "")
-    assert "lacks" in (GatherGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
+        assert reason in (refusal(GatherGemm(), problem, Pass.FORWARD, H200) or "")
+    assert "only" in (refusal(GatherGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks" in (refusal(GatherGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")

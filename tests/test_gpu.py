@@ -32,38 +32,42 @@ from helpers import (
     tf32,
 )
 from kernel_harness import DTYPES, H200, Gpu, assert_exact, formats, strange_layouts
-from polyphase import plan, runtime
-from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.gather_channels import GatherChannels
-from polyphase.algorithms.gather_gemm import GatherGemm
-from polyphase.algorithms.implicit_gemm import ImplicitGemm
-from polyphase.algorithms.input_grad_dots import InputGradDots
-from polyphase.algorithms.phase_gemm import PhaseGemm
-from polyphase.algorithms.pixel_gemm import PixelGemm
-from polyphase.algorithms.scatter_gemm import ScatterGemm
-from polyphase.algorithms.turned_boxes import InputGradTurned, WeightGradTurned
-from polyphase.algorithms.weight_grad_channels import WeightGradChannels
-from polyphase.algorithms.weight_grad_windows import WeightGradWindows
+from polyphase import runtime
 from polyphase.bench.memory import workspace_megabytes
-from polyphase.device import DeviceInfo
 from polyphase.jit import launcher
 from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.source import KernelSource
-from polyphase.plan import launches
+from polyphase.plan import planner as plan
+from polyphase.plan.planner import launches
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program
+from polyphase.schedules.direct.channels import GatherChannels
+from polyphase.schedules.direct_wgrad.channels import WeightGradChannels
+from polyphase.schedules.direct_wgrad.windows import WeightGradWindows
+from polyphase.schedules.dot_dgrad.schedule import InputGradDots
+from polyphase.schedules.grouped_gemm.schedule import GatherGemm
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.overlap_gemm.schedule import ScatterGemm
+from polyphase.schedules.phase_gemm.long_kernels import PhaseGemm
+from polyphase.schedules.phase_gemm.pixels import PixelGemm
+from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.window_gemm.transposed import InputGradTurned, WeightGradTurned
 from processes import run_python
 from test_gather_channels import LAYERS as CHANNELS_LAYERS
 from test_gather_gemm import INF_AND_NAN, share_all_tiles
 from test_gather_gemm import LAYERS as GATHER_LAYERS
 from test_gather_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
-from test_gradient_boxes import ALGORITHMS as BOX_ALGORITHMS
 from test_gradient_boxes import LAYERS as BOX_LAYERS
+from test_gradient_boxes import SCHEDULES as BOX_SCHEDULES
 from test_gradient_boxes import assert_planes_are_added_up
-from test_gradient_gemm import ALGORITHMS, MIRRORED
 from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
-from test_gradient_wgmma import ALGORITHMS as WGMMA_ALGORITHMS
+from test_gradient_gemm import MIRRORED, SCHEDULES
 from test_gradient_wgmma import LAST as WGMMA_LAST
 from test_gradient_wgmma import LAYERS as WGMMA_LAYERS
+from test_gradient_wgmma import SCHEDULES as WGMMA_SCHEDULES
 from test_input_grad_dots import LAYERS as DOTS_LAYERS
 from test_kernels import PROBLEMS, RINGS, WIDE_LAYERS, GemmCase, gemm_cases, ring_case, share_all_items, wide
 from test_kernels import items_to_take as items_to_take  # a fixture, of these tests as well
@@ -74,8 +78,8 @@ from test_scales import LAYERS as SCALED_LAYERS
 from test_scales import assert_near, of_many_sizes, scaled
 from test_scatter_gemm import LAYERS as SCATTER_LAYERS
 from test_scatter_gemm import assert_carries_inf_and_nan
-from test_turned_boxes import ALGORITHMS as TURNED_ALGORITHMS
 from test_turned_boxes import LAYERS as TURNED_LAYERS
+from test_turned_boxes import SCHEDULES as TURNED_SCHEDULES
 from test_turned_boxes import assert_turns
 from test_weight_grad_channels import LAYERS as CHANNELS_GRAD_LAYERS
 from test_weight_grad_windows import LAYERS as WINDOWS_LAYERS
@@ -132,18 +136,18 @@ class Case:
     problem: ConvTransposeProblem
     pass_: Pass
     layouts: Layouts
-    algorithm: str | None = None  # the only one whose variants are wanted
+    schedule: str | None = None  # the only one whose variants are wanted
 
-    def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
-        """All variants in float32; the first and the last of each algorithm in other dtypes, which they share."""
+    def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
+        """All variants in float32; the first and the last of each schedule in other dtypes, which they share."""
         found = [
             (candidate, launch)
             for candidate, launch in launches(self.problem, self.pass_, device, self.layouts)
-            if self.algorithm in (None, candidate.algorithm)
+            if self.schedule in (None, candidate.schedule)
         ]
         if self.problem.dtype == "float32":
             return found
-        names = [candidate.algorithm for candidate, _ in found]
+        names = [candidate.schedule for candidate, _ in found]
         ends = {names.index(name) for name in names} | {len(names) - 1 - names[::-1].index(name) for name in names}
         return [found[i] for i in sorted(ends)]
 
@@ -170,13 +174,13 @@ def cases() -> Iterator[ParameterSet]:
 
 
 def strange_cases() -> Iterator[ParameterSet]:
-    """The layers of tests of single algorithms, their tensors dense and not."""
+    """The layers of tests of single schedules, their tensors dense and not."""
     channels_grad = WeightGradChannels()
     layers = [
-        *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in ALGORITHMS.items()),
-        *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_ALGORITHMS.items()),
+        *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in SCHEDULES.items()),
+        *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_SCHEDULES.items()),
         *(
-            (f"{name}, wgmma", layer, (Pass.WEIGHT_GRAD, WGMMA_ALGORITHMS[Pass.WEIGHT_GRAD]))
+            (f"{name}, wgmma", layer, (Pass.WEIGHT_GRAD, WGMMA_SCHEDULES[Pass.WEIGHT_GRAD]))
             for name, layer in WGMMA_LAST.items()
         ),
         *(
@@ -184,16 +188,16 @@ def strange_cases() -> Iterator[ParameterSet]:
             for name, layer in WINDOWS_LAYERS.items()
         ),
         *(
-            (f"{name}, boxes", layer, (pass_, algorithm))
+            (f"{name}, boxes", layer, (pass_, schedule))
             for name, layer in BOX_LAYERS.items()
-            for pass_, algorithm in BOX_ALGORITHMS.items()
-            if algorithm.refusal(layer, pass_, H200) is None
+            for pass_, schedule in BOX_SCHEDULES.items()
+            if refusal(schedule, layer, pass_, H200) is None
         ),
         *(
-            (f"{name}, turned", layer, (pass_, algorithm))
+            (f"{name}, turned", layer, (pass_, schedule))
             for name, layer in TURNED_LAYERS.items()
-            for pass_, algorithm in TURNED_ALGORITHMS.items()
-            if algorithm.refusal(layer, pass_, H200) is None
+            for pass_, schedule in TURNED_SCHEDULES.items()
+            if refusal(schedule, layer, pass_, H200) is None
         ),
         *(
             (f"{name}, pixels", replace(layer, dtype=dtype), (Pass.FORWARD, PixelGemm()))
@@ -205,7 +209,7 @@ def strange_cases() -> Iterator[ParameterSet]:
             for name, layer in CHANNELS_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16", "float64")
             for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD)
-            if GatherChannels().refusal(replace(layer, dtype=dtype), pass_, H200) is None  # a long sum of float32
+            if refusal(GatherChannels(), replace(layer, dtype=dtype), pass_, H200) is None  # a long sum of float32
         ),
         *(
             (f"{name}, channels", replace(layer, dtype=dtype, channels_last=last), (Pass.WEIGHT_GRAD, channels_grad))
@@ -219,8 +223,8 @@ def strange_cases() -> Iterator[ParameterSet]:
         ),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
         *(
-            (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, algorithm))
-            for label, layers_of, algorithm in (
+            (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, schedule))
+            for label, layers_of, schedule in (
                 ("scattered", SCATTER_LAYERS, ScatterGemm()),
                 ("gathered", GATHER_LAYERS, GatherGemm()),
                 ("phases", PHASE_LAYERS, PhaseGemm()),
@@ -232,13 +236,13 @@ def strange_cases() -> Iterator[ParameterSet]:
     one_format_each = (
         GatherGemm, PixelGemm, GatherChannels, WeightGradChannels, InputGradDots, InputGradTurned, WeightGradTurned
     )  # fmt: skip
-    for name, layer, (pass_, algorithm) in layers:
-        one_format = layer.channels_last or isinstance(algorithm, one_format_each)
+    for name, layer, (pass_, schedule) in layers:
+        one_format = layer.channels_last or isinstance(schedule, one_format_each)
         for problem in [layer] if one_format else formats(layer):
             for number, layouts in enumerate(strange_layouts(problem)):
                 order = "last" if problem.channels_last else "first"
                 label = f"{name}-{order}-{number}-{pass_.value}-{problem.dtype}"
-                yield pytest.param(Case(problem, pass_, layouts, algorithm.name), id=label)
+                yield pytest.param(Case(problem, pass_, layouts, schedule.name), id=label)
 
 
 @pytest.fixture(scope="session")
@@ -295,9 +299,9 @@ def test_tiles_are_shared(name: str, dtype: str, variants: Gpu, monkeypatch: pyt
     device = replace(DeviceInfo.of(variants.device), multiprocessors=16)
     problem = replace(GATHER_LAYERS[name], batch=40 * GATHER_LAYERS[name].batch, dtype=dtype)
     layouts = Layouts.dense(problem)
-    for candidate in GatherGemm().candidates(problem, Pass.FORWARD, device, layouts):
+    for candidate in candidates(GatherGemm(), problem, Pass.FORWARD, device, layouts):
         launch = GatherGemm().launch(problem, Pass.FORWARD, device, layouts, candidate.variant)
-        assert launch.prologue is not None
+        assert len(launch.steps) == 2
         if name == "more channels than a block":
             assert problem.out_channels_per_group > candidate.variant.out_chunk
         for _ in range(3):
@@ -791,7 +795,7 @@ def test_gradients_can_be_changed_in_place(dtype: torch.dtype, size: int, create
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("shape", [(2, 72, 5, 13), (3, 9, 1, 1), (1, 133, 3, 4, 11), (5, 16, 70)])
-def test_turning(shape: tuple[int, ...], dtype: str) -> None:
+def test_transposes(shape: tuple[int, ...], dtype: str) -> None:
     assert_turns(shape, dtype, Gpu(0))
 
 
@@ -805,7 +809,7 @@ def test_gradients_lie_as_their_tensors(shape: tuple[int, ...], kernel: int, str
     problem = make(shape, 64, kernel, stride, dtype=str(dtype).removeprefix("torch."), tf32=True)
     device = DeviceInfo.of(DEVICE)
     if device.has_wgmma and max(shape[2:]) > 1:
-        chosen = [plan.plan(problem, pass_, device).algorithm for pass_ in TURNED_ALGORITHMS]
+        chosen = [plan.plan(problem, pass_, device).schedule for pass_ in TURNED_SCHEDULES]
         assert any(name.endswith("turned") for name in chosen)
     x, w = (
         torch.randint(-4, 5, size, device=DEVICE, dtype=dtype, requires_grad=True)
@@ -840,7 +844,7 @@ def test_boxes_carry_inf_and_nan(channels_last: bool, bits: int) -> None:
     """The copy engine rounds to TF32: neither does an Inf become a NaN, nor a NaN anything else."""
     problem = make((2, 32, 12, 16), 32, 3, 1, 1, channels_last=channels_last, tf32=True)
     chosen = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).launch
-    if chosen is None or not chosen.boxes:
+    if chosen is None or not chosen.main.boxes:
         pytest.skip("the planner takes no boxes here")
     operands = make_operands(problem, torch.float32, DEVICE)
     if channels_last:

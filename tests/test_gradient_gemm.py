@@ -11,17 +11,20 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, strange_layouts
-from polyphase.algorithms import base, gradient_gemm
-from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.gradient_gemm import InputGradGemm, WeightGradGemm
-from polyphase.algorithms.implicit_gemm import ImplicitGemm
-from polyphase.device import DeviceInfo
+from polyphase.plan import shortlist
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules import tiles
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.window_gemm import mma as gradient_gemm
+from polyphase.schedules.window_gemm.mma import InputGradGemm, WeightGradGemm
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-ALGORITHMS = {Pass.INPUT_GRAD: InputGradGemm(), Pass.WEIGHT_GRAD: WeightGradGemm()}
-GRADIENTS = list(ALGORITHMS)
+SCHEDULES = {Pass.INPUT_GRAD: InputGradGemm(), Pass.WEIGHT_GRAD: WeightGradGemm()}
+GRADIENTS = list(SCHEDULES)
 
 # Rows of the output gradient that are multiples of 16, 8, 4 and 2 bytes.
 LAYERS = {
@@ -59,7 +62,7 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """On tensors of one kind, every third of them dense; on a GPU it is all variants and kinds."""
     all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
     layouts = all_layouts[max(0, seed % 6 - 1)]
-    found = offers(ALGORITHMS[pass_], problem, pass_, layouts)
+    found = offers(SCHEDULES[pass_], problem, pass_, layouts)
     candidate, launch = found[seed // 6 % len(found)]
     assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
 
@@ -69,18 +72,18 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
 def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of every shape, with rows and columns that do not exist, and with 2, 3 or 4 buffers."""
     monkeypatch.setattr(gradient_gemm, "_SHAPES", (shape,))
-    gradient_gemm._ranked.cache_clear()
+    shortlist.forget()
     rows = 16 * shape[0] * shape[2]
     problem = make((2, rows // 2 + 7, 5, 24), 13, 4, 2, 1, dtype="bfloat16")
-    found = offers(ALGORITHMS[pass_], problem, pass_)
-    gradient_gemm._ranked.cache_clear()
+    found = offers(SCHEDULES[pass_], problem, pass_)
+    shortlist.forget()
     first = zlib.crc32(f"{pass_} {shape}".encode())
     for buffers in (2 + (first + more) % 3 for more in range(3)):
         candidate, _ = found[0 if buffers < 4 else -1]
         variant = candidate.variant._replace(buffers=buffers)
         layouts = Layouts.dense(problem)
         if gradient_gemm._tiling(problem, pass_, layouts, variant, H200) is not None:
-            launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
+            launch = SCHEDULES[pass_].launch(problem, pass_, H200, layouts, variant)
             assert_exact(problem, pass_, candidate, launch, executor=Emulator(buffers))
             break
     else:
@@ -89,7 +92,7 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pyte
 
 def test_windows_that_16_bits_cannot_address() -> None:
     problem = make((1, 16, 300), 2, 512, 256, 128, dtype="bfloat16")
-    candidate, launch = offers(ALGORITHMS[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
+    candidate, launch = offers(SCHEDULES[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
     assert candidate.variant.positions * 256 > 2**15
     assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(2))
 
@@ -99,9 +102,9 @@ def test_variants_fit_images_of_any_alignment() -> None:
     a10 = DeviceInfo.for_arch("sm_86")
     problem = make((100, 3, 1, 33, 5), 3, (7, 8, 1), (4, 1, 4), (5, 4, 0), (0, 9, 3), dilation=(7, 15, 1))
     problem = replace(problem, dtype="bfloat16")
-    algorithm = InputGradGemm()
+    schedule = InputGradGemm()
     first = {
-        next(algorithm.candidates(sized, Pass.INPUT_GRAD, a10, Layouts.dense(sized))).variant
+        next(candidates(schedule, sized, Pass.INPUT_GRAD, a10, Layouts.dense(sized))).variant
         for size in ((1, 33, 5), (9, 9, 9), (3, 40, 64))
         for sized in (replace(problem, input_size=size),)
     }
@@ -112,16 +115,16 @@ def test_variants_fit_images_of_any_alignment() -> None:
 @pytest.mark.parametrize("name", ["stride 1", "tiny images"])
 def test_no_races(name: str, pass_: Pass) -> None:
     for problem in (LAYERS[name], replace(LAYERS[name], channels_last=True)):
-        candidate, launch = offers(ALGORITHMS[pass_], problem, pass_)[0]
+        candidate, launch = offers(SCHEDULES[pass_], problem, pass_)[0]
         assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
 
 
 def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts longer than what the cores sum in one go."""
     problem = make((3, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
-    monkeypatch.setattr(base, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
-    for candidate, launch in offers(ALGORITHMS[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[:2]:
-        assert launch.planes == 2
+    monkeypatch.setattr(tiles, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
+    for candidate, launch in offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[:2]:
+        assert launch.splits == 2
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
 
@@ -129,7 +132,7 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pass_", GRADIENTS)
 def test_float32_is_rounded_to_nearest(pass_: Pass, channels_last: bool) -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True, channels_last=channels_last)
-    _, launch = offers(ALGORITHMS[pass_], problem, pass_)[0]
+    _, launch = offers(SCHEDULES[pass_], problem, pass_)[0]
     assert_rounds_to_nearest(problem, pass_, launch)
 
 
@@ -143,19 +146,19 @@ def test_where_it_refuses() -> None:
         replace(layer, dtype="float64"): "do not take float64",
         replace(layer, dtype="bfloat16", kernel_size=(25, 25)): "too many",
     }
-    for pass_, algorithm in ALGORITHMS.items():
+    for pass_, schedule in SCHEDULES.items():
         for problem, reason in wanted.items():
-            assert reason in (algorithm.refusal(problem, pass_, H200) or "")
-        assert "only" in (algorithm.refusal(layer, Pass.FORWARD, H200) or "")
+            assert reason in (refusal(schedule, problem, pass_, H200) or "")
+        assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
     turing = DeviceInfo.for_arch("sm_75")
-    assert "lacks" in (InputGradGemm().refusal(replace(layer, dtype="float16"), Pass.INPUT_GRAD, turing) or "")
+    assert "lacks" in (refusal(InputGradGemm(), replace(layer, dtype="float16"), Pass.INPUT_GRAD, turing) or "")
 
 
 def test_dtypes_are_those_of_the_cores() -> None:
     taken = {
         dtype
         for dtype in DTYPES
-        if WeightGradGemm().refusal(make((2, 32, 8, 8), 32, 3, dtype=dtype, tf32=True), Pass.WEIGHT_GRAD, H200) is None
+        if refusal(WeightGradGemm(), make((2, 32, 8, 8), 32, 3, dtype=dtype, tf32=True), Pass.WEIGHT_GRAD, H200) is None
     }
     assert taken == {"float32", "float16", "bfloat16"}
 
@@ -180,12 +183,12 @@ MIRRORED = {
 def test_mirrored_layers(name: str, channels_last: bool) -> None:
     if channels_last and MIRRORED[name].dims == 1:
         pytest.skip("PyTorch has no such format")
-    problem, algorithm = replace(MIRRORED[name], channels_last=channels_last), ImplicitGemm()
+    problem, schedule = replace(MIRRORED[name], channels_last=channels_last), ImplicitGemm()
     dense = Layouts.dense(problem)
     ways = ((0, dense), (-1, replace(dense, weight_channels_last=not channels_last)))
     for index, layouts in ways[zlib.crc32(f"{name} {channels_last}".encode()) % 2 :][:1]:
-        candidate = list(algorithm.candidates(problem, Pass.INPUT_GRAD, H200, layouts))[index]
-        launch = algorithm.launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
+        candidate = list(candidates(schedule, problem, Pass.INPUT_GRAD, H200, layouts))[index]
+        launch = schedule.launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
         assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, Emulator(1))
 
 
@@ -194,4 +197,4 @@ def test_what_has_no_mirror() -> None:
     assert layer.mirrored() is not None
     assert replace(layer, stride=(1, 2)).mirrored() is None
     assert replace(layer, padding=(1, 3)).mirrored() is None
-    assert "stride 1" in (ImplicitGemm().refusal(replace(layer, stride=(2, 2)), Pass.INPUT_GRAD, H200) or "")
+    assert "stride 1" in (refusal(ImplicitGemm(), replace(layer, stride=(2, 2)), Pass.INPUT_GRAD, H200) or "")

@@ -21,17 +21,21 @@ from kernel_harness import (
     offers,
     strange_layouts,
 )
-from polyphase import plan
-from polyphase.algorithms import base, gradient_wgmma, gradient_wgmma_tile
-from polyphase.algorithms.base import Candidate, Layouts, dense_strides
-from polyphase.algorithms.gradient_wgmma import InputGradWgmma, WeightGradWgmma, WgmmaVariant
-from polyphase.device import DeviceInfo
+from polyphase.plan import planner as plan
+from polyphase.plan.shortlist import candidates, in_order, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.schedules import tiles
+from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.window_gemm import wgmma as gradient_wgmma
+from polyphase.schedules.window_gemm import wgmma_tile as gradient_wgmma_tile
+from polyphase.schedules.window_gemm.wgmma import InputGradWgmma, WeightGradWgmma, WgmmaVariant
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-ALGORITHMS = {Pass.INPUT_GRAD: InputGradWgmma(), Pass.WEIGHT_GRAD: WeightGradWgmma()}
-GRADIENTS = list(ALGORITHMS)
+SCHEDULES = {Pass.INPUT_GRAD: InputGradWgmma(), Pass.WEIGHT_GRAD: WeightGradWgmma()}
+GRADIENTS = list(SCHEDULES)
 
 # Rows of the input and slabs of it that are multiples of 16 bytes; of the output gradient, where nothing else is said.
 LAYERS = {
@@ -89,10 +93,10 @@ LAST = {
 @pytest.mark.parametrize("name", LAST)
 def test_channels_last(name: str) -> None:
     """Tensors of each kind that the engine takes, a variant of each; on a GPU it is all of them."""
-    problem, algorithm, met = LAST[name], ALGORITHMS[Pass.WEIGHT_GRAD], 0
-    assert InputGradWgmma().refusal(problem, Pass.INPUT_GRAD, H200)
+    problem, schedule, met = LAST[name], SCHEDULES[Pass.WEIGHT_GRAD], 0
+    assert refusal(InputGradWgmma(), problem, Pass.INPUT_GRAD, H200)
     for number, layouts in enumerate(strange_layouts(problem)):
-        if found := offers(algorithm, problem, Pass.WEIGHT_GRAD, layouts):
+        if found := offers(schedule, problem, Pass.WEIGHT_GRAD, layouts):
             candidate, launch = found[number % len(found)]
             assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, layouts, Emulator(number))
             met += 1
@@ -102,15 +106,15 @@ def test_channels_last(name: str) -> None:
 def test_channels_last_take_every_way() -> None:
     """Windows come as boxes and by copies; the input comes in boxes of every width, one and several."""
     found = [launch for problem in LAST.values() for _, launch in offers(WeightGradWgmma(), problem, Pass.WEIGHT_GRAD)]
-    assert {launch.boxes[0].swizzle for launch in found} == {32, 64, 128}
-    assert {len(launch.boxes) for launch in found} == {1, 2}
-    assert {dict(launch.source.constants)["COLUMN_TILES"] for launch in found} > {2, 8}
+    assert {launch.main.boxes[0].swizzle for launch in found} == {32, 64, 128}
+    assert {len(launch.main.boxes) for launch in found} == {1, 2}
+    assert {dict(launch.main.source.constants)["COLUMN_TILES"] for launch in found} > {2, 8}
 
 
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One variant; on a GPU it is all of them."""
-    assert_one_variant_exact(ALGORITHMS[pass_], problem, pass_)
+    assert_one_variant_exact(SCHEDULES[pass_], problem, pass_)
 
 
 def test_layers_take_every_way() -> None:
@@ -118,7 +122,7 @@ def test_layers_take_every_way() -> None:
     ways = set()
     for problem in LAYERS.values():
         for pass_ in GRADIENTS:
-            for variant in gradient_wgmma._ranked(base.standard(problem), pass_, H200):
+            for variant in in_order(SCHEDULES[pass_], problem, pass_, H200, Layouts.dense(problem)):
                 tiling = gradient_wgmma.tiling_of(problem, pass_, Layouts.dense(problem), variant, H200)
                 if tiling is not None:
                     ways.add((pass_, "window", tiling.window_box is not None))
@@ -159,13 +163,13 @@ def mixed_formats(problem: ConvTransposeProblem) -> Iterator[Layouts]:
 def test_input_and_gradient_in_different_formats(problem: ConvTransposeProblem, channels_last: bool) -> None:
     """What the planner takes, and its own first, where it offers one."""
     problem = replace(problem, channels_last=channels_last and problem.dims > 1)
-    algorithm, pass_ = ALGORITHMS[Pass.WEIGHT_GRAD], Pass.WEIGHT_GRAD
+    schedule, pass_ = SCHEDULES[Pass.WEIGHT_GRAD], Pass.WEIGHT_GRAD
     for number, layouts in enumerate(mixed_formats(problem)):
         chosen = [(each.candidate, each.launch) for each in plan.plan(problem, pass_, H200, layouts).selected]
-        if algorithm.refusal(problem, pass_, H200) is None:
+        if refusal(schedule, problem, pass_, H200) is None:
             chosen += [
-                (each, algorithm.launch(problem, pass_, H200, layouts, each.variant))
-                for each in itertools.islice(algorithm.candidates(problem, pass_, H200, layouts), 1)
+                (each, schedule.launch(problem, pass_, H200, layouts, each.variant))
+                for each in itertools.islice(candidates(schedule, problem, pass_, H200, layouts), 1)
             ]
         for candidate, launch in chosen:
             assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
@@ -188,8 +192,8 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int]) -> None:
         layouts = Layouts.dense(problem)
         if gradient_wgmma.tiling_of(problem, pass_, layouts, variant, H200) is not None:
             break
-    launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, variant)
-    candidate, _ = offers(ALGORITHMS[pass_], problem, pass_)[0]
+    launch = SCHEDULES[pass_].launch(problem, pass_, H200, layouts, variant)
+    candidate, _ = offers(SCHEDULES[pass_], problem, pass_)[0]
     assert_exact(problem, pass_, replace(candidate, variant=variant), launch, executor=Emulator(buffers))
 
 
@@ -198,37 +202,37 @@ def test_every_number_of_operations(operations: int) -> None:
     """Stages of whole batches and of what is left of one: so many taps, of as many channels as an operation takes."""
     dtype, chunk = ("float32", 8) if operations % 3 == 0 else ("bfloat16", 16)
     problem = make((2, 20, 40), 2 * chunk, operations, dtype=dtype, tf32=True)
-    algorithm = ALGORITHMS[Pass.INPUT_GRAD]
+    schedule = SCHEDULES[Pass.INPUT_GRAD]
     for row_tiles in (1, 2):
         variant = WgmmaVariant(row_tiles, 24, chunk, 128 * row_tiles, 3)
-        launch = algorithm.launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), variant)
-        candidate = Candidate(algorithm.name, variant, 0.0, "")
+        launch = schedule.launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), variant)
+        candidate = Candidate(schedule.name, variant, 0.0, "")
         assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(row_tiles))
 
 
 @pytest.mark.parametrize("pass_", GRADIENTS)
 @pytest.mark.parametrize("name", ["stride 2", "rows of the gradient that are copied", "odd rows, half"])
 def test_no_races(name: str, pass_: Pass) -> None:
-    candidate, launch = offers(ALGORITHMS[pass_], LAYERS[name], pass_)[0]
+    candidate, launch = offers(SCHEDULES[pass_], LAYERS[name], pass_)[0]
     assert_exact(LAYERS[name], pass_, candidate, launch, executor=Emulator(order=None))
 
 
 def test_rows_of_a_window_beyond_32767_bytes() -> None:
     problem = make((1, 16, 64), 8, 32, dilation=600, dtype="bfloat16")
-    candidate, launch = offers(ALGORITHMS[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
-    assert len(launch.boxes) == 1  # the window is copied
+    candidate, launch = offers(SCHEDULES[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
+    assert len(launch.main.boxes) == 1  # the window is copied
     assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(1))
 
 
 def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums longer than what the cores sum in one go, of several stages and a rest."""
     problem = make((2, 40, 6, 8), 56, 4, 2, 1, dtype="bfloat16")
-    algorithm = ALGORITHMS[Pass.INPUT_GRAD]
+    schedule = SCHEDULES[Pass.INPUT_GRAD]
     monkeypatch.setattr(gradient_wgmma, "_FLUSH", 2 * 8 * problem.taps)
     variant = WgmmaVariant(2, 40, 8, 256, 3)
-    launch = algorithm.launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), variant)
-    assert dict(launch.source.constants)["FLUSH"] == 2
-    candidate = Candidate(algorithm.name, variant, 0.0, "")
+    launch = schedule.launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), variant)
+    assert dict(launch.main.source.constants)["FLUSH"] == 2
+    candidate = Candidate(schedule.name, variant, 0.0, "")
     assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(1))
     most = {variant.columns * variant.row_tiles for variant in gradient_wgmma._variants(problem, Pass.INPUT_GRAD)}
     assert max(most) <= 128
@@ -237,12 +241,12 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts longer than what the cores sum in one go."""
     problem = make((3, 16, 16, 32), 16, 2, 2, dtype="bfloat16")
-    monkeypatch.setattr(base, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
+    monkeypatch.setattr(tiles, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
     monkeypatch.setattr(gradient_wgmma, "_FLUSH", 160)
-    candidate, _ = offers(ALGORITHMS[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
+    candidate, _ = offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
     variant = candidate.variant._replace(positions=64)
-    launch = ALGORITHMS[Pass.WEIGHT_GRAD].launch(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), variant)
-    assert launch.planes == 2
+    launch = SCHEDULES[Pass.WEIGHT_GRAD].launch(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), variant)
+    assert launch.splits == 2
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
 
@@ -250,8 +254,8 @@ def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pass_", GRADIENTS)
 def test_float32_is_rounded_to_nearest(pass_: Pass, padding: int) -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, padding, tf32=True)
-    _, launch = offers(ALGORITHMS[pass_], problem, pass_)[0]
-    assert len(launch.boxes) == 1 + padding
+    _, launch = offers(SCHEDULES[pass_], problem, pass_)[0]
+    assert len(launch.main.boxes) == 1 + padding
     assert_rounds_to_nearest(problem, pass_, launch)
 
 
@@ -263,36 +267,36 @@ def test_where_it_refuses() -> None:
         replace(layer, dtype="float32", tf32=True, channels_last=True): "pixels are innermost",
     }
     last = replace(layer, channels_last=True)
-    assert "pixels are innermost" in (InputGradWgmma().refusal(last, Pass.INPUT_GRAD, H200) or "")
-    assert "whole boxes" in (WeightGradWgmma().refusal(last, Pass.WEIGHT_GRAD, H200) or "")
+    assert "pixels are innermost" in (refusal(InputGradWgmma(), last, Pass.INPUT_GRAD, H200) or "")
+    assert "whole boxes" in (refusal(WeightGradWgmma(), last, Pass.WEIGHT_GRAD, H200) or "")
     last = replace(last, out_channels=6)
     for apart in (replace(last, groups=2), replace(last, dilation=(1, 2))):
-        assert "side by side" in (WeightGradWgmma().refusal(apart, Pass.WEIGHT_GRAD, H200) or "")
+        assert "side by side" in (refusal(WeightGradWgmma(), apart, Pass.WEIGHT_GRAD, H200) or "")
     narrow = replace(layer, out_channels=9, kernel_size=(3, 3))
-    assert "162 bytes" in (InputGradWgmma().refusal(narrow, Pass.INPUT_GRAD, H200) or "")
-    for pass_, algorithm in ALGORITHMS.items():
+    assert "162 bytes" in (refusal(InputGradWgmma(), narrow, Pass.INPUT_GRAD, H200) or "")
+    for pass_, schedule in SCHEDULES.items():
         for problem, reason in wanted.items():
-            assert reason in (algorithm.refusal(problem, pass_, H200) or "")
-        assert "only" in (algorithm.refusal(layer, Pass.FORWARD, H200) or "")
-        assert algorithm.refusal(layer, pass_, H200) is None
+            assert reason in (refusal(schedule, problem, pass_, H200) or "")
+        assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
+        assert refusal(schedule, layer, pass_, H200) is None
         for arch in ("sm_80", "sm_100a", "sm_120"):
-            assert "lacks Hopper's" in (algorithm.refusal(layer, pass_, DeviceInfo.for_arch(arch)) or "")
+            assert "lacks Hopper's" in (refusal(schedule, layer, pass_, DeviceInfo.for_arch(arch)) or "")
     many = replace(layer, kernel_size=(25, 25), padding=(0, 0))
-    assert "no stage of 625 taps" in (WeightGradWgmma().refusal(many, Pass.WEIGHT_GRAD, H200) or "")
+    assert "no stage of 625 taps" in (refusal(WeightGradWgmma(), many, Pass.WEIGHT_GRAD, H200) or "")
 
 
 def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
     """No box begins or ends amid 16 bytes: there is no candidate where tensors lie otherwise."""
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
-    for pass_, algorithm in ALGORITHMS.items():
+    for pass_, schedule in SCHEDULES.items():
         dense, *others = strange_layouts(layer)
-        assert list(algorithm.candidates(layer, pass_, H200, dense))
+        assert list(candidates(schedule, layer, pass_, H200, dense))
         weight_last, unaligned, _, apart = others
-        assert bool(list(algorithm.candidates(layer, pass_, H200, weight_last))) is (pass_ is Pass.WEIGHT_GRAD)
-        assert not list(algorithm.candidates(layer, pass_, H200, unaligned))
-        assert not list(algorithm.candidates(layer, pass_, H200, apart))
+        assert bool(list(candidates(schedule, layer, pass_, H200, weight_last))) is (pass_ is Pass.WEIGHT_GRAD)
+        assert not list(candidates(schedule, layer, pass_, H200, unaligned))
+        assert not list(candidates(schedule, layer, pass_, H200, apart))
     odd = replace(layer, input_size=(7, 7))
-    assert not list(WeightGradWgmma().candidates(odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd)))
+    assert not list(candidates(WeightGradWgmma(), odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd)))
 
 
 def test_pairs_never_begin_at_odd_elements() -> None:
@@ -301,13 +305,13 @@ def test_pairs_never_begin_at_odd_elements() -> None:
     assert gradient_wgmma_tile.in_pairs(layer)
     dense = Layouts.dense(layer)
     image, channel, slab, row, _ = dense.output
-    for pass_, algorithm in ALGORITHMS.items():
-        assert list(algorithm.candidates(layer, pass_, H200, dense))
+    for pass_, schedule in SCHEDULES.items():
+        assert list(candidates(schedule, layer, pass_, H200, dense))
         for odd in ((image + 1, channel, slab, row), (image, channel + 1, slab, row), (image, channel, slab, row + 1)):
             layouts = replace(dense, output=(*odd, 1))
-            assert not list(algorithm.candidates(layer, pass_, H200, layouts))
+            assert not list(candidates(schedule, layer, pass_, H200, layouts))
         single = replace(layer, batch=1)  # whose images have no stride that counts
-        assert list(algorithm.candidates(single, pass_, H200, replace(dense, output=(image + 1, *dense.output[1:]))))
+        assert list(candidates(schedule, single, pass_, H200, replace(dense, output=(image + 1, *dense.output[1:]))))
 
 
 @pytest.mark.parametrize(
@@ -318,10 +322,10 @@ def test_pairs_never_begin_at_odd_elements() -> None:
     ],
 )
 def test_strange_sizes_are_planned(layer: ConvTransposeProblem) -> None:
-    for pass_, algorithm in ALGORITHMS.items():
-        if algorithm.refusal(layer, pass_, H200) is None:
-            for candidate in algorithm.candidates(layer, pass_, H200, Layouts.dense(layer)):
-                algorithm.launch(layer, pass_, H200, Layouts.dense(layer), candidate.variant)
+    for pass_, schedule in SCHEDULES.items():
+        if refusal(schedule, layer, pass_, H200) is None:
+            for candidate in candidates(schedule, layer, pass_, H200, Layouts.dense(layer)):
+                schedule.launch(layer, pass_, H200, Layouts.dense(layer), candidate.variant)
 
 
 def test_a_new_size_predicts_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,19 +334,19 @@ def test_a_new_size_predicts_no_more_than_it_needs(monkeypatch: pytest.MonkeyPat
     asked = []
     estimate = gradient_wgmma._estimate
     monkeypatch.setattr(gradient_wgmma, "_estimate", lambda *given: asked.append(given) or estimate(*given))
-    for pass_, algorithm in ALGORITHMS.items():
-        assert len(list(algorithm.candidates(layer, pass_, H200, Layouts.dense(layer)))) >= 3
+    for pass_, schedule in SCHEDULES.items():
+        assert len(list(candidates(schedule, layer, pass_, H200, Layouts.dense(layer)))) >= 3
         asked.clear()
         other = replace(layer, input_size=(33, 40))
-        next(algorithm.candidates(other, pass_, H200, Layouts.dense(other)))
+        next(candidates(schedule, other, pass_, H200, Layouts.dense(other)))
         assert len(asked) == 1
 
 
 def test_every_size_has_the_layer_s_kernel() -> None:
     layer = make((2, 64, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
-    for pass_, algorithm in ALGORITHMS.items():
+    for pass_, schedule in SCHEDULES.items():
         found = set()
         for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
             problem = replace(layer, batch=batch, input_size=size)
-            found.add(next(algorithm.candidates(problem, pass_, H200, Layouts.dense(problem))).variant)
+            found.add(next(candidates(schedule, problem, pass_, H200, Layouts.dense(problem))).variant)
         assert len(found) == 1

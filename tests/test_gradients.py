@@ -15,8 +15,9 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import polyphase
 from helpers import OURS, TORCH, constants, make_operands, normal_tensor
-from polyphase import ConvTransposeProblem, derivatives
-from polyphase.validate import Layer
+from polyphase import ConvTransposeProblem
+from polyphase.torch_op import derivatives
+from polyphase.torch_op.validate import Layer
 
 make = ConvTransposeProblem.make
 

@@ -12,10 +12,11 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
-from polyphase.algorithms import input_grad_dots
-from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.input_grad_dots import InputGradDots
+from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.dot_dgrad import schedule as input_grad_dots
+from polyphase.schedules.dot_dgrad.schedule import InputGradDots
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -65,7 +66,7 @@ def test_layers_take_every_path() -> None:
     for problem in LAYERS.values():
         for layouts in strange_layouts(problem):
             for candidate, launch in offers(InputGradDots(), problem, PASS, layouts):
-                taken |= {("in_tile", candidate.variant.in_tile), ("parts", launch.planes > 1)}
+                taken |= {("in_tile", candidate.variant.in_tile), ("parts", launch.splits > 1)}
                 taken.add(("rest", problem.in_channels_per_group % candidate.variant.in_tile > 0))
     assert {value for fact, value in taken if fact == "in_tile"} == {1, 2, 4, 8, 16}
     assert {(fact, value) for fact in ("parts", "rest") for value in (False, True)} <= taken
@@ -87,7 +88,7 @@ def test_float32_is_exact(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     operands = tuple(torch.randn(shape, generator=generator) for shape in shapes)
     exact = reference(problem, PASS, (operands[0].double(), operands[1].double()))
     for _, launch in offers(InputGradDots(), problem, PASS):
-        assert launch.planes == 1
+        assert launch.splits == 1
         found = run(problem, PASS, launch, Layouts.dense(problem), operands).double()
         assert (found - exact).norm() / exact.norm() < 2e-7
 
@@ -107,14 +108,14 @@ def test_columns_beyond_32_bits_are_not_offered() -> None:
     assert offers(InputGradDots(), make((2**26, 1, 32), 1, 33, 2), PASS)
     assert not offers(InputGradDots(), make((2**31, 1, 32), 1, 33, 2), PASS)
     wide = make((1, 8, 1, 180_000_000), 3, (1, 40), (1, 4), channels_last=True)
-    assert "side by side" in (InputGradDots().refusal(wide, PASS, H200) or "")
+    assert "side by side" in (refusal(InputGradDots(), wide, PASS, H200) or "")
 
 
 def test_refusals() -> None:
-    refusal = InputGradDots().refusal
+    schedule = InputGradDots()
     long = make((8, 21, 16, 16), 21, 64, 32, 16)
-    assert refusal(long, PASS, H200) is None
-    assert "input gradient only" in (refusal(long, Pass.FORWARD, H200) or "")
-    assert "lanes of a warp" in (refusal(make((8, 21, 16, 16), 21, 4, 2, 1), PASS, H200) or "")
+    assert refusal(schedule, long, PASS, H200) is None
+    assert "input gradient only" in (refusal(schedule, long, Pass.FORWARD, H200) or "")
+    assert "lanes of a warp" in (refusal(schedule, make((8, 21, 16, 16), 21, 4, 2, 1), PASS, H200) or "")
     apart = make((8, 21, 16, 16), 21, 8, 4, 2, dilation=3, channels_last=True)
-    assert "side by side" in (refusal(apart, PASS, H200) or "")
+    assert "side by side" in (refusal(schedule, apart, PASS, H200) or "")

@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 
 from polyphase import CompilationError, ConvTransposeProblem, UnsupportedError
-from polyphase.algorithms import implicit_gemm_variant
-from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gather_general import GatherGeneral, GeneralVariant
-from polyphase.algorithms.implicit_gemm import ImplicitGemm
 from polyphase.bench.layers import parse_layer
-from polyphase.device import DeviceInfo
 from polyphase.jit import cache as cache_module
 from polyphase.jit import compiler
 from polyphase.jit.source import KernelSource
-from polyphase.plan import kernel_sources, launches, plan
+from polyphase.plan.planner import kernel_sources, launches, plan
 from polyphase.problem import Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.direct.general import GatherGeneral, GeneralVariant
+from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from processes import environment, run_python
 
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC, but no GPU")
@@ -42,7 +42,7 @@ def small_source(kernel_size: int = 1) -> KernelSource:
     """A kernel that compiles in a twentieth of a second; another one for every ``kernel_size``."""
     problem = ConvTransposeProblem.make((1, 1, 4), 1, kernel_size)
     device = DeviceInfo.for_arch(ARCH)
-    return GatherGeneral().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralVariant(1)).source
+    return GatherGeneral().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralVariant(1)).main.source
 
 
 SOURCE = small_source()
@@ -483,8 +483,8 @@ def test_cuda_core_may_be_missing(tmp_path: Path, missing: str, folder: str) -> 
         import torch, polyphase
         from polyphase.jit.compiler import compile_kernel
         from polyphase.problem import ConvTransposeProblem, Pass
-        from polyphase.plan import kernel_sources
-        from polyphase.device import DeviceInfo
+        from polyphase.plan.planner import kernel_sources
+        from polyphase.problem.device import DeviceInfo
         x = torch.randn(1, 2, 3, 3)
         polyphase.conv_transpose2d(x, torch.randn(2, 2, 3, 3))
         problem = ConvTransposeProblem.make((1, 1, 4), 1, 1)
@@ -581,7 +581,7 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
         return b"", f"{8 if tried[-1][1] else 0} bytes spill stores"
 
     monkeypatch.setattr(compiler, "_compile", pretend)
-    straight = replace(SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True), fallbacks=(("STRAIGHT", False),))
+    straight = replace(SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True), fallbacks=((("STRAIGHT", False),),))
     source, _, _ = compiler._compile_without_spills(straight, ARCH)
     assert tried == [(2, True), (1, True), (1, False)]
     assert source == straight.with_constants(MIN_BLOCKS=1, STRAIGHT=False)
@@ -590,18 +590,26 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spills", "chosen"), [((8, 0), -8), ((8, 24, 0), 16), ((16, 24, 8, 32), 16), ((8, 8, 8, 8), 24)]
+    ("spills", "chosen"),
+    [
+        ((8, 0), (-8, 2)),
+        ((8, 24, 0), (16, 2)),
+        ((32, 24, 12, 320, 0), (16, 1)),
+        ((16, 24, 8, 32, 12), (16, 2)),
+        ((8, 8, 8, 8, 8), (16, 1)),
+    ],
 )
 def test_registers_change_hands_rather_than_spill(
-    spills: tuple[int, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+    spills: tuple[int, ...], chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between those who load and those who multiply; where all spill, those that spill least."""
     left = list(spills)
     monkeypatch.setattr(compiler, "_compile", lambda *_: (b"", f"{left.pop(0)} bytes spill stores"))
-    fallbacks = tuple(("GIVEN_REGISTERS", count) for count in (-8, 16, 24))
-    source = replace(SOURCE.with_constants(MIN_BLOCKS=1, GIVEN_REGISTERS=0), fallbacks=fallbacks)
+    shares = [(("GIVEN_REGISTERS", count),) for count in (-8, 16, 24)]
+    fallbacks = (*shares, (("GIVEN_REGISTERS", 16), ("CHUNKS_AT_ONCE", 1)))
+    source = replace(SOURCE.with_constants(MIN_BLOCKS=1, GIVEN_REGISTERS=0, CHUNKS_AT_ONCE=2), fallbacks=fallbacks)
     found, _, log = compiler._compile_without_spills(source, ARCH)
-    assert found == source.with_constants(GIVEN_REGISTERS=chosen)
+    assert found == source.with_constants(GIVEN_REGISTERS=chosen[0], CHUNKS_AT_ONCE=chosen[1])
     assert log == f"{min(spills)} bytes spill stores"
     assert not left
     assert list(replace(source, fallbacks=()).attempts()) == [replace(source, fallbacks=())]
@@ -617,8 +625,8 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     """A tile that asks for more resident blocks than its registers allow gets fewer, from the real compiler."""
     problem = ConvTransposeProblem.make((1, 4, 8, 8), 8, 3)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    launch = next(launch for candidate, launch in offers if candidate.algorithm == "gather_tiled")
-    source = launch.source.with_constants(MIN_BLOCKS=2048 // launch.block)  # 32 registers for each thread
+    launch = next(launch for candidate, launch in offers if candidate.schedule == "gather_tiled")
+    source = launch.main.source.with_constants(MIN_BLOCKS=2048 // launch.main.block)  # 32 registers for each thread
     _, log = compiler._compile(source, ARCH)
     assert compiler._number(log, r"(\d+) bytes spill stores") > 0
     report = compiler.resources_of(source, ARCH)
@@ -641,7 +649,7 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
     """In channels_last, where the compiler takes more registers than the estimate says."""
     offers = launches(replace(problem, channels_last=True), Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     reports = [
-        compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.algorithm == "gather_tiled"
+        compiler.resources_of(launch.main.source, ARCH) for found, launch in offers if found.schedule == "gather_tiled"
     ]
     assert len(reports) > 3
     assert [report for report in reports if not report.clean] == []
@@ -660,8 +668,8 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
 def test_no_product_of_odd_layers_spills(directory: Path, problem: ConvTransposeProblem) -> None:
     """Forward passes of `implicit_gemm`, of which some would if registers had the shares that most want."""
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a"))
-    best = [launch for candidate, launch in offers if candidate.algorithm == "implicit_gemm"][:3]
-    sources = [source for launch in best for source in (launch.source, launch.one_way) if source is not None]
+    best = [launch for candidate, launch in offers if candidate.schedule == "implicit_gemm"][:3]
+    sources = [source for launch in best for source in (launch.main.source, launch.main.one_way) if source is not None]
     reports = [compiler.resources_of(source, "sm_90a") for source in sources]
     assert all(report.clean for report in reports), reports
     assert any(dict(report.source.constants)["GIVEN_REGISTERS"] for report in reports if report.source)
@@ -677,7 +685,7 @@ def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, b
     problem = ConvTransposeProblem.make((512, channels, size, size), out_channels, 2, 2, bias=bias, dtype="bfloat16")
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     reports = [
-        compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.algorithm == "pixel_gemm"
+        compiler.resources_of(launch.main.source, ARCH) for found, launch in offers if found.schedule == "pixel_gemm"
     ]
     assert len(reports) > 1
     assert [report for report in reports if not report.clean] == []
@@ -688,7 +696,7 @@ def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 16, 16, 8, dtype="bfloat16", channels_last=True)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     launch = next(launch for candidate, launch in offers if getattr(candidate.variant, "taps_in_rows", False))
-    report = compiler.resources_of(launch.source, ARCH)
+    report = compiler.resources_of(launch.main.source, ARCH)
     assert report.clean, report
 
 
@@ -703,8 +711,8 @@ def test_stores_leave_sums_in_registers(
     """The more a store holds the fewer sums a thread may have (`implicit_gemm_variant._held_by_stores`)."""
     problem = ConvTransposeProblem.make(shape, channels, *kernel, bias=True, dtype="bfloat16")
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    launch = next(launch for candidate, launch in offers if candidate.algorithm == "implicit_gemm")
-    report = compiler.resources_of(launch.source, ARCH)
+    launch = next(launch for candidate, launch in offers if candidate.schedule == "implicit_gemm")
+    report = compiler.resources_of(launch.main.source, ARCH)
     assert report.clean, report
 
 
@@ -723,7 +731,7 @@ def test_long_pieces_leave_sums_in_registers(
     longer = [each for variant in found if variant.wgmma for each in variant.with_longer_pieces(gather)]
     most = max(longer, key=lambda each: each.group_cells * implicit_gemm_variant.Product.of(gather, each).row_blocks)
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
-    report = compiler.resources_of(launch.source, ARCH)
+    report = compiler.resources_of(launch.main.source, ARCH)
     assert report.clean, (most, report)
 
 
@@ -742,8 +750,8 @@ def test_no_fence_among_the_products_of_a_stage(layer: str, dtype: str, kinds: i
     problem = replace(parse_layer(layer), dtype=dtype)
     launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH)).launch
     assert launch is not None
-    assert launch.one_way is not None
-    for source in (launch.source, launch.one_way):
+    assert launch.main.one_way is not None
+    for source in (launch.main.source, launch.main.one_way):
         assert source.kernel == "implicit_gemm"
         binary = compiler.compile_kernel(source, ARCH)
         words = [binary[i : i + 8] for i in range(0, len(binary), 8)]
@@ -757,7 +765,7 @@ def test_reports() -> None:
         reports = [compiler.resources_of(source, ARCH) for source in kernel_sources(problem, pass_, device)]
         offered = [launch for _, launch in launches(problem, pass_, device)]
         kernels = {report.kernel for report in reports}
-        assert {launch.source.kernel for launch in offered} <= kernels
+        assert {launch.main.source.kernel for launch in offered} <= kernels
         sums = {"reduce_splits"} if pass_ is Pass.WEIGHT_GRAD else set()
         assert kernels - sums <= {source.kernel for launch in offered for source in launch.sources}
         assert sums <= kernels

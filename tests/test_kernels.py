@@ -20,16 +20,24 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, items_of, reference, run, strange_layouts
-from polyphase.algorithms import base, implicit_gemm, implicit_gemm_tile, implicit_gemm_variant
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Candidate, Launch, Layouts, Sharing
-from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gather_tiled import GatherTiled, legal_variants
-from polyphase.algorithms.implicit_gemm import ImplicitGemm
-from polyphase.algorithms.implicit_gemm_tile import best_tile, items_known, may_take_operands
-from polyphase.algorithms.implicit_gemm_variant import GemmVariant, Product, Taps
-from polyphase.device import DeviceInfo
-from polyphase.plan import launches
+from polyphase.plan.planner import launches
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES
+from polyphase.schedules import tiles as tiling
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.cost import Sharing
+from polyphase.schedules.direct.tiled import GatherTiled, legal_variants
+from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
+from polyphase.schedules.implicit_gemm import schedule as implicit_gemm
+from polyphase.schedules.implicit_gemm import tile as implicit_gemm_tile
+from polyphase.schedules.implicit_gemm.config import GemmVariant, Product, Taps
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.implicit_gemm.tile import best_tile, items_known, may_take_operands
+from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -73,14 +81,14 @@ WIDE_LAYERS = {
 WIDTHS = (8, 12, 16, 40, 132, 135)
 
 
-def one_each(found: list[tuple[Candidate, Launch]], seed: int) -> list[tuple[Candidate, Launch]]:
-    """Of every algorithm the planner's best variant or another; of implicit_gemm the best, see below."""
-    by_algorithm: dict[str, list[tuple[Candidate, Launch]]] = {}
+def one_each(found: list[tuple[Candidate, Program]], seed: int) -> list[tuple[Candidate, Program]]:
+    """Of every schedule the planner's best variant or another; of implicit_gemm the best, see below."""
+    by_schedule: dict[str, list[tuple[Candidate, Program]]] = {}
     for candidate, launch in found:
-        offers = by_algorithm.setdefault(candidate.algorithm, [])
-        if candidate.algorithm != "implicit_gemm" or not offers:
+        offers = by_schedule.setdefault(candidate.schedule, [])
+        if candidate.schedule != "implicit_gemm" or not offers:
             offers.append((candidate, launch))
-    sampled = (offers[:: max(1, len(offers) // 2)] for offers in by_algorithm.values())
+    sampled = (offers[:: max(1, len(offers) // 2)] for offers in by_schedule.values())
     return [offers[seed % len(offers)] for offers in sampled]
 
 
@@ -96,7 +104,7 @@ def passes() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize(("problem", "pass_"), list(passes()))
 def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
-    """One of every algorithm."""
+    """One of every schedule."""
     found = one_each(launches(problem, pass_, H200), zlib.crc32(f"{problem} {pass_}".encode()))
     assert found
     for candidate, launch in found:
@@ -105,10 +113,10 @@ def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
 
 
 def best(
-    algorithm: str, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None = None
-) -> tuple[Candidate, Launch]:
-    """An algorithm's first variant, whether the planner takes it or another's."""
-    return next(each for each in launches(problem, pass_, H200, layouts) if each[0].algorithm == algorithm)
+    schedule: str, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None = None
+) -> tuple[Candidate, Program]:
+    """A schedule's first variant, whether the planner takes it or another's."""
+    return next(each for each in launches(problem, pass_, H200, layouts) if each[0].schedule == schedule)
 
 
 def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeProblem:
@@ -121,9 +129,9 @@ def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeP
     return replace(layer, input_size=(height, columns), output_padding=(0, width - axis.output_size(columns)))
 
 
-def tiles(launch: Launch) -> tuple[list[int], bool, bool]:
+def tiles(launch: Program) -> tuple[list[int], bool, bool]:
     """Tiles along n, d, h, w of a launch of gather_tiled, and whether source and destination rows are aligned."""
-    _, *numbers, _items, _per_block, source, rows = struct.unpack_from("<13i", launch.geometry, 2 * 56)
+    _, *numbers, _items, _per_block, source, rows = struct.unpack_from("<13i", launch.main.geometry, 2 * 56)
     return numbers[4:], bool(source), bool(rows)
 
 
@@ -147,7 +155,7 @@ def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
         for aligned in (True, False):
             layouts = replace(Layouts.dense(problem), aligned=aligned)
             candidate, launch = best("gather_tiled", problem, pass_, layouts)
-            sources.add(launch.source)
+            sources.add(launch.main.source)
             seed = zlib.crc32(f"{problem} {pass_} {aligned}".encode())
             assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
     assert len(sources) == 1
@@ -188,7 +196,7 @@ ORDERED = {
 def test_no_races(name: str) -> None:
     """Threads and blocks in several orders give the same bits."""
     problem, pass_ = ORDERED[name]
-    offers = [each for each in launches(problem, pass_, H200) if each[0].algorithm == name.split(",")[0]]
+    offers = [each for each in launches(problem, pass_, H200) if each[0].schedule == name.split(",")[0]]
     if "source slices" in name:  # not only the winner
         offers = [each for each in offers if each[0].variant.src_slices > 1]
     for candidate, launch in offers[:1]:
@@ -196,7 +204,7 @@ def test_no_races(name: str) -> None:
     assert offers
 
 
-def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[Candidate, Launch]:
+def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[Candidate, Program]:
     """A variant of gather_tiled with these buffers and source slices whose sums are cut into several chains."""
     layouts = Layouts.dense(problem)
     variant = next(
@@ -216,7 +224,7 @@ def test_chains(buffers: int, slices: int, width: int) -> None:
     """Sums of many channels in several chains, of several items a block, in several orders of threads."""
     problem = make((9, 53, 5, width), 12, (5, 4), 2, 1, bias=True)
     candidate, launch = chained(problem, buffers, slices)
-    *_, per_block, _, _ = struct.unpack_from("<13i", launch.geometry, 2 * 56)
+    *_, per_block, _, _ = struct.unpack_from("<13i", launch.main.geometry, 2 * 56)
     assert per_block > 1
     assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None if width == 9 else 5))
 
@@ -246,11 +254,11 @@ def test_short_rows() -> None:
     """Where a row of all lanes has too wide a halo tiles have rows of few, of small images too."""
     for size in ((9, 70), (1, 300), (3, 2)):
         problem = make((2, 3, *size), 3, 8, 4, 2, groups=3)
-        found = list(GatherTiled().candidates(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
+        found = list(candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
         assert found
         for number, candidate in enumerate(found[:3]):
             launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
-            _, *lanes = struct.unpack_from("<5i", launch.geometry, 2 * 56)
+            _, *lanes = struct.unpack_from("<5i", launch.main.geometry, 2 * 56)
             assert math.prod(lanes) <= candidate.variant.lanes
             assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(number))
 
@@ -261,9 +269,9 @@ def test_few_output_channels_are_columns(dtype: str) -> None:
     problem = make((2, 10, 5, 6), 3, 4, 2, 1, 1, dtype=dtype, channels_last=True)
     read = set()
     for number, layouts in enumerate(strange_layouts(problem)):
-        candidate, *_ = GatherTiled().candidates(problem, Pass.INPUT_GRAD, H200, layouts)
+        candidate, *_ = candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, layouts)
         launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
-        channels = dict(launch.source.constants)["SRC_CHANNELS"]
+        channels = dict(launch.main.source.constants)["SRC_CHANNELS"]
         assert layouts.weight_channels_last or channels == 3
         read.add(channels)
         assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, executor=Emulator(number))
@@ -275,12 +283,12 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight gradients over more positions than are summed in one chain, in parts that end with a partial stage."""
     problem = make((3, 2, 67, 61), 3, 2, 2, dtype=dtype)
     _, usual = best("weight_grad", problem, Pass.WEIGHT_GRAD)
-    monkeypatch.setattr(base, "_MAX_PLANES_BYTES", 2 * 8 * problem.elements[1])  # few parts, long ones
-    found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].algorithm == "weight_grad"]
-    assert found[0][1].source == usual.source
+    monkeypatch.setattr(tiling, "_MAX_PLANES_BYTES", 2 * 8 * problem.elements[1])  # few parts, long ones
+    found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == "weight_grad"]
+    assert found[0][1].main.source == usual.main.source
     for candidate, launch in found[::4]:
-        *_, length, positions, _ = struct.unpack_from("<3i4x3q", launch.geometry, 2 * 56)
-        assert 1 < launch.planes < usual.planes
+        *_, length, positions, _ = struct.unpack_from("<3i4x3q", launch.main.geometry, 2 * 56)
+        assert 1 < launch.splits < usual.splits
         assert length > 2048
         assert positions % candidate.variant.depth
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
@@ -291,24 +299,25 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_offsets(dtype: str, pass_: Pass) -> None:
     """The variant for tensors beyond 4 GiB, on a small one: its offsets have 64 bits everywhere."""
     problem = make((2, 3, 5, 7), 4, 3, 2, 1, dtype=dtype, bias=True)
-    algorithm = "weight_grad" if pass_ is Pass.WEIGHT_GRAD else "gather_tiled"
-    candidate, launch = best(algorithm, problem, pass_)
+    schedule = "weight_grad" if pass_ is Pass.WEIGHT_GRAD else "gather_tiled"
+    candidate, launch = best(schedule, problem, pass_)
     beyond = replace(problem, batch=1, input_size=(2**16, 2**15))
-    _, huge = best(algorithm, beyond, pass_)
-    assert huge.source.wide_offsets
-    if huge.source == launch.source:  # of kernels that know no other
+    _, huge = best(schedule, beyond, pass_)
+    assert huge.main.source.wide_offsets
+    if huge.main.source == launch.main.source:  # of kernels that know no other
         return
-    assert replace(huge.source, wide_offsets=False) == launch.source
+    assert replace(huge.main.source, wide_offsets=False) == launch.main.source
     # Where each element of a row goes is twice as long.
-    extra = launch.block * candidate.variant.cells_w * problem.stride[-1] * 8
-    wide_launch = replace(launch, source=huge.source, shared_bytes=launch.shared_bytes + extra)
+    extra = launch.main.block * candidate.variant.cells_w * problem.stride[-1] * 8
+    wide_main = replace(launch.main, source=huge.main.source, shared_bytes=launch.main.shared_bytes + extra)
+    wide_launch = launch.with_main(wide_main)
     assert_exact(problem, pass_, candidate, wide_launch, executor=Emulator(7))
 
 
 def test_offsets_widen_at_4_gib() -> None:
     """A 3-D image of one channel beyond 4 GiB needs 64 bits for offsets within a tile; one just below does not."""
     sizes = (1024, 1024, 1023), (1024, 1024, 1024)
-    sources = [best("gather_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].source for size in sizes]
+    sources = [best("gather_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].main.source for size in sizes]
     assert [source.wide_offsets for source in sources] == [False, True]
     for below, beyond in pairwise(sources):
         assert replace(beyond, wide_offsets=False) == below
@@ -365,17 +374,17 @@ class GemmCase:
     variant: GemmVariant
     one_way: bool = False
 
-    def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
+    def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
         few = replace(device, multiprocessors=self.numbers(device)[9] if self.variant.resident else 2)
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, few, self.layouts, self.variant)
-        if self.one_way and launch.one_way is not None:
-            launch = replace(launch, source=launch.one_way)
+        if self.one_way and launch.main.one_way is not None:
+            launch = launch.with_main(replace(launch.main, source=launch.main.one_way))
         return [(Candidate("implicit_gemm", self.variant, 0.0, ""), launch)]
 
     def numbers(self, device: DeviceInfo) -> list[int]:
         """The kernel's `Geometry` behind the tensors; of divisors the value."""
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant)
-        found = struct.unpack_from("<2i" + 11 * "iIi" + "10i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56)
+        found = struct.unpack_from("<2i" + 11 * "iIi" + "10i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56)
         return [*found[:2], *found[2:35:3], *found[35:]]
 
     def kinds(self) -> set[tuple[object, ...]]:
@@ -496,7 +505,7 @@ def test_shared_memory_is_what_the_kernel_takes(name: str, settings: dict[str, o
     shared = implicit_gemm_tile._static_shared_bytes(case.variant, product, case.variant.stages)
     stored = implicit_gemm_tile._store_bytes(gather, case.variant)
     alignment = 1024 if case.variant.boxes else 128
-    text = f"""{emulator.text_of(launch.source)}
+    text = f"""{emulator.text_of(launch.main.source)}
 static_assert(round_up((int)sizeof(Shared), {alignment}) == {shared}, "Shared");
 static_assert(STORE_BYTES == {stored}, "STORE_BYTES");
 """
@@ -518,7 +527,7 @@ def test_products_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, channels_la
     problem = make((3, 20, 7, 13), 16, 3, 2, 1, 1, bias=True, channels_last=channels_last, tf32=True)
     case = gemm_case(problem, wgmma=True, row_channels=row_channels)
     for candidate, launch in case.offers(H200):
-        assert launch.source.wide_offsets
+        assert launch.main.source.wide_offsets
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(1))
 
 
@@ -529,7 +538,7 @@ def test_products_stored_in_pieces(stride: int, piece_bytes: int, cells: int, wi
     problem = make((2, 12, 3, width), 64, 3, (2, stride), 1, 1, dilation=(1, 2), tf32=True)
     case = gemm_case(problem, wgmma=True, split="turns", piece_bytes=piece_bytes)
     for candidate, launch in case.offers(H200):
-        assert dict(launch.source.constants)["PIECE"] == cells
+        assert dict(launch.main.source.constants)["PIECE"] == cells
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(2))
 
 
@@ -564,7 +573,7 @@ def ring_case(name: str, device: DeviceInfo) -> GemmCase:
         ((_, launch),) = case.offers(device)
         product = Product.of(Gather.of(case.problem, Pass.FORWARD, case.layouts), case.variant)
         items, own = items_of(launch)
-        taken = items - own * launch.grid[0] // case.variant.cluster
+        taken = items - own * launch.main.grid[0] // case.variant.cluster
         taken //= product.row_groups if case.variant.resident else 1
         if taken > 1.2 * items_known(case.variant, product, case.variant.stages):
             return case
@@ -643,7 +652,7 @@ def test_rounds_of_images(name: str) -> None:
     settings = {"channel_blocks": 2, "whole_images": True, "wgmma": True, **settings}
     case = next(case for case in gemm_variants(layer, **settings) if case.layouts == Layouts.dense(layer))
     for candidate, launch in case.offers(H200):
-        assert dict(launch.source.constants)["SETS"] == sets
+        assert dict(launch.main.source.constants)["SETS"] == sets
         for order in ("reversed", 3):
             assert_exact(layer, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
@@ -788,7 +797,7 @@ def tile_of(case: GemmCase) -> dict[str, int]:
 
 def boxed(
     problem: ConvTransposeProblem, settings: dict[str, object], wanted: dict[str, int]
-) -> tuple[GemmCase, Candidate, Launch]:
+) -> tuple[GemmCase, Candidate, Program]:
     """The first variant with such settings that has such tiles, the problem in its own format; its launch."""
     dense = Layouts.dense(problem)
     cases = gemm_variants(problem, **settings)
@@ -799,7 +808,7 @@ def boxed(
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
     case, candidate, launch = boxed(*BOXED[name])
-    (boxes,) = launch.boxes
+    (boxes,) = launch.main.boxes
     last, operands = case.problem.channels_last, name.startswith("operands")
     assert case.variant.boxes is (last or operands)
     assert boxes.swizzle == (32 * case.variant.k_steps if last else 128 if operands else 16)
@@ -837,8 +846,8 @@ def offers_boxes(problem: ConvTransposeProblem, **layout: bool) -> set[int]:
     for case in gemm_variants(problem):
         if (case.layouts.input, case.layouts.aligned) == (layouts.input, layouts.aligned):
             launch = ImplicitGemm().launch(problem, Pass.FORWARD, H200, case.layouts, case.variant)
-            assert bool(launch.boxes) is (case.numbers(H200)[20] > 0)
-            found |= {case.variant.k_steps} if launch.boxes else set()
+            assert bool(launch.main.boxes) is (case.numbers(H200)[20] > 0)
+            found |= {case.variant.k_steps} if launch.main.boxes else set()
     return found
 
 
@@ -868,7 +877,7 @@ def test_boxes_of_strange_tensors(name: str) -> None:
     """The first variant with boxes, where there is one."""
     problem, strides = STRANGE[name]
     layouts = replace(Layouts.dense(problem), input=strides)
-    found = list(ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts))
+    found = list(candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts))
     offers = [GemmCase(problem, layouts, candidate.variant).offers(H200)[0] for candidate in found]
     candidate, launch = next((offer for offer in offers if offer[1].boxes), offers[0])
     assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(1))
@@ -878,9 +887,10 @@ def test_boxes_begin_at_multiples_of_16_bytes() -> None:
     """The emulator does not let the copy engine begin elsewhere, which it cannot."""
     case, candidate, launch = boxed(*BOXED["one box"])
     skew = TENSOR_MAP_BYTES + 2 * 56 + 39 * 4
-    assert struct.unpack_from("<i", launch.geometry, skew)[0] == case.numbers(H200)[17]
+    assert struct.unpack_from("<i", launch.main.geometry, skew)[0] == case.numbers(H200)[17]
     moved = struct.pack("<i", case.numbers(H200)[17] + 1)
-    launch = replace(launch, geometry=launch.geometry[:skew] + moved + launch.geometry[skew + 4 :])
+    geometry = launch.main.geometry[:skew] + moved + launch.main.geometry[skew + 4 :]
+    launch = launch.with_main(replace(launch.main, geometry=geometry))
     with pytest.raises(emulator.EmulationError, match="__trap"):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
 
@@ -898,7 +908,7 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
     problem = make((1, 20, 4, width), 16, 4, 2, 1, tf32=parts == 1, channels_last=channels_last)
     case = gemm_case(problem, parts=parts)
     ((_, launch),) = case.offers(H200)
-    assert bool(launch.boxes) is (parts == 1 if channels_last else width == 8)
+    assert bool(launch.main.boxes) is (parts == 1 if channels_last else width == 8)
     torch.manual_seed(3)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
     out = run(problem, Pass.FORWARD, launch, case.layouts, (x, w)).double()
@@ -921,7 +931,7 @@ def test_chains_of_two_parts_end_within_a_stage(channels: int) -> None:
     """21 operations of a row block are more than the 16 of a chain (CHAIN in implicit_gemm.cu)."""
     case = gemm_case(make((1, 20, 5, 19), channels, (3, 7), bias=True), parts=2, wgmma=True, k_steps=1)
     ((candidate, launch),) = case.offers(H200)
-    assert dict(launch.source.constants)["OPERATIONS"] // case.variant.channel_blocks == 21
+    assert dict(launch.main.source.constants)["OPERATIONS"] // case.variant.channel_blocks == 21
     assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
 
 
@@ -941,15 +951,15 @@ def test_products_of_every_kind_of_line_groups(layer: ConvTransposeProblem, dtyp
 
 
 @pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
-@pytest.mark.parametrize("algorithm", ["gather_tiled", "gather_general"])
+@pytest.mark.parametrize("schedule", ["gather_tiled", "gather_general"])
 @pytest.mark.parametrize("as_pytorch", [False, True])
 def test_direct_kernels_round_where_they_are_told_to(
-    algorithm: str, as_pytorch: bool, channels_last: bool, width: int
+    schedule: str, as_pytorch: bool, channels_last: bool, width: int
 ) -> None:
     """They are exact in float32, also where TF32 is allowed, unless the result is to be PyTorch's."""
     problem = make((1, 20, 4, width), 16, 4, 2, 1, bias=True, tf32=True, channels_last=channels_last)
     problem = replace(problem, tf32_as_pytorch=as_pytorch)
-    _, launch = best(algorithm, problem, Pass.FORWARD)
+    _, launch = best(schedule, problem, Pass.FORWARD)
     torch.manual_seed(3)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
     bias = torch.randn(16).double()
@@ -958,5 +968,5 @@ def test_direct_kernels_round_where_they_are_told_to(
     scale = reference(problem, Pass.FORWARD, (x.abs(), w.abs()), bias.abs())
     assert bool(((out - expected).abs() <= 2**-20 * scale).all())
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
-        rounded = dict(best(algorithm, problem, pass_)[1].source.constants)["ROUNDED"]
+        rounded = dict(best(schedule, problem, pass_)[1].main.source.constants)["ROUNDED"]
         assert rounded is (as_pytorch and pass_ is Pass.FORWARD)

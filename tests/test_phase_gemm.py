@@ -21,11 +21,12 @@ from kernel_harness import (
     reference,
     run,
 )
-from polyphase.algorithms.base import Layouts
-from polyphase.algorithms.phase_gemm import _RUN, PhaseGemm, _column_tiles, _reach, _vector
-from polyphase.algorithms.tensor_cores import steps_of
-from polyphase.device import DeviceInfo
+from polyphase.plan.shortlist import refusal
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.phase_gemm.long_kernels import _RUN, PhaseGemm, _column_tiles, _reach, _vector
+from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -73,11 +74,11 @@ def test_layers_take_every_path() -> None:
                 "several stages a reach": variant.stage_steps < steps_of(problem),
                 "several reaches": math.prod(map(_reach, problem.axes)) > 1,
                 "tiles of columns": columns > 1,
-                "tiles of cells": launch.grid[0] > columns * problem.groups,
+                "tiles of cells": launch.main.grid[0] > columns * problem.groups,
                 "four row tiles": variant.row_tiles == 4,
                 "one row tile": variant.row_tiles == 1,
                 "a single column of warps": variant.warp_columns == 1,
-                "channels innermost": ("CHANNELS_INNERMOST", True) in launch.source.constants,
+                "channels innermost": ("CHANNELS_INNERMOST", True) in launch.main.source.constants,
             }
             taken |= set(facts.items())
     assert taken == {(fact, value) for fact in facts for value in (False, True)}
@@ -131,6 +132,6 @@ def test_where_it_refuses() -> None:
         replace(layer, dtype="float64"): "do not take float64",
     }
     for problem, reason in wanted.items():
-        assert reason in (PhaseGemm().refusal(problem, Pass.FORWARD, H200) or "")
-    assert "only" in (PhaseGemm().refusal(layer, Pass.WEIGHT_GRAD, H200) or "")
-    assert "lacks" in (PhaseGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
+        assert reason in (refusal(PhaseGemm(), problem, Pass.FORWARD, H200) or "")
+    assert "only" in (refusal(PhaseGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks" in (refusal(PhaseGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")

@@ -16,29 +16,28 @@ from hypothesis import strategies as st
 
 from helpers import random_problem
 from kernel_harness import formats, items_of
-from polyphase import UnsupportedError, plan, runtime
-from polyphase.algorithms import ALGORITHMS, implicit_gemm_variant
-from polyphase.algorithms.base import (
-    TENSOR_MAP_BYTES,
-    Boxes,
-    Candidate,
-    Launch,
-    Layouts,
-    Strides,
-    has_odd_rows,
-    is_tiny,
-    packed_divisor,
-)
-from polyphase.algorithms.gather import Gather
-from polyphase.algorithms.gradient_wgmma_tile import in_pairs
-from polyphase.algorithms.implicit_gemm import ImplicitGemm
-from polyphase.algorithms.implicit_gemm_tile import best_tile, best_tiles, box_strides
-from polyphase.algorithms.implicit_gemm_variant import Product
+from polyphase import UnsupportedError, runtime
 from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
 from polyphase.bench.operands import Operands, make_operands
-from polyphase.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.jit.source import KernelSource
+from polyphase.plan import planner as plan
+from polyphase.plan.explain import explain
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+from polyphase.problem.device import PORTABLE, DeviceInfo, _of_cuda
+from polyphase.problem.layouts import Layouts, Strides
+from polyphase.problem.sizes import has_odd_rows, is_tiny
+from polyphase.program.params import packed_divisor
+from polyphase.program.program import Program
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.schedules import SCHEDULES
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
+from polyphase.schedules.implicit_gemm.config import Product
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.implicit_gemm.tile import best_tile, best_tiles, box_strides
+from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.window_gemm.wgmma_tile import in_pairs
 
 make = ConvTransposeProblem.make
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120")
@@ -48,16 +47,16 @@ LAYERS = [layer for layer in every_layer() if layer not in MODELS]
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 
 
-def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, launch: Launch) -> None:
-    assert launch.block % 32 == 0
-    assert 32 <= launch.block <= 1024
-    assert all(blocks <= most for blocks, most in zip(launch.grid, MOST_BLOCKS))
-    assert launch.shared_bytes <= device.shared_bytes_per_block
-    assert launch.planes >= 1
-    if launch.source.kernel != "gather_tiled":
+def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, launch: Program) -> None:
+    assert launch.main.block % 32 == 0
+    assert 32 <= launch.main.block <= 1024
+    assert all(blocks <= most for blocks, most in zip(launch.main.grid, MOST_BLOCKS))
+    assert launch.main.shared_bytes <= device.shared_bytes_per_block
+    assert launch.splits >= 1
+    if launch.main.source.kernel != "gather_tiled":
         return
-    constants = dict(launch.source.constants)
-    _, *rest = struct.unpack_from("<13i", launch.geometry, 2 * 56)
+    constants = dict(launch.main.source.constants)
+    _, *rest = struct.unpack_from("<13i", launch.main.geometry, 2 * 56)
     lanes, tiles, (items, per_block) = rest[:4], rest[4:8], rest[8:10]
     assert math.prod(lanes) <= constants["LANES"]
     forward = pass_ is Pass.FORWARD
@@ -67,7 +66,7 @@ def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: Device
     per_lane = (1, 1, constants["CELLS_H"], constants["CELLS_W"])
     for extent, lane, each, count in zip(extents, lanes, per_lane, tiles):
         assert (count - 1) * lane * each < extent <= count * lane * each or extent == count == 0
-    along_items, *along_tiles = launch.grid
+    along_items, *along_tiles = launch.main.grid
     assert math.prod(along_tiles) >= math.prod(tiles)
     assert (along_items - 1) * per_block < items <= along_items * per_block
     slices = int(constants["DST_PER_THREAD"]) * int(constants["DST_SLICES"])
@@ -84,9 +83,9 @@ def test_every_layer_has_a_plan(arch: str) -> None:
         for problem in formats(replace(layer.problem, dtype=dtype)):
             for pass_ in Pass:
                 chosen = plan.plan(problem, pass_, device)
-                assert chosen.algorithm in chosen.describe()
+                assert chosen.schedule in chosen.describe()
                 assert chosen.launch is not None
-                assert chosen.launch.source in plan.kernel_sources(problem, pass_, device)
+                assert chosen.launch.main.source in plan.kernel_sources(problem, pass_, device)
                 assert_launchable(problem, pass_, device, chosen.launch)
 
 
@@ -146,25 +145,25 @@ def test_single_pixels_are_a_product_of_matrices() -> None:
     layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
     chosen = plan.plan(layer, Pass.FORWARD, H200)
     assert chosen.problem == layer
-    assert dict(chosen.launch.source.constants)["AXIS_W"] == Axis(1)
-    assert "computed as 1×100×1×128 → 16384, k=1, float32, tf32, channels_last" in plan.explain(layer, H200)
+    assert dict(chosen.launch.main.source.constants)["AXIS_W"] == Axis(1)
+    assert "computed as 1×100×1×128 → 16384, k=1, float32, tf32, channels_last" in explain(layer, H200)
     dense = Layouts.dense(layer)
     same = replace(dense, input=(100, 1, 0, 7, 9))  # strides of single pixels say nothing
-    assert plan.plan(layer, Pass.FORWARD, H200, same).launch.source == chosen.launch.source
+    assert plan.plan(layer, Pass.FORWARD, H200, same).launch.main.source == chosen.launch.main.source
     last = replace(layer, channels_last=True)
-    assert plan.plan(last, Pass.FORWARD, H200).launch.source == chosen.launch.source
+    assert plan.plan(last, Pass.FORWARD, H200).launch.main.source == chosen.launch.main.source
     spread = replace(dense, input=(200, 2, 1, 1, 1))
     others = [(replace(layer, **change), dense) for change in OTHERS_THAN_PIXELS]
     mixed = [(layer, replace(dense, weight_channels_last=True)), (last, dense)]  # formats that are not one
     for problem, layouts in [(layer, spread), *mixed, *others]:
-        assert dict(plan.plan(problem, Pass.FORWARD, H200, layouts).launch.source.constants)["AXIS_W"] != Axis(1)
+        assert dict(plan.plan(problem, Pass.FORWARD, H200, layouts).launch.main.source.constants)["AXIS_W"] != Axis(1)
 
 
 def test_single_pixels_are_in_every_memory_format() -> None:
     """A channels_last input of single pixels is a contiguous one, too: so is what its weight takes a gradient from."""
     layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
     chosen = plan.plan(layer, Pass.WEIGHT_GRAD, H200)
-    assert dict(chosen.launch.source.constants)["AXIS_W"] == Axis(1)
+    assert dict(chosen.launch.main.source.constants)["AXIS_W"] == Axis(1)
     last = plan.plan(replace(layer, channels_last=True), Pass.WEIGHT_GRAD, H200, Layouts.dense(layer))
     assert last.launch == chosen.launch
 
@@ -200,7 +199,7 @@ def test_small_sizes_have_a_kernel_of_their_own() -> None:
     layer = make((8, 514, 800), 1, 512, 128)
     sizes = [plan.plan(replace(layer, batch=batch), Pass.FORWARD, H200) for batch in (1, 4096)]
     assert sizes[0].candidate != sizes[1].candidate
-    assert sizes[0].other.source == sizes[1].launch.source
+    assert sizes[0].other.main.source == sizes[1].launch.main.source
     assert sizes[1].other is None
     assert sizes[0].candidate.seconds < sizes[0].selected[1].candidate.seconds
 
@@ -233,13 +232,13 @@ def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     return found[:25]
 
 
-MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by an algorithm that adapts
+MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by a schedule that adapts
 
 
 def assert_few_sources(problem: ConvTransposeProblem) -> None:
     """The layer has one kernel for tiny images, and one for all others; its forward pass a few of either.
 
-    So have gradients of each algorithm that is the fastest at some size; those whose tiles or boxes the copy engine
+    So have gradients of each schedule that is the fastest at some size; those whose tiles or boxes the copy engine
     does not bring at every size have a few. Gradients by Hopper's instruction that take taps in pairs have others where
     the output's rows are odd by their padding, which is an argument of its own.
     So has the forward pass in half precision where the input's rows are odd; the product of matrices that it is of
@@ -254,18 +253,18 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             assert launch is not None
             assert_launchable(sized, pass_, H200, launch)
             computed, _ = plan.as_computed(sized, pass_, None)
-            by_engine = chosen.algorithm == "weight_grad_wgmma"
+            by_engine = chosen.schedule == "weight_grad_wgmma"
             assert not by_engine or chosen.other is not None
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
-            odd = chosen.algorithm.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
-            cells = chosen.algorithm == "pixel_gemm"
+            odd = chosen.schedule.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
+            cells = chosen.schedule == "pixel_gemm"
             single = pass_ is Pass.FORWARD and has_odd_rows(computed)
-            by = "" if pass_ is Pass.FORWARD else chosen.algorithm
+            by = "" if pass_ is Pass.FORWARD else chosen.schedule
             kind = computed == sized, is_tiny(computed), odd, cells, single, by
-            sources.setdefault(kind, {}).setdefault(launch.source, sized)
+            sources.setdefault(kind, {}).setdefault(launch.main.source, sized)
         for kind, found in sources.items():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
-            adapt = next((each.adapts for each in ALGORITHMS if each.name == kind[-1]), pass_ is Pass.FORWARD)
+            adapt = next((each.adapts for each in SCHEDULES if each.name == kind[-1]), pass_ is Pass.FORWARD)
             most = MOST_KERNELS if adapt or str(kind[-1]).endswith("wgmma") else 1
             assert len(narrow) <= most, (
                 f"the {pass_.value} has a kernel each for {', '.join(map(str, narrow.values()))}"
@@ -288,8 +287,8 @@ def test_tiny_images_far_apart_share_no_tile() -> None:
     problem = make((64, 256, 1, 1), 128, 4, 2, 1, dtype="float16")
     layouts = replace(Layouts.dense(problem), input=(256 * 520 * 524, 520 * 524, 0, 524, 1))
     for candidate, launch in plan.launches(problem, Pass.FORWARD, H200, layouts):
-        if candidate.algorithm == "implicit_gemm" and not launch.source.wide_offsets:
-            images = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56)[1]
+        if candidate.schedule == "implicit_gemm" and not launch.main.source.wide_offsets:
+            images = struct.unpack_from("<2i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56)[1]
             assert images * layouts.input[0] < 2**31
 
 
@@ -322,7 +321,7 @@ def test_offsets_beyond_4_gib() -> None:
             assert launch is not None
             assert_launchable(formatted, Pass.FORWARD, H200, launch)
             if formatted.dtype == "float32":
-                assert launch.source.wide_offsets is wide
+                assert launch.main.source.wide_offsets is wide
 
 
 @pytest.mark.parametrize(
@@ -347,18 +346,18 @@ def test_grids_stay_within_their_limits(problem: ConvTransposeProblem) -> None:
 def test_an_empty_batch_launches_no_gather() -> None:
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
         for _, launch in plan.launches(make((0, 3, 8, 8), 4, 3), pass_, H200):
-            assert 0 in launch.grid
+            assert 0 in launch.main.grid
     launch = plan.plan(make((0, 3, 8, 8), 4, 3), Pass.WEIGHT_GRAD, H200).launch
     assert launch is not None
-    assert 0 not in launch.grid  # the gradient is zero, and somebody must write it
+    assert 0 not in launch.main.grid  # the gradient is zero, and somebody must write it
 
 
 def test_weight_gradient_parts_cover_every_position() -> None:
     for problem in (make((1, 3, 5), 4, 3), make((64, 3, 128, 128), 4, 3), make((2, 512, 9, 9), 512, 3)):
         offered = plan.launches(problem, Pass.WEIGHT_GRAD, H200)
-        for candidate, launch in (each for each in offered if each[0].algorithm == "weight_grad"):
-            _, _, parts, length, positions, weights = struct.unpack_from("<3i4x3q", launch.geometry, 2 * 56)
-            assert parts == launch.planes
+        for candidate, launch in (each for each in offered if each[0].schedule == "weight_grad"):
+            _, _, parts, length, positions, weights = struct.unpack_from("<3i4x3q", launch.main.geometry, 2 * 56)
+            assert parts == launch.splits
             assert positions == problem.batch * math.prod(problem.input_size)
             assert weights == problem.elements[1]
             assert (parts - 1) * length < positions <= parts * length
@@ -372,16 +371,16 @@ def test_layouts_are_part_of_a_plan() -> None:
     last = Layouts.dense(replace(problem, channels_last=True))
     mixed = plan.plan(problem, Pass.FORWARD, H200, replace(dense, input=last.input)).launch
     assert mixed is not None
-    assert dict(mixed.source.constants)["SRC_CHANNELS_LAST"] is True
-    assert dict(mixed.source.constants)["DST_CHANNELS_LAST"] is False
+    assert dict(mixed.main.source.constants)["SRC_CHANNELS_LAST"] is True
+    assert dict(mixed.main.source.constants)["DST_CHANNELS_LAST"] is False
     # Alignment and gaps are for the launch to know, not for the kernel.
     plain = plan.plan(problem, Pass.FORWARD, H200).launch
     for layouts in (replace(dense, aligned=False), replace(dense, input=(9999, 1111, 0, 33, 1))):
         other = plan.plan(problem, Pass.FORWARD, H200, layouts).launch
         assert plain is not None
         assert other is not None
-        assert other.source == plain.source
-        assert other.geometry != plain.geometry
+        assert other.main.source == plain.source
+        assert other.main.geometry != plain.geometry
 
 
 # Boxes of pixels that the copy engine brings
@@ -441,17 +440,17 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
         for formatted in formats(layer.problem):
             problem = replace(formatted, dtype=dtype, tf32=True)
             for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
-                if not launch.boxes:
+                if not launch.main.boxes:
                     continue
-                assert candidate.algorithm == "implicit_gemm"
-                assert_driver_takes(launch.boxes[0])
-                count, pixels = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 42 * 4)
+                assert candidate.schedule == "implicit_gemm"
+                assert_driver_takes(launch.main.boxes[0])
+                count, pixels = struct.unpack_from("<2i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56 + 42 * 4)
                 assert count >= 1
-                stage = math.prod(launch.boxes[0].box) * DTYPE_BYTES[dtype]
+                stage = math.prod(launch.main.boxes[0].box) * DTYPE_BYTES[dtype]
                 assert stage == pixels * 32 * candidate.variant.k_steps * (2 if candidate.variant.scaled else 1)
                 slots = candidate.variant.stages if problem.channels_last else candidate.variant.raw_slots
-                assert slots * count * stage <= launch.shared_bytes
-                met.add((problem.channels_last, launch.boxes[0].swizzle))
+                assert slots * count * stage <= launch.main.shared_bytes
+                met.add((problem.channels_last, launch.main.boxes[0].swizzle))
     assert {last for last, _ in met} == {False, True}
 
 
@@ -478,8 +477,8 @@ def test_stores_are_as_wide_as_rows_allow(
         problem = replace(problem, channels_last=channels_last)
         assert problem.output_size[1] == width
         for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
-            if candidate.algorithm == "implicit_gemm":
-                (found,) = struct.unpack_from("<i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 41 * 4)
+            if candidate.schedule == "implicit_gemm":
+                (found,) = struct.unpack_from("<i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56 + 41 * 4)
                 assert found == expected, candidate.describe()
 
 
@@ -502,9 +501,9 @@ def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
     """Of gather_gemm: KernelBench 75, whose tiles in bfloat16 are short."""
     (layer,) = (each.problem for each in suite("all") if each.name == "KernelBench 75")
     planned = plan.plan(replace(layer, dtype=dtype, tf32=True), Pass.FORWARD, H200, by_prediction=True)
-    assert planned.algorithm == "gather_gemm"
+    assert planned.schedule == "gather_gemm"
     assert planned.launch is not None
-    assert (planned.launch.prologue is not None) is shared
+    assert (len(planned.launch.steps) > 1) is shared
 
 
 @pytest.mark.parametrize(
@@ -522,12 +521,12 @@ def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: 
     """And never take one before it is told of the others' (FURTHER in core/tile_scheduler.cuh)."""
     problem = replace(layer, channels_last=last, dtype="bfloat16")
     planned = plan.plan(problem, Pass.FORWARD, H200, by_prediction=True)
-    assert planned.algorithm == "implicit_gemm"
+    assert planned.schedule == "implicit_gemm"
     assert planned.launch is not None
-    constants = dict(planned.launch.source.constants)
+    constants = dict(planned.launch.main.source.constants)
     variant = planned.candidate.variant
     items, own = items_of(planned.launch)
-    clusters = planned.launch.grid[0] // constants["CLUSTER"]
+    clusters = planned.launch.main.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared
     stages = Product.of(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), variant).stages(variant)
@@ -538,24 +537,24 @@ def test_clusters_are_whole() -> None:
     """Blocks come in whole clusters, whatever the number of tiles and multiprocessors; items are a cluster's."""
     problem = make((3, 16, 9, 11), 16, 3, 1, 1, tf32=True)
     layouts = Layouts.dense(problem)
-    offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
+    offered = [each.variant for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
     variant = next(each for each in offered if each.split == "turns")._replace(resident=False, cluster=2)
     for multiprocessors in (2, 5, 132):
         device = replace(H200, multiprocessors=multiprocessors)
         launch = ImplicitGemm().launch(problem, Pass.FORWARD, device, layouts, variant)
-        assert launch.grid[0] % 2 == 0
-        assert 0 < launch.grid[0] <= multiprocessors
-        assert "#define CLUSTER 2" in launch.source.text
+        assert launch.main.grid[0] % 2 == 0
+        assert 0 < launch.main.grid[0] <= multiprocessors
+        assert "#define CLUSTER 2" in launch.main.source.text
 
 
 def test_resident_weights_have_blocks_on_small_gpus() -> None:
     """A variant that was chosen for another GPU still covers every row group."""
     problem = make((3, 16, 9, 11), 200, 2, 2, tf32=True)
     layouts = Layouts.dense(problem)
-    offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
+    offered = [each.variant for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
     variant = offered[0]._replace(resident=True, cluster=1, split="turns")
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, variant)
-    assert launch.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), variant).row_groups > 2
+    assert launch.main.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), variant).row_groups > 2
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -592,7 +591,7 @@ def test_plans_are_cached() -> None:
 
 
 def refusals(text: str) -> list[tuple[str, str]]:
-    """The algorithms that an explanation says do not compute a pass, and why."""
+    """The schedules that an explanation says do not compute a pass, and why."""
     lines = [line.removeprefix("  not ").split(": ", 1) for line in text.splitlines() if line.startswith("  not ")]
     return [(name, reason) for names, reason in lines for name in names.split(", ")]
 
@@ -607,18 +606,18 @@ def refusals(text: str) -> list[tuple[str, str]]:
     ],
     ids=str,
 )
-def test_refusals_have_reasons_and_another_algorithm(problem: ConvTransposeProblem, reason: str) -> None:
+def test_refusals_have_reasons_and_another_schedule(problem: ConvTransposeProblem, reason: str) -> None:
     chosen = plan.plan(problem, Pass.FORWARD, H200)
-    assert chosen.algorithm == ("gather_channels" if problem.channels_last else "gather_general")
-    text = plan.explain(problem, H200)
+    assert chosen.schedule == ("gather_channels" if problem.channels_last else "gather_general")
+    text = explain(problem, H200)
     (found,) = {why for name, why in refusals(text) if name == "gather_tiled" and "taps only" not in why
                 and reason in why}  # fmt: skip
     assert reason in found
 
 
-def test_no_algorithm_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "ALGORITHMS", [each for each in ALGORITHMS if each.name == "weight_grad"])
-    with pytest.raises(UnsupportedError, match=r"no algorithm computes the forward of .* on sm_90a: weight_grad: comp"):
+def test_no_schedule_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SCHEDULES", [each for each in SCHEDULES if each.name == "weight_grad"])
+    with pytest.raises(UnsupportedError, match=r"no schedule computes the forward of .* on sm_90a: weight_grad: comp"):
         plan.plan(make((9, 9, 9, 9), 9, 9), Pass.FORWARD, H200)
 
 
@@ -646,7 +645,7 @@ def test_more_positions_than_kernels_count() -> None:
 
 def test_explanations_name_winner_losers_and_reasons() -> None:
     problem = make((4, 8, 16, 16), 12, 4, 2, 1)
-    text = plan.explain(problem, H200)
+    text = explain(problem, H200)
     assert str(problem) in text
     assert "on sm_90a" in text
     for pass_ in Pass:
@@ -658,7 +657,7 @@ def test_explanations_name_winner_losers_and_reasons() -> None:
         losers: dict[str, list[Candidate]] = {}
         for candidate, _ in plan.launches(problem, pass_, H200):
             if candidate != chosen.candidate:
-                losers.setdefault(candidate.algorithm, []).append(candidate)
+                losers.setdefault(candidate.schedule, []).append(candidate)
         for found in losers.values():
             best = min(found, key=lambda candidate: candidate.seconds)
             (line,) = [line for line in paragraph.splitlines() if f"ms  {best.describe()}" in line]
@@ -673,8 +672,8 @@ def test_other_devices_are_portable() -> None:
     problem = make((4, 8, 16, 16), 12, 4, 2, 1)
     for pass_ in Pass:
         chosen = plan.plan(problem, pass_, PORTABLE)
-        assert (chosen.algorithm, chosen.describe(), chosen.launch) == ("portable", "portable", None)
-    assert "own kernels need an NVIDIA GPU" in plan.explain(problem, PORTABLE)
+        assert (chosen.schedule, chosen.describe(), chosen.launch) == ("portable", "portable", None)
+    assert "own kernels need an NVIDIA GPU" in explain(problem, PORTABLE)
 
 
 # Devices
@@ -738,4 +737,4 @@ def test_vast_strides_are_not_unrolled(layout: bool) -> None:
     """Elements without taps are stored too: straight-line code for millions of them would never compile."""
     stride, dilation = (200, 200, 32), (1, 8, 30)
     problem = ConvTransposeProblem.make((2, 1, 8, 8, 8), 2, (2, 9, 1), stride, dilation=dilation, channels_last=layout)
-    assert plan.plan(problem, Pass.FORWARD, H200).algorithm == "gather_general"
+    assert plan.plan(problem, Pass.FORWARD, H200).schedule == "gather_general"

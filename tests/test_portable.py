@@ -26,9 +26,9 @@ from helpers import (
     results,
     scattered,
 )
-from polyphase import ConvTransposeProblem, operators
-from polyphase.algorithms import portable
-from polyphase.layout import is_channels_last
+from polyphase import ConvTransposeProblem
+from polyphase.torch_op import operators, portable
+from polyphase.torch_op.memory_format import is_channels_last
 
 make = ConvTransposeProblem.make
 

@@ -29,16 +29,18 @@ from helpers import (
     tf32,
     tf32_eps,
 )
-from polyphase import modules, plan, precision
+from polyphase import modules
 from polyphase.bench import accuracy, kernels, oracle, runner
 from polyphase.bench import check as check_module
 from polyphase.bench import operands as bench_operands
 from polyphase.bench.contestants import torch_call
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.model_file import ModelFile
-from polyphase.device import DeviceInfo
-from polyphase.precision import tf32_allowed
+from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.torch_op import tf32 as precision
+from polyphase.torch_op.tf32 import tf32_allowed
 from processes import run_python
 
 make = ConvTransposeProblem.make
@@ -55,7 +57,7 @@ EVERY_PARAMETER = make((3, 8, 13, 17), 12, (3, 5), (2, 3), (1, 2), (1, 1), 4, Tr
 def test_pytorch_s_default_and_nvidia_s_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     script = """
         import torch
-        from polyphase.precision import tf32_allowed
+        from polyphase.torch_op.tf32 import tf32_allowed
         print(tf32_allowed() if tf32_allowed() == torch.backends.cudnn.allow_tf32 else "differs from PyTorch")
         assert not torch.cuda.is_initialized()
     """

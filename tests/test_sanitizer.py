@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyphase.device import DeviceInfo
 from polyphase.jit.ahead import compile_ahead
+from polyphase.problem.device import DeviceInfo
 from processes import environment
 from sanitizer_sample import runs
 

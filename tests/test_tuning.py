@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from polyphase import plan, runtime, tuning
+from polyphase import runtime
 from polyphase.__main__ import app
 from polyphase.bench import runner
 from polyphase.bench.operands import make_operands
@@ -19,10 +19,13 @@ from polyphase.bench.records import FAILED, WRONG, Record, read_csv, write_csv
 from polyphase.bench.runner import Case
 from polyphase.bench.tuner import accuracy, sources, tune, worth_measuring
 from polyphase.commands import options
-from polyphase.device import DeviceInfo
 from polyphase.jit import ahead
 from polyphase.jit.source import KernelSource
+from polyphase.plan import measured as tuning
+from polyphase.plan import planner as plan
+from polyphase.plan.explain import explain
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
 
 H200 = DeviceInfo.for_arch("sm_90a")
 LAYER = ConvTransposeProblem.make((4, 64, 32, 40), 48, 4, 2, 1, bias=True)
@@ -80,11 +83,11 @@ def test_the_fastest_is_taken_at_any_size(pass_: Pass) -> None:
     for problem in (LAYER, replace(LAYER, batch=7, input_size=(50, 64))):
         assert chosen(problem, pass_).measured
         assert chosen(problem, pass_).describe() == best
-    assert "measured to be the fastest" in plan.explain(LAYER, H200)
+    assert "measured to be the fastest" in explain(LAYER, H200)
 
 
 def test_the_own_choice_is_measured_whatever_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its algorithm is chosen at another size, and may do badly here."""
+    """Its schedule is chosen at another size, and may do badly here."""
     monkeypatch.setattr("polyphase.bench.tuner._HOPELESS", 1.0)
     layer = ConvTransposeProblem.make((8, 21, 32, 32), 21, 4, 2)
     case = Case("a small layer", layer, Pass.FORWARD)
@@ -173,16 +176,16 @@ def test_kernels_known_ahead_are_those_that_run(
     dtype: str, channels_last: bool, pass_: Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls on the CPU that take it for a GPU, up to the launch."""
-    launched: list[plan.Launch] = []
+    launched: list[plan.Program] = []
 
-    def executable(launch: plan.Launch, *_: object) -> None:
-        launched.append(launch)
+    def executables(program: plan.Program, *_: object) -> None:
+        launched.append(program)
         raise PlannedError
 
     def last(first: torch.Tensor, second: torch.Tensor) -> bool:
         return channels_last and dtype != "float64"  # as `layout.output_channels_last` on a GPU
 
-    monkeypatch.setattr(runtime, "Executable", executable)
+    monkeypatch.setattr(runtime, "executables", executables)
     monkeypatch.setattr(runtime, "soonest", lambda launch, *_: launch)  # as of kernels that are compiled
     monkeypatch.setattr(runtime, "output_channels_last", last)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -21,18 +21,19 @@ from kernel_harness import (
     offers,
     strange_layouts,
 )
-from polyphase import plan
-from polyphase.algorithms import turned_boxes
-from polyphase.algorithms.base import Strides, dense_strides
-from polyphase.algorithms.turned_boxes import InputGradTurned, WeightGradTurned
-from polyphase.algorithms.turning import turning, turning_back
+from polyphase.plan import planner as plan
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Strides, dense_strides
+from polyphase.program.transpose import to_channels_last, to_contiguous
+from polyphase.schedules.window_gemm import transposed as turned_boxes
+from polyphase.schedules.window_gemm.transposed import InputGradTurned, WeightGradTurned
 from test_gradient_boxes import LAYERS as BOX_LAYERS
 from test_gradient_boxes import WITHOUT_WEIGHT
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-ALGORITHMS = {Pass.INPUT_GRAD: InputGradTurned(), Pass.WEIGHT_GRAD: WeightGradTurned()}
+SCHEDULES = {Pass.INPUT_GRAD: InputGradTurned(), Pass.WEIGHT_GRAD: WeightGradTurned()}
 
 # Those of the boxes, channels first, and what channels_last has no tensors of.
 LAYERS = {
@@ -46,19 +47,19 @@ LAYERS = {
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One variant; on a GPU it is all of them."""
-    assert_one_variant_exact(ALGORITHMS[pass_], problem, pass_)
+    assert_one_variant_exact(SCHEDULES[pass_], problem, pass_)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("pass_", ALGORITHMS)
+@pytest.mark.parametrize("pass_", SCHEDULES)
 def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
     problem = make((2, 24, 5, 6), 16, 3, 2, 1, dtype=dtype, tf32=True)
     for number, layouts in enumerate(strange_layouts(problem)):
-        found = list(ALGORITHMS[pass_].candidates(problem, pass_, H200, layouts))
+        found = list(candidates(SCHEDULES[pass_], problem, pass_, H200, layouts))
         written_dense = layouts.input == dense_strides(problem.input_shape, channels_last=False)
         assert bool(found) == (pass_ is Pass.WEIGHT_GRAD or (layouts.aligned and written_dense)), layouts
         for candidate in found[:1]:
-            launch = ALGORITHMS[pass_].launch(problem, pass_, H200, layouts, candidate.variant)
+            launch = SCHEDULES[pass_].launch(problem, pass_, H200, layouts, candidate.variant)
             assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
 
 
@@ -66,15 +67,15 @@ def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
 @pytest.mark.parametrize(
     "shape", [(2, 72, 5, 13), (3, 9, 1, 1), (1, 133, 3, 4, 11), (5, 16, 70), (2, 3, 8, 8), (0, 16, 4, 4)]
 )
-def test_turning(shape: tuple[int, ...], dtype: str) -> None:
+def test_transposes(shape: tuple[int, ...], dtype: str) -> None:
     assert_turns(shape, dtype, Emulator())
 
 
 def test_images_of_many_pixels_are_turned() -> None:
     """To the way back they are channels, of which a grid's second and third dimension would not take as many."""
     for launch in (
-        turning("float32", (1, 16, 2048, 4096), (1, 1, 1, 1, 1)),
-        turning_back("float32", (1, 16, 2048, 4096)),
+        to_channels_last("float32", (1, 16, 2048, 4096), (1, 1, 1, 1, 1)),
+        to_contiguous("float32", (1, 16, 2048, 4096)),
     ):
         assert launch.grid == (2048 * 4096 // 64, 1, 1)
 
@@ -88,20 +89,20 @@ def assert_turns(shape: tuple[int, ...], dtype: str, executor: Executor) -> None
     for strides in (dense, gaps, swapped):
         src = Buffer(shape, strides, DTYPES[dtype], executor.device, values)
         dst = Buffer(shape, dense_strides(shape, channels_last=True), DTYPES[dtype], executor.device)
-        executor(turning(dtype, shape, strides), [src.tensor, dst.tensor])
+        executor(to_channels_last(dtype, shape, strides), [src.tensor, dst.tensor])
         assert torch.equal(dst.read(), values)
     again = Buffer(shape, dense, DTYPES[dtype], executor.device)
-    executor(turning_back(dtype, shape), [dst.tensor, again.tensor])
+    executor(to_contiguous(dtype, shape), [dst.tensor, again.tensor])
     assert torch.equal(again.read(), values)
 
 
 def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
-    for pass_, algorithm in ALGORITHMS.items():
-        assert algorithm.refusal(layer, pass_, H200) is None
-        assert "channels first" in str(algorithm.refusal(replace(layer, channels_last=True), pass_, H200))
-        assert "16 bytes" in str(algorithm.refusal(replace(layer, out_channels=20), pass_, H200))
-        assert algorithm.refusal(layer, Pass.FORWARD, H200) is not None
+    for pass_, schedule in SCHEDULES.items():
+        assert refusal(schedule, layer, pass_, H200) is None
+        assert "channels first" in str(refusal(schedule, replace(layer, channels_last=True), pass_, H200))
+        assert "16 bytes" in str(refusal(schedule, replace(layer, out_channels=20), pass_, H200))
+        assert refusal(schedule, layer, Pass.FORWARD, H200) is not None
 
 
 def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,13 +112,13 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     for pass_, size in tensors.items():
         for most, offered in ((size, True), (size - 1, False)):
             monkeypatch.setattr(turned_boxes, "_MOST_BYTES", most)
-            assert bool(offers(ALGORITHMS[pass_], layer, pass_)) == offered
+            assert bool(offers(SCHEDULES[pass_], layer, pass_)) == offered
 
 
-@pytest.mark.parametrize("pass_", ALGORITHMS)
+@pytest.mark.parametrize("pass_", SCHEDULES)
 def test_planner_takes_it(pass_: Pass) -> None:
     """Images of odd rows that no engine brings as they lie, and many channels."""
     chosen = plan.plan(make((32, 512, 9, 9), 256, 3, 2, 1, dtype="bfloat16"), pass_, H200)
-    assert chosen.algorithm == ALGORITHMS[pass_].name
+    assert chosen.schedule == SCHEDULES[pass_].name
     assert chosen.other is not None
     assert {source.kernel for source in plan.kernel_sources(chosen.problem, pass_, H200)} >= {"transpose"}

@@ -14,10 +14,13 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
-from polyphase.algorithms import weight_grad_channels
-from polyphase.algorithms.base import Candidate, Launch, Layouts
-from polyphase.algorithms.weight_grad_channels import WeightGradChannels
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program
+from polyphase.schedules.direct_wgrad import channels as weight_grad_channels
+from polyphase.schedules.direct_wgrad.channels import WeightGradChannels
+from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -71,7 +74,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(replace(problem, dtype=dtype, channels_last=last), id=f"{name}-{order}-{dtype}")
 
 
-def strange_offers(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, list[tuple[Candidate, Launch]]]]:
+def strange_offers(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, list[tuple[Candidate, Program]]]]:
     """What is offered for tensors of each kind; of float64 for dense ones alone."""
     for layouts in strange_layouts(problem) if problem.dtype != "float64" else [Layouts.dense(problem)]:
         yield layouts, offers(WeightGradChannels(), problem, WEIGHT_GRAD, layouts)
@@ -85,10 +88,10 @@ def test_layers(problem: ConvTransposeProblem) -> None:
         assert_exact(problem, WEIGHT_GRAD, candidate, launch, layouts, Emulator(order))
 
 
-def _counts(launch: Launch) -> tuple[list[int], list[int], int, int]:
+def _counts(launch: Program) -> tuple[list[int], list[int], int, int]:
     """Walkers and tiles along n, d, h and w, tiles of a part, and of all."""
-    *_, wn, wd, wh, ww, n, d, w, h = struct.unpack_from("<12i", launch.geometry, 2 * 56)
-    length, total, _ = struct.unpack_from("<2iq", launch.geometry, 2 * 56 + 48)
+    *_, wn, wd, wh, ww, n, d, w, h = struct.unpack_from("<12i", launch.main.geometry, 2 * 56)
+    length, total, _ = struct.unpack_from("<2iq", launch.main.geometry, 2 * 56 + 48)
     return [wn, wd, wh, ww], [n, d, h, w], length, total
 
 
@@ -99,7 +102,7 @@ def test_layers_take_every_path() -> None:
         (problem,) = parameters.values
         for _, found in strange_offers(problem):
             for candidate, launch in found:
-                variant, constants = candidate.variant, dict(launch.source.constants)
+                variant, constants = candidate.variant, dict(launch.main.source.constants)
                 depth, height, width = (axis.kernel for axis in problem.axes3)
                 walkers, tiles, length, total = _counts(launch)
                 facts = {
@@ -117,8 +120,8 @@ def test_layers_take_every_path() -> None:
                     "several lanes": variant.lanes > 1,
                     "several rows added at once": constants["ROWS_AT_ONCE"] > 1,
                     "not all rows added at once": constants["ROWS_AT_ONCE"] < variant.rows,
-                    "threads that idle": launch.block > variant.lanes * variant.block_shares * variant.walkers,
-                    "several parts": launch.planes > 1,
+                    "threads that idle": launch.main.block > variant.lanes * variant.block_shares * variant.walkers,
+                    "several parts": launch.splits > 1,
                     "a shorter part": length > 0 and total % length > 0,
                     **{f"several walkers along {axis}": count > 1 for axis, count in zip("ndhw", walkers)},
                     **{f"several tiles along {axis}": count > 1 for axis, count in zip("ndhw", tiles)},
@@ -135,7 +138,7 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make((3, 32, 33, 70), 32, 3, 2, 1, groups=32, channels_last=True)
     few = replace(H200, multiprocessors=1)
     dense = Layouts.dense(problem)
-    for candidate in WeightGradChannels().candidates(problem, WEIGHT_GRAD, few, dense):
+    for candidate in candidates(WeightGradChannels(), problem, WEIGHT_GRAD, few, dense):
         launch = WeightGradChannels().launch(problem, WEIGHT_GRAD, few, dense, candidate.variant)
         _, _, length, _ = _counts(launch)
         assert length > 16 // candidate.variant.positions
@@ -180,16 +183,16 @@ def test_blocks_fill_rounds() -> None:
     """Where there are more blocks of channels than are resident, parts make the last round of them a full one."""
     layer = make((16, 600, 20, 20), 600, 3, 1, 1, groups=600)
     few = replace(H200, multiprocessors=100)
-    for candidate in WeightGradChannels().candidates(layer, WEIGHT_GRAD, few, Layouts.dense(layer)):
+    for candidate in candidates(WeightGradChannels(), layer, WEIGHT_GRAD, few, Layouts.dense(layer)):
         launch = WeightGradChannels().launch(layer, WEIGHT_GRAD, few, Layouts.dense(layer), candidate.variant)
-        rounds = launch.grid[0] / (100 * candidate.variant.min_blocks)
-        assert launch.grid[0] == 600 * launch.planes
+        rounds = launch.main.grid[0] / (100 * candidate.variant.min_blocks)
+        assert launch.main.grid[0] == 600 * launch.splits
         assert rounds > 0.85 * math.ceil(rounds)
 
 
 def test_refusals() -> None:
     depthwise = make((2, 64, 9, 11), 64, 3, groups=64)
-    refusal = WeightGradChannels().refusal
-    assert refusal(depthwise, WEIGHT_GRAD, H200) is None
-    assert "weight gradient" in (refusal(depthwise, Pass.FORWARD, H200) or "")
-    assert "not few" in (refusal(make((2, 64, 9, 11), 64, 3), WEIGHT_GRAD, H200) or "")
+    schedule = WeightGradChannels()
+    assert refusal(schedule, depthwise, WEIGHT_GRAD, H200) is None
+    assert "weight gradient" in (refusal(schedule, depthwise, Pass.FORWARD, H200) or "")
+    assert "not few" in (refusal(schedule, make((2, 64, 9, 11), 64, 3), WEIGHT_GRAD, H200) or "")

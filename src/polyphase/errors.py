@@ -1,4 +1,4 @@
-"""The exceptions of polyphase. Bad arguments raise PyTorch's own types instead (see `polyphase.validate`)."""
+"""The exceptions of polyphase. Bad arguments raise PyTorch's own types instead (see `polyphase.torch_op.validate`)."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ from typing import cast
 
 import torch
 
-from polyphase import plan
-from polyphase.device import ARCHITECTURES, PORTABLE, DeviceInfo
 from polyphase.errors import UnsupportedError
-from polyphase.layout import is_channels_last
-from polyphase.precision import tf32_allowed
+from polyphase.plan import explain as plan
 from polyphase.problem import ConvTransposeProblem
-from polyphase.validate import FLOATING
+from polyphase.problem.device import ARCHITECTURES, PORTABLE, DeviceInfo
+from polyphase.torch_op.memory_format import is_channels_last
+from polyphase.torch_op.tf32 import tf32_allowed
+from polyphase.torch_op.validate import FLOATING
 
 
 def explain(

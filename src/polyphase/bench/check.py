@@ -23,15 +23,15 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
 import polyphase
-from polyphase import plan
 from polyphase.bench.accuracy import TF32_ROUNDOFF, UNITS, Comparison, compare, kernelbench_rule, spread, tf32_rounding
 from polyphase.bench.environment import first_line
 from polyphase.bench.model_file import Cut, ModelFile, Run, find_cut, leaves, place, trace
 from polyphase.bench.runner import CPU_FLOPS, poisoned_outputs
 from polyphase.bench.timing import Timer, Timing
-from polyphase.device import DeviceInfo
-from polyphase.precision import tf32_allowed
+from polyphase.plan import planner as plan
 from polyphase.problem import Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.torch_op.tf32 import tf32_allowed
 
 FLOAT64_FLOPS = 100e9
 """Flops of a float64 forward pass beyond which only some images of a batch are compared."""

@@ -36,7 +36,7 @@ class TorchVariant(str, Enum):
 def polyphase_call(problem: ConvTransposeProblem, pass_: Pass, operands: Operands) -> Call:
     """One pass of ``problem`` by polyphase: the public function, or the operator that its backward pass calls."""
     import polyphase
-    import polyphase.operators  # registers torch.ops.polyphase
+    import polyphase.torch_op.operators  # registers torch.ops.polyphase
 
     x, weight, bias, grad = operands.input, operands.weight, operands.bias, operands.grad_output
     sizes = [*map(list, (problem.stride, problem.padding, problem.output_padding, problem.dilation)), problem.groups]

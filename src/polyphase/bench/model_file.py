@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyphase.bench.layers import cut_side
-from polyphase.layout import is_channels_last
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
+from polyphase.torch_op.memory_format import is_channels_last
 
 
 class ModelFileError(ValueError):

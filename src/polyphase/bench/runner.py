@@ -159,15 +159,15 @@ class Runner:
             record.speedup = record.torch_default_ms / timing.ms
 
     def _plan(self, case: Case) -> tuple[str, str, str]:
-        """Algorithm and variant, and a remark where they were not chosen by prediction."""
-        from polyphase import plan
-        from polyphase.device import PORTABLE, DeviceInfo
+        """Schedule and variant, and a remark where they were not chosen by prediction."""
+        from polyphase.plan import planner as plan
+        from polyphase.problem.device import PORTABLE, DeviceInfo
 
         on_gpu = self.device.type == "cuda"
         chosen = plan.plan(case.problem, case.pass_, DeviceInfo.of(self.device) if on_gpu else PORTABLE)
-        if on_gpu and chosen.algorithm == "portable":
+        if on_gpu and chosen.schedule == "portable":
             raise RuntimeError("the plan is the portable path, which is no kernel of the GPU's: nothing to be timed")
-        return chosen.algorithm, chosen.describe(), "its kernel was chosen by `tune`" if chosen.measured else ""
+        return chosen.schedule, chosen.describe(), "its kernel was chosen by `tune`" if chosen.measured else ""
 
     def _operands_of(self, problem: ConvTransposeProblem) -> Operands:
         if self._operands is None or self._operands[0] != problem:

@@ -1,4 +1,4 @@
-"""Measures every candidate of a layer's pass, and leaves the fastest where the planner looks (`polyphase.tuning`)."""
+"""Measures every candidate of a layer's pass, and leaves the fastest to the planner (`polyphase.plan.measured`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from polyphase import plan, runtime, tuning
-from polyphase.algorithms.base import Candidate, Launch
+from polyphase import runtime
 from polyphase.bench.records import OK, Record
 from polyphase.bench.report import factor, milliseconds
 from polyphase.bench.runner import Case
-from polyphase.device import DeviceInfo
 from polyphase.jit.source import KernelSource
+from polyphase.plan import measured as tuning
+from polyphase.plan import planner as plan
+from polyphase.problem.device import DeviceInfo
+from polyphase.program.program import Program
+from polyphase.schedules.schedule import Candidate
 
 CLOSE = 1.1
 """Times the fastest candidate's time up to which a choice is as good."""
@@ -49,10 +52,10 @@ def sources(cases: Iterable[Case], device: DeviceInfo) -> Iterator[KernelSource]
             yield from launch.sources
 
 
-def worth_measuring(case: Case, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
+def worth_measuring(case: Case, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
     """The candidates that may be the fastest of a case: those whose predictions are not hopeless.
 
-    The planner's own choice is among them, whose algorithm is chosen at another size.
+    The planner's own choice is among them, whose schedule is chosen at another size.
     """
     offers = plan.launches(case.problem, case.pass_, device)
     if not offers:

@@ -11,8 +11,8 @@ import typer
 from polyphase.commands.options import NOTATION, Dtype, model_files
 
 if TYPE_CHECKING:
-    from polyphase.device import DeviceInfo
     from polyphase.emit.model import Model
+    from polyphase.problem.device import DeviceInfo
 
 
 def emit(
@@ -109,7 +109,7 @@ def _model(file: Path | None, layer: str | None, dtype: Dtype | None, tf32: bool
 def _devices(arch: str | None) -> list[DeviceInfo]:
     """A typical device of each architecture, so that the same command writes the same file anywhere."""
     from polyphase.commands.options import architectures
-    from polyphase.device import DeviceInfo
+    from polyphase.problem.device import DeviceInfo
 
     if arch is None:
         import torch

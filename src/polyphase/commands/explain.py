@@ -27,11 +27,12 @@ def explain(
     """Print the plan of a layer for all three passes: winner, losers, reasons. Needs no GPU."""
     from dataclasses import replace
 
-    from polyphase import explanation, plan
+    from polyphase import explanation
     from polyphase.bench.report import make_console
     from polyphase.commands.options import some_layers
     from polyphase.errors import UnsupportedError
-    from polyphase.precision import tf32_allowed
+    from polyphase.plan.explain import explain as explain_text
+    from polyphase.torch_op.tf32 import tf32_allowed
 
     layers = some_layers(layer, suite, files)
     try:
@@ -44,6 +45,6 @@ def explain(
         if index:
             console.rule()
         console.print(named.name, style="bold", markup=False)
-        console.print(plan.explain(replace(named.problem, tf32=tf32), info), markup=False, soft_wrap=True)
+        console.print(explain_text(replace(named.problem, tf32=tf32), info), markup=False, soft_wrap=True)
     if explanation.is_for_elsewhere(device):
         console.print(f"\n{explanation.NO_GPU}", markup=False)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from polyphase.bench.layers import NamedLayer
-    from polyphase.device import DeviceInfo
+    from polyphase.problem.device import DeviceInfo
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -81,8 +81,8 @@ def device_of(text: str | None) -> torch.device:
 
 def architectures(text: str) -> list[DeviceInfo]:
     """A typical device of each architecture that a comma-separated text names. Raises `typer.BadParameter`."""
-    from polyphase.device import ARCHITECTURES, DeviceInfo
     from polyphase.errors import UnsupportedError
+    from polyphase.problem.device import ARCHITECTURES, DeviceInfo
 
     try:
         devices = [DeviceInfo.for_arch(word.strip()) for word in text.split(",")]

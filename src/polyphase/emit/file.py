@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import polyphase
-from polyphase.algorithms.base import Launch, Layouts, typical
-from polyphase.device import DeviceInfo
 from polyphase.emit import support
 from polyphase.emit.collect import (
     Found,
@@ -32,8 +30,12 @@ from polyphase.errors import UnsupportedError
 from polyphase.jit.compiler import settled
 from polyphase.jit.includes import without_includes
 from polyphase.jit.source import KernelSource, read
-from polyphase.plan import Selection, plan
+from polyphase.plan.planner import Selection, plan
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.problem.sizes import typical
 
 _HERE = Path(__file__).parent
 _SUPPORT = support.__name__
@@ -71,7 +73,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
 
     Raises:
         EmitError: the model's file defines a name that the emitted file needs.
-        UnsupportedError: no algorithm computes a pass there.
+        UnsupportedError: no schedule computes a pass there.
         CompilationError: a kernel does not compile.
     """
     plans: list[tuple[str, str, str, str]] = []
@@ -84,7 +86,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
             choices[device.arch] = {}
             for pass_ in Pass:
                 chosen, sources = _choose(problem, pass_, device)
-                choices[device.arch][pass_] = support.Choice(chosen.algorithm, chosen.candidate.variant)
+                choices[device.arch][pass_] = support.Choice(chosen.schedule, chosen.candidate.variant)
                 kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
                 plans.append((name, device.arch, pass_.value, chosen.candidate.describe()))
         layers.append(support.Layer(problem, choices))
@@ -128,13 +130,13 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     """
     problem = problem.of_pass(pass_)
     selected = plan(typical(problem), pass_, device, by_prediction=True).selected
-    chosen = next(each for each in selected if each.algorithm.any_size)
-    launches = [chosen.launch]
+    chosen = next(each for each in selected if each.schedule.any_size)
+    programs = [chosen.launch]
     *others, width = typical(problem).input_size
     for wider in (width + 1, width + 2):
         sized = replace(typical(problem), input_size=(*others, wider))
-        launches.append(
-            chosen.algorithm.launch(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.variant)
+        programs.append(
+            chosen.schedule.launch(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.variant)
         )
     *others, last = problem.output_padding
     for padding in (last, last ^ 1):
@@ -143,20 +145,16 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
         padded = replace(problem, output_padding=(*others, padding))
         layouts = Layouts.of_call(padded, pass_)
         if padding == last or _offered(chosen, padded, pass_, device, layouts):
-            launches.append(chosen.algorithm.launch(padded, pass_, device, layouts, chosen.candidate.variant))
-    sources = (source for launch in launches for source in _sources(launch))
+            programs.append(chosen.schedule.launch(padded, pass_, device, layouts, chosen.candidate.variant))
+    sources = (source for program in programs for source in program.sources)
     return chosen, list(dict.fromkeys(sources))
 
 
 def _offered(
     chosen: Selection, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> bool:
-    offers = chosen.algorithm.candidates(problem, pass_, device, layouts)
+    offers = candidates(chosen.schedule, problem, pass_, device, layouts)
     return any(each.variant == chosen.candidate.variant for each in offers)
-
-
-def _sources(launch: Launch) -> list[KernelSource]:
-    return [each.source for each in (*launch.prologues, launch)]
 
 
 def _settled(sources: list[KernelSource], arch: str, remarks: list[str]) -> list[KernelSource]:
@@ -200,7 +198,7 @@ class _Literals:
             return "(" + ", ".join(self.of(item, names) for item in value) + ",)"[len(value) != 1 :]
         if value is None or isinstance(value, (bool, int, float)):
             return repr(value)
-        return self._name(type(value), names) + "()"  # an algorithm, which has no state
+        return self._name(type(value), names) + "()"  # a schedule, which has no state
 
     def _name(self, kind: type, names: dict[Key, str] | None) -> str:
         key = kind.__module__, kind.__name__
@@ -262,7 +260,16 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
     wrapped = [
         part
         for line in lines
-        for part in (textwrap.wrap(line, 117, subsequent_indent=" " * 8 if line.startswith(" ") else "") or [""])
+        for part in (
+            textwrap.wrap(
+                line,
+                117,
+                subsequent_indent=" " * 8 if line.startswith(" ") else "",
+                break_long_words=False,  # a path in the command stays whole
+                break_on_hyphens=False,
+            )
+            or [""]
+        )
     ]
     return "\n".join(f"# {line}".rstrip() for line in wrapped)
 

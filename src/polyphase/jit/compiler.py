@@ -16,6 +16,7 @@ from typing import Any
 
 from polyphase.errors import CompilationError, UnsupportedError
 from polyphase.jit.cache import KernelCache, cache_directory
+from polyphase.jit.cubin import code_digest
 from polyphase.jit.source import KernelSource
 
 _locks: dict[tuple[KernelSource, str], threading.Lock] = {}
@@ -29,7 +30,10 @@ compilations = 0
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel needs, as the assembler reports it. Bytes where not said otherwise."""
+    """What one kernel needs, as the assembler reports it. Bytes where not said otherwise.
+
+    ``digest`` is that of its machine code (`polyphase.jit.cubin`).
+    """
 
     kernel: str
     arch: str
@@ -41,6 +45,7 @@ class Resources:
     warnings: tuple[str, ...]
     seconds: float
     source: KernelSource = field(repr=False)
+    digest: str = field(default="", repr=False)
 
     @property
     def clean(self) -> bool:
@@ -90,7 +95,7 @@ def _key(source: KernelSource, arch: str) -> bytes:
 def resources_of(source: KernelSource, arch: str) -> Resources:
     """Compiles one kernel, past the cache, and reads the assembler's report."""
     started = time.perf_counter()
-    source, _, log = _compile_without_spills(source, arch)
+    source, binary, log = _compile_without_spills(source, arch)
     seconds = time.perf_counter() - started
     warnings = [line.strip() for line in log.splitlines() if re.search(r"warning|\bC75\d\d\b", line, re.IGNORECASE)]
     return Resources(
@@ -104,6 +109,7 @@ def resources_of(source: KernelSource, arch: str) -> Resources:
         warnings=tuple(warnings),
         seconds=seconds,
         source=source,
+        digest=code_digest(binary),
     )
 
 

@@ -61,8 +61,8 @@ class KernelSource:
         wide_offsets: whether offsets in bytes take 64 bits.
         constants: names and values; among them MIN_BLOCKS.
         wgmma: the forms of ``wgmma`` that the kernel uses.
-        fallbacks: constants that are changed, one after the other, where registers would spill even with one block on a
-            multiprocessor.
+        fallbacks: sets of constants that are changed, one set after the other, where registers would spill even with
+            one block on a multiprocessor.
     """
 
     kernel: str
@@ -70,7 +70,7 @@ class KernelSource:
     wide_offsets: bool
     constants: tuple[tuple[str, Constant], ...]
     wgmma: tuple[WgmmaForm, ...] = ()
-    fallbacks: tuple[tuple[str, Constant], ...] = ()
+    fallbacks: tuple[tuple[tuple[str, Constant], ...], ...] = ()
     folder: str = ""
 
     @property
@@ -90,15 +90,16 @@ class KernelSource:
         for blocks in range(self.min_blocks - 1, 0, -1):
             tried = tried.with_constants(MIN_BLOCKS=blocks)
             yield tried
-        for name, value in self.fallbacks:
-            if dict(tried.constants)[name] != value:
-                tried = tried.with_constants(**{name: value})
+        for changes in self.fallbacks:
+            other = tried.with_constants(**dict(changes))
+            if other != tried:
+                tried = other
                 yield tried
 
     @property
     def settled_constants(self) -> set[str]:
         """Names of constants in which `attempts` differ."""
-        return {"MIN_BLOCKS", *(name for name, _ in self.fallbacks)}
+        return {"MIN_BLOCKS", *(name for changes in self.fallbacks for name, _ in changes)}
 
     def with_constants(self, **constants: Constant) -> KernelSource:
         """The same kernel with some of its constants changed."""

@@ -6,8 +6,8 @@ import ctypes
 
 from cuda.bindings import driver
 
-from polyphase.algorithms.base import TENSOR_MAP_BYTES, Boxes
 from polyphase.errors import PolyphaseError
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
 
 _SWIZZLES = {
     16: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,

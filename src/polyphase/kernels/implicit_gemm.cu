@@ -62,7 +62,8 @@ struct Shared {
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
-// Of each thread. Where some would spill, those who multiply give GIVEN_REGISTERS each to those who load, or take them.
+// Of each thread. Where some would spill, those who multiply give GIVEN_REGISTERS each to those who load, or take them;
+// and if that leaves too few to either, those who load convert one chunk at a time, not CHUNKS_AT_ONCE = 2.
 constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 + 2 * GIVEN_REGISTERS : 48 + GIVEN_REGISTERS;
 constexpr int MULTIPLIER_REGISTERS = (LOADER_THREADS == 128 ? 224 : 208) - GIVEN_REGISTERS;
 static_assert(!WGMMA || registers_suffice(CONSUMERS * 128, MULTIPLIER_REGISTERS, LOADER_THREADS, LOADER_REGISTERS),

@@ -1,6 +1,6 @@
 // What specialises a kernel for one layer: types, and constants. `KernelSource.specialisation` (jit/source.py) makes a
 // text of this kind for each kernel; what an include of this file comes to is that text. The one below is an example,
-// for editors and readers: every kernel gets the constants that its schedule gives (algorithms/), and no others.
+// for editors and readers: every kernel gets the constants that its schedule gives (schedules/), and no others.
 
 #pragma once
 

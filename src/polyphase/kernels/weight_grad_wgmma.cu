@@ -7,7 +7,7 @@
 // different planes of `partial`, which the caller sums in order: the result does not depend on timing.
 //
 // With channels last, in half types, the input is TRANSPOSED, and output channels that lie side by side are taken for
-// one channel of wider rows (`as_one_channel` in algorithms/gradient.py).
+// one channel of wider rows (`as_one_channel` in schedules/window_gemm/window.py).
 //
 // The cores' sums lose a bit at every step. So some stages are summed there, and those sums in `partial`.
 

@@ -5,7 +5,7 @@
 // Taps along the width are columns of a row of the output gradient that lie side by side, and positions are places
 // further on in it. So g lies in shared memory as it comes, its halo included: nothing is unfolded, and what a thread
 // reads of a row serves several positions. (Where channels come last the host takes all of them for one, and the row of
-// a few wide pixels for one of many narrow ones: `as_one_channel` in algorithms/gradient.py.)
+// a few wide pixels for one of many narrow ones: `as_one_channel` in schedules/window_gemm/window.py.)
 //
 // Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels with all their taps, and one contiguous
 // part of the tiles of input positions; a stage is a tile, of one image and one slab of it. A thread owns THREAD_ROWS

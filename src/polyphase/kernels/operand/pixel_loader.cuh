@@ -296,7 +296,7 @@ struct Loader {
   // A copied stage as the tensor cores take it.
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to, const PixelBand& band) const {
     if constexpr (!IN_PLACE || sizeof(scalar_t) == 4) {
-#pragma unroll(sizeof(scalar_t) == 4 ? 2 : 1)
+#pragma unroll(sizeof(scalar_t) == 4 ? CHUNKS_AT_ONCE : 1)
       for (int i = thread / 32; i < ceil_div(g.halo, TURNED) * STAGE_CHUNKS; i += LOADERS / 32) {
         const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
         unsigned char* const target = to + chunk * g.chunk_bytes + pixel * 16;

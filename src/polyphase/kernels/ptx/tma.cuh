@@ -8,7 +8,7 @@
 #include "ptx/mbarrier.cuh"
 
 // A descriptor: a tensor of five dimensions, innermost first, and the box of it that is loaded at once (Boxes in
-// algorithms/base.py); encoded by the driver.
+// program/tensor_map.py); encoded by the driver.
 struct alignas(64) TensorMap {
   unsigned char encoded[128];
 };

@@ -1,0 +1,55 @@
+"""A plan as text: the winner, the best loser of every schedule, and why the others cannot compute the pass."""
+
+from __future__ import annotations
+
+import math
+
+from polyphase.plan.planner import as_computed, plan
+from polyphase.plan.shortlist import candidates, why_none
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.schedules import SCHEDULES
+
+
+def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+    """Winner, the best loser of each schedule, and reasons, for each pass, as text."""
+    lines = [f"{problem}", f"on {device.arch}, {problem.flops / 1e9:.1f} GFLOP, {problem.bytes / 1e6:.1f} MB"]
+    for pass_ in Pass:
+        chosen = plan(problem, pass_, device)
+        lines += ["", f"{pass_.value}: {chosen.describe()}"]
+        if chosen.candidate is None or chosen.launch is None:
+            lines.append("  tensor operations of PyTorch; own kernels need an NVIDIA GPU")
+            continue
+        main, workspace = chosen.launch.main, chosen.launch.workspace_bytes
+        if chosen.measured:
+            lines.append("  measured to be the fastest (`python -m polyphase tune`)")
+        lines.append(
+            f"  predicted {chosen.candidate.seconds * 1e3:.3f} ms, bound by {chosen.candidate.bound}; "
+            f"{math.prod(main.grid)} blocks of {main.block} threads, {main.shared_bytes} bytes of shared memory"
+            + (f", {workspace / 1e6:.2f} MB of workspace" if workspace else "")
+        )
+        if chosen.other is not None:
+            lines.append("  the layer's kernel for most other sizes is compiled meanwhile")
+        computed, layouts = as_computed(problem, pass_, None)
+        if computed != problem.of_pass(pass_):
+            lines.append(f"  computed as {computed}")
+        faster = False
+        refused: dict[str, list[str]] = {}
+        for schedule in SCHEDULES:
+            reason = schedule.supports(computed, pass_, device)
+            offered = [] if reason else list(candidates(schedule, computed, pass_, device, layouts))
+            if not offered:
+                reason = reason or why_none(schedule, computed, pass_, device, layouts)
+                refused.setdefault(reason, []).append(schedule.name)
+            losers = [candidate for candidate in offered if candidate != chosen.candidate]
+            if losers:
+                best = min(losers, key=lambda candidate: candidate.seconds)
+                others = f" and {len(losers) - 1} more" if len(losers) > 1 else ""
+                lines.append(f"  loses: {best.seconds * 1e3:9.3f} ms  {best.describe()}{others}")
+                faster |= best.seconds < chosen.candidate.seconds
+        lines += [f"  not {', '.join(names)}: {reason}" for reason, names in refused.items()]
+        if faster and not chosen.measured:
+            lines.append(
+                "  (chosen at a typical size, and kept where no other is clearly faster: some that lose would win)"
+            )
+    return "\n".join(lines)

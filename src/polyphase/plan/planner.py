@@ -1,0 +1,244 @@
+"""The one place that decides how a pass is computed. Needs neither torch nor a GPU.
+
+Every schedule says whether it can run, and offers variants with a predicted time; the fastest prediction wins. What is
+offered is a short list that depends on the layer and the kind of its images (tiny, or such as the cores take as they
+lie, or neither), not on their size or the batch's. The first of it is what the layer has at most sizes; the forward
+pass has another of the list where that is clearly faster at the size at hand, so that all sizes together need a few.
+So have gradients of some schedules, and all of them may have another schedule's first at the size at hand. Nothing is
+tried at run time; what `polyphase.plan.measured` has measured beforehand goes before predictions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from polyphase.errors import UnsupportedError
+from polyphase.jit.source import KernelSource
+from polyphase.plan import measured as tuning
+from polyphase.plan.rankings import kept
+from polyphase.plan.shortlist import candidates, refusal
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import PORTABLE, DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.problem.sizes import compared
+from polyphase.program.program import Program
+from polyphase.schedules import SCHEDULES
+from polyphase.schedules.schedule import Candidate, Schedule
+
+# Another kernel than the first is taken where its prediction is less than that much of the first's; of a gradient also
+# another schedule's.
+_CLEARLY = 0.97
+_CLEARLY_BY_OTHERS = {Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One kernel of a layer's, launched at the size at hand."""
+
+    schedule: Schedule
+    candidate: Candidate
+    launch: Program
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one pass of one problem is computed on one device.
+
+    ``selected``: first what computes this size, then the kernel that the layer has at most others, where that is
+    another; none on the portable path. ``measured``: chosen by measurement (`polyphase.plan.measured`).
+    """
+
+    problem: ConvTransposeProblem
+    pass_: Pass
+    selected: tuple[Selection, ...] = ()
+    measured: bool = False
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self.selected[0].schedule.name if self.selected else PORTABLE.arch
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """The variant, None on the portable path."""
+        return self.selected[0].candidate if self.selected else None
+
+    @property
+    def launch(self) -> Program | None:
+        """The launch, None on the portable path."""
+        return self.selected[0].launch if self.selected else None
+
+    @property
+    def other(self) -> Program | None:
+        """The launch of the kernel for most other sizes, None where it is this one's."""
+        return self.selected[1].launch if len(self.selected) > 1 else None
+
+    @property
+    def launches(self) -> list[Program]:
+        """``launch`` and ``other``, as far as there are any."""
+        return [selection.launch for selection in self.selected]
+
+    def describe(self) -> str:
+        """The plan in one line."""
+        return self.schedule if self.candidate is None else self.candidate.describe()
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    device: DeviceInfo,
+    layouts: Layouts | None = None,
+    by_prediction: bool = False,
+) -> Plan:
+    """The plan of a pass: ``layouts`` are the tensors' strides, by default those of `Layouts.of_call`.
+
+    ``by_prediction``: choices that were measured on this machine count for nothing.
+
+    Raises `UnsupportedError` where no schedule can compute the pass.
+    """
+    if not device.is_cuda:
+        return Plan(problem, pass_)
+    _check_integers(problem)
+    given = problem
+    problem, layouts = as_computed(problem, pass_, layouts)
+    schedules = _ranked(compared(problem, pass_), pass_, device)
+    choice = None if by_prediction else tuning.choice(problem, pass_, device)
+    measured = None if choice is None else _measured(_offers(schedules, problem, pass_, device, layouts), choice)
+    if measured is not None:
+        schedule, *chosen = measured
+    else:
+        offers = _offers(schedules, problem, pass_, device, layouts)
+        found = next(offers, None)
+        if found is None:
+            reasons = "; ".join(f"{a.name}: {refusal(a, problem, pass_, device, layouts)}" for a in SCHEDULES)
+            raise UnsupportedError(f"no schedule computes the {pass_.value} of {given} on {device.arch}: {reasons}")
+        schedule, offered = found
+        chosen = _by_size(schedule, offered, pass_)
+    kernels = [(schedule, candidate) for candidate in chosen]
+    if measured is None and pass_ is not Pass.FORWARD:
+        firsts = [(each, next(offered)) for each, offered in offers]
+        other, first = min(firsts, key=lambda each: each[1].seconds, default=kernels[0])
+        if first.seconds < _CLEARLY_BY_OTHERS[pass_] * kernels[0][1].seconds:
+            kernels = [(other, first), kernels[-1]]
+    if not any(each.any_size for each, _ in kernels):
+        for_others = (each for each in schedules if each.any_size)
+        other, offered = next(_offers(for_others, problem, pass_, device, layouts))
+        kernels.append((other, next(offered)))
+    try:
+        selected = tuple(
+            Selection(each, candidate, each.launch(problem, pass_, device, layouts, candidate.variant))
+            for each, candidate in kernels
+        )
+    except struct.error:  # numbers that a kernel's parameter has no room for
+        raise UnsupportedError(f"{given} has more positions than the kernels count: {2**31 - 1}") from None
+    return Plan(given, pass_, selected, measured is not None)
+
+
+def as_computed(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None
+) -> tuple[ConvTransposeProblem, Layouts]:
+    """The layer as the pass sees it, in other words where those are simpler: it has the same tensors in memory."""
+    layouts = layouts or Layouts.of_call(problem, pass_)
+    problem = problem.of_pass(pass_)
+    # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
+    as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
+    simpler = as_read.of_lone_pixels()
+    # As an input gradient it would be one long sum for few outputs, which no schedule shares out among blocks.
+    if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(as_read):
+        return problem, layouts
+    return simpler, replace(Layouts.dense(simpler), aligned=layouts.aligned)
+
+
+def _offers(
+    schedules: Iterable[Schedule],
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    device: DeviceInfo,
+    layouts: Layouts,
+) -> Iterator[tuple[Schedule, Iterator[Candidate]]]:
+    """Those of ``schedules`` that can compute a pass, and what they offer; each is asked when its turn comes."""
+    for schedule in schedules:
+        if schedule.supports(problem, pass_, device) is None:
+            offered = candidates(schedule, problem, pass_, device, layouts)
+            first = next(offered, None)
+            if first is not None:
+                yield schedule, itertools.chain([first], offered)
+
+
+@lru_cache(maxsize=4096)
+def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[Schedule]:
+    """All schedules, in rising order of the prediction for what they would take at the size of ``sized``."""
+    layouts = Layouts.of_call(sized, pass_)
+
+    def seconds(schedule: Schedule) -> float:
+        offers = _offers([schedule], sized, pass_, device, layouts)
+        return min((_by_size(schedule, found, pass_)[0].seconds for _, found in offers), default=math.inf)
+
+    about = f"schedules for the {pass_.value} of {sized!r} on {device!r}"
+    order = kept(about, lambda: SCHEDULES, lambda: sorted(SCHEDULES, key=seconds))
+    return [*order, *(schedule for schedule in SCHEDULES if schedule not in order)]  # whatever the disk says
+
+
+def _measured(offers: Iterator[tuple[Schedule, Iterator[Candidate]]], choice: str) -> tuple[Schedule, Candidate] | None:
+    """The candidate of that description, where it is offered."""
+    found = (
+        (schedule, candidate) for schedule, offered in offers for candidate in offered if candidate.describe() == choice
+    )
+    return next(found, None)
+
+
+def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> list[Candidate]:
+    """The first, which is what a layer has at most sizes; before it the fastest at this one, if it clearly is."""
+    first = next(offered)
+    if pass_ is not Pass.FORWARD and not schedule.adapts:
+        return [first]
+    fastest = min(offered, key=lambda each: each.seconds, default=first)
+    return [fastest, first] if fastest.seconds < _CLEARLY * first.seconds else [first]
+
+
+def launches(
+    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
+) -> list[tuple[Candidate, Program]]:
+    """Every variant of every schedule that can compute a pass, for tests and tuning."""
+    problem, layouts = as_computed(problem, pass_, layouts)
+    return [
+        (candidate, schedule.launch(problem, pass_, device, layouts, candidate.variant))
+        for schedule, offered in _offers(SCHEDULES, problem, pass_, device, layouts)
+        for candidate in offered
+    ]
+
+
+def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
+    """The kernels that predictions choose for a layer at its batch and image size, and those of most other sizes.
+
+    The latter are each schedule's first. With gradients that come in parts is what adds those up.
+    """
+    given = problem
+    problem, layouts = as_computed(problem, pass_, None)
+    firsts = [
+        schedule.launch(problem, pass_, device, layouts, next(offered).variant)
+        for schedule, offered in _offers(SCHEDULES, problem, pass_, device, layouts)
+    ]
+    both = plan(given, pass_, device, by_prediction=True).launches
+    one_way = [program.main.one_way for program in both if program.main.one_way is not None]
+    return list(dict.fromkeys([*(source for program in (*firsts, *both) for source in program.sources), *one_way]))
+
+
+def _check_integers(problem: ConvTransposeProblem) -> None:
+    """The kernels count positions of one side, and weights of one group, in 32 bits; bytes and elements in 64."""
+    weights = problem.in_channels_per_group * problem.out_channels_per_group * problem.taps
+    counted = {
+        "a side of the input": max(problem.input_size),
+        "a side of the output": max(problem.output_size),
+        "the batch": problem.batch,
+        "weights of a group": weights,
+    }
+    for what, count in counted.items():
+        if count >= 2**31:
+            raise UnsupportedError(f"{what} of {problem} come to {count}; the kernels count to {2**31 - 1}")

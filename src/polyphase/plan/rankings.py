@@ -1,0 +1,49 @@
+"""Rankings on disk: what one process has predicted, a later one reads. It is the same with and without them.
+
+A ranking is a list of places in a list that the reader makes for itself, so that a file that is damaged or made up can
+offer nothing but legal variants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from polyphase.plan.entries import digest, read, write
+
+_Variant = TypeVar("_Variant", bound=Hashable)
+
+_FOLDER = "rankings"
+_PACKAGE = Path(__file__).parent.parent
+_ROOMS = ("problem", "plan", "program", "schedules")
+_FILES = [file for room in _ROOMS for file in _PACKAGE.glob(f"{room}/**/*.py")]
+# A digest of all that predicts, as it is when it is loaded; None where there are no sources to tell planners apart by.
+_PLANNER = digest(_FILES) if _FILES else None
+
+
+def kept(about: str, configs: Callable[[], Sequence[_Variant]], rank: Callable[[], list[_Variant]]) -> list[_Variant]:
+    """Some of ``configs``, in the order that ``rank`` gives, or gave an earlier process that ranked the same.
+
+    With ``POLYPHASE_TUNING=0`` in the environment nothing is read or written; nor where the disk does not let us.
+    """
+    if os.environ.get("POLYPHASE_TUNING") == "0" or _PLANNER is None:
+        return rank()
+    about = f"{about}, planner {_PLANNER}"
+    found, offered = read(_FOLDER, about), configs()
+    if _are_places(found, len(offered)):
+        return [offered[place] for place in found]
+    ranking = rank()
+    places = {variant: place for place, variant in enumerate(offered)}
+    with contextlib.suppress(OSError):
+        write(_FOLDER, about, [places[variant] for variant in ranking])
+    return ranking
+
+
+def _are_places(found: object, count: int) -> bool:
+    """Whether this is a list of some places, each at most once, in a list of so many."""
+    if not isinstance(found, list) or not all(isinstance(place, int) and 0 <= place < count for place in found):
+        return False
+    return 0 < len(found) == len(set(found))

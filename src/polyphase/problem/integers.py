@@ -1,0 +1,26 @@
+"""Integers: rounding, and sharing out."""
+
+from __future__ import annotations
+
+import math
+
+
+def parted(total: int, parts: int) -> tuple[int, int]:
+    """The length of each of about so many parts of ``total``, and how many of that length there are."""
+    length = max(1, math.ceil(total / parts))
+    return length, max(1, math.ceil(total / length))
+
+
+def equal_parts(count: int) -> list[int]:
+    """What ``count`` comes to in equal parts, rounded up; the largest first."""
+    return sorted({math.ceil(count / parts) for parts in range(1, count + 1)}, reverse=True)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is not below ``value``."""
+    return 1 << (max(1, value) - 1).bit_length()

@@ -1,0 +1,311 @@
+"""One transposed convolution, described once: sizes, phases, taps, and the floor in bytes and flops.
+
+Validation, planner, kernels, tests and benchmark all read this description. It needs neither torch nor a GPU.
+
+The layer, per spatial dimension with input size ``n``, kernel ``k``, stride ``s``, padding ``p``, output padding ``op``
+and dilation ``d``::
+
+    output_size = (n - 1)·s - 2·p + d·(k - 1) + op + 1
+    y[o] += x[i]·w[t]     wherever     o = i·s + t·d - p
+
+Write ``o = q·s + u`` with ``0 ≤ u < s``. Tap ``t`` serves phase ``u = (t·d - p) mod s`` alone, and reaches back
+``shift = (t·d - p) div s`` (rounded down) input positions::
+
+    y[q·s + u] = Σ over the taps t of phase u of   x[q - shift_t]·w[t]
+
+So the layer is ``s`` stride-1 correlations per dimension whose outputs interleave. Only ``s / gcd(s, d)`` phases own
+taps (fewer when the kernel is short); the others are bias alone. Phases are counted from the output, not from the
+padded output, so that phase 0 of a tile starts on an aligned element.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def accumulator_bytes(dtype: str) -> int:
+    """Bytes of a sum: half types are summed in float32."""
+    return max(4, DTYPE_BYTES[dtype])
+
+
+class Pass(Enum):
+    """The three linear maps of the layer. Each one's derivatives are the other two."""
+
+    FORWARD = "forward"
+    INPUT_GRAD = "input_grad"
+    WEIGHT_GRAD = "weight_grad"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The layer along one spatial dimension, apart from its size."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    def output_size(self, input_size: int, output_padding: int = 0) -> int:
+        """Elements of the output for ``input_size`` elements of the input; not positive where the layer is illegal."""
+        reach = self.dilation * (self.kernel - 1)
+        return (input_size - 1) * self.stride - 2 * self.padding + reach + output_padding + 1
+
+    def input_size(self, output_size: int, output_padding: int = 0) -> int:
+        """The inverse of `output_size`."""
+        reach = self.dilation * (self.kernel - 1)
+        return (output_size - 1 + 2 * self.padding - reach - output_padding) // self.stride + 1
+
+    def phase(self, tap: int) -> int:
+        """The phase ``u`` that tap ``tap`` serves."""
+        return (tap * self.dilation - self.padding) % self.stride
+
+    def shift(self, tap: int) -> int:
+        """How many input positions tap ``tap`` reaches back from cell ``q``; negative where it reaches ahead."""
+        return (tap * self.dilation - self.padding) // self.stride
+
+    @cached_property
+    def taps_by_phase(self) -> tuple[tuple[int, ...], ...]:
+        """The taps of each phase, in ascending order; empty for a phase that is bias alone."""
+        taps: list[list[int]] = [[] for _ in range(self.stride)]
+        for tap in range(self.kernel):
+            taps[self.phase(tap)].append(tap)
+        return tuple(map(tuple, taps))
+
+    @cached_property
+    def shifts(self) -> tuple[int, int]:
+        """The smallest and the largest shift of any tap."""
+        return self.shift(0), self.shift(self.kernel - 1)
+
+
+@dataclass(frozen=True)
+class ConvTransposeProblem:
+    """One call of the layer: its constants, and the sizes it meets.
+
+    Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
+    output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
+    that float32 operands may be rounded to TF32, and is False in any other dtype; ``tf32_as_pytorch`` that the forward
+    pass rounds them wherever PyTorch does, also where exact kernels are as fast. ``channels_last`` is the memory format
+    of the tensors that a call reads. The values are taken to be valid: `polyphase.torch_op.validate` raises the errors.
+    """
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    input_size: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    bias: bool = False
+    dtype: str = "float32"
+    channels_last: bool = False
+    tf32: bool = False
+    tf32_as_pytorch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tf32 and self.dtype != "float32":
+            object.__setattr__(self, "tf32", False)
+        if self.tf32_as_pytorch and not self.tf32:
+            object.__setattr__(self, "tf32_as_pytorch", False)
+
+    @classmethod
+    def make(
+        cls,
+        input_shape: tuple[int, ...],
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        output_padding: int | tuple[int, ...] = 0,
+        groups: int = 1,
+        bias: bool = False,
+        dilation: int | tuple[int, ...] = 1,
+        dtype: str = "float32",
+        channels_last: bool = False,
+        tf32: bool = False,
+    ) -> ConvTransposeProblem:
+        """A problem from an input shape ``(N, C_in, *spatial)`` and parameters as `torch.nn` takes them."""
+        dims = len(input_shape) - 2
+
+        def per_dim(value: int | tuple[int, ...]) -> tuple[int, ...]:
+            return (value,) * dims if isinstance(value, int) else tuple(value)
+
+        return cls(
+            batch=input_shape[0],
+            in_channels=input_shape[1],
+            out_channels=out_channels,
+            input_size=tuple(input_shape[2:]),
+            kernel_size=per_dim(kernel_size),
+            stride=per_dim(stride),
+            padding=per_dim(padding),
+            output_padding=per_dim(output_padding),
+            dilation=per_dim(dilation),
+            groups=groups,
+            bias=bias,
+            dtype=dtype,
+            channels_last=channels_last,
+            tf32=tf32,
+        )
+
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow groups in full float32."""
+        channels = min(self.in_channels_per_group, self.out_channels_per_group)
+        return self.tf32 and channels >= (16 if self.groups == 1 else 64)
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dimensions."""
+        return len(self.kernel_size)
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """The layer's constants, one `Axis` per spatial dimension."""
+        return tuple(map(Axis, self.kernel_size, self.stride, self.padding, self.dilation))
+
+    @cached_property
+    def axes3(self) -> tuple[Axis, Axis, Axis]:
+        """`axes` as depth, height and width; a dimension the layer does not have is a kernel of one tap."""
+        depth, height, width = (Axis(1),) * (3 - self.dims) + self.axes
+        return depth, height, width
+
+    @cached_property
+    def output_size(self) -> tuple[int, ...]:
+        """The output's spatial size."""
+        return tuple(
+            axis.output_size(n, extra) for axis, n, extra in zip(self.axes, self.input_size, self.output_padding)
+        )
+
+    @property
+    def in_channels_per_group(self) -> int:
+        """Input channels of a group."""
+        return self.in_channels // self.groups
+
+    @property
+    def out_channels_per_group(self) -> int:
+        """Output channels of a group."""
+        return self.out_channels // self.groups
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """``(N, C_in, *spatial)``."""
+        return (self.batch, self.in_channels, *self.input_size)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """``(C_in, C_out / groups, *kernel_size)``."""
+        return (self.in_channels, self.out_channels_per_group, *self.kernel_size)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """``(N, C_out, *spatial)``."""
+        return (self.batch, self.out_channels, *self.output_size)
+
+    def of_pass(self, pass_: Pass) -> ConvTransposeProblem:
+        """What the planner is asked about: gradients know no bias, and double precision no memory format.
+
+        (PyTorch's results in double precision are contiguous on a GPU, whatever the operands are.)
+        """
+        bias, last = self.bias and pass_ is Pass.FORWARD, self.channels_last and self.dtype != "float64"
+        return self if (bias, last) == (self.bias, self.channels_last) else replace(self, bias=bias, channels_last=last)
+
+    def mirrored(self) -> ConvTransposeProblem | None:
+        """The layer whose forward pass is the gradient of this one's input, where there is one: the stride is 1.
+
+        Its input is the gradient of this one's output, its weight this one's with the taps reversed and the channels
+        exchanged. What this one's output is padded by that one's is cut by.
+        """
+        padding = tuple(d * (k - 1) - p for k, p, d in zip(self.kernel_size, self.padding, self.dilation))
+        if set(self.stride) != {1} or min(padding) < 0:
+            return None
+        return replace(
+            self,
+            in_channels=self.out_channels,
+            out_channels=self.in_channels,
+            input_size=self.output_size,
+            padding=padding,
+            output_padding=tuple(-extra for extra in self.output_padding),  # no element of the input lies there
+            bias=False,
+        )
+
+    def of_lone_pixels(self) -> ConvTransposeProblem | None:
+        """The layer of one tap that this one is where every image is a single pixel, as the first of a generator's are.
+
+        Taps do not meet then: the batch is a row of pixels, and every output of an image a channel of its pixel. Dense
+        tensors lie the same for both in either format, with the channels last for the one returned. None where images
+        are larger, where outputs are missing or bias alone, with groups, and with a bias, which is one for several of
+        those channels.
+        """
+        whole = not any(self.padding) and not any(self.output_padding) and self.batch > 0
+        gaps = any(d > 1 and k > 1 for d, k in zip(self.dilation, self.kernel_size))
+        if math.prod(self.input_size) != 1 or not whole or gaps or self.bias or self.groups > 1:
+            return None
+        return replace(
+            self,
+            batch=1,
+            out_channels=self.out_channels * self.taps,
+            input_size=(1, self.batch),
+            kernel_size=(1, 1),
+            stride=(1, 1),
+            padding=(0, 0),
+            output_padding=(0, 0),
+            dilation=(1, 1),
+            channels_last=True,
+            tf32=self.uses_tf32,
+        )
+
+    @cached_property
+    def taps(self) -> int:
+        """Taps of the whole kernel."""
+        return math.prod(self.kernel_size)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions, each counted as one; the same for all three passes."""
+        return 2 * self.batch * self.in_channels * self.out_channels_per_group * self.taps * math.prod(self.input_size)
+
+    @cached_property
+    def elements(self) -> tuple[int, int, int]:
+        """Elements of the input, the weight and the output."""
+        return math.prod(self.input_shape), math.prod(self.weight_shape), math.prod(self.output_shape)
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes a pass can move: input, weight and output once each, the same for all three passes."""
+        return sum(self.elements) * DTYPE_BYTES[self.dtype]
+
+    def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
+        """No pass runs faster than the larger of its bytes over the bandwidth and its flops over the rate."""
+        return max(self.bytes / bytes_per_second, self.flops / flops_per_second)
+
+    def __str__(self) -> str:
+        parts = [f"{'×'.join(map(str, self.input_shape))} → {self.out_channels}", f"k={_short(self.kernel_size)}"]
+        for name, values, default in (
+            ("s", self.stride, 1),
+            ("p", self.padding, 0),
+            ("op", self.output_padding, 0),
+            ("d", self.dilation, 1),
+        ):
+            if any(value != default for value in values):
+                parts.append(f"{name}={_short(values)}")
+        if self.groups != 1:
+            parts.append(f"g={self.groups}")
+        if self.bias:
+            parts.append("bias")
+        parts.append(self.dtype)
+        if self.tf32:
+            parts.append("tf32")
+        if self.channels_last:
+            parts.append("channels_last")
+        return ", ".join(parts)
+
+
+def _short(values: tuple[int, ...]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"

@@ -1,0 +1,23 @@
+"""The split-K reduction, ``kernels/steps/reduce_splits.cu``: adds up partial sums in a fixed order."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from polyphase.jit.source import KernelSource
+from polyphase.program.step import Step, plain_step
+
+_THREADS = 256
+_TOGETHER = 4  # elements of a thread
+# Groups of threads that share the planes, where there are so many of these, and at most so many elements.
+_GROUPS = ((32, 64, 1 << 15), (8, 8, (1 << 17) - 1))
+
+
+def reduce_splits(dtype: str, elements: int, splits: int) -> Step:
+    """Adds up ``splits`` planes of partial sums of so many elements, in a fixed order: the result is in ``dtype``."""
+    groups = next((count for count, many, few in _GROUPS if splits >= many and elements <= few), 1)
+    constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
+    source = KernelSource("reduce_splits", dtype, False, constants, folder="steps")
+    blocks = math.ceil(elements * groups / (_TOGETHER * _THREADS))
+    return plain_step(source, blocks, _THREADS, struct.pack("<q2i", elements, splits, groups))

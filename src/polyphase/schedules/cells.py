@@ -1,0 +1,200 @@
+"""A forward pass or an input gradient as the gather kernels see it: source, destination, cells (core/geometry.cuh).
+
+Both passes gather: every destination element sums what it needs of the source, so nothing is written twice and no sum
+depends on timing. `polyphase.schedules.direct.tiled` unrolls the whole kernel for a tile of cells;
+`polyphase.schedules.direct.channels` is for few channels in a group, in channels_last;
+`polyphase.schedules.direct.general` has no limits.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from polyphase.jit.source import Constant
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts, Strides, channels_innermost, extent, five
+
+#: Destination elements of a cell, or of a thread, that straight-line code may have.
+MAX_PHASES = 512
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a gather pass: shape ``(N, C, D, H, W)`` and strides."""
+
+    shape: tuple[int, int, int, int, int]
+    strides: Strides
+
+    @cached_property
+    def channels_last(self) -> bool:
+        """Whether neighbouring channels are neighbours in memory."""
+        return channels_innermost(self.shape[1], self.strides)
+
+    def packed(self) -> bytes:
+        """The kernels' ``Tensor5``."""
+        return struct.pack("<5q4i", *self.strides, *self.shape[2:], self.shape[1])
+
+
+class CellAxis:
+    """One spatial dimension cut into cells of one input element and ``stride`` output elements.
+
+    ``src`` and ``dst`` are the elements of a cell on either side, ``first_offset`` the first source element that any
+    tap reads, counted from its cell's first, and ``owned`` the destination elements of a cell that own taps.
+    """
+
+    def __init__(self, axis: Axis, forward: bool) -> None:
+        if forward:
+            self.src, self.dst = 1, axis.stride
+            self.owned = len({axis.phase(tap) for tap in range(axis.kernel)})
+            self._offsets = sorted({-axis.shift(tap) for tap in range(axis.kernel)})
+        else:
+            self.src, self.dst = axis.stride, 1
+            self.owned = 1
+            self._offsets = [tap * axis.dilation - axis.padding for tap in range(axis.kernel)]
+        self.first_offset = self._offsets[0]
+        self._reach = self._offsets[-1] - self._offsets[0]
+        self._used: dict[int, int] = {}
+
+    def window(self, cells: int) -> int:
+        """Source elements that ``cells`` neighbouring cells span."""
+        return (cells - 1) * self.src + self._reach + 1
+
+    def window_used(self, cells: int) -> int:
+        """Source elements that ``cells`` neighbouring cells read."""
+        if cells not in self._used:
+            self._used[cells] = len({cell * self.src + offset for cell in range(cells) for offset in self._offsets})
+        return self._used[cells]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One pass of one problem."""
+
+    pass_: Pass
+    axes: tuple[Axis, Axis, Axis]
+    src_channels: int  # of a group
+    dst_channels: int  # of a group
+    groups: int
+    dtype: str
+    bias: bool
+    src: Side
+    dst: Side
+    weight_channels_last: bool
+    aligned: bool
+    rounded: bool = False  # to TF32, by kernels that could do without
+    mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a planner asks for thousands of times
+        return hash((self.axes, self.src_channels, self.dst_channels, self.dtype, self.src, self.dst))
+
+    @classmethod
+    def of(cls, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> Gather:
+        """The pass of a problem whose tensors lie as ``layouts`` says."""
+        input_side = Side(five(problem.input_shape), layouts.input)
+        output_side = Side(five(problem.output_shape), layouts.output)
+        forward = pass_ is Pass.FORWARD
+        per_group = problem.in_channels_per_group, problem.out_channels_per_group
+        src_channels, dst_channels = per_group if forward else per_group[::-1]
+        return cls(
+            pass_=pass_,
+            axes=problem.axes3,
+            src_channels=src_channels,
+            dst_channels=dst_channels,
+            groups=problem.groups,
+            dtype=problem.dtype,
+            bias=problem.bias and forward,
+            src=input_side if forward else output_side,
+            dst=output_side if forward else input_side,
+            weight_channels_last=layouts.weight_channels_last,
+            aligned=layouts.aligned,
+            rounded=forward and problem.tf32_as_pytorch and problem.uses_tf32,
+            mirrored=mirrored,
+        )
+
+    @property
+    def forward(self) -> bool:
+        """Whether this is the forward pass, else the input gradient."""
+        return self.pass_ is Pass.FORWARD
+
+    @cached_property
+    def taps(self) -> int:
+        """Taps of the whole kernel."""
+        return math.prod(axis.kernel for axis in self.axes)
+
+    @cached_property
+    def cell_axes(self) -> tuple[CellAxis, CellAxis, CellAxis]:
+        """Depth, height and width in cells."""
+        depth, height, width = (CellAxis(axis, self.forward) for axis in self.axes)
+        return depth, height, width
+
+    @cached_property
+    def split(self) -> int:
+        """Residues by which ``gather_tiled.cu`` splits a row of the source in shared memory."""
+        step = self.cell_axes[2].src
+        return step if step == 2 or step % 4 == 0 else 1
+
+    @cached_property
+    def owned(self) -> int:
+        """Destination elements of a cell that own taps."""
+        return math.prod(axis.owned for axis in self.cell_axes)
+
+    @cached_property
+    def phases(self) -> int:
+        """Destination elements of a cell."""
+        return math.prod(axis.dst for axis in self.cell_axes)
+
+    @cached_property
+    def cells(self) -> tuple[int, int, int]:
+        """Cells along depth, height and width."""
+        depth, height, width = (math.ceil(size / axis.dst) for size, axis in zip(self.dst.shape[2:], self.cell_axes))
+        return depth, height, width
+
+    def constants(self, **variant: Constant) -> tuple[tuple[str, Constant], ...]:
+        """What both kernels are specialised by, and the variant's own constants."""
+        out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
+        last = self.weight_channels_last
+        strides = out_channels * self.taps, 1 if last else self.taps
+        common: dict[str, Constant] = {
+            "AXIS_D": self.axes[0],
+            "AXIS_H": self.axes[1],
+            "AXIS_W": self.axes[2],
+            "INPUT_GRAD": not self.forward,
+            "SRC_CHANNELS": self.src_channels,
+            "DST_CHANNELS": self.dst_channels,
+            "HAS_BIAS": self.bias,
+            "DST_CHANNELS_LAST": self.dst.channels_last,
+            "WEIGHT_STRIDE_IN": strides[self.mirrored],
+            "WEIGHT_STRIDE_OUT": strides[not self.mirrored],
+            "WEIGHT_STRIDE_TAP": (-1 if self.mirrored else 1) * (out_channels if last else 1),
+        }
+        return tuple({**common, **variant}.items())
+
+    @property
+    def aligned_src(self) -> bool:
+        """Whether four neighbouring source elements (channels, where those come last) can be read at once anywhere."""
+        batch, channel, depth, height, width = self.src.strides
+        if self.src.channels_last:
+            whole, others = self.src_channels % 4 == 0, (batch, depth, height, width)
+        else:
+            whole, others = self.src.shape[4] % 4 == 0 and width == 1, (batch, channel, depth, height)
+        return self.aligned and whole and all(stride % 4 == 0 for stride in others)
+
+    def wide_offsets(self, images: int, stage_channels: int) -> bool:
+        """Whether byte offsets within a tile of ``images`` batch entries need more than 32 bits."""
+        return any(
+            extent((images, channels, *side.shape[2:]), side.strides) * DTYPE_BYTES[self.dtype] >= 2**32
+            for side, channels in ((self.src, stage_channels), (self.dst, 1))
+        )
+
+
+@lru_cache(maxsize=2048)
+def forward_gather(problem: ConvTransposeProblem, layouts: Layouts) -> Gather:
+    """The forward pass of a problem; planners ask for the same one again and again."""
+    return Gather.of(problem, Pass.FORWARD, layouts)

@@ -1,0 +1,55 @@
+"""Terms of predicted times that schedules share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from polyphase.problem.problem import ConvTransposeProblem
+
+if TYPE_CHECKING:
+    from polyphase.problem.device import DeviceInfo
+
+
+def rounds_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:
+    """Blocks that are resident on a multiprocessor together, at most ``min_blocks``, and rounds of those.
+
+    Rounds are whole where there are few.
+    """
+    resident = max(1, min(min_blocks, math.ceil(blocks / device.multiprocessors)))
+    rounds = blocks / (device.multiprocessors * resident)
+    return resident, math.ceil(rounds) if rounds < 4 else rounds + 0.5
+
+
+def cost_seconds(problem: ConvTransposeProblem, device: DeviceInfo, multiprocessor_cycles: float) -> tuple[float, str]:
+    """Predicted time from the cycles summed over all multiprocessors, and whether bytes or instructions bound it."""
+    work = multiprocessor_cycles / (device.multiprocessors * device.clock_hz)
+    return slower_of(work, problem.bytes / device.copy_bytes_per_second)
+
+
+def slower_of(work: float, moving: float) -> tuple[float, str]:
+    """Predicted time from the seconds that instructions and bytes take, and which of them bound it."""
+    return max(work, moving), "bytes" if moving > work else "instructions"
+
+
+class Sharing(NamedTuple):
+    """When blocks share their work, so that each takes the next piece that none has instead of every n-th.
+
+    A block would have so many pieces at least, of so many cycles, and these would take at most so many times what the
+    layer's bytes take: bytes must be what blocks compete for.
+    """
+
+    rounds: int
+    cycles: float
+    most: float
+
+    def pays(
+        self, rounds: float, predict: Callable[[], tuple[float, str]], layer_bytes: int, device: DeviceInfo
+    ) -> bool:
+        """Whether it does for ``rounds`` of pieces; ``predict`` gives their seconds, and what bounds them."""
+        if rounds < self.rounds:
+            return False
+        seconds, _ = predict()
+        long_enough = seconds * device.clock_hz >= rounds * self.cycles
+        return long_enough and seconds <= self.most * layer_bytes / device.copy_bytes_per_second

@@ -1,0 +1,261 @@
+"""The direct gather kernel for few channels in a group, in channels_last, ``kernels/gather_channels.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from functools import reduce
+from typing import NamedTuple
+
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.problem.device import REGISTERS, DeviceInfo
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts
+from polyphase.program.params import padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Gather, Side
+from polyphase.schedules.cost import slower_of
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tiles import arranged, tiles_of, two_dimensions
+
+_THREADS = 256
+_MAX_UNROLLED = 1024  # products of a thread, in straight-line code
+_MAX_TERMS = 64  # of a sum of float32, whose error grows with their root (docs/numerics.md)
+# Of those in one chain, where a group has so many channels; of fewer PyTorch's sums are one chain, too.
+_CHAIN_TERMS, _CHAIN_CHANNELS = 32, 4
+_MAX_SUMS = 96  # elements of a thread
+_MAX_WEIGHT_BYTES = 64 << 10
+_LANES = (32, 16, 8, 4, 2, 1)
+
+# Measured over predicted work, where a group has several source channels, and where those are read one by one.
+_MEASURED_SEVERAL, _MEASURED_ONE_BY_ONE = 0.65, 1.1
+
+
+class ChannelsVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``gather_channels.cu`` says what the names mean."""
+
+    vector: int
+    cells: int
+    lanes: int
+    min_blocks: int
+
+
+class GatherChannels(Schedule):
+    """A few neighbouring destination channels a thread, at a few neighbouring cells."""
+
+    name = "gather_channels"
+    offered = 4
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is Pass.WEIGHT_GRAD:
+            return "computes the forward pass and the input gradient only"
+        if not problem.channels_last:
+            return "its lanes run along channels, which do not lie side by side"
+        gather = Gather.of(problem, pass_, Layouts.dense(problem))
+        if gather.dtype == "float32" and (terms := _terms(gather)) > _MAX_TERMS:
+            return f"{terms} products are too many to be added up one after the other (at most {_MAX_TERMS})"
+        return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return (
+            f"its taps along the width do not unroll, to at most {_MAX_UNROLLED} products and {_MAX_SUMS} sums, "
+            f"or the weights of a block's channels exceed {_MAX_WEIGHT_BYTES} bytes"
+        )
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Gather | None:
+        gather = Gather.of(problem, pass_, layouts)
+        return gather if gather.src.channels_last and gather.dst.channels_last else None
+
+    def configs(self, at: Gather, pass_: Pass, device: DeviceInfo) -> Iterator[ChannelsVariant]:
+        return _variants(at, device)
+
+    def seconds(self, at: Gather, pass_: Pass, device: DeviceInfo, config: ChannelsVariant) -> float:
+        """Cycles by cell and channel, whatever the size of images."""
+        return _cycles(at, config) / (config.vector * config.cells)
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsVariant
+    ) -> Cost:
+        gather = Gather.of(problem, pass_, layouts)
+        depths, heights, widths = gather.cells
+        moving = problem.bytes / device.copy_bytes_per_second
+        lanes = round_up(_vectors(gather, config), config.lanes)
+        warps = lanes / 32 * problem.batch * depths * heights * math.ceil(widths / config.cells)
+        work = warps * _cycles(gather, config) / (device.multiprocessors * device.clock_hz)
+        if gather.src_channels > 1:
+            work *= _MEASURED_SEVERAL if _at_once(gather, config.vector) > 1 else _MEASURED_ONE_BY_ONE
+        # Few warps are resident, so that neither hides behind the other as a whole.
+        seconds = (work**1.5 + moving**1.5) ** (1 / 1.5)
+        return seconds, slower_of(work, moving)[1]
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ChannelsVariant
+    ) -> Program:
+        gather = Gather.of(problem, pass_, layouts)
+        source = KernelSource(
+            kernel=self.name,
+            dtype=gather.dtype,
+            wide_offsets=True,
+            constants=gather.constants(
+                ROUNDED=gather.rounded,
+                CHAINED=_chained(gather),
+                LANES=variant.lanes,
+                VECTOR=variant.vector,
+                CELLS=variant.cells,
+                SRC_VECTOR=_src_vector(gather, variant),
+                SRC_PIXEL=_pixel(gather.src),
+                DST_PIXEL=_pixel(gather.dst),
+                MIN_BLOCKS=variant.min_blocks,
+            ),
+        )
+        sizes = (*gather.dst.shape[2:4], math.ceil(gather.cells[2] / variant.cells))
+        lanes = arranged(problem.batch, sizes, _THREADS // variant.lanes)
+        blocks = math.ceil(_vectors(gather, variant) / variant.lanes)
+        rows = tiles_of(problem.batch, sizes, lanes)
+        # A block goes on along h as long as the machine stays full: it has its weights already.
+        full = 6 * device.multiprocessors * variant.min_blocks
+        steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
+        tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
+        geometry = gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack("<11i", problem.batch, *lanes, *tiles, steps, _vectors(gather, variant))
+        main = Step(
+            source=source,
+            grid=(blocks, *two_dimensions(math.prod(tiles))),
+            block=_THREADS,
+            shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
+            geometry=padded(geometry),
+        )
+        return assemble(problem, pass_, main)
+
+
+def _terms(gather: Gather) -> int:
+    """Products of an element of the destination, at most."""
+    met = (math.ceil(axis.kernel / cell.owned) for axis, cell in zip(gather.axes, gather.cell_axes))
+    return gather.src_channels * math.prod(met)
+
+
+def _chained(gather: Gather) -> bool:
+    """Whether each row of taps is summed by itself: where all in one chain would be less exact than PyTorch is."""
+    long = gather.src_channels >= _CHAIN_CHANNELS and _terms(gather) > _CHAIN_TERMS
+    return long and gather.dtype == "float32" and not gather.rounded
+
+
+def _vectors(gather: Gather, variant: ChannelsVariant) -> int:
+    return gather.dst_channels * gather.groups // variant.vector
+
+
+def _src_read(gather: Gather, vector: int) -> int:
+    """Source channels that a thread reads of a pixel."""
+    return max(1, vector // gather.dst_channels) * gather.src_channels
+
+
+def _at_once(gather: Gather, vector: int) -> int:
+    """Those of them that are read at once, where pixels are aligned."""
+    return math.gcd(_src_read(gather, vector), 16 // DTYPE_BYTES[gather.dtype])
+
+
+def _src_vector(gather: Gather, variant: ChannelsVariant) -> int:
+    """Those of them that are read at once, as the source lies."""
+    if not gather.aligned:
+        return 1
+    batch, _, *spatial = gather.src.strides
+    return reduce(math.gcd, (_at_once(gather, variant.vector), batch, *spatial))
+
+
+def _pixel(side: Side) -> int:
+    """Elements from a pixel to its neighbour along w; what they would be where there is none."""
+    return side.strides[4] if side.shape[4] > 1 else side.shape[1]
+
+
+def _weight_bytes(gather: Gather, vector: int, lanes: int) -> int:
+    """Shared memory of a block."""
+    return gather.taps * gather.src_channels * lanes * vector * accumulator_bytes(gather.dtype)
+
+
+def _variants(gather: Gather, device: DeviceInfo) -> Iterator[ChannelsVariant]:
+    """Every variant of a layer whose taps unroll and whose weights fit."""
+    for vector, cells in itertools.product((8, 4, 2, 1), (8, 4, 2, 1)):
+        lanes = _lanes(gather, vector)
+        width = gather.cell_axes[2]
+        products = gather.axes[2].kernel * _src_held(gather, vector) * vector * cells
+        if lanes is None or products > _MAX_UNROLLED or width.dst * vector * cells > _MAX_SUMS:
+            continue
+        # The kernel has distances within a row of cells as constants of 32 bits.
+        if max(_pixel(gather.src) * width.window(cells), _pixel(gather.dst) * width.dst * cells) >= 2**31:
+            continue
+        shared = device.shared_bytes_per_multiprocessor // (_weight_bytes(gather, vector, lanes) + 1024)
+        # With a few registers less the compiler often does without spills; else it settles for fewer blocks.
+        hoped = min(8, shared, _resident(_registers(gather, vector, cells) - 16))
+        if hoped:
+            yield ChannelsVariant(vector, cells, lanes, hoped)
+
+
+def _lanes(gather: Gather, vector: int) -> int | None:
+    """Neighbouring threads that own neighbouring vectors, or None where channels do not come in such vectors."""
+    channels, size = gather.dst_channels, DTYPE_BYTES[gather.dtype]
+    batch, _, *spatial = gather.dst.strides
+    if (channels % vector and vector % channels) or vector * size > 16:
+        return None
+    if math.gcd(vector, channels * gather.groups, batch, *spatial) != vector:
+        return None
+    vectors = channels * gather.groups // vector
+    fitting = [lanes for lanes in _LANES if _weight_bytes(gather, vector, lanes) <= _MAX_WEIGHT_BYTES]
+    least = min((round_up(vectors, lanes) for lanes in fitting), default=0)
+    return max((lanes for lanes in fitting if round_up(vectors, lanes) <= 1.25 * least), default=None)
+
+
+def _src_held(gather: Gather, vector: int) -> int:
+    """Source channels of a pixel that a thread holds at a time."""
+    return (_src_read if vector > gather.dst_channels else _at_once)(gather, vector)
+
+
+def _registers(gather: Gather, vector: int, cells: int) -> int:
+    """Registers of a thread, by estimate."""
+    width = gather.cell_axes[2]
+    chains = cells if _chained(gather) else 0
+    values = (width.dst * cells + chains + 2) * vector + width.window_used(cells) * _src_held(gather, vector)
+    return 32 + values * accumulator_bytes(gather.dtype) // 4
+
+
+def _resident(registers: int) -> int:
+    """Blocks that so many registers a thread leave room for."""
+    return REGISTERS // (_THREADS * round_up(registers, 8))
+
+
+def _cycles(gather: Gather, variant: ChannelsVariant) -> float:
+    """What a warp takes of a multiprocessor for its cells, beside as many others as are resident."""
+    vector, cells, lanes, hoped = variant
+    resident = max(1, min(hoped, _resident(_registers(gather, vector, cells))))
+    return _cycles_alone(gather, vector, cells, lanes) * (1 + 1 / resident)
+
+
+def _cycles_alone(gather: Gather, vector: int, cells: int, lanes: int) -> float:
+    """The same, were it never to wait for memory.
+
+    Fitted to 765 measured times of 73 cases (docs/performance.md).
+    """
+    size, words = DTYPE_BYTES[gather.dtype], accumulator_bytes(gather.dtype) // 4
+    width = gather.cell_axes[2]
+    weights = gather.src_channels * gather.taps
+    read, at_once = _src_read(gather, vector), _at_once(gather, vector)
+    rows = gather.axes[0].kernel * gather.axes[1].kernel
+    columns = rows * width.window_used(cells)
+    loads, stores = columns * read // at_once, gather.phases * cells
+    widened = columns * read + stores * vector if size == 2 else 0
+    chains = rows * read // _src_held(gather, vector) * width.owned * cells * vector if _chained(gather) else 0
+    products = weights * (vector * cells * words + 1) + chains
+    instructions = products + 3 * columns + loads + 3 * stores + widened + 20 * rows
+    from_shared = weights * vector * words
+
+    def lines(side: Side, elements: int, apart: int) -> float:
+        """Lines of 128 bytes that a warp meets at once, whose rows of ``lanes`` threads are ``apart`` pixels apart."""
+        together, from_others = lanes * elements * size, apart * _pixel(side) * size
+        return 32 / lanes * max(together, min(from_others, 128)) / 128
+
+    through_l1 = loads * lines(gather.src, at_once, cells * width.src)
+    through_l1 += stores * lines(gather.dst, vector, cells * width.dst)
+    return instructions / 4 + 0.5 * from_shared + 0.75 * through_l1 + 15 * rows

@@ -1,0 +1,396 @@
+"""The direct gather kernel for layers that unroll, ``kernels/gather_tiled.cu``: variants, tiles and launch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.problem.device import REGISTERS, DeviceInfo
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import MAX_PHASES, Gather
+from polyphase.schedules.cost import slower_of
+from polyphase.schedules.direct.tiled_cost import (
+    Counts,
+    TiledVariant,
+    cycles_of_rounds,
+    cycles_per_result,
+    registers,
+    straight,
+    thread_cycles,
+)
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tiles import tiles_of, two_dimensions
+from polyphase.schedules.window_gemm.window import rows_as_one_channel
+
+# Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
+_MAX_UNROLLED = 1600
+_MAX_ACCUMULATORS = 96
+_ROW_LANES = 32  # of several rows
+_MAX_OF_DOUBLES = 312  # registers by the estimate, with channels last: they fit all the same
+_MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
+_LAUNCH = 8000.0  # cycles that the launch takes, whatever there is to do
+
+# Measured over predicted time, by whether channels come last (docs/performance.md): the model ranks variants, and is
+# held against another schedule's here. Outputs without taps cost less than it says, and fewer than four output
+# channels share less of what they load.
+_MEASURED_FORWARD = {False: 0.95, True: 2.2}
+_MEASURED_BARE = {False: 0.6, True: 2.2}
+_MEASURED_FEW_CHANNELS = {False: 0.9, True: 1.7}
+_MEASURED_INPUT_GRAD = {False: 0.7, True: 1.8}
+_MEASURED_STRIDED_GRAD = 1.1  # of those with a stride, in float32, where channels come last
+_MEASURED_FROM_COLUMNS = 1.2  # of input gradients whose destination alone has channels last
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a variant may depend on: the layer and its layout, never batch or image size."""
+
+    gather: Gather
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Layer) and self._key == other._key
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        g = self.gather
+        alignment = math.gcd(*g.dst.strides[2:], g.dst.strides[0], 16) if g.dst.channels_last else 1
+        layout = (g.src.channels_last, g.dst.channels_last, alignment, g.weight_channels_last)
+        return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout
+
+
+class GatherTiled(Schedule):
+    """All phases of a tile in one block, the kernel's taps unrolled."""
+
+    name = "gather_tiled"
+    offered = 8
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is Pass.WEIGHT_GRAD:
+            return "computes the forward pass and the input gradient only"
+        gather = Gather.of(*_as_read(problem, pass_, Layouts.dense(problem)))
+        if gather.taps > _MAX_UNROLLED:
+            return f"{gather.taps} taps do not unroll (at most {_MAX_UNROLLED})"
+        if gather.owned > _MAX_ACCUMULATORS:
+            return f"{gather.owned} phases do not fit a thread's registers (at most {_MAX_ACCUMULATORS})"
+        if problem.channels_last and min(gather.src_channels, gather.dst_channels) < 4 and problem.groups > 4:
+            return "channels_last groups of less than 4 channels would leave its lanes far apart in memory"
+        if gather.phases > MAX_PHASES:
+            return f"{gather.phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
+        return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        memory = f"{device.shared_bytes_per_block} bytes of shared memory"
+        return f"the halo of a tile does not fit the registers in flight, or {memory}"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
+        return _Layer(Gather.of(*_as_read(problem, pass_, layouts)))
+
+    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> Iterator[TiledVariant]:
+        return (variant for variant, _ in _legal(at.gather, device))
+
+    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: TiledVariant) -> float:
+        """Cycles by cell and destination channel, whatever the size of images."""
+        return cycles_per_result(at.gather, config, Counts.of(at.gather, config))
+
+    def search(
+        self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
+    ) -> dict[TiledVariant, float]:
+        legal = _legal(at.gather, device)
+        return {variant: cycles_per_result(at.gather, variant, counts) for variant, counts in legal}
+
+    def arranged(self, order: list[TiledVariant]) -> list[TiledVariant]:
+        return order[: self.offered]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TiledVariant
+    ) -> Cost | None:
+        problem, _, layouts = _as_read(problem, pass_, layouts)
+        gather = Gather.of(problem, pass_, layouts)
+        if not _fits(gather, config, _some_lanes(gather, config), device):
+            return None
+        items, counts = _items(problem, gather, config), Counts.of(gather, config)
+        cycles = _measured(problem, gather) * cycles_of_rounds(config, counts, items, device.multiprocessors)
+        work = (cycles + _LAUNCH) / device.clock_hz
+        return slower_of(work, problem.bytes / device.copy_bytes_per_second)
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: TiledVariant
+    ) -> Program:
+        gather = Gather.of(*_as_read(problem, pass_, layouts))
+        lanes, counts = _arrange(gather, variant, device), Counts.of(gather, variant)
+        per_lane = (1, 1, variant.cells_h, variant.cells_w)
+        extents = (problem.batch, *gather.cells)
+        tiles = [math.ceil(size / (lane * cells)) for size, lane, cells in zip(extents, lanes, per_lane)]
+        dst_blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+        source = KernelSource(
+            kernel=self.name,
+            dtype=gather.dtype,
+            wide_offsets=gather.wide_offsets(lanes[0], variant.stage_channels),
+            constants=gather.constants(
+                ROUNDED=gather.rounded,
+                SRC_CHANNELS_LAST=gather.src.channels_last,
+                LANES=variant.lanes,
+                DST_PER_THREAD=variant.dst_per_thread,
+                CELLS_H=variant.cells_h,
+                CELLS_W=variant.cells_w,
+                DST_SLICES=variant.dst_slices,
+                SRC_SLICES=variant.src_slices,
+                STAGE_CHANNELS=variant.stage_channels,
+                LOADS=variant.loads,
+                BUFFERS=variant.buffers,
+                CHAIN=counts.chain,
+                STRAIGHT=straight(counts),
+                DST_VECTOR=variant.dst_vector,
+                MIN_BLOCKS=variant.min_blocks,
+            ),
+            fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
+        )
+        # Blocks go on to further items of their tile as long as the machine stays full: they know their way already.
+        items = dst_blocks * gather.groups
+        full = 8 * device.multiprocessors * variant.min_blocks
+        per_block = max(1, min(items, items * math.prod(tiles) // full))
+        geometry = gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack(
+            "<13i4x",
+            problem.batch,
+            *lanes,
+            *tiles,
+            items,
+            per_block,
+            gather.aligned_src,
+            _aligned_rows(gather, variant),
+        )
+        main = Step(
+            source=source,
+            grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
+            block=variant.threads,
+            shared_bytes=_shared_bytes(gather, variant, lanes),
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main)
+
+
+def _as_read(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
+) -> tuple[ConvTransposeProblem, Pass, Layouts]:
+    """The pass as the kernel reads it: two or three output channels do not fill quads, and are columns then."""
+    if pass_ is Pass.INPUT_GRAD and 1 < problem.out_channels < 4:
+        problem, layouts = rows_as_one_channel(problem, layouts) or (problem, layouts)
+    return problem, pass_, layouts
+
+
+def _measured(problem: ConvTransposeProblem, gather: Gather) -> float:
+    """Measured over predicted cycles."""
+    last = problem.channels_last
+    if gather.forward:
+        if gather.dst_channels < 4 and problem.groups == 1:
+            return _MEASURED_FEW_CHANNELS[last]
+        return (_MEASURED_BARE if gather.owned < gather.phases else _MEASURED_FORWARD)[last]
+    if gather.dst.channels_last and not last:
+        return _MEASURED_FROM_COLUMNS
+    strided = last and problem.dtype == "float32" and max(problem.stride) > 1
+    return _MEASURED_STRIDED_GRAD if strided else _MEASURED_INPUT_GRAD[last]
+
+
+class _TileSize(NamedTuple):
+    """The source of one channel of a tile, halo included: elements along each dimension, whole quads along w."""
+
+    images: int
+    depth: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, gather: Gather, cells: tuple[int, int], lanes: tuple[int, ...]) -> _TileSize:
+        depth, height, width = gather.cell_axes
+        skew = width.first_offset % 4
+        return cls(
+            lanes[0],
+            depth.window(lanes[1]),
+            height.window(lanes[2] * cells[0]),
+            round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
+        )
+
+    @property
+    def elements(self) -> int:
+        """Elements of one channel."""
+        return self.images * self.depth * self.height * self.width
+
+    def loads(self, variant: TiledVariant) -> int:
+        """Quads that a thread loads for a stage."""
+        return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
+
+
+def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], typical: bool = False) -> int:
+    """Of tiles of these lanes; ``typical``: whatever the size of images, with offsets of 32 bits."""
+    accumulator = accumulator_bytes(gather.dtype)
+    weights = variant.stage_channels * variant.dst_slices * round_up(gather.taps * variant.dst_per_thread, 4)
+    plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
+    buffers = variant.buffers * (weights + variant.stage_channels * plane)
+    slice_threads = variant.lanes * variant.dst_slices
+    counts = Counts.of(gather, variant)
+    rows = slice_threads * counts.run
+    summed = variant.src_slices > 1 or counts.chain < counts.stages
+    sums = slice_threads * round_up(counts.accumulators, 4) if summed else 0
+    wide = not typical and gather.wide_offsets(lanes[0], variant.stage_channels)
+    elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
+    return (buffers + rows + sums) * accumulator + elements
+
+
+def _fits(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], device: DeviceInfo) -> bool:
+    """Whether the compiled variant can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
+    width = lanes[3] * variant.cells_w
+    return (
+        _TileSize.of(gather, variant.cells, lanes).loads(variant) <= variant.loads
+        and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
+        and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
+    )
+
+
+def _some_lanes(gather: Gather, variant: TiledVariant) -> tuple[int, int, int, int]:
+    """Extents of lanes along n, d, h and w that fit its loads: all in a row, or a few where its halo is wide."""
+    row = 1, 1, 1, variant.lanes
+    long = _TileSize.of(gather, variant.cells, row).loads(variant) > variant.loads
+    return (1, 1, 1, _ROW_LANES) if long else row
+
+
+def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple[int, int, int, int]:
+    """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled variant."""
+    batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
+    heights, widths = (
+        math.ceil(cells / lane) for cells, lane in zip(gather.cells[1:], (variant.cells_h, variant.cells_w))
+    )
+    compute = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
+    most_elements = variant.loads * variant.threads * 4 // variant.stage_channels
+    best, best_cost = _some_lanes(gather, variant), math.inf
+    for width in _extents(widths, variant.lanes):
+        for height in _extents(heights, variant.lanes // width):
+            for depth in _extents(depths, variant.lanes // (width * height)):
+                one = _TileSize.of(gather, variant.cells, (1, depth, height, width)).elements
+                images = min(batch, variant.lanes // (width * height * depth), max(1, most_elements // one))
+                images = math.ceil(batch / math.ceil(batch / images))
+                lanes = (images, depth, height, width)
+                if not _fits(gather, variant, lanes, device):
+                    continue
+                tiles = math.prod(tiles_of(batch, (depths, heights, widths), lanes))
+                shared = _shared_bytes(gather, variant, lanes) + 1024
+                crowding = max(1.0, min(variant.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
+                # Short rows leave memory transactions half empty, on their way in and out.
+                row = width * variant.cells_w
+                load = one * images * gather.src_channels * 5 / 32 * (1 + 4 / row)
+                cost = tiles * (compute * crowding * (1 + 3 / (row * gather.cell_axes[2].dst)) + load)
+                if cost < best_cost:
+                    best, best_cost = lanes, cost
+    return best
+
+
+def _extents(cells: int, most: int) -> list[int]:
+    """Extents worth trying along one dimension: powers of two, and shares of the whole, rounded to whole quads too."""
+    least = min(most, max(cells, 1))
+    shares = {math.ceil(cells / parts) for parts in range(1, 7)}
+    powers = {1 << i for i in range(least.bit_length())}
+    quads = {round_up(share, multiple) for share in shares for multiple in (2, 4)}
+    return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
+
+
+def _items(problem: ConvTransposeProblem, gather: Gather, variant: TiledVariant) -> int:
+    """Of all tiles, as many as their cells come to."""
+    tiles = math.ceil(problem.batch * math.prod(gather.cells) / (variant.lanes * variant.cells_h * variant.cells_w))
+    blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+    return tiles * problem.groups * blocks
+
+
+def _legal(gather: Gather, device: DeviceInfo) -> list[tuple[TiledVariant, Counts]]:
+    """The `legal_variants`, those of short rows where there are no others."""
+    return list(legal_variants(gather, device)) or list(legal_variants(gather, device, short_rows=True))
+
+
+def legal_variants(
+    gather: Gather, device: DeviceInfo, short_rows: bool = False
+) -> Iterator[tuple[TiledVariant, Counts]]:
+    """Every variant of a layer that compiles without spills by the estimate, and what its threads do.
+
+    ``short_rows``: those too of whose lanes a row takes but a few, as its halo is wide.
+    """
+    tall = gather.axes[1] != Axis(1)
+    cells = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)) if tall else ((1, 1), (1, 2))
+    per_thread = sorted({size for size in (1, 2, 3, 4, 6, 8, 16, gather.dst_channels) if size <= gather.dst_channels})
+    last = gather.src.channels_last
+    stages = [channels for channels in ((4, 8) if last else (1, 2, 4, 8)) if channels < 2 * gather.src_channels or last]
+    src_slices = [slices for slices in (1, 2, 4) if slices <= gather.src_channels // 16 + 1]
+    buffers = (2, 3) if _copies_asynchronously(gather, device) else (2,)
+    for dst, (cells_h, cells_w) in itertools.product(per_thread, cells):
+        if gather.taps * dst * cells_h * cells_w > _MAX_UNROLLED:
+            continue
+        if dst > 16 or gather.owned * dst * cells_h * cells_w > _MAX_ACCUMULATORS:
+            continue
+        if gather.phases * dst * cells_h * cells_w > MAX_PHASES:
+            continue
+        vector = _dst_vector(gather, dst)
+        elements = {lanes: _elements(gather, (cells_h, cells_w), lanes, tall) for lanes in (64, 128, 256)}
+        for lanes, of_dst, of_src, channels, depth in itertools.product(
+            (64, 128, 256), (1, 2, 4), src_slices, stages, buffers
+        ):
+            threads = lanes * of_dst * of_src
+            if threads > 512 or channels % of_src or (of_dst - 1) * dst >= gather.dst_channels:
+                continue
+            row, rows = (math.ceil(count * channels / 4 / threads) for count in elements[lanes])
+            loads = rows if short_rows else max(row, rows)
+            if loads > _MAX_LOADS:
+                continue
+            variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, depth, 1, vector)
+            counts = Counts.of(gather, variant)
+            needed = round_up(registers(counts, variant), 8)
+            shared = _shared_bytes(gather, variant, (1, 1, 1, lanes), typical=True) + 1024
+            blocks = min(
+                REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
+            )
+            # Where the estimate is low the compiler settles for fewer resident blocks, or rolls up loops. For double
+            # precision it is high, with channels last by less.
+            double = counts.words == 2 and blocks > 1 and (needed <= _MAX_OF_DOUBLES or not gather.dst.channels_last)
+            needed += 40 if counts.owned == _MAX_ACCUMULATORS else 16
+            if blocks and (needed <= min(255, REGISTERS // threads) or double):
+                yield variant._replace(min_blocks=blocks), counts
+
+
+def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
+    """Whether the source can go to shared memory as it is, and the device copies it there by itself."""
+    kept = gather.dtype in ("float32", "float64") and not gather.rounded
+    as_it_is = kept and not gather.src.channels_last and gather.split == 1
+    return as_it_is and device.capability >= 80
+
+
+def _elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) -> tuple[int, int]:
+    """Elements of a channel of a tile whose lanes are one row, and of one with rows of few in a ``tall`` layer."""
+    row = 1, 1, 1, lanes
+    rows = (1, 1, lanes // _ROW_LANES, _ROW_LANES) if tall else row
+    return _TileSize.of(gather, cells, row).elements, _TileSize.of(gather, cells, rows).elements
+
+
+def _aligned_rows(gather: Gather, variant: TiledVariant) -> bool:
+    """Whether a lane's elements along w start at a multiple of their number, in every row of a new tensor."""
+    run = variant.cells_w * gather.cell_axes[2].dst
+    batch, channel, depth, height, width = gather.dst.strides
+    whole_rows = gather.dst.shape[4] % run == 0
+    return whole_rows and width == 1 and all(stride % run == 0 for stride in (batch, channel, depth, height))
+
+
+def _dst_vector(gather: Gather, dst_per_thread: int) -> int:
+    """Channels that a thread stores at once, in a channels-last destination."""
+    if not gather.dst.channels_last:
+        return 1
+    most = 16 // DTYPE_BYTES[gather.dtype]
+    strides = (*gather.dst.strides[2:], gather.dst.strides[0], gather.dst_channels)
+    return math.gcd(most, dst_per_thread, *strides)

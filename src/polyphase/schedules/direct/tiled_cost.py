@@ -1,0 +1,176 @@
+"""What a variant of ``gather_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
+
+The constants are fitted to measurements; docs/performance.md, "The cost model of gather_tiled", says how well.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from polyphase.problem import accumulator_bytes
+from polyphase.schedules.cells import Gather
+
+
+class TiledVariant(NamedTuple):
+    """The compile-time shape of ``gather_tiled.cu``; its file says what the names mean."""
+
+    lanes: int
+    dst_per_thread: int
+    cells_h: int
+    cells_w: int
+    dst_slices: int
+    src_slices: int
+    stage_channels: int
+    loads: int
+    buffers: int
+    min_blocks: int
+    dst_vector: int
+
+    @property
+    def cells(self) -> tuple[int, int]:
+        """Cells of a lane, along height and width."""
+        return self.cells_h, self.cells_w
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether stages are copied to shared memory past the registers."""
+        return self.buffers > 2
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.dst_slices * self.src_slices
+
+
+# Terms, on average over the phases, after which a chain of float32 ends with its stage: its error grows with their root
+# (docs/numerics.md). Other types are exact enough, or rounded much further in the end.
+_CHAIN_TERMS = 50
+
+
+class Counts(NamedTuple):
+    """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
+
+    stages: int
+    chain: int  # stages whose products are summed in one chain
+    channels: float  # of a stage that a thread computes
+    products: int
+    weight_reads: int
+    patch_reads: int
+    weight_items: int
+    scattered: bool  # whether each has a place of its own, and not all follow from the first's
+    loads: int
+    accumulators: int  # phases without taps included
+    owned: int  # accumulators that have taps
+    patch: int  # source elements held at once
+    run: int
+    words: int  # registers of a value
+
+    @classmethod
+    def of(cls, gather: Gather, variant: TiledVariant) -> Counts:
+        """What a thread of ``variant`` does for this pass."""
+        _, height, width = gather.cell_axes
+        cells = variant.cells_h * variant.cells_w
+        per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
+        rows, columns = height.window_used(variant.cells_h), width.window_used(variant.cells_w)
+        reads = columns  # of a row
+        if gather.split == 1 and variant.cells_w * width.src % 2 == 0:  # in pairs
+            reads = math.ceil((width.first_offset % 2 + width.window(variant.cells_w)) / 2)
+        words = accumulator_bytes(gather.dtype) // 4
+        stages = math.ceil(gather.src_channels / variant.stage_channels)
+        channels = variant.stage_channels / variant.src_slices
+        chain = stages
+        if gather.dtype == "float32":
+            chain = min(stages, math.ceil(_CHAIN_TERMS * gather.owned / (gather.taps * channels)))
+        return cls(
+            stages=stages,
+            chain=max(chain, variant.src_slices),
+            channels=channels,
+            products=gather.taps * variant.dst_per_thread * cells * words,
+            weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
+            patch_reads=gather.axes[0].kernel * rows * reads * words,
+            weight_items=math.ceil(per_stage / variant.threads),
+            scattered=gather.weight_channels_last
+            and variant.threads % (variant.dst_per_thread * variant.dst_slices) > 0,
+            loads=variant.loads,
+            accumulators=cells * gather.phases * variant.dst_per_thread,
+            owned=cells * gather.owned * variant.dst_per_thread,
+            patch=rows * columns,
+            run=variant.cells_w * width.dst,
+            words=words,
+        )
+
+
+# Costs in issue slots, stalls included: fitted to 2,899 measured variants of 21 layers and passes on an H200
+# (docs/performance.md, "The cost model of gather_tiled").
+_COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
+_COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
+_COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
+_STRAIGHT = 1024  # products that one piece of code has at most: more would crowd the instruction cache
+_COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
+_COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.25, 0.16
+_COST_COPY, _COST_FLUSH = 24.0, 3.0  # of a quad that is copied asynchronously, and a sum that ends a chain
+
+
+def straight(counts: Counts) -> bool:
+    """Whether all channels of a stage are one piece of straight-line code; else the kernel rolls their loop up."""
+    return counts.products * counts.channels <= _STRAIGHT
+
+
+def thread_cycles(counts: Counts, variant: TiledVariant) -> float:
+    """Issue slots of a thread for one item."""
+    long = counts.products * counts.channels / 700 - 1
+    code = _COST_LONG_CODE * max(0.0, long) if straight(counts) else _COST_ROLLED_CODE
+    reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
+    compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
+    quad = _COST_COPY if variant.asynchronous else _COST_LOAD
+    load = counts.loads * quad + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
+    flush = counts.accumulators * _COST_FLUSH * (math.ceil(counts.stages / counts.chain) - 1)
+    if counts.run == 1:
+        element = _COST_LONE_ELEMENT
+    else:
+        element = _COST_VECTOR_ELEMENT if counts.run in (2, 4) else _COST_TURNED_ELEMENT
+    epilogue = counts.accumulators * element / variant.src_slices
+    reduction = counts.accumulators * _COST_REDUCTION * (variant.src_slices - 1) / variant.src_slices
+    return counts.stages * (compute + load) + flush + epilogue + reduction
+
+
+def _wavefronts(counts: Counts, conflicts: int) -> float:
+    """Passes through shared memory that a warp causes for one item; weights are broadcast, and nearly free."""
+    loads = 8 * counts.loads + 2 * counts.weight_items
+    return counts.stages * (counts.channels * counts.patch_reads * conflicts + loads) + 3 * counts.accumulators
+
+
+def registers(counts: Counts, variant: TiledVariant) -> int:
+    """Registers that a thread needs without spilling: fitted to the same variants, on the safe side."""
+    weights = (3.0 if counts.scattered else 1.7) * counts.weight_items
+    always = counts.owned + (2 if variant.asynchronous else 7) * counts.loads + weights
+    stages = 0.2 * counts.patch + 1.1 * min(4 * counts.weight_reads // counts.words, 24)
+    epilogue = (7 if variant.asynchronous and counts.run in (2, 4) else 10.5) * counts.run
+    return round(counts.words * (always + max(stages, epilogue))) + 25
+
+
+def block_cycles(variant: TiledVariant, counts: Counts, resident: int) -> float:
+    """Predicted cycles of a multiprocessor for an item, where so many blocks are resident on it together."""
+    warps = variant.threads / 32
+    cycles = max(thread_cycles(counts, variant) * warps / 4, _wavefronts(counts, variant.cells_w) * warps)
+    # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
+    lone_block = _COST_LONE_BLOCK / resident if counts.stages > 1 else 0.0
+    return cycles * (1 + _COST_BARE_LATENCY / math.pow(warps * resident, 0.81) + lone_block)
+
+
+def cycles_per_result(gather: Gather, variant: TiledVariant, counts: Counts) -> float:
+    """Predicted cycles of a multiprocessor per cell and destination channel, where there are blocks enough."""
+    cycles = block_cycles(variant, counts, variant.min_blocks)
+    blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+    return cycles * blocks / (variant.lanes * variant.cells_h * variant.cells_w * gather.dst_channels)
+
+
+def cycles_of_rounds(variant: TiledVariant, counts: Counts, items: int, multiprocessors: int) -> float:
+    """Predicted cycles of ``items``: rounds of all blocks that are resident, and a last one of those that are left."""
+    rounds, left = divmod(items, multiprocessors * variant.min_blocks)
+    cycles = rounds * variant.min_blocks * block_cycles(variant, counts, variant.min_blocks)
+    if left:
+        resident = math.ceil(left / multiprocessors)
+        cycles += resident * block_cycles(variant, counts, resident)
+    return cycles

@@ -1,0 +1,349 @@
+"""The direct weight gradient for few channels in a group: ``kernels/weight_grad_channels.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.problem.device import REGISTERS, DeviceInfo
+from polyphase.problem.integers import equal_parts, parted, round_up
+from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.sizes import standard
+from polyphase.program.params import padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
+from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tiles import Four, affordable_planes, arranged, layer_constants, tiles_of
+from polyphase.schedules.window_gemm.stages import widest_piece
+
+_THREADS = 256  # at most
+_MAX_LANES, _MIN_LANES = 32, 8
+_MAX_CHANNELS = 16  # of a group, on either side
+_MAX_SUMS = 112  # of a thread
+_MAX_SUMS_OF_ROW = 48
+_MAX_UNROLLED = 448  # products of a thread, in straight-line code; with more some would spill
+_MAX_REGISTERS = 180  # by estimate; likewise
+_CHAIN = 2048  # terms of a sum
+_SHARED_BYTES = 48 << 10  # of a block, where one row of its threads needs no more
+_LINES = 0.25  # cycles of a line of memory
+_LEAST_TILES = 4  # of a part
+
+
+class ChannelsGradVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``weight_grad_channels.cu`` says what the names mean."""
+
+    vector: int
+    positions: int
+    rows: int
+    columns: int
+    in_held: int
+    lanes: int
+    block_shares: int
+    min_blocks: int
+
+    @property
+    def walkers(self) -> int:
+        """Threads along positions."""
+        return max(1, _THREADS // (self.lanes * self.block_shares))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, in whole warps."""
+        return round_up(self.lanes * self.block_shares * self.walkers, 32)
+
+    @property
+    def sums_of_row(self) -> int:
+        """Sums of a thread for a row of the kernel."""
+        return self.columns * self.in_held * self.vector
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread."""
+        return self.rows * self.sums_of_row
+
+    def x_held(self, problem: ConvTransposeProblem) -> int:
+        """Input channels of a position that a thread holds."""
+        return max(1, self.vector // problem.out_channels_per_group) * self.in_held
+
+    def shares(self, problem: ConvTransposeProblem) -> int:
+        """Shares of the weights of a vector's channels."""
+        depth, height, width = (axis.kernel for axis in problem.axes3)
+        of_taps = math.ceil(depth * height / self.rows) * math.ceil(width / self.columns)
+        return of_taps * problem.in_channels_per_group // self.in_held
+
+
+class WeightGradChannels(Schedule):
+    """A few neighbouring output channels a thread, with all or some of their weights, at a part of the positions."""
+
+    name = "weight_grad_channels"
+    adapts = True
+    offered = 4
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not Pass.WEIGHT_GRAD:
+            return "computes the weight gradient only"
+        channels = max(problem.in_channels_per_group, problem.out_channels_per_group)
+        if channels > _MAX_CHANNELS:
+            return f"groups of {channels} channels are not few (at most {_MAX_CHANNELS})"
+        return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return f"the sums of a row of taps fit neither a thread's registers nor straight-line code of {_MAX_UNROLLED}"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
+        x, grad = _sides(problem, layouts)
+        if problem.channels_last and not (x.channels_last and grad.channels_last):
+            return None
+        return standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[ChannelsGradVariant]:
+        return sorted(_variants(at, device))
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ChannelsGradVariant) -> float:
+        return _estimate(at, config, device)[0]
+
+    def cost(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: ChannelsGradVariant,
+    ) -> Cost | None:
+        x, grad = _sides(problem, layouts)
+        # The kernel has distances within a row as constants of 32 bits.
+        if max(_pixel(problem, x) * config.positions, _pixel(problem, grad) * _window(problem, config)) >= 2**31:
+            return None
+        return _estimate(problem, config, device)
+
+    def launch(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        variant: ChannelsGradVariant,
+    ) -> Program:
+        x, grad = _sides(problem, layouts)
+        source = KernelSource(
+            kernel=self.name,
+            dtype=problem.dtype,
+            wide_offsets=True,
+            constants=(
+                *layer_constants(problem, pass_),
+                ("LANES", variant.lanes),
+                ("BLOCK_SHARES", variant.block_shares),
+                ("WALKERS", variant.walkers),
+                ("VECTOR", variant.vector),
+                ("POSITIONS", variant.positions),
+                ("ROWS", variant.rows),
+                ("COLUMNS", variant.columns),
+                ("ROWS_AT_ONCE", _rows_at_once(problem, variant)),
+                ("IN_HELD", variant.in_held),
+                ("X_VECTOR", _at_once(x, variant.x_held(problem), problem, layouts)),
+                ("GRAD_VECTOR", _at_once(grad, variant.vector, problem, layouts)),
+                ("X_PIXEL", _pixel(problem, x)),
+                ("GRAD_PIXEL", _pixel(problem, grad)),
+                ("MIN_BLOCKS", variant.min_blocks),
+            ),
+        )
+        walkers, (n, d, h, w) = _tiles(problem, variant)
+        all_tiles = n * d * h * w
+        blocks = _blocks(problem, variant)
+        length, parts = parted(all_tiles, _parts(problem, variant, device))
+        flush = max(1, _CHAIN // variant.positions)
+        geometry = x.packed() + grad.packed()
+        vectors = problem.out_channels // variant.vector
+        geometry += struct.pack("<12i", problem.batch, vectors, blocks[0], flush, *walkers, n, d, w, h)
+        geometry += struct.pack("<2iq", length, all_tiles, problem.elements[1])
+        main = Step(
+            source=source,
+            grid=(math.prod(blocks) * parts, 1, 1),
+            block=variant.threads,
+            shared_bytes=_shared_bytes(problem, variant, _rows_at_once(problem, variant)),
+            geometry=padded(geometry),
+        )
+        return assemble(problem, pass_, main, splits=parts)
+
+
+def _sides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Side, Side]:
+    """Input and output gradient."""
+    return Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output)
+
+
+def _pixel(problem: ConvTransposeProblem, side: Side) -> int:
+    """Elements from a pixel to its neighbour along w; what they would be where there is none."""
+    if side.shape[4] > 1:
+        return side.strides[4]
+    return side.shape[1] if problem.channels_last else 1
+
+
+def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layouts) -> int:
+    """Channels that are read at once, of so many that a thread holds."""
+    if not layouts.aligned:
+        return 1
+    batch, _, *spatial = side.strides
+    return widest_piece(DTYPE_BYTES[problem.dtype], held, batch, *spatial)
+
+
+def _window(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
+    """Columns of a row of the output gradient from the first that a thread's positions meet to the last."""
+    width = problem.axes3[2]
+    return (variant.positions - 1) * width.stride + (variant.columns - 1) * width.dilation + 1
+
+
+def _columns_met(problem: ConvTransposeProblem, positions: int, columns: int) -> int:
+    """Columns of a row of the output gradient that so many positions meet at so many taps."""
+    width = problem.axes3[2]
+    return len({i * width.stride + tap * width.dilation for i in range(positions) for tap in range(columns)})
+
+
+def _tiles(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[Four, Four]:
+    """How a block's walkers extend along n, d, h and w, and the tiles that images come to, in steps of theirs."""
+    depth, height, width = five(problem.input_shape)[2:]
+    sizes = depth, height, math.ceil(width / variant.positions)
+    walkers = arranged(problem.batch, sizes, variant.walkers)
+    return walkers, tiles_of(problem.batch, sizes, walkers)
+
+
+def _blocks(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[int, int]:
+    """Blocks of a part: of vectors, and of shares."""
+    vectors = problem.out_channels // variant.vector
+    return math.ceil(vectors / variant.lanes), math.ceil(variant.shares(problem) / variant.block_shares)
+
+
+def _parts(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> int:
+    """Parts of the positions, of a few tiles each: all blocks are resident together, or in few rounds."""
+    blocks, tiles = math.prod(_blocks(problem, variant)), math.prod(_tiles(problem, variant)[1])
+    resident = device.multiprocessors * variant.min_blocks
+    most = max(1, min(tiles // _LEAST_TILES, affordable_planes(problem)))
+
+    def cost(parts: int) -> int:
+        return math.ceil(blocks * parts / resident) * (math.ceil(tiles / parts) + _LEAST_TILES // 2)
+
+    rounds = range(math.ceil(blocks / resident), math.ceil(blocks / resident) + 4)
+    return min((min(most, max(1, count * resident // blocks)) for count in rounds), key=cost)
+
+
+def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsGradVariant]:
+    """Every variant whose sums fit a thread's registers."""
+    size, of_in, of_out = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group, problem.out_channels_per_group
+    words = accumulator_bytes(problem.dtype) // 4
+    depth, height, width = (axis.kernel for axis in problem.axes3)
+    for vector in (8, 4, 2, 1) if problem.channels_last else (1,):
+        if vector * size > 16 or (vector % of_out and of_out % vector) or problem.out_channels % vector:
+            continue
+        held = [of_in] if vector > of_out else [n for n in range(1, min(of_in, 8) + 1) if of_in % n == 0]
+        held = held if problem.channels_last else [1]
+        for in_held, rows, columns in itertools.product(held, equal_parts(depth * height), equal_parts(width)):
+            of_row = columns * in_held * vector
+            if rows * of_row * words > _MAX_SUMS or of_row * words > _MAX_SUMS_OF_ROW:
+                continue
+            for positions in (8, 4, 2, 1):
+                variant = ChannelsGradVariant(vector, positions, rows, columns, in_held, 1, 1, 1)
+                registers = _registers(problem, variant)
+                if registers > _MAX_REGISTERS or rows * of_row * words * positions > _MAX_UNROLLED:
+                    continue
+                lanes, block_shares = _lanes(problem, variant)
+                variant = variant._replace(lanes=lanes, block_shares=block_shares)
+                shared = _shared_bytes(problem, variant, _rows_at_once(problem, variant)) + 1024
+                resident = REGISTERS // (variant.threads * round_up(registers, 8))
+                hoped = min(8, resident, device.shared_bytes_per_multiprocessor // shared)
+                if hoped and shared <= device.shared_bytes_per_block:
+                    yield variant._replace(min_blocks=hoped)
+
+
+def _shared_bytes(problem: ConvTransposeProblem, variant: ChannelsGradVariant, rows: int) -> int:
+    """Shared memory of a block that adds up so many of its threads' rows at once."""
+    return variant.threads * (rows * variant.sums_of_row | 1) * accumulator_bytes(problem.dtype)
+
+
+def _rows_at_once(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
+    """Rows of its threads that a block adds up at once."""
+    fitting = (n for n in range(variant.rows, 1, -1) if _shared_bytes(problem, variant, n) <= _SHARED_BYTES)
+    return next(fitting, 1)
+
+
+def _lanes(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[int, int]:
+    """Neighbouring threads that own neighbouring vectors, and the shares of a block."""
+    vectors, shares = problem.out_channels // variant.vector, variant.shares(problem)
+    if not problem.channels_last:
+        return 1, math.ceil(shares / math.ceil(shares / _THREADS))
+    most = max(_MIN_LANES, min(_MAX_LANES, _THREADS // shares))
+    lanes = math.ceil(vectors / math.ceil(vectors / most))
+    return lanes, math.ceil(shares / math.ceil(shares * lanes / _THREADS))
+
+
+def _held(problem: ConvTransposeProblem, channels: int) -> int:
+    """Registers that so many neighbouring channels take until they are used: two of 16 bits are a pair."""
+    return channels // 2 if DTYPE_BYTES[problem.dtype] == 2 and channels % 2 == 0 else channels
+
+
+def _registers(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
+    """Registers of a thread, by estimate: its sums, its input, a row of the output gradient, and some of others."""
+    met = _columns_met(problem, variant.positions, variant.columns)
+    held = variant.positions * _held(problem, variant.x_held(problem)) + met * _held(problem, variant.vector)
+    others = 8 * min(3, variant.rows - 1) if DTYPE_BYTES[problem.dtype] == 2 and variant.positions > 2 else 0
+    return 48 + others + (variant.sums + held) * accumulator_bytes(problem.dtype) // 4
+
+
+def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> tuple[float, str]:
+    """Predicted time, and what bounds it.
+
+    Fitted to 1226 measured times of 56 cases, and of channels first to 22 (docs/performance.md).
+    """
+    size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
+    x_held = variant.x_held(problem)
+    met = _columns_met(problem, variant.positions, variant.columns)
+    loads = variant.positions * _loads(problem, x_held) + variant.rows * met * _loads(problem, variant.vector)
+    instructions = 1.08 * words * variant.sums * variant.positions + 4.2 * loads
+    if size == 2:  # the input is widened again for each tap where there is much of it
+        x_elements = variant.positions * x_held
+        x_widened = x_elements * (variant.rows * variant.columns if x_elements > 32 else 1)
+        instructions += 1.08 * (x_widened + variant.rows * met * variant.vector)
+    cycles = instructions * (1 + 0.6 * _at_borders(problem, variant)) / 4
+    if not problem.channels_last:  # neighbours are so many columns apart, and meet so many lines at once
+        cycles += _LINES * variant.positions * max(1, variant.positions * size / 4)
+        cycles += _LINES * variant.rows * met * max(1, variant.positions * problem.axes3[2].stride * size / 4)
+
+    # What a thread loads at once, before it waits for it: as many of its rows as it has registers for.
+    limit = device.registers_of(variant.threads * variant.min_blocks)
+    spare = limit - 32 - words * (variant.sums + variant.positions * _held(problem, x_held))
+    rows_at_once = max(1, spare // (words * met * _held(problem, variant.vector)))
+    waits = math.ceil(variant.rows / rows_at_once)
+
+    parts = _parts(problem, variant, device)
+    blocks = parts * math.prod(_blocks(problem, variant))
+    resident, _ = rounds_of(blocks, variant.min_blocks, device)
+    rounds = math.ceil(blocks / (device.multiprocessors * variant.min_blocks))
+    warps = variant.threads // 32 * resident
+    tiles = math.ceil(math.prod(_tiles(problem, variant)[1]) / parts)
+    # A step takes what all warps issue, or what one of them waits for.
+    step = ((warps * cycles) ** 2.6 + (7.8 * cycles + 900 * waits) ** 2.6) ** (1 / 2.6)
+    work = rounds * tiles * step / device.clock_hz
+    moving = problem.bytes / device.copy_bytes_per_second
+    # What is left in planes, in pieces of a row of the kernel or of less, and added up.
+    scattered = 1.4 if variant.columns < problem.axes3[2].kernel else 0.7
+    storing = parts * problem.elements[1] * scattered / (device.multiprocessors * device.clock_hz)
+    adding = 3e-6 + 1.2e-8 * parts if parts > 1 else 0.0
+    return math.hypot(work, moving) + 9.9e-6 + storing + adding, slower_of(work, moving)[1]
+
+
+def _loads(problem: ConvTransposeProblem, channels: int) -> int:
+    """Loads of so many neighbouring channels, where pixels are aligned."""
+    return channels // math.gcd(channels, 16 // DTYPE_BYTES[problem.dtype])
+
+
+def _at_borders(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> float:
+    """In which part of a warp's steps a position meets columns beside the output gradient, and asks for each."""
+    width = problem.axes3[2]
+    at_once = max(1, 32 / (variant.lanes * variant.block_shares))  # walkers of a warp
+    steps = math.ceil(problem.input_size[-1] / variant.positions)
+    return min(1, (math.ceil(width.padding / (width.stride * variant.positions)) + 1) * at_once / steps)

@@ -1,0 +1,186 @@
+"""Direct kernel of the weight gradient: ``kernels/weight_grad.cu``, a matrix product along batch × input positions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from polyphase.jit.source import KernelSource
+from polyphase.problem import ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.problem.device import REGISTERS, DeviceInfo
+from polyphase.problem.integers import next_power_of_two
+from polyphase.problem.layouts import Layouts, five
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
+from polyphase.schedules.cost import cost_seconds
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tiles import affordable_planes, layer_constants
+
+_THREADS = 256
+# Measured over predicted time (docs/performance.md): the model ranks variants, and is held against another schedule's.
+_MEASURED, _MEASURED_CHANNELS_LAST = 1.9, 3.8
+_LAUNCH = 12e-6  # seconds, of its blocks' prologues and planes
+
+
+class WeightGradVariant(NamedTuple):
+    """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
+
+    rows: int
+    columns: int
+    thread_rows: int
+    thread_columns: int
+    k_slices: int
+    depth: int
+    min_blocks: int
+
+
+class _Product(NamedTuple):
+    """Rows and columns of a group's product, and registers of a sum."""
+
+    rows: int
+    columns: int
+    words: int
+
+
+class WeightGrad(Schedule):
+    """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
+
+    name = "weight_grad"
+    offered = 8
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        return None if pass_ is Pass.WEIGHT_GRAD else "computes the weight gradient only"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Product:
+        columns = problem.out_channels_per_group * problem.taps
+        return _Product(problem.in_channels_per_group, columns, accumulator_bytes(problem.dtype) // 4)
+
+    def configs(self, at: _Product, pass_: Pass, device: DeviceInfo) -> Iterator[WeightGradVariant]:
+        return _variants(at, device.shared_bytes_per_block)
+
+    def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: WeightGradVariant) -> float:
+        """Cycles of a multiprocessor per position, whatever the size of images."""
+        tiles = math.ceil(at.rows / config.rows) * math.ceil(at.columns / config.columns)
+        return tiles * _cycles(config, at.words) / config.depth
+
+    def cost(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: WeightGradVariant,
+    ) -> Cost:
+        positions = problem.batch * math.prod(problem.input_size)
+        cycles = _cycles(config, accumulator_bytes(problem.dtype) // 4) / config.depth
+        tiles, parts = _tiles(problem, config), _parts(problem, config, device)
+        measured = _MEASURED_CHANNELS_LAST if problem.channels_last else _MEASURED
+        idle = max(1.0, device.multiprocessors / (tiles * parts))  # multiprocessors without a block
+        seconds, bound = cost_seconds(problem, device, measured * idle * tiles * positions * cycles)
+        return seconds + _LAUNCH, bound
+
+    def launch(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        variant: WeightGradVariant,
+    ) -> Program:
+        tiles, parts = _tiles(problem, variant), _parts(problem, variant, device)
+        positions = problem.batch * math.prod(problem.input_size)
+        weights = math.prod(problem.weight_shape)
+        accumulator = accumulator_bytes(problem.dtype)
+        part_length = max(1, math.ceil(positions / parts / variant.depth)) * variant.depth
+        parts = max(1, math.ceil(positions / part_length))
+        source = KernelSource(
+            kernel=self.name,
+            dtype=problem.dtype,
+            wide_offsets=True,
+            constants=(
+                *layer_constants(problem, pass_),
+                ("ROWS", variant.rows),
+                ("COLUMNS", variant.columns),
+                ("THREAD_ROWS", variant.thread_rows),
+                ("THREAD_COLUMNS", variant.thread_columns),
+                ("K_SLICES", variant.k_slices),
+                ("DEPTH", variant.depth),
+                ("MIN_BLOCKS", variant.min_blocks),
+            ),
+        )
+        x = Side(five(problem.input_shape), layouts.input)
+        grad = Side(five(problem.output_shape), layouts.output)
+        geometry = x.packed() + grad.packed()
+        geometry += struct.pack("<3i4x3q", problem.batch, problem.groups, parts, part_length, positions, weights)
+        main = Step(
+            source=source,
+            grid=(tiles * parts, 1, 1),
+            block=_THREADS,
+            shared_bytes=_shared_floats(variant) * accumulator,
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main, splits=parts)
+
+
+def _tiles(problem: ConvTransposeProblem, variant: WeightGradVariant) -> int:
+    """Blocks of a part."""
+    columns = problem.out_channels_per_group * problem.taps
+    rows = math.ceil(problem.in_channels_per_group / variant.rows)
+    return problem.groups * rows * math.ceil(columns / variant.columns)
+
+
+def _parts(problem: ConvTransposeProblem, variant: WeightGradVariant, device: DeviceInfo) -> int:
+    """Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue."""
+    waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / max(1, _tiles(problem, variant)))
+    positions = problem.batch * math.prod(problem.input_size)
+    return max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))
+
+
+def _shared_floats(variant: WeightGradVariant) -> int:
+    row_pitch, column_pitch = (-(-size // 4) * 4 + 4 for size in (variant.rows, variant.columns))
+    return 2 * variant.depth * (row_pitch + column_pitch) + _THREADS * variant.thread_rows * variant.thread_columns
+
+
+def _variants(product: _Product, shared_bytes: int) -> Iterator[WeightGradVariant]:
+    """Every variant whose registers and shared memory suffice for a block, and that is not mostly idle."""
+    rows = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= next_power_of_two(product.rows)]
+    columns = [count for count in (4, 8, 16, 32, 64, 128) if count <= max(4, next_power_of_two(product.columns))]
+    shapes = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), rows, columns)
+    for thread_rows, thread_columns, block_rows, block_columns in shapes:
+        slice_threads = (block_rows // thread_rows) * (block_columns // thread_columns)
+        if block_rows < thread_rows or block_columns < thread_columns or slice_threads > _THREADS:
+            continue
+        k_slices = _THREADS // slice_threads
+        for depth in (8, 16, 32, 64, 128):
+            x_items, g_items = _items(block_rows, depth), _items(block_columns, depth)
+            if depth % k_slices or x_items + g_items > 24:
+                continue
+            held = thread_rows * thread_columns + 2 * (thread_rows + thread_columns) + x_items + g_items
+            registers = product.words * held + 56 + 2 * g_items
+            blocks = min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
+            if blocks < 1:
+                continue
+            variant = WeightGradVariant(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
+            if _shared_floats(variant) * 4 * product.words <= shared_bytes:
+                yield variant
+
+
+def _items(side: int, depth: int) -> int:
+    """Elements of a stage that a thread loads of an operand."""
+    return math.ceil(side * depth / _THREADS)
+
+
+def _cycles(variant: WeightGradVariant, words: int) -> float:
+    """Predicted cycles of a multiprocessor for a stage of a tile."""
+    x_items, g_items = _items(variant.rows, variant.depth), _items(variant.columns, variant.depth)
+    steps = variant.depth // variant.k_slices
+    product = variant.thread_rows * variant.thread_columns * words
+    reads = words * (max(1, variant.thread_rows // 4) + max(1, variant.thread_columns // 4))
+    instructions = 70 + x_items * 8 + g_items * 9 + steps * (product + reads + 2)
+    wavefronts = steps * 2 * reads + 3 * (x_items + g_items) + 4
+    warps = _THREADS / 32
+    return max(instructions * warps / 4, wavefronts * warps) * (1.15 + 0.3 / variant.min_blocks)

@@ -1,0 +1,387 @@
+"""Direct kernel of the weight gradient of few output channels, ``kernels/weight_grad_windows.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from polyphase.jit.source import KernelSource
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import REGISTERS, DeviceInfo
+from polyphase.problem.integers import equal_parts, parted, round_up
+from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.sizes import standard
+from polyphase.program.params import padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
+from polyphase.schedules.cost import slower_of
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tiles import Four, affordable_planes, layer_constants, tiles_of
+from polyphase.schedules.window_gemm.stages import widest_piece
+from polyphase.schedules.window_gemm.window import as_one_channel
+
+_POSITIONS = 4  # that a thread takes at once
+_THREADS = (384, 512)  # of a block, about: one is resident
+_FEW_THREADS = 320  # that hide too little from one another
+_MOST_COLUMNS = 512  # of the weight's gradient
+_MOST_SLICE = 512  # threads that share no positions
+_MOST_SUMS = 96  # of a thread
+_MOST_CHUNKS = 4  # sizes of parts of the output channels
+_MOST_LINES = 4  # kernel rows of a thread
+_MOST_QUADS = 40  # of four elements that a thread reads of a row at once
+_MOST_ROW = 256  # positions of a tile along the width
+_SPARE = 8  # registers that the compiler needs beyond the estimate where it is not for Hopper
+_CHAIN = 1024  # positions that a thread sums in one chain
+
+
+class WindowsVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``weight_grad_windows.cu`` says what the names mean."""
+
+    thread_rows: int
+    thread_lines: int
+    thread_columns: int
+    row_threads: int
+    out_chunk: int
+    k_slices: int
+    slice_threads: int
+
+    @property
+    def rows(self) -> int:
+        """Input channels of a block."""
+        return self.thread_rows * self.row_threads
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return round_up(self.k_slices * self.slice_threads, 32)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The layer as the kernel sees it, how its tensors lie, and the elements that are copied at once."""
+
+    problem: ConvTransposeProblem
+    x: Side
+    grad: Side
+    x_piece: int
+    grad_piece: int
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, given: ConvTransposeProblem, layouts: Layouts) -> _Layer | None:
+        """None where neighbours of a row of the output gradient do not lie side by side."""
+        x = Side(five(given.input_shape), layouts.input)
+        problem = given
+        if given.channels_last and given.out_channels > 1:
+            found = as_one_channel(given, layouts)
+            if found is None:
+                return None
+            problem, layouts = found
+        grad = Side(five(problem.output_shape), layouts.output)
+        batch, channel, depth, height, width = x.strides
+        if x.channels_last:
+            x_piece = widest_piece(4, given.in_channels, batch, depth, height, width)
+        else:
+            x_piece = widest_piece(4, x.shape[4], batch, channel, depth, height) if width == 1 else 1
+        batch, channel, depth, height, width = grad.strides
+        grad_piece = widest_piece(4, grad.shape[4], batch, channel, depth, height) if width == 1 else 1
+        whole = layouts.aligned
+        return cls(problem, x, grad, *(piece if whole and piece == 4 else 1 for piece in (x_piece, grad_piece)))
+
+    @property
+    def columns(self) -> int:
+        """Of the weight's gradient."""
+        return self.problem.out_channels * self.problem.taps
+
+    @property
+    def skew(self) -> int:
+        """Elements that a row of the window begins before the first that is met."""
+        return -self.problem.axes3[2].padding % 4
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How a variant cuts the input positions into tiles, and what a stage holds, in elements."""
+
+    lanes: Four
+    tiles: Four
+    rows: int
+    pitch: int
+    x_pitch: int
+    window_at: int
+    stage: int
+    cycles: float  # of a multiprocessor, for a tile
+
+    @property
+    def total(self) -> int:
+        return math.prod(self.tiles)
+
+
+class WeightGradWindows(Schedule):
+    """A window of the output gradient for all taps, read by threads that own some channels and taps, in float32."""
+
+    name = "weight_grad_windows"
+    adapts = True
+    offered = 4
+    kept = True
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not Pass.WEIGHT_GRAD:
+            return "computes the weight gradient only"
+        if problem.dtype != "float32" or device.capability < 80:
+            return "copies float32 asynchronously, from compute capability 8.0 on"
+        if problem.groups > 1:
+            return "reads the channels of one group side by side"
+        if problem.uses_tf32 and not problem.channels_last:
+            return "stays exact where TF32 is allowed, and tensor cores read rows of pixels as they lie"
+        if (columns := problem.out_channels * problem.taps) > _MOST_COLUMNS:
+            return f"{columns} pairs of an output channel and a tap are too many (at most {_MOST_COLUMNS})"
+        if _Layer.of(problem, Layouts.dense(problem)) is None:
+            return "taps along the width do not lie side by side"
+        return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return "no tile fits shared memory, or no thread's taps its registers"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer | None:
+        if _Layer.of(problem, layouts) is None:
+            return None
+        problem = standard(problem)
+        return _Layer.of(problem, Layouts.dense(problem))
+
+    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[WindowsVariant]:
+        members = dict.fromkeys(_variants(at, 0 if device.has_wgmma else _SPARE))
+        return sorted([variant for variant in members if variant.threads >= _FEW_THREADS] or members)
+
+    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: WindowsVariant) -> float:
+        tiling = _tiling(at, config, device)
+        return math.inf if tiling is None else _estimate(at, config, tiling, device)[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WindowsVariant
+    ) -> Cost | None:
+        layer = _Layer.of(problem, layouts)
+        assert layer is not None
+        tiling = _tiling(layer, config, device)
+        return None if tiling is None else _estimate(layer, config, tiling, device)
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WindowsVariant
+    ) -> Program:
+        layer = _Layer.of(problem, layouts)
+        assert layer is not None
+        tiling = _tiling(layer, variant, device)
+        assert tiling is not None
+        length, planes = parted(tiling.total, _parts(layer, variant, tiling, device))
+        flush = max(1, _CHAIN * variant.k_slices // math.prod(tiling.lanes))
+        geometry = layer.x.packed() + layer.grad.packed()
+        geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, tiling.rows, tiling.pitch, tiling.x_pitch)
+        geometry += struct.pack("<3i", layer.x_piece, layer.grad_piece, _lanes_log(layer, tiling))
+        geometry += struct.pack("<3i", tiling.window_at, tiling.stage, flush)
+        geometry = padded(geometry) + struct.pack("<3q", length, tiling.total, problem.elements[1])
+        source = KernelSource(
+            kernel=self.name,
+            dtype=problem.dtype,
+            wide_offsets=True,
+            constants=(
+                *layer_constants(layer.problem, pass_),
+                ("X_LAST", layer.x.channels_last),
+                ("THREAD_ROWS", variant.thread_rows),
+                ("THREAD_LINES", variant.thread_lines),
+                ("THREAD_COLUMNS", variant.thread_columns),
+                ("ROW_THREADS", variant.row_threads),
+                ("OUT_CHUNK", variant.out_chunk),
+                ("K_SLICES", variant.k_slices),
+                ("SLICE_THREADS", variant.slice_threads),
+                ("MIN_BLOCKS", 1),
+            ),
+        )
+        main = Step(
+            source=source,
+            grid=(_blocks(layer, variant) * planes, 1, 1),
+            block=variant.threads,
+            shared_bytes=_shared_bytes(layer, variant, tiling),
+            geometry=geometry,
+        )
+        last = layer.problem != problem and problem.taps > 1
+        return assemble(problem, pass_, main, splits=planes, dst_channels_last=last)
+
+
+def _blocks(layer: _Layer, variant: WindowsVariant) -> int:
+    """Of a part."""
+    problem = layer.problem
+    return math.ceil(problem.in_channels / variant.rows) * math.ceil(problem.out_channels / variant.out_chunk)
+
+
+def _parts(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+    """Parts of the positions: every multiprocessor has a block."""
+    full = max(1, device.multiprocessors // _blocks(layer, variant))
+    return max(1, min(full, affordable_planes(layer.problem), tiling.total))
+
+
+def _block_columns(layer: _Layer, variant: WindowsVariant) -> int:
+    return variant.out_chunk * layer.problem.taps
+
+
+def _shared_bytes(layer: _Layer, variant: WindowsVariant, tiling: _Tiling) -> int:
+    sums = variant.k_slices * variant.rows * _block_columns(layer, variant)
+    return 4 * max(2 * tiling.stage, sums)
+
+
+def _lanes_log(layer: _Layer, tiling: _Tiling) -> int:
+    """Threads along a row of the input: as many as it has pieces, of a warp at most."""
+    return min(5, (math.ceil(tiling.lanes[3] / layer.x_piece) - 1).bit_length())
+
+
+@lru_cache(maxsize=8192)
+def _tiling(layer: _Layer, variant: WindowsVariant, device: DeviceInfo) -> _Tiling | None:
+    """The tiles of least work whose stages fit shared memory."""
+    height, width = layer.x.shape[3:]
+    best, least = None, math.inf
+    for w, h in itertools.product(_widths(width), _heights(height)):
+        tiling = _tile(layer, variant, (1, 1, h, w))
+        if _shared_bytes(layer, variant, tiling) > device.shared_bytes_per_block:
+            continue
+        work = _cycles(layer, variant, tiling, device)
+        if work < least:
+            best, least = tiling, work
+    return best
+
+
+def _widths(size: int) -> list[int]:
+    """Extents along the width worth trying: about equal parts, in whole positions of a thread."""
+    parts = range(math.ceil(size / _MOST_ROW), math.ceil(size / 8) + 1)
+    found = {round_up(math.ceil(size / count), _POSITIONS) for count in itertools.islice(parts, 8)}
+    return sorted(found | {16, 32}, reverse=True)
+
+
+def _heights(size: int) -> list[int]:
+    return sorted({min(size, count) for count in (1, 2, 3, 4, 6, 8, 12, 16)})
+
+
+def _tile(layer: _Layer, variant: WindowsVariant, lanes: Four) -> _Tiling:
+    problem = layer.problem
+    _, of_h, of_w = problem.axes3
+    taps = _splits(problem, variant) * variant.thread_columns  # along the width, those that do not exist included
+    rows = (lanes[2] - 1) * of_h.stride + (of_h.kernel - 1) * of_h.dilation + 1
+    columns = layer.skew + (lanes[3] - 1) * of_w.stride + (taps - 1) * of_w.dilation + 1
+    pitch = 4 * (math.ceil(columns / 4) | 1)  # rows begin in banks of their own
+    positions = lanes[2] * lanes[3]
+    x_pitch = variant.rows if layer.x.channels_last else positions + (4 - positions) % 32
+    window_at = variant.rows * positions if layer.x.channels_last else variant.rows * x_pitch
+    stage = window_at + variant.out_chunk * _slabs(problem) * rows * pitch
+    tiles = tiles_of(problem.batch, layer.x.shape[2:], lanes)
+    return _Tiling(
+        lanes, tiles, rows, pitch, x_pitch, window_at, stage, _tile_cycles(layer, variant, lanes, rows, pitch)
+    )
+
+
+def _splits(problem: ConvTransposeProblem, variant: WindowsVariant) -> int:
+    return math.ceil(problem.axes3[2].kernel / variant.thread_columns)
+
+
+def _slabs(problem: ConvTransposeProblem) -> int:
+    axis = problem.axes3[0]
+    return (axis.kernel - 1) * axis.dilation + 1
+
+
+def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int, positions: int = _POSITIONS) -> int:
+    """Quads of elements that so many of a thread's positions meet of a row."""
+    axis = problem.axes3[2]
+    places = itertools.product(range(positions), range(thread_columns))
+    return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
+
+
+# Fitted to 265 measured times of 36 cases on an H200 (docs/performance.md). Instructions beside products and reads: of
+# a thread for its positions, of a warp for a copy, and for a row of the window. Cycles for an instruction that a
+# scheduler issues, for what a warp reads of shared memory at once, and for a stage.
+_LOOP, _COPY, _ROW = 16.5, 36.0, 79.0
+_ISSUED, _PASS, _STAGE = 1.09, 0.49, 990.0
+_END = 15e-6  # seconds of a call, beside its stages
+_TOGETHER = 2.8  # how far instructions and bytes hide each other: a norm, of which the largest would be the maximum
+
+
+def _tile_cycles(layer: _Layer, variant: WindowsVariant, lanes: Four, rows: int, pitch: int) -> float:
+    """Predicted cycles of a multiprocessor for a tile."""
+    problem = layer.problem
+    steps = math.ceil(lanes[2] * lanes[3] / _POSITIONS / variant.k_slices)
+    products = _POSITIONS * variant.thread_rows * variant.thread_lines * variant.thread_columns
+    of_window = variant.thread_lines * _quads(problem, variant.thread_columns, layer.skew)
+    warps = 4 * math.ceil(variant.threads / 128)  # as if all schedulers had as many
+    issued = (products + variant.thread_rows + of_window + _LOOP) / 4 * _ISSUED * warps
+    passes = variant.thread_rows * math.ceil(min(32, variant.row_threads) / 8) + of_window
+    x_copies = variant.rows * lanes[2] * lanes[3] / layer.x_piece / 32
+    window_rows = variant.out_chunk * _slabs(problem) * rows
+    copies = (x_copies + window_rows * math.ceil(pitch / layer.grad_piece / 32)) * _COPY + window_rows * _ROW
+    return steps * max(issued, passes * _PASS * variant.threads / 32) + copies / 4 + _STAGE
+
+
+def _cycles(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> float:
+    """Predicted cycles of the busiest multiprocessor."""
+    parts = _parts(layer, variant, tiling, device)
+    rounds = math.ceil(_blocks(layer, variant) * parts / device.multiprocessors)
+    return rounds * math.ceil(tiling.total / parts) * tiling.cycles
+
+
+def _estimate(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    parts = _parts(layer, variant, tiling, device)
+    work = _cycles(layer, variant, tiling, device) / device.clock_hz
+    moving = layer.problem.bytes / device.copy_bytes_per_second
+    planes = 8 * parts * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
+    seconds = (work**_TOGETHER + moving**_TOGETHER) ** (1 / _TOGETHER)
+    return seconds + planes + _END, slower_of(work, moving)[1]
+
+
+def _variants(layer: _Layer, spare: int = 0) -> Iterator[WindowsVariant]:
+    """Variants worth a thought, each thread's ``spare`` registers among what there must be."""
+    problem = layer.problem
+    axis = problem.axes3[2]
+    taps = problem.axes3[0].kernel * problem.axes3[1].kernel
+    for out_chunk in equal_parts(problem.out_channels)[:_MOST_CHUNKS]:
+        for thread_lines, columns, thread_rows in _thread_tiles(layer, out_chunk * taps):
+            splits = math.ceil(axis.kernel / columns)
+            registers = _registers(layer, thread_rows, thread_lines, columns) + spare
+            for row_blocks in (1, 2):
+                row_threads = math.ceil(math.ceil(problem.in_channels / row_blocks) / thread_rows)
+                used = row_threads * math.ceil(out_chunk * taps / thread_lines) * splits
+                if used > _MOST_SLICE:
+                    continue
+                whole = round_up(used, 32)
+                slice_threads = whole if whole <= 1.1 * used else used
+                for threads in _THREADS:
+                    k_slices = max(1, threads // slice_threads)
+                    variant = WindowsVariant(
+                        thread_rows, thread_lines, columns, row_threads, out_chunk, k_slices, slice_threads
+                    )
+                    if round_up(variant.threads, 128) * registers <= REGISTERS:
+                        yield variant
+
+
+def _registers(layer: _Layer, thread_rows: int, thread_lines: int, columns: int) -> int:
+    """Registers of a thread, by estimate: with fewer the compiler spills."""
+    all_quads = _quads(layer.problem, columns, layer.skew)
+    if layer.x.channels_last:  # a position's, and what is new at the next
+        of_one = _quads(layer.problem, columns, layer.skew, 1)
+        held = 4 * thread_lines * (of_one + (all_quads - of_one) / (_POSITIONS - 1)) + 8
+    else:
+        held = 4 * thread_lines * all_quads + 4
+    return round_up(math.ceil(thread_rows * thread_lines * columns + held + 4 * thread_lines + 38), 8)
+
+
+def _thread_tiles(layer: _Layer, lines: int) -> Iterator[tuple[int, int, int]]:
+    """Kernel rows, columns of each, and rows of a thread."""
+    axis = layer.problem.axes3[2]
+    for columns in equal_parts(axis.kernel):
+        if columns < axis.kernel:  # threads begin at whole quads
+            columns = round_up(columns, 4 // math.gcd(4, axis.dilation))
+        quads = _quads(layer.problem, columns, layer.skew) if columns <= _MOST_SUMS // 4 else math.inf
+        for thread_lines, thread_rows in itertools.product(range(1, min(lines, _MOST_LINES) + 1), (8, 4)):
+            if thread_rows * thread_lines * columns <= _MOST_SUMS and thread_lines * quads <= _MOST_QUADS:
+                yield thread_lines, columns, thread_rows

@@ -1,0 +1,177 @@
+"""The input gradient of layers with long kernels, as dot products, ``kernels/input_grad_dots.cu``."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import parted
+from polyphase.problem.layouts import Layouts, dense_strides, five
+from polyphase.problem.sizes import standard
+from polyphase.program.params import padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
+from polyphase.schedules.cost import slower_of
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tiles import affordable_planes, layer_constants
+from polyphase.schedules.window_gemm.window import rows_as_one_channel
+
+_WARPS = 8
+_LEAST_TAPS = 32  # a lane each
+_CHAIN = 64  # products of a lane that are summed in one chain, about
+_RESIDENT = 2  # blocks, by their registers
+
+
+class DotsVariant(NamedTuple):
+    """The compile-time shape of ``input_grad_dots.cu``: input channels of a warp, which has 32 sums."""
+
+    in_tile: int
+
+    @property
+    def positions(self) -> int:
+        """Neighbours along w that a warp owns."""
+        return 32 // self.in_tile
+
+
+_VARIANTS = tuple(DotsVariant(in_tile) for in_tile in (16, 8, 4, 2, 1))
+
+
+class InputGradDots(Schedule):
+    """The lanes of a warp go along the taps."""
+
+    name = "input_grad_dots"
+    adapts = True
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not Pass.INPUT_GRAD:
+            return "computes the input gradient only"
+        read = rows_as_one_channel(problem, Layouts.dense(problem))
+        if read is None:
+            return "output channels and taps along the width do not lie side by side"
+        if read[0].taps < _LEAST_TAPS:
+            return f"{read[0].taps} taps are fewer than the lanes of a warp"
+        return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return "a tile meets more columns than it counts"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
+        if rows_as_one_channel(problem, layouts) is None:
+            return None
+        problem = standard(problem)
+        read = rows_as_one_channel(problem, Layouts.dense(problem))
+        return None if read is None else read[0]
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[DotsVariant]:
+        least = accumulator_bytes(at.dtype) // 4  # with fewer channels doubles would spill
+        most = 2 * max(least, at.in_channels_per_group)
+        return [each for each in _VARIANTS if least <= each.in_tile < most]
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: DotsVariant) -> float:
+        return _seconds(at, config, device)[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: DotsVariant
+    ) -> Cost | None:
+        read = rows_as_one_channel(problem, layouts)
+        assert read is not None
+        return _seconds(read[0], config, device) if _is_countable(read[0], config) else None
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: DotsVariant
+    ) -> Program:
+        dense = layouts.input == dense_strides(problem.input_shape, problem.channels_last)
+        read = rows_as_one_channel(problem, layouts)
+        assert read is not None
+        problem, layouts = read
+        tiles_w, tiles = _tiles(problem, variant)
+        parts = _parts(problem, variant, device) if dense else 1
+        length, parts = parted(problem.out_channels_per_group, parts)
+        g = Side(five(problem.output_shape), layouts.output)
+        x = Side(five(problem.input_shape), layouts.input)
+        source = KernelSource(
+            kernel=self.name,
+            dtype=problem.dtype,
+            wide_offsets=True,
+            constants=(
+                *layer_constants(problem, pass_, layouts.weight_channels_last),
+                ("WIDTH_APART", g.strides[4] != 1 and g.shape[4] > 1),
+                ("IN_TILE", variant.in_tile),
+                ("PIECE", 32 * _CHAIN),
+                ("FLUSH", max(1, round(_CHAIN / math.ceil(problem.taps / 32)))),
+                ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
+            ),
+        )
+        geometry = g.packed() + x.packed()
+        geometry += struct.pack("<6i", problem.batch, problem.groups, tiles_w, tiles, parts, length)
+        geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
+        blocks = _blocks(problem, variant) * parts
+        main = Step(
+            source=source,
+            grid=(blocks, 1, 1),
+            block=32 * _WARPS,
+            shared_bytes=0,
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main, splits=parts, may_split=True)
+
+
+def _is_countable(problem: ConvTransposeProblem, variant: DotsVariant) -> bool:
+    """Whether the kernel counts columns that a tile meets, and warps, in 32 bits."""
+    axis = problem.axes3[2]
+    beyond = 32 * axis.stride + axis.kernel * axis.dilation
+    columns = problem.output_size[-1] + axis.padding + 2 * beyond
+    return max(columns, _WARPS * _blocks(problem, variant)) < 2**31
+
+
+def _tiles(problem: ConvTransposeProblem, variant: DotsVariant) -> tuple[int, int]:
+    """Tiles along w, and of all positions."""
+    *others, width = problem.input_size
+    along = math.ceil(width / variant.positions)
+    return along, problem.batch * math.prod(others) * along
+
+
+def _blocks(problem: ConvTransposeProblem, variant: DotsVariant) -> int:
+    """Of a part."""
+    channels = math.ceil(problem.in_channels_per_group / variant.in_tile) * problem.groups
+    return math.ceil(_tiles(problem, variant)[1] / _WARPS) * channels
+
+
+def _parts(problem: ConvTransposeProblem, variant: DotsVariant, device: DeviceInfo) -> int:
+    """Parts of the output channels: as many as let blocks fill the machine."""
+    room = 2 * _RESIDENT * device.multiprocessors // max(1, _blocks(problem, variant))
+    return max(1, min(problem.out_channels_per_group, room, affordable_planes(problem, Pass.INPUT_GRAD)))
+
+
+# Cycles of a multiprocessor for a step of a warp, a tap of each lane, by its input channels: of float32, and of half
+# types, whose weights and pixels are widened. The last step of a warp, and a launch; fitted to times on an H200.
+_STEP = {1: 75.0, 2: 42.0, 4: 34.0, 8: 42.0, 16: 52.0}
+_STEP_OF_HALVES = {1: 220.0, 2: 110.0, 4: 62.0, 8: 62.0, 16: 58.0}
+_END, _LAUNCH = 180.0, 4000.0
+_FROM_L2 = 0.8  # of a copy's bandwidth, at which the L2 cache gives what blocks read
+_FEW_ROUNDS = 4  # of blocks, whose last one is told apart from a part of one
+_SUM = 4e-6  # seconds to launch what adds up parts
+
+
+def _seconds(problem: ConvTransposeProblem, variant: DotsVariant, device: DeviceInfo) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    parts, bytes_ = _parts(problem, variant, device), accumulator_bytes(problem.dtype)
+    steps = math.ceil(problem.out_channels_per_group / parts) * math.ceil(problem.taps / 32)
+    step = (_STEP_OF_HALVES if DTYPE_BYTES[problem.dtype] < 4 else _STEP)[variant.in_tile] * bytes_ / 4
+    rounds = _blocks(problem, variant) * parts / (_RESIDENT * device.multiprocessors)
+    rounds = math.ceil(rounds) if rounds < _FEW_ROUNDS else rounds
+    cycles = rounds * _RESIDENT * _WARPS * (steps * step + _END) + _LAUNCH
+    sums = _SUM + 2 * bytes_ * parts * problem.elements[0] / device.copy_bytes_per_second if parts > 1 else 0.0
+    # Weights once for a block; of the positions of a warp, which overlap, the elements once.
+    axis = problem.axes3[2]
+    row = (axis.kernel - 1) * axis.dilation + 1
+    share = min(1.0, ((variant.positions - 1) * axis.stride + row) / (variant.positions * row))
+    products = _blocks(problem, variant) * problem.out_channels_per_group * problem.taps
+    read = products * DTYPE_BYTES[problem.dtype] * (variant.in_tile + _WARPS * variant.positions * share)
+    moving = max(problem.bytes, read / _FROM_L2) / device.copy_bytes_per_second
+    return slower_of(cycles / device.clock_hz + sums, moving)

@@ -1,0 +1,1 @@
+"""One schedule: its configurations, what they cost, and how they are launched."""

@@ -1,0 +1,494 @@
+"""Layers with few channels in a group on tensor cores, ``kernels/gather_gemm.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from polyphase.jit.source import Constant, KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import SECTOR_BYTES, Layouts
+from polyphase.problem.sizes import FEW_CHANNELS, standard, with_large_images
+from polyphase.program.params import counter_bytes, packed_divisor, padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step, plain_step
+from polyphase.schedules.cells import forward_gather
+from polyphase.schedules.cost import Sharing, slower_of
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
+from polyphase.schedules.tiles import layer_constants, out_blocks, tiles_of
+from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, Part, row_bytes, row_piece
+
+_MAX_IN_CHANNELS = 64  # of a group
+_MAX_PRODUCTS = 320  # entries times column tiles: straight-line code
+_MAX_WEIGHT_BYTES = 96 << 10
+_MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
+_BARRIER_BYTES = 384  # and the notes of tiles
+_BUFFERS = 3  # of stages
+_SHARING = Sharing(rounds=16, cycles=5000.0, most=1.5)
+_OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
+_MAX_PHASES = 64  # elements of a cell
+_COPY_THREADS = 256
+
+
+class GatherGemmVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``gather_gemm.cu`` says what the names mean."""
+
+    warps: int
+    pixel_tiles: int
+    out_chunk: int
+    stage_steps: int
+    buffers: int
+    load_warps: int
+    store_warps: int
+    min_blocks: int
+
+    @property
+    def all_warps(self) -> int:
+        """Warps of a block."""
+        return self.warps + self.load_warps + self.store_warps
+
+    @property
+    def columns(self) -> int:
+        """Cells of a tile, at most."""
+        return 8 * self.pixel_tiles * self.warps
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How a variant cuts the cells into tiles, and what that takes of shared memory.
+
+    ``first`` is the window's first pixel, counted from the tile's first cell, and ``skew`` the pixels from there to the
+    first that is read. ``pitch`` and ``shift`` are those of the kernel's ``Geometry``.
+    """
+
+    lanes: tuple[int, int, int, int]
+    tiles: tuple[int, int, int, int]
+    first: tuple[int, int, int, int]
+    skew: int
+    window: Part
+    pitch: tuple[int, int, int, int]
+    shift: tuple[int, int, int, int]
+    joined: int
+    staged_bytes: int
+    bare_bytes: int
+    table_bytes: int
+    step_bytes: int
+
+    @cached_property
+    def total(self) -> int:
+        return math.prod(self.tiles)
+
+    @cached_property
+    def cells(self) -> int:
+        """Of a tile."""
+        return math.prod(self.lanes)
+
+    @property
+    def whole_sectors(self) -> bool:
+        """Whether rows begin and end with a sector of memory."""
+        return not any(self.shift)
+
+
+class _Product(NamedTuple):
+    """What the kernel's ``Entries`` and weights come to for so many output channels of a block."""
+
+    row_blocks: int
+    pixels: int
+    entries: int
+    parts: int
+    steps: int
+    weight_bytes: int
+
+
+class GatherGemm(Schedule):
+    """All phases of a tile as one product of few rows, written as whole rows."""
+
+    name = "gather_gemm"
+    kept = True
+    compared = 1 << 30  # all of them
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not Pass.FORWARD:
+            return "computes the forward pass only"
+        if (reason := lacks_cores(problem, device)) is not None:
+            return reason
+        if problem.channels_last:
+            return "writes rows of pixels, and here channels come last"
+        if (channels := problem.in_channels_per_group) > _MAX_IN_CHANNELS:
+            return f"{channels} input channels in a group are many (here at most {_MAX_IN_CHANNELS})"
+        if (channels := problem.out_channels_per_group) not in FEW_CHANNELS:
+            # `scatter_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more.
+            many = "few" if channels < FEW_CHANNELS.start else "many"
+            allowed = f"{FEW_CHANNELS.start} to {FEW_CHANNELS.stop - 1}"
+            return f"{channels} output channels in a group are {many} (here {allowed})"
+        if (phases := math.prod(problem.stride)) > _MAX_PHASES:
+            return f"{phases} elements of a cell are too many for straight-line code (at most {_MAX_PHASES})"
+        if problem.taps > _MAX_PRODUCTS:
+            return f"{problem.taps} taps are too many for straight-line code (at most {_MAX_PRODUCTS})"
+        return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
+        return standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GatherGemmVariant]:
+        return _variants(at, device)
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: GatherGemmVariant) -> float:
+        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
+        return math.inf if cost is None else cost[0]
+
+    def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
+        """Wide images, with long rows."""
+        wide = with_large_images(at)
+        return [] if wide == at else [wide]
+
+    def cost(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: GatherGemmVariant,
+    ) -> Cost | None:
+        tiling = _tiling(problem, layouts, config, device)
+        return None if tiling is None else _estimate(problem, config, tiling, device)
+
+    def launch(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        variant: GatherGemmVariant,
+    ) -> Program:
+        tiling = _tiling(problem, layouts, variant, device)
+        assert tiling is not None
+        gather = forward_gather(problem, layouts)
+        blocks = out_blocks(problem, variant.out_chunk)
+        at_once = _at_once(problem, variant, tiling, device)
+        behind = [max(1, math.prod(tiling.tiles[i:])) for i in range(5)]
+        apart = [at_once // behind[1], *(at_once % behind[i] // behind[i + 1] for i in (1, 2, 3))]
+        outputs = _outputs(problem, variant, tiling, device)
+        counters, weight_bytes = 0, math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
+        if _shares(problem, variant, tiling, device):
+            counters = counter_bytes(blocks)
+        geometry = gather.src.packed() + gather.dst.packed() + tiling.window.packed()
+        geometry += struct.pack("<6i", problem.batch, problem.groups, *tiling.lanes)
+        geometry += b"".join(map(packed_divisor, tiling.tiles))
+        geometry += struct.pack(
+            "<25i",
+            *apart,
+            *tiling.first,
+            tiling.skew,
+            *tiling.pitch,
+            *tiling.shift,
+            tiling.joined,
+            outputs,
+            at_once,
+            counters,
+            tiling.staged_bytes,
+            tiling.bare_bytes,
+            tiling.table_bytes,
+            variant.stage_steps * tiling.step_bytes,
+        )
+        geometry = padded(geometry)
+        constants: tuple[tuple[str, Constant], ...] = (
+            *layer_constants(problem, pass_, layouts.weight_channels_last),
+            ("HAS_BIAS", problem.bias),
+            ("WARPS", variant.warps),
+            ("LOAD_WARPS", variant.load_warps),
+            ("FIRST_LOAD_WARP", variant.warps),
+            ("STORE_WARPS", variant.store_warps),
+            ("WGMMA", False),
+            ("PIXEL_TILES", variant.pixel_tiles),
+            ("OUT_CHUNK", variant.out_chunk),
+            ("STAGE_STEPS", variant.stage_steps),
+            ("BUFFERS", variant.buffers),
+            ("PARTS", _product(problem, variant.out_chunk).parts),
+            ("BULK_STORES", device.has_copy_engine),
+            ("MIN_BLOCKS", variant.min_blocks),
+        )
+        packs = (_copy_weights(problem, counters),) if counters else ()
+        main = Step(
+            source=KernelSource(self.name, problem.dtype, True, constants),
+            grid=(at_once * blocks if tiling.total else 0, 1, 1),
+            block=32 * variant.all_warps,
+            shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=counters + weight_bytes if counters else 0)
+
+
+def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Step:
+    """What puts so many bytes of counters in front of the weights."""
+    elements = math.prod(problem.weight_shape)
+    constants: tuple[tuple[str, Constant], ...] = (
+        *layer_constants(problem, Pass.FORWARD, False),
+        ("COUNTER_BYTES", counters),
+        ("GROUPS", problem.groups),
+        ("THREADS", _COPY_THREADS),
+        ("MIN_BLOCKS", 1),
+    )
+    source = KernelSource("copy_weights", problem.dtype, False, constants, folder="steps")
+    return plain_step(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
+
+
+@lru_cache(maxsize=1024)
+def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
+    # Of each dimension: what each phase that has taps reads.
+    taps = [
+        [{-axis.shift(tap) for tap in of_phase} for of_phase in axis.taps_by_phase if of_phase]
+        for axis in problem.axes3
+    ]
+    reads = [set(itertools.product(*pixels)) for pixels in itertools.product(*taps)]
+    row_blocks = math.ceil(len(reads) * out_chunk / 16)
+    entries = 0
+    for block in range(row_blocks):
+        first, last = 16 * block // out_chunk, (16 * block + 15) // out_chunk
+        entries += len(set().union(*reads[first : last + 1]))
+    pixels = math.prod(len(set().union(*phases)) for phases in taps)
+    parts, steps = parts_of(problem), steps_of(problem)
+    weight_bytes = 512 * steps * entries * (2 if parts > 1 else 1)
+    if parts > 1:
+        parts = 3 if weight_bytes <= _MAX_THREE_PARTS else 2
+    return _Product(row_blocks, pixels, entries, parts, steps, weight_bytes)
+
+
+def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
+    stages = variant.buffers * variant.stage_steps * tiling.step_bytes
+    tables = (
+        _BARRIER_BYTES
+        + round_up(8 * variant.columns, 128)
+        + _product(problem, variant.out_chunk).weight_bytes
+        + tiling.bare_bytes
+        + tiling.table_bytes
+    )
+    return tables + outputs * tiling.staged_bytes + stages
+
+
+def _outputs(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+    """Tiles whose outputs there is room for: of two, one is written while the other is put together."""
+    return 2 if _shared_bytes(problem, variant, tiling, 2) <= device.shared_bytes_of(variant.min_blocks) else 1
+
+
+@lru_cache(maxsize=8192)
+def _tiling(
+    problem: ConvTransposeProblem, layouts: Layouts, variant: GatherGemmVariant, device: DeviceInfo
+) -> _Tiling | None:
+    """The tiles of least time."""
+    room = device.shared_bytes_of(variant.min_blocks)
+    tilings = _tilings(problem, layouts, variant.out_chunk, variant.columns)
+    fitting = [each for each in tilings if _shared_bytes(problem, variant, each, 1) <= room]
+    most = max((each.cells for each in fitting), default=0)
+    large = (each for each in fitting if 2 * each.cells >= most)
+    return min(large, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
+
+
+@lru_cache(maxsize=256)
+def _tilings(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, columns: int) -> list[_Tiling]:
+    """Those by tiles of at most so many cells, for all variants alike."""
+    tilings = (_tiles(problem, layouts, out_chunk, lanes) for lanes in _lanes(problem, columns))
+    return [each for each in tilings if each is not None]
+
+
+@lru_cache(maxsize=256)
+def _lanes(problem: ConvTransposeProblem, columns: int) -> list[tuple[int, int, int, int]]:
+    """Extents of tiles along n, d, h and w of at most so many cells. A tile of one cell is among them."""
+    depth, height, width = forward_gather(problem, Layouts.dense(problem)).cells
+    found = {(1, 1, 1, 2)}
+    for w in sorted({round_up(extent, 2) for extent in _extents(width, columns)}):
+        for h in _extents(height, columns // w):
+            for d in _extents(depth, columns // (w * h)):
+                images = columns // (w * h * d) if (d, h) == (depth, height) and w >= width else 1
+                found.add((max(1, min(problem.batch, images)), d, h, w))
+    return sorted(found)
+
+
+def _extents(cells: int, most: int) -> list[int]:
+    """Extents worth trying along one dimension: even shares of it, and multiples of what is moved at once."""
+    shares = {math.ceil(cells / parts) for parts in range(1, 9)}
+    wanted = shares | {1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | {most}
+    return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
+
+
+def _tiles(
+    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: tuple[int, int, int, int]
+) -> _Tiling | None:
+    """The tiling by tiles of so many cells along n, d, h and w, or None where those cannot be."""
+    size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
+    if gather.src.channels_last or gather.dst.channels_last:
+        return None
+    tiles = tiles_of(problem.batch, gather.cells, lanes)
+    depth, height, width = gather.cell_axes
+    piece = row_piece(gather.src, size, layouts.aligned, 0 if tiles[3] <= 1 else lanes[3])
+    skew = width.first_offset % piece
+    window = (lanes[0], depth.window(lanes[1]), height.window(lanes[2]), round_up(width.window(lanes[3]) + skew, piece))
+    if max(window) >= MAX_SIDE:
+        return None
+    places = math.prod(window) // piece
+    # So that four channels, or pairs of channels, lie in different banks.
+    pitch = math.prod(window) * size
+    pitch += (32 - pitch) % 128 if size == 4 else (16 - pitch) % 64
+    part = Part(window, piece, pitch, places)
+
+    sector = SECTOR_BYTES // size
+    columns = gather.dst.shape[4]
+    batch_stride, channel_stride, depth_stride, height_stride, _ = gather.dst.strides
+    bare = any(along.owned < along.dst for along in (depth, height))
+    lines, run = lanes[2] * height.dst, lanes[3] * width.dst
+    whole = lanes[3] >= gather.cells[2] and gather.dst.strides[3:] == (columns, 1) and lines > 1 and not bare
+    row = columns if whole else round_up(run, sector) + sector
+    slab = round_up(lines * row, sector) + sector if whole else lanes[2] * height.owned * row
+    image = lanes[1] * depth.owned * slab
+    channel = lanes[0] * image
+    channel += _padding(channel % (128 // size), channel_stride % sector, width.dst, size)
+    bare_rows = (out_chunk if problem.bias else 1) if bare else 0
+    strides = channel_stride, batch_stride, depth_stride, 0 if whole else height_stride
+    first, second, third, fourth = (stride % sector for stride in strides)
+    staged = round_up(out_chunk * channel * size, 16)
+    if out_chunk * channel >= 1 << 23:
+        return None
+    n, d, h, w = tiles
+    return _Tiling(
+        lanes,
+        (n, d, h, w),
+        (0, depth.first_offset, height.first_offset, width.first_offset - skew),
+        skew,
+        part,
+        (channel, image, slab, row),
+        (first, second, third, fourth),
+        lines if whole else 1,
+        staged,
+        bare_rows * round_up(run + sector, sector) * size,
+        places * MOVING_BYTES,
+        32 // size * pitch,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
+    """Elements, whole vectors, to add to a channel's pitch, so that few lanes of a warp store to the same bank.
+
+    Lanes are 8 channels by 4 pairs of cells; channels begin ``shift`` elements further behind a sector's first.
+    """
+    sector = SECTOR_BYTES // size
+
+    def rounds(padding: int) -> int:
+        words: dict[int, set[tuple[int, int]]] = {}
+        for channel, cells in itertools.product(range(8), range(4)):
+            element = channel * (pitch + padding) + channel * shift % sector + 2 * cells * stride
+            words.setdefault(element * size // 4 % 32, set()).add((channel, element * size // 4))
+        return max(map(len, words.values()))
+
+    return min(range(0, 128 // size, 16 // size), key=lambda padding: (rounds(padding), padding))
+
+
+# Cycles, fitted to 766 measured variants on an H200 (docs/performance.md). Of a multiprocessor: for an instruction, and
+# for a byte that the copy engine writes. Of a warp: for what it waits for at a pixel; to find 32 pieces of a stage, to
+# copy those of a channel, and for a stage besides; to write a row, by whether its ends are those of sectors, and for a
+# tile's outputs besides. Of all: for what is not tiles.
+_SLOT, _BYTE, _PIXEL = 0.433, 0.0175, 155.0
+_FIND, _COPY, _STAGE = 75.0, 22.0, 720.0
+_ROW, _OUTPUTS = {False: 200.0, True: 40.0}, 450.0
+_LAUNCH = 41000.0
+_TOGETHER = 2.05  # exponent by which those who load, multiply and store overlap
+_BANDWIDTH = 0.95  # of a copy's
+
+
+def _multiply_cycles(
+    problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int
+) -> float:
+    """Predicted cycles for the products of a tile, in each of so many resident blocks."""
+    size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
+    parts, steps = product.parts, product.steps
+    warps = min(variant.warps, math.ceil(tiling.cells / (8 * tiles)))
+    taken = product.pixels * tiles * ((10 if parts > 1 else 4) if size == 4 else 6)
+    multiplied = product.entries * (2 * parts + tiles * (7 if parts > 1 else 1))
+    slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
+    return resident * warps * slots * _SLOT + steps * product.pixels * _PIXEL
+
+
+def _load_cycles(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling) -> float:
+    """Predicted cycles for a tile's windows."""
+    size = DTYPE_BYTES[problem.dtype]
+    stages = math.ceil(_product(problem, variant.out_chunk).steps / variant.stage_steps)
+    channels = variant.stage_steps * 32 // size * (4 if tiling.window.piece * size < 4 else 1)
+    finds = math.ceil(tiling.window.places / (32 * variant.load_warps))
+    return stages * (finds * (_FIND + channels * _COPY) + _STAGE)
+
+
+def _store_cycles(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int) -> float:
+    """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
+    depth, height, width = problem.axes3
+    rows = math.prod(tiling.lanes[:3]) * depth.stride * height.stride * variant.out_chunk
+    row_bytes = tiling.lanes[3] * width.stride * DTYPE_BYTES[problem.dtype]
+    written = rows / (tiling.joined * variant.store_warps)
+    whole = tiling.whole_sectors or tiling.joined > 1
+    return written * _ROW[whole] + resident * rows * row_bytes * _BYTE + _OUTPUTS
+
+
+def _estimate(
+    problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    size, blocks = DTYPE_BYTES[problem.dtype], out_blocks(problem, variant.out_chunk)
+    at_once = device.multiprocessors * variant.min_blocks
+    resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * blocks / device.multiprocessors)))
+    rounds = math.ceil(tiling.total / max(1, at_once // blocks)) * max(1.0, blocks / at_once)
+    parts = (
+        _multiply_cycles(problem, variant, tiling, resident),
+        _load_cycles(problem, variant, tiling),
+        _store_cycles(problem, variant, tiling, resident),
+    )
+    tile = sum(part**_TOGETHER for part in parts) ** (1 / _TOGETHER)
+    work = (rounds * tile + _LAUNCH) / device.clock_hz
+    channels = _product(problem, variant.out_chunk).steps * 32 // size
+    halo = tiling.total * blocks * channels * row_bytes(tiling.window, size)
+    moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
+    floor = moved / (device.copy_bytes_per_second * _BANDWIDTH)
+    return slower_of(work, floor)
+
+
+def _shares(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
+    """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
+    rounds = tiling.total / _at_once(problem, variant, tiling, device)
+    return _SHARING.pays(rounds, lambda: _estimate(problem, variant, tiling, device), problem.bytes, device)
+
+
+def _at_once(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+    """Tiles, one of each block with the same output channels."""
+    blocks = device.multiprocessors * variant.min_blocks // out_blocks(problem, variant.out_chunk)
+    return max(1, min(tiling.total, blocks))
+
+
+def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GatherGemmVariant]:
+    """Variants whose registers and shared memory do for so many blocks, and for any image."""
+    out = problem.out_channels_per_group
+    chunks = sorted({min(out, chunk) for chunk in (32, 16, 8, 4)}, reverse=True)
+    shapes = itertools.product(chunks, (8, 4), (8, 4, 2, 1), (4, 2, 1), _OTHER_WARPS, (1, 2))
+    for chunk, warps, tiles, stage_steps, (load, store), min_blocks in shapes:
+        product = _product(problem, chunk)
+        if warps * min_blocks < 8 or stage_steps > product.steps:
+            continue
+        if product.entries * tiles > _MAX_PRODUCTS or product.weight_bytes > _MAX_WEIGHT_BYTES:
+            continue
+        registers = device.registers_of(32 * (warps + load + store) * min_blocks)
+        # Sums, with those of an operation on their way; an operation's operands; and what outputs need to be stored.
+        sums = 4 * tiles * (product.row_blocks + (1 if product.parts > 1 else 0))
+        if sums + 4 * tiles + 4 * product.parts + 12 * product.row_blocks + 32 > registers:
+            continue
+        variant = GatherGemmVariant(warps, tiles, chunk, stage_steps, _BUFFERS, load, store, min_blocks)
+        cell = _tiles(problem, Layouts.dense(problem), chunk, (1, 1, 1, 2))
+        if cell is not None and _shared_bytes(problem, variant, cell, 1) <= device.shared_bytes_of(variant.min_blocks):
+            yield variant

@@ -1,0 +1,452 @@
+"""What `implicit_gemm` can be specialised to: its variants, and what one of them makes of a layer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import SECTOR_BYTES
+from polyphase.problem.sizes import TINY, is_tiny
+from polyphase.program.params import counter_bytes
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.tensor_cores import parts_of
+
+ROWS = 64  # of a row block
+BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
+CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
+CONSUMERS = 2  # warp groups that multiply
+# Pixels of an instruction, by loading groups: its sums must fit the registers that a thread has at launch.
+_WIDEST = {1: 256, 2: 192, 4: 192}
+_FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
+_MAX_LONG_PIECE_STRIDE = 5  # output columns of a cell beside which registers are left for longer pieces
+_BIAS_REGISTERS = 12  # beside those, as stores of long pieces were seen to spill
+_STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: results, and where to store them
+SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in rows, and then stores
+_HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
+_PART_PHASES = 4  # at most, of the phases along the width, where these are in parts
+_SCALED_CHANNELS = 32  # of a group, from which on float32 may be multiplied as float16: sums of fewer take little time
+_MOST_SCALED_ROWS = 512  # taps of a set, each with 16 channels in float32, that a block packs
+_MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
+
+# Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
+# for by those who multiply: they take more stages (see LOOKAHEAD in the kernel), unless the copy engine brings them.
+STAGES = 2, 3, 4, 5, 6, 8
+_LOADERS = {False: ((2, 4, STAGES), (1, 4, STAGES), (1, 2, STAGES)), True: ((4, 4, (8, 12)), (1, 4, (3, 4)))}
+_BOX_LOADERS = ((1, 4, STAGES),)
+
+
+class GemmVariant(NamedTuple):
+    """One specialisation of the kernel.
+
+    ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width) / width_parts`` row blocks
+    are a warp group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a
+    tile, its ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32
+    numbers, ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
+    ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels as the
+    cores take them, where channels come last; or in half precision, where no tap reads beside its pixel. With
+    ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
+    these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
+    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
+    thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most. ``scaled``: it
+    multiplies float32 as float16 (kernels/operand/scales.cuh).
+    """
+
+    pixels: int
+    pixel_blocks: int
+    channel_blocks: int
+    lines: int
+    k_steps: int
+    stages: int
+    parts: int
+    split: str
+    resident: bool
+    loader_groups: int
+    wgmma: bool
+    row_channels: int = 0
+    boxes: bool = False
+    whole_images: bool = False
+    raw_slots: int = 4
+    cluster: int = 1
+    piece_bytes: int = 256
+    width_parts: int = 1
+    scaled: bool = False
+
+    def operand_bytes(self, dtype: str) -> int:
+        """Of an element of the product's operands."""
+        return 2 if self.scaled else DTYPE_BYTES[dtype]
+
+    def stage_channels(self, dtype: str) -> int:
+        """Input channels of a stage."""
+        return self.k_steps * 2 * CHUNK_BYTES // self.operand_bytes(dtype)
+
+    @property
+    def taps_in_rows(self) -> bool:
+        """Whether a row is a tap, not a channel of a phase."""
+        return self.row_channels > 0
+
+    @property
+    def group_cells(self) -> int:
+        """Cells of a warp group."""
+        return self.pixels * self.pixel_blocks
+
+    @property
+    def cells(self) -> int:
+        """Cells of a tile, those in its halo included."""
+        return self.group_cells * (CONSUMERS if self.split == "cells" else 1)
+
+    def sets_at_once(self, gather: Gather) -> int:
+        """Sets whose partial products are in shared memory at once, of some images; or a single one, of all images.
+
+        Where channels come last they are as many as fill a sector of memory, or as a thread has sums for.
+        """
+        sets, channels = 1, self.row_channels
+        if not (self.whole_images and gather.dst.channels_last) or channels & (channels - 1):
+            return sets
+        size, stride = DTYPE_BYTES[gather.dtype], gather.axes[2].stride
+        most = min(SECTOR_BYTES // size, SUMS_AT_ONCE // stride) // channels
+        while self.channel_blocks % (2 * sets) == 0 and 2 * sets <= most:
+            sets *= 2
+        return sets
+
+    def round_pixels(self, gather: Gather) -> int:
+        """Columns of those images; with one set at once all of a tile."""
+        sets = self.sets_at_once(gather)
+        return self.cells if sets == 1 else max(self.cells // sets, TINY)
+
+    def row_columns(self, gather: Gather) -> int:
+        """Elements of a cell that are stored together: a line of it, or a part of one."""
+        return gather.axes[2].stride // (1 if self.width_parts == self.row_parts else self.width_parts)
+
+    def piece(self, gather: Gather) -> int:
+        """Cells whose results pass through shared memory at once, on their way to the destination."""
+        if gather.dst.channels_last:
+            return 32
+        cell_bytes, cells = self.row_columns(gather) * DTYPE_BYTES[gather.dtype], 128
+        while cells > 8 and (cells * cell_bytes > self.piece_bytes or cells >= 2 * self.group_cells):
+            cells //= 2
+        return cells
+
+    def with_longer_pieces(self, gather: Gather) -> Iterator[GemmVariant]:
+        """The same with longer pieces of rows, the longest first, as far as registers allow."""
+        stride = self.row_columns(gather)
+        if (
+            self.taps_in_rows
+            or gather.dst.channels_last
+            or stride > _MAX_LONG_PIECE_STRIDE
+            or gather.dst_channels % ROWS
+        ):
+            return
+        sums = self.parts * Product.of(gather, self).row_blocks * self.group_cells // 2
+        held = _held_by_stores(Taps.of(gather.axes).owned_w, self.lines, gather.dst_channels, gather.src.channels_last)
+        held += _BIAS_REGISTERS * gather.bias
+        cell_bytes = stride * DTYPE_BYTES[gather.dtype]
+        pieces = [self._replace(piece_bytes=size) for size in (1024, 512, 256)]
+        for longer, shorter in pairwise(pieces):
+            cells = longer.piece(gather)
+            results = cells * cell_bytes // 16  # of eight channels, in a warp
+            places = 2 * math.ceil(cells * stride / 32)  # of elements stored one by one
+            if cells > shorter.piece(gather) and sums + held + results + places <= _STORING_REGISTERS:
+                yield longer
+
+    @property
+    def row_parts(self) -> int:
+        """Row groups of an item."""
+        return CONSUMERS if self.split == "rows" else 1
+
+    @property
+    def sharers(self) -> int:
+        """Warp groups that multiply the same item."""
+        return 1 if self.split == "turns" else CONSUMERS
+
+    @property
+    def loader_threads(self) -> int:
+        """Threads that load; the registers of those who multiply leave no more."""
+        return 256 if self.wgmma and self.loader_groups > 1 else 128
+
+    @property
+    def turning_groups(self) -> int:
+        """Groups of warps that take turns to turn the copy engine's boxes around."""
+        return self.loader_threads // 128 if self.stages > 2 else 1
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What the layer's phases come to (kernels/core/row_blocks.cuh)."""
+
+    owned_w: int
+    lines: tuple[int, ...]  # taps of each phase along depth and height that owns any
+    along_w: int  # taps of all phases along the width
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(axes: tuple[Axis, Axis, Axis]) -> Taps:
+        """The taps of a layer."""
+        depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
+        return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
+
+    def rows(self, channels: int, lines: int) -> int:
+        """Taps of ``channels``, of those ``lines`` neighbouring phases that have most."""
+        most = max(sum(self.lines[i : i + lines]) for i in range(0, len(self.lines), lines))
+        return channels * most * self.along_w
+
+    def row_blocks(self, channels: int, lines: int) -> int:
+        """Row blocks that hold a row for each of those."""
+        return math.ceil(self.rows(channels, lines) / ROWS)
+
+    def are_alike(self, lines: int) -> bool:
+        """Whether all groups of ``lines`` neighbouring phases have the same taps."""
+        return len({self.lines[i : i + lines] for i in range(0, len(self.lines), lines)}) == 1
+
+    @staticmethod
+    def width_parts(axes: tuple[Axis, Axis, Axis]) -> int:
+        """Parts of the phases along the width: of four or two phases, or 1 where not all have as many taps."""
+        phases = [len(taps) for axis in axes[:2] for taps in axis.taps_by_phase]
+        along_w = {len(taps) for taps in axes[2].taps_by_phase}
+        if not all(phases) or len(along_w) > 1 or axes[2].stride % _PART_PHASES:
+            return 1
+        return max(2, axes[2].stride // _PART_PHASES)
+
+    @staticmethod
+    def stay_in_cells(axes: tuple[Axis, Axis, Axis]) -> bool:
+        """Whether no tap reads beside its cell."""
+        return all(axis.shifts == (0, 0) for axis in axes)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product that a variant makes of a pass, in row groups of ``channel_blocks`` and ``lines``."""
+
+    row_blocks: int  # of a row group
+    row_groups: int  # of the layer
+    line_groups: int
+    operations: int  # taps of the row group that has most
+    steps: int  # depth in instructions
+
+    @classmethod
+    def of(cls, gather: Gather, variant: GemmVariant) -> Product:
+        """The product of a variant."""
+        shape = variant.channel_blocks, variant.lines, variant.width_parts, variant.row_channels
+        return cls._of(gather, *shape, variant.k_steps, variant.operand_bytes(gather.dtype))
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def _of(
+        cls,
+        gather: Gather,
+        channel_blocks: int,
+        lines: int,
+        width_parts: int,
+        row_channels: int,
+        k_steps: int,
+        operand_bytes: int,
+    ) -> Product:
+        taps = Taps.of(gather.axes)
+        groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
+        if row_channels:
+            row_blocks = operations = channel_blocks * taps.row_blocks(row_channels, lines)
+            channel_groups = math.ceil(gather.dst_channels / (channel_blocks * row_channels))
+        else:
+            row_blocks = channel_blocks * lines * taps.owned_w // width_parts
+            operations = max(groups) * taps.along_w * channel_blocks // width_parts
+            channel_groups = math.ceil(gather.dst_channels / (ROWS * channel_blocks))
+        depth = gather.src_channels * operand_bytes / (2 * CHUNK_BYTES)
+        return cls(
+            row_blocks=row_blocks,
+            row_groups=gather.groups * channel_groups * len(groups) * width_parts,
+            line_groups=len(groups) * width_parts,
+            operations=operations,
+            steps=math.ceil(depth / k_steps) * k_steps,
+        )
+
+    def step_bytes(self, variant: GemmVariant) -> int:
+        """Packed weights of one step of a row group."""
+        return self.operations * variant.parts * 2 * ROWS * CHUNK_BYTES
+
+    def weight_bytes(self, variant: GemmVariant) -> int:
+        """Packed weights of a row group."""
+        return self.steps * self.step_bytes(variant)
+
+    def stages(self, variant: GemmVariant) -> int:
+        """Stages of an item."""
+        return self.steps // variant.k_steps
+
+    def counter_bytes(self, variant: GemmVariant) -> int:
+        """What lies in front of the packed weights: counters of the items that blocks have taken.
+
+        A cluster has one; the emulator, which runs blocks one by one, has one for each of its blocks.
+        """
+        return counter_bytes(self.row_groups // variant.row_parts if variant.resident else variant.cluster)
+
+
+def variants(
+    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
+) -> Iterator[GemmVariant]:
+    """Every variant that the registers allow; ``channels_last`` is the source's memory format.
+
+    ``boxes``: whether the copy engine can take it apart (`implicit_gemm_tile.box_strides`).
+    """
+    for variant, stages in families(problem, device, channels_last, boxes):
+        yield from (variant._replace(stages=count) for count in reversed(stages))
+
+
+def families(
+    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool, may_scale: bool = True
+) -> Iterator[tuple[GemmVariant, tuple[int, ...]]]:
+    """The `variants`, those that differ in nothing but their stages as one with none, beside these in rising order.
+
+    ``may_scale``: those that are ``scaled``, too.
+    """
+    taps = Taps.of(problem.axes3)
+    channels = problem.out_channels_per_group
+    blocks = math.ceil(channels / ROWS)
+    parts = parts_of(problem)
+    some_lines = [lines for lines in range(1, len(taps.lines) + 1) if len(taps.lines) % lines == 0]
+    shapes = [
+        (channel_blocks, lines, 1, channel_blocks * lines * taps.owned_w, 0, False)
+        for channel_blocks in ({1, 2, 4} if blocks > 2 else {1, blocks})
+        for lines in some_lines
+    ]
+    if not problem.channels_last and (width_parts := Taps.width_parts(problem.axes3)) > 1:
+        shapes.append((1, 1, width_parts, taps.owned_w // width_parts, 0, False))
+    # In two parts, or with many small groups, the direct kernel is faster (docs/performance.md).
+    few = channels <= _FEW_CHANNELS and problem.groups == 1 and parts == 1
+    if few and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
+        shapes += [(1, lines, 1, taps.row_blocks(channels, lines), channels, False) for lines in some_lines]
+    taps_of_channel = taps.rows(1, len(taps.lines))
+    if is_tiny(problem) and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
+        row_channels = min(ROWS // taps_of_channel, channels)
+        shapes += [(sets, len(taps.lines), 1, sets, row_channels, True) for sets in (1, 2, 4)]
+    deep_enough = problem.in_channels_per_group >= _SCALED_CHANNELS
+    may_scale &= device.has_wgmma and not channels_last and problem.dtype == "float32" and deep_enough
+    instructions = [(True, False), (False, False)] if device.has_wgmma else [(False, False)]
+    instructions += [(True, True)] if may_scale else []
+    for wgmma, scaled in instructions:
+        for channel_blocks, lines, width_parts, row_blocks, row_channels, whole_images in shapes:
+            held = _HELD_BY_CHANNELS if whole_images else 0
+            if not row_channels:
+                held = _held_by_stores(taps.owned_w, lines, channels, channels_last)
+                held = max(held, _held_by_partial_blocks(problem, lines, channel_blocks))
+                held += _held_by_bias(problem, taps, parts)
+                held += _held_by_zeros(problem, taps, parts)
+            channel_groups = math.ceil(channels / (channel_blocks * (row_channels or ROWS)))
+            row_groups = channel_groups * (len(taps.lines) // lines) * width_parts
+            may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
+            for k_steps, split, (resident, cluster) in itertools.product(
+                (1, 2, 4),
+                _splits(1 if row_channels and not whole_images else row_groups, wgmma),
+                (*([(True, 1)] if may_reside else []), (False, 1), *([(False, 2)] if wgmma else [])),
+            ):
+                if cluster > 1 and split != "turns":
+                    continue  # there the block's own warp groups share weights
+                if split == "rows" and channel_blocks > 1 and not row_channels:
+                    continue  # registers spill
+                if k_steps == 4 and cluster > 1 and row_channels and not whole_images:
+                    continue  # registers spill
+                if k_steps == 4 and scaled:
+                    continue  # hardly ever the fastest: such a stage is 64 channels
+                if scaled and row_channels and taps.rows(row_channels, lines) > _MOST_SCALED_ROWS:
+                    continue  # too many to be staged by a block that packs
+                if k_steps == 4 and not row_channels and not taps.are_alike(lines):
+                    continue  # had a fence for each product (C7519), so the model was never fitted to them
+                if cluster > 1 and channels_last and lines > 2 and taps.owned_w > 2:
+                    continue  # registers spill
+                beside = 16 * (k_steps >= 2 and channel_blocks > 1)
+                if scaled and channel_blocks > 1 and (taps.owned_w == 1 or split == "turns"):
+                    beside = 32  # what rows are multiplied by, too
+                elif scaled and k_steps >= 2 and split == "turns":
+                    beside += 8
+                if problem.bias and split == "cells" and (beside or (parts == 2 and channels_last)):
+                    beside += 16
+                elif problem.groups > 1 and lines > 1 and split == "cells" and parts == 2 and channels_last:
+                    beside += 16  # which group it is
+                sums = _accumulators(parts, wgmma, held + beside)
+                stage_channels = k_steps * 2 * CHUNK_BYTES // (2 if scaled else DTYPE_BYTES[problem.dtype])
+                fills = fills_stages(problem.groups, problem.in_channels_per_group, stage_channels)
+                by_engine = boxes and wgmma and parts == 1 and fills
+                ways = [(False, *way) for way in _LOADERS[channels_last]]
+                if by_engine and channels_last:
+                    ways = [(True, *way) for way in _BOX_LOADERS]
+                elif by_engine and _may_be_transposed(problem, whole_images):  # but not images of every size
+                    ways += [(True, *way) for way in _BOX_LOADERS]
+                for in_boxes, loaders, raw_slots, stages in ways:
+                    loaders = loaders if wgmma else 1
+                    for pixels, pixel_blocks in _widths(2 * sums // row_blocks, wgmma, loaders):
+                        if in_boxes and not channels_last and pixels % BOX_PIXELS:
+                            continue  # boxes are whole
+                        if whole_images and pixels * pixel_blocks * (CONSUMERS if split == "cells" else 1) < TINY:
+                            continue
+                        variant = GemmVariant(
+                            pixels, pixel_blocks, channel_blocks, lines, k_steps, 0, parts, split, resident,
+                            loaders, wgmma, row_channels, in_boxes, whole_images, raw_slots, cluster,
+                            width_parts=width_parts, scaled=scaled,
+                        )  # fmt: skip
+                        yield variant, stages
+
+
+def _may_be_transposed(problem: ConvTransposeProblem, whole_images: bool) -> bool:
+    """Whether pixels of channels can be an operand: in half precision, and where a tap is no distance."""
+    return DTYPE_BYTES[problem.dtype] == 2 and (whole_images or Taps.stay_in_cells(problem.axes3))
+
+
+def fills_stages(groups: int, channels: int, stage_channels: int) -> bool:
+    """Whether the last stage of a group's ``channels`` does not reach into the next group."""
+    return groups == 1 or channels % stage_channels == 0
+
+
+def _held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool) -> int:
+    """Registers that stores hold beyond what the simplest do: where pixels and lines go, which channels exist."""
+    if channels_last:
+        return 16 if owned_w >= 3 else 0
+    if channels % ROWS and owned_w > 1:
+        return 32
+    return 16 if lines > 1 else 0
+
+
+# These three, and what deep stages of several blocks hold, were found by compiling the layers of all suites, and odd
+# ones.
+def _held_by_partial_blocks(problem: ConvTransposeProblem, lines: int, channel_blocks: int) -> int:
+    """Registers that stores hold which ask whether a channel exists, for several blocks or lines."""
+    partial = problem.out_channels_per_group % ROWS != 0
+    return 32 if partial and (channel_blocks > 1 or (lines > 1 and problem.dtype != "float32")) else 0
+
+
+def _held_by_zeros(problem: ConvTransposeProblem, taps: Taps, parts: int) -> int:
+    """Registers of stores in two parts where elements of a cell's row own no taps."""
+    zeros = problem.axes3[2].stride - taps.owned_w
+    return min(32 + 16 * zeros, 96) if parts == 2 and zeros else 0
+
+
+def _held_by_bias(problem: ConvTransposeProblem, taps: Taps, parts: int) -> int:
+    """Registers that the bias takes beside the values of long runs."""
+    return 16 if problem.bias and taps.owned_w >= 4 and (parts == 2 or taps.owned_w % 2) else 0
+
+
+def _accumulators(parts: int, wgmma: bool, held: int) -> int:
+    """Sums of a thread that leave it registers enough; those of two parts are added up beside the cores."""
+    if not wgmma:
+        return 80 // (1 if parts == 1 else 3)
+    return (160 - held) // parts
+
+
+def _widths(cells: int, wgmma: bool, loaders: int) -> list[tuple[int, int]]:
+    """Pixels of an instruction and their number, for at most ``cells`` cells and for fewer."""
+    multiple = 8 if wgmma else 16
+    found = []
+    for share in (20, 18, 16, 13, 10):  # images are seldom as wide as registers allow
+        blocks = math.ceil(cells * share / 20 / _WIDEST[loaders])
+        pixels = cells * share // 20 // blocks // multiple * multiple if blocks else 0
+        if pixels >= 16:
+            found.append((pixels, blocks))
+    return list(dict.fromkeys(found))
+
+
+def _splits(row_groups: int, wgmma: bool) -> tuple[str, ...]:
+    """What warp groups may share out; ``row_groups`` are those of one of the layer's groups."""
+    return ("cells", *(("rows",) if row_groups % CONSUMERS == 0 else ()), *(("turns",) if wgmma else ()))

@@ -1,0 +1,128 @@
+"""What runs before `implicit_gemm`: weights are packed, and measured first where float32 is multiplied as float16."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from polyphase.jit.source import Constant, KernelSource
+from polyphase.problem.integers import round_up
+from polyphase.program.params import packed_divisor, padded
+from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step, plain_step
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
+from polyphase.schedules.implicit_gemm.tile import copy_sizes, pixels_join
+
+_PIXEL_PARTS = 264  # blocks that measure pixels: two for each multiprocessor of an H200
+_MEASURING_THREADS = 256
+_MEASURING_LANES = 16  # neighbouring threads, of which each has neighbouring pixels: as many, or more
+_MEASURED_CHANNELS = 8  # where each would have fewer channels
+_PACKED_ROWS = 512  # that a block packs where taps are rows
+
+
+def pack_weights(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> tuple[Step, ...]:
+    """The kernel that packs the weights, behind the one that measures, if it wants that."""
+    measure = (_measure_scales(gather, variant, product, batch),) if variant.scaled else ()
+    return (*measure, _packing_step(gather, variant, product))
+
+
+def packing_constants(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:
+    """The constants that decide how weights are packed."""
+    return gather.constants(
+        SCALED=variant.scaled,
+        **(_measured(gather) | {"SUM_ROWS": _sum_rows(product)} if variant.scaled else {}),
+        CHANNEL_BLOCKS=variant.channel_blocks,
+        LINES=variant.lines,
+        WIDTH_PARTS=variant.width_parts,
+        K_STEPS=variant.k_steps,
+        PARTS=variant.parts,
+        TAPS_IN_ROWS=variant.taps_in_rows,
+        ROW_CHANNELS=variant.row_channels,
+        OPERATIONS=product.operations,
+        COUNTER_BYTES=product.counter_bytes(variant),
+        MIN_BLOCKS=1,
+    )
+
+
+def scales_bytes(gather: Gather, variant: GemmVariant, product: Product) -> int:
+    """What lies between counters and weights: ``SCALES_BYTES`` in kernels/operand/bands.cuh."""
+    if not variant.scaled:
+        return 0
+    measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
+    return round_up(4 * (32 + measured + _sum_rows(product)), 128)
+
+
+def _packing_step(gather: Gather, variant: GemmVariant, product: Product) -> Step:
+    constants = [each for each in packing_constants(gather, variant, product) if each[0] != "HAS_BIAS"]
+    if variant.taps_in_rows:
+        rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
+        sets = product.row_groups // (gather.groups * product.line_groups) * variant.channel_blocks
+        together = max(1, min(sets, _PACKED_ROWS // (2 if variant.scaled else 1) // rows))
+        blocks = gather.groups * product.line_groups * product.steps * math.ceil(sets / together)
+        threads = min(256, round_up(together * rows, 32))
+        constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
+        source = KernelSource("pack_taps", gather.dtype, False, tuple(constants), folder="steps")
+        return plain_step(source, blocks, threads)
+    places = product.line_groups * product.operations // variant.channel_blocks
+    row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
+    # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
+    # memory, channels or taps, stay long. What is multiplied as float16 is staged as float32, twice as large.
+    if gather.weight_channels_last:
+        slabs = [(ROWS, taps) for taps in (16, 8, 4, 2, 1)]
+    else:
+        slabs = [(channels, min(places, 64 if variant.scaled else 128)) for channels in (64, 32, 16)]
+    for channels, taps in slabs:
+        blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
+        if channels * taps <= 1024 and blocks >= 256:
+            break
+    threads = min(256, max(64, round_up(channels * taps, 32)))
+    constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps), ("SLAB_THREADS", threads)]
+    source = KernelSource("pack_weights", gather.dtype, False, tuple(constants), folder="steps")
+    return plain_step(source, blocks, threads)
+
+
+def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Step:
+    """The kernel that finds what pixels and weights are multiplied by as float16."""
+    shape, strides = gather.src.shape[2:], gather.src.strides
+    one_row = pixels_join(gather)
+    sizes = (1, 1, math.prod(shape)) if one_row else shape
+    row = sizes[2] if one_row else math.gcd(shape[2], math.gcd(strides[2], strides[3]))
+    vector = 4 if max(copy_sizes(gather, row)) == CHUNK_BYTES else 1
+    pixels = math.prod(shape)
+    lanes = 1
+    most = max(_MEASURING_LANES, _MEASURING_THREADS * _MEASURED_CHANNELS // gather.src_channels)
+    while 2 * lanes <= min(most, _MEASURING_THREADS) and lanes * vector < pixels:
+        lanes *= 2
+    geometry = gather.src.packed()
+    runs = math.ceil(pixels / (lanes * vector))
+    geometry += b"".join(map(packed_divisor, (1, *sizes, runs)))
+    geometry += struct.pack("<4i", batch * gather.groups * runs, pixels, lanes, vector)
+    blocks = _PIXEL_PARTS + _weight_tiles(gather) * _weight_parts(gather)
+    constants = gather.constants(
+        SCALED=True,
+        **_measured(gather),
+        COUNTER_BYTES=product.counter_bytes(variant),
+        MIN_BLOCKS=1,
+    )
+    known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
+    source = KernelSource("measure_scales", gather.dtype, False, known, folder="steps")
+    return plain_step(source, blocks, _MEASURING_THREADS, padded(geometry), (WEIGHT, WORKSPACE, SRC))
+
+
+def _measured(gather: Gather) -> dict[str, Constant]:
+    """The constants that decide where lies what is measured of pixels and weights."""
+    return {"GROUPS": gather.groups, "PIXEL_PARTS": _PIXEL_PARTS, "WEIGHT_PARTS": _weight_parts(gather)}
+
+
+def _weight_tiles(gather: Gather) -> int:
+    """Blocks that measure the output channels of all groups, in one part of the input channels."""
+    return gather.groups * math.ceil(gather.dst_channels / max(1, _MEASURING_THREADS // gather.taps))
+
+
+def _weight_parts(gather: Gather) -> int:
+    """Parts of the input channels in which weights are measured, so that there are blocks enough."""
+    return max(1, min(256 // _weight_tiles(gather), gather.src_channels // 16))
+
+
+def _sum_rows(product: Product) -> int:
+    return product.row_groups * product.row_blocks * ROWS

@@ -1,0 +1,350 @@
+"""The forward pass on tensor cores, ``kernels/implicit_gemm.cu``: choice and launch of a variant."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.sizes import is_tiny, standard, typical
+from polyphase.program.params import packed_divisor, padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES
+from polyphase.schedules.cells import MAX_PHASES, Gather
+from polyphase.schedules.cost import Sharing
+from polyphase.schedules.implicit_gemm.config import (
+    CHUNK_BYTES,
+    CONSUMERS,
+    STAGES,
+    GemmVariant,
+    Product,
+    families,
+)
+from polyphase.schedules.implicit_gemm.cost import estimate
+from polyphase.schedules.implicit_gemm.packing import pack_weights, packing_constants, scales_bytes
+from polyphase.schedules.implicit_gemm.tile import (
+    Tile,
+    best_tile,
+    best_tiles,
+    boxes,
+    may_take_operands,
+    needs_wide_offsets,
+    raw_pitch,
+    shared_bytes,
+    store_vector,
+)
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tensor_cores import lacks_cores
+
+_MAX_OPERATIONS = 512
+_MAX_TAPS = 4096
+# Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
+# best is offered, too. There are few images and many, small and large ones.
+_HAVING_A_SAY = {
+    True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
+    False: ((5, (2048, 40, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
+}
+_WITH_THEIR_OWN = {
+    True: ((128, (16, 4, 2)), (64, (25, 5, 3)), (32, (64, 8, 4)), (256, (49, 7, 4)), (256, (64, 8, 4))),
+    False: (
+        (1, (512, 24, 8)),
+        (8, (256, 14, 6)),
+        (64, (256, 14, 6)),
+        (64, (1024, 24, 10)),
+        (1, (16384, 128, 32)),
+        (8, (16384, 128, 32)),
+        (64, (65536, 256, 64)),
+    ),
+}
+# By whether channels come last in the destination.
+_SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
+_ALL = 2**31 - 1
+_STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
+# Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
+# The last serves kernels that NVRTC 13.0 lacks registers for on either side, whatever share the other one gives.
+_SHARES = ((-8, 2), (16, 2), (24, 2), (16, 1))
+_RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer at a size, of dense tensors; whether TMA brings pixels as operands, and float32 may become float16."""
+
+    problem: ConvTransposeProblem
+    src_channels_last: bool
+    boxes: bool
+    may_scale: bool
+
+    @cached_property
+    def gather(self) -> Gather:
+        """The forward pass."""
+        problem, dense = self.problem, Layouts.dense(self.problem)
+        if self.src_channels_last != problem.channels_last:
+            dense = replace(dense, input=dense_strides(problem.input_shape, self.src_channels_last))
+        return Gather.of(problem, Pass.FORWARD, dense)
+
+    def sized(self, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> list[_Layer]:
+        """The same with images of other sizes, those that are of the same kind."""
+        found = (replace(typical(self.problem, sides), batch=batch) for batch, sides in sizes)
+        return [replace(self, problem=sized) for sized in found if is_tiny(sized) is is_tiny(self.problem)]
+
+
+class ImplicitGemm(Schedule):
+    """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
+
+    name = "implicit_gemm"
+    offered = 10
+    kept = True
+    compared = 64
+    best = 3
+    prunes = False
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is Pass.WEIGHT_GRAD:
+            return "computes the forward pass and the input gradient only"
+        if pass_ is Pass.INPUT_GRAD and problem.mirrored() is None:
+            return "computes input gradients of layers of stride 1 only"
+        if (reason := lacks_cores(problem, device)) is not None:
+            return reason
+        gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
+        if gather.taps > _MAX_TAPS:
+            return f"{gather.taps} taps are too many to list (at most {_MAX_TAPS})"
+        if gather.phases > MAX_PHASES:
+            return f"{gather.phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
+        return None
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
+        problem, gather = _as_forward(problem, pass_, layouts)
+        # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
+        sized = typical(problem) if gather.mirrored else standard(problem)
+        # The gradients of an output's pixels often differ by far more than an input's pixels do, and would want several
+        # bands of magnitudes (kernels/operand/scales.cuh).
+        return _Layer(sized, gather.src.channels_last, may_take_operands(gather), not gather.mirrored)
+
+    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[GemmVariant]:
+        members = families(at.problem, device, at.src_channels_last, at.boxes, at.may_scale)
+        return [variant._replace(stages=count) for variant, stages in members for count in stages]
+
+    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: GemmVariant) -> float:
+        """Whatever the bytes."""
+        return _seconds(at.gather, config, device)
+
+    def search(
+        self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
+    ) -> dict[GemmVariant, float]:
+        """Each with the best of its stages."""
+        members = families(at.problem, device, at.src_channels_last, at.boxes, at.may_scale)
+        few = [each for each in members if Product.of(at.gather, each[0]).operations <= _MAX_OPERATIONS]
+        return _predictions(at.gather, few, device)
+
+    def others(self, at: _Layer) -> list[_Layer]:
+        return at.sized(_HAVING_A_SAY[is_tiny(at.problem)])
+
+    def score(self, at: _Layer, seconds: Sequence[float]) -> float:
+        """The others together have as much of a say."""
+        first, *others = map(math.log, seconds)
+        return first + sum(others) / max(1, len(others))
+
+    def own(self, at: _Layer) -> list[_Layer]:
+        """But images that TMA takes in another way than these: they have another list."""
+        found = at.sized(_WITH_THEIR_OWN[is_tiny(at.problem)])
+        return [each for each in found if not at.boxes or may_take_operands(each.gather)]
+
+    def refined(self, at: _Layer, device: DeviceInfo, config: GemmVariant) -> GemmVariant:
+        return _with_long_pieces(at, config, device)
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmVariant
+    ) -> Cost | None:
+        problem, gather = _as_forward(problem, pass_, layouts)
+        tile = best_tile(gather, config, problem.batch, device)
+        return None if tile is None else estimate(gather, config, tile, device, problem.bytes)
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
+    ) -> Program:
+        problem, gather = _as_forward(problem, pass_, layouts)
+        product = Product.of(gather, variant)
+        tile = best_tile(gather, variant, problem.batch, device)
+        assert tile is not None
+        tile_items = product.row_groups // variant.row_parts
+        items = math.ceil(tile.total / variant.cluster) * tile_items
+        vector = store_vector(gather, variant, tile)
+        clusters = _clusters(items, tile_items, device, variant)
+        geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack("<2i", problem.batch, tile.images)
+        geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
+        geometry += struct.pack(
+            "<11i",
+            items,
+            tile.halo,
+            tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
+            tile.allocated * CHUNK_BYTES,
+            tile.skew,
+            tile.copy_bytes,
+            vector,
+            tile.boxes,
+            tile.box_pixels,
+            tile.run,
+            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
+        )
+        geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
+        operands = "float16" if variant.scaled else problem.dtype
+        transposed = variant.boxes and not gather.src.channels_last
+        source = KernelSource(
+            self.name,
+            problem.dtype,
+            needs_wide_offsets(gather),
+            self._constants(gather, variant, product),
+            wgmma=(WgmmaForm(variant.pixels, operands, transpose_b=transposed),) if variant.wgmma else (),
+            fallbacks=tuple((("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES)
+            if variant.wgmma
+            else (),
+        )
+        packs = pack_weights(gather, variant, product, problem.batch)
+        workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
+        workspace += product.row_groups * product.weight_bytes(variant)
+        main = Step(
+            source=source,
+            grid=(variant.cluster * clusters, 1, 1),
+            block=variant.loader_threads + 128 * CONSUMERS,
+            shared_bytes=shared_bytes(gather, variant, tile),
+            geometry=geometry,
+            boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
+            one_way=None
+            if variant.whole_images and variant.parts == 2  # a register spills
+            else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
+        )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
+
+    @staticmethod
+    def _constants(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:
+        return (
+            *packing_constants(gather, variant, product),
+            ("SRC_CHANNELS_LAST", gather.src.channels_last),
+            ("WHOLE_IMAGES", variant.whole_images),
+            ("BOXES", variant.boxes),
+            ("PIXELS", variant.pixels),
+            ("PIXEL_BLOCKS", variant.pixel_blocks),
+            ("CONSUMERS", CONSUMERS),
+            ("SPLIT_ROWS", variant.split == "rows"),
+            ("TAKE_TURNS", variant.split == "turns"),
+            ("RESIDENT", variant.resident),
+            ("LOADER_GROUPS", variant.loader_groups),
+            ("LOADER_THREADS", variant.loader_threads),
+            ("GIVEN_REGISTERS", 0),
+            ("CHUNKS_AT_ONCE", 2),
+            ("TURNING_GROUPS", variant.turning_groups),
+            ("STAGES", variant.stages),
+            ("CLUSTER", variant.cluster),
+            ("STORE_VECTOR", 0),
+            ("COPY_BYTES", 0),
+            ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
+            *(
+                [("SETS", variant.sets_at_once(gather)), ("ROUND_PIXELS", variant.round_pixels(gather))]
+                if variant.taps_in_rows
+                else [("PIECE", variant.piece(gather))]
+            ),
+            ("WGMMA", variant.wgmma),
+        )
+
+
+def _as_forward(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> tuple[ConvTransposeProblem, Gather]:
+    """The layer whose forward pass this is, and that pass."""
+    if pass_ is Pass.FORWARD:
+        return problem, Gather.of(problem, pass_, layouts)
+    mirrored = problem.mirrored()
+    assert mirrored is not None
+    layouts = replace(layouts, input=layouts.output, output=layouts.input)
+    return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
+
+
+def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVariant) -> int:
+    """Clusters of blocks; those with resident weights stay with their row groups, however few multiprocessors."""
+    clusters = max(1, device.multiprocessors // variant.cluster)
+    if variant.resident:
+        clusters = max(1, clusters // tile_items) * tile_items
+    return min(items, clusters)
+
+
+def _own_items(
+    gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
+) -> int:
+    """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
+    sharing = _SHARING[gather.dst.channels_last]
+    if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
+        return _ALL
+    stages = Product.of(gather, variant).stages(variant)
+    told_ahead = math.ceil((variant.loader_groups - 1) / stages)
+    loaded_ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
+    return 1 + told_ahead + math.ceil(loaded_ahead / stages)
+
+
+@lru_cache(maxsize=4096)
+def _with_long_pieces(at: _Layer, variant: GemmVariant, device: DeviceInfo) -> GemmVariant:
+    """The variant with the longest pieces of rows that leave it its tiles, at all sizes that have a say.
+
+    For these it may give up stages, as long as its prediction hardly rises.
+    """
+    longer_pieces = list(variant.with_longer_pieces(at.gather))
+    if not longer_pieces:
+        return variant
+    gathers = [each.gather for each in (at, *at.sized(_HAVING_A_SAY[is_tiny(at.problem)]))]
+    tiles = [best_tile(gather, variant, gather.src.shape[0], device, _RESERVE) for gather in gathers]
+    if tiles[0] is None:
+        return variant
+    most = _STAGES_COST * estimate(gathers[0], variant, tiles[0], device, 0)[0]
+    fewer_stages = [] if at.src_channels_last else [count for count in reversed(STAGES) if count < variant.stages]
+    for longer in longer_pieces:
+        for count in (variant.stages, *fewer_stages):
+            fewer = longer._replace(stages=count)
+            sized = zip(gathers, tiles)
+            same = all(best_tile(each, fewer, each.src.shape[0], device, _RESERVE) == tile for each, tile in sized)
+            if same and estimate(gathers[0], fewer, tiles[0], device, 0)[0] <= most:
+                return fewer
+    return variant
+
+
+_Members = Sequence[tuple[GemmVariant, tuple[int, ...]]]
+
+
+def _predictions(gather: Gather, members: _Members, device: DeviceInfo) -> dict[GemmVariant, float]:
+    """Seconds, whatever the bytes, of those variants that have a tile, each with the best of its stages."""
+    found = {}
+    for variant, stages in members:
+        tiles = best_tiles(gather, variant, stages, gather.src.shape[0], device, _RESERVE)
+        if (fastest := _fastest(gather, variant, stages, tiles, device)) is not None:
+            found[fastest[1]] = fastest[0]
+    return found
+
+
+def _seconds(gather: Gather, variant: GemmVariant, device: DeviceInfo) -> float:
+    """Of one variant; infinite where it has no tile."""
+    tile = best_tile(gather, variant, gather.src.shape[0], device, _RESERVE)
+    return math.inf if tile is None else estimate(gather, variant, tile, device, 0)[0]
+
+
+def _fastest(
+    gather: Gather, variant: GemmVariant, stages: Sequence[int], tiles: Sequence[Tile | None], device: DeviceInfo
+) -> tuple[float, GemmVariant] | None:
+    """The prediction, whatever the bytes, for the best of these ``stages`` and its variant; None where no tile fits."""
+    fastest, before = None, None
+    for count, tile in zip(reversed(stages), reversed(tiles)):
+        if tile is None:
+            continue
+        if tile is before:
+            break  # fewer stages only pay for a better tile
+        before = tile
+        fewer = variant._replace(stages=count)
+        seconds = estimate(gather, fewer, tile, device, 0)[0]
+        if fastest is not None and seconds >= fastest[0]:
+            break
+        fastest = seconds, fewer
+    return fastest

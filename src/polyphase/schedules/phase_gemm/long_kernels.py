@@ -1,0 +1,215 @@
+"""Long kernels with large strides on tensor cores, ``kernels/phase_gemm.cu``."""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import reduce
+from typing import NamedTuple
+
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.problem.sizes import standard
+from polyphase.program.params import packed_divisor, padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import forward_gather
+from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
+from polyphase.schedules.tiles import layer_constants
+
+_MIN_PHASES = 16  # elements of a cell; `implicit_gemm` has straight-line code for fewer
+_MAX_COLUMNS = 1 << 18  # of a group: blocks are counted in 31 bits
+_RUN = 8  # neighbouring outputs of a thread
+
+
+class PhaseGemmVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``phase_gemm.cu`` says what the names mean."""
+
+    warp_rows: int
+    warp_columns: int
+    row_tiles: int
+    stage_steps: int
+    min_blocks: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.warp_rows * self.warp_columns
+
+    @property
+    def rows(self) -> int:
+        """Cells of a block."""
+        return 16 * self.row_tiles * self.warp_rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return 32 * self.warp_columns
+
+
+_SHAPES = ((2, 4, 4), (2, 4, 2), (4, 2, 2), (4, 2, 1), (8, 1, 1))  # warp rows, warp columns, row tiles
+_VARIANTS = tuple(
+    PhaseGemmVariant(*shape, stage_steps, min_blocks)
+    for min_blocks in (2, 1)
+    for shape in _SHAPES
+    for stage_steps in (1, 2, 3, 4)
+)
+
+
+class PhaseGemm(Schedule):
+    """All elements of a cell as columns of one product."""
+
+    name = "phase_gemm"
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not Pass.FORWARD:
+            return "computes the forward pass only"
+        if (reason := lacks_cores(problem, device)) is not None:
+            return reason
+        if (phases := math.prod(problem.stride)) < _MIN_PHASES:
+            return f"{phases} elements of a cell are few (here at least {_MIN_PHASES})"
+        if (columns := phases * problem.out_channels_per_group) > _MAX_COLUMNS:
+            return f"{columns} columns of a group are too many (at most {_MAX_COLUMNS})"
+        return None
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
+        return standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[PhaseGemmVariant]:
+        return [
+            variant
+            for variant in _VARIANTS
+            if variant.stage_steps <= steps_of(at) and variant.min_blocks <= _resident(at, variant, device)
+        ]
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: PhaseGemmVariant) -> float:
+        return _estimate(at, config, device)[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PhaseGemmVariant
+    ) -> Cost:
+        return _estimate(problem, config, device)
+
+    def launch(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        variant: PhaseGemmVariant,
+    ) -> Program:
+        gather = forward_gather(problem, layouts)
+        cells = [_cells(axis, size) for axis, size in zip(problem.axes3, gather.dst.shape[2:])]
+        rows = problem.batch * math.prod(map(len, cells))
+        row_tiles = math.ceil(rows / variant.rows)
+        geometry = gather.src.packed() + gather.dst.packed()
+        geometry += struct.pack("<q", rows)
+        geometry += b"".join(packed_divisor(count) for count in (row_tiles, *map(len, cells)))
+        geometry += struct.pack("<4i", *(each.start for each in cells), _vector(problem, layouts))
+        geometry = padded(geometry)
+        constants = (
+            *layer_constants(problem, pass_, layouts.weight_channels_last),
+            ("HAS_BIAS", problem.bias),
+            ("WARP_ROWS", variant.warp_rows),
+            ("WARP_COLUMNS", variant.warp_columns),
+            ("ROW_TILES", variant.row_tiles),
+            ("STAGE_STEPS", variant.stage_steps),
+            ("PARTS", parts_of(problem)),
+            ("CHANNELS_INNERMOST", gather.dst.channels_last),
+            ("MIN_BLOCKS", variant.min_blocks),
+        )
+        main = Step(
+            source=KernelSource(self.name, problem.dtype, True, constants),
+            grid=(row_tiles * _column_tiles(problem, variant) * problem.groups, 1, 1),
+            block=32 * variant.warps,
+            shared_bytes=_shared_bytes(problem, variant),
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main)
+
+
+def _cells(axis: Axis, size: int) -> range:
+    """The cells that an output of so many elements lies in, counted with the padding."""
+    return range(axis.padding // axis.stride, (axis.padding + size - 1) // axis.stride + 1)
+
+
+def _reach(axis: Axis) -> int:
+    """Pixels that a cell reads along a dimension."""
+    return math.ceil(((axis.kernel - 1) * axis.dilation + 1) / axis.stride)
+
+
+def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
+    """Neighbouring outputs that lie at a multiple of their size whatever the cell: 16 bytes, 8, or one alone."""
+    axis, strides = problem.axes3[2], [stride for i, stride in enumerate(layouts.output) if i != 4]
+    if layouts.output[4] != 1 or not layouts.aligned:
+        return 1
+    whole = reduce(math.gcd, [_RUN, axis.stride, axis.padding, *strides])
+    elements = [count // DTYPE_BYTES[problem.dtype] for count in (16, 8)]
+    return next((count for count in elements if whole % count == 0), 1)
+
+
+def _column_tiles(problem: ConvTransposeProblem, variant: PhaseGemmVariant) -> int:
+    """Of a group."""
+    return math.ceil(problem.out_channels_per_group * math.prod(problem.stride) / variant.columns)
+
+
+def _shared_bytes(problem: ConvTransposeProblem, variant: PhaseGemmVariant) -> int:
+    words = 8 * variant.stage_steps * (variant.rows + 8 + variant.columns + 2)
+    return 2 * parts_of(problem) * 4 * words
+
+
+# Cycles of a multiprocessor, fitted to 1,219 measurements on an H200 (docs/performance.md): for an instruction of the
+# cores, for a stage in each warp, to move 32 words; of a block, for what it waits for at a stage; for 32 outputs that
+# are stored together, alone amid a row, and alone; for those whose rows are short, times that; and for the launch.
+_MULTIPLY, _STAGE, _MOVE, _WAIT = 3.05, 31.0, 2.0, 112.0
+_VECTORS, _ROWS, _ALONE, _SHORT = 5.0, 12.0, 23.4, 3.3
+_LAUNCH = 18600.0
+_LONE_BLOCK = 3000.0  # its start and end, while no other block multiplies; fitted to 43 measurements (step 104)
+_PARTIAL = 1.55  # a word, where the last stage of a reach has fewer channels
+_LINES = 1.5  # all, where a cell has several lines: predictions of such layers are too low
+
+
+def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: DeviceInfo) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    size, parts, channels = DTYPE_BYTES[problem.dtype], parts_of(problem), problem.in_channels_per_group
+    cells = math.prod(len(_cells(axis, size)) for axis, size in zip(problem.axes, problem.output_size))
+    column_tiles, phases = _column_tiles(problem, variant), math.prod(problem.stride)
+    tiles = math.ceil(problem.batch * cells / variant.rows) * column_tiles * problem.groups
+    resident, rounds = rounds_of(tiles, _resident(problem, variant, device), device)
+    stages = math.prod(map(_reach, problem.axes)) * math.ceil(steps_of(problem) / variant.stage_steps)
+    products = 4 * variant.warps * variant.row_tiles * (3 if parts == 2 else 1)
+    words = 8 * (variant.rows + variant.columns) / 32 * (4 // size)
+    words *= 1 if channels % (variant.stage_steps * 32 // size) == 0 else _PARTIAL
+    stage = variant.stage_steps * (products * _MULTIPLY + words * _MOVE) + variant.warps * _STAGE
+    run = problem.axes3[2].stride
+    output = _ALONE
+    if run % _RUN == 0 and not (problem.channels_last and problem.out_channels > 1):
+        vectors = _vector(problem, Layouts.dense(problem)) * size >= 8
+        output = (_VECTORS if vectors else _ROWS) + _SHORT * (max(1.0, 32 / run) - 1)
+    outputs = problem.out_channels_per_group * phases / column_tiles * variant.rows / 32
+    work = stages * stage + outputs * output
+    latencies = stages * _WAIT + (_LONE_BLOCK if resident == 1 else 0)
+    seconds = (rounds * max(resident * work, latencies + work) + _LAUNCH) / device.clock_hz
+    seconds *= _LINES if phases > run else 1.0
+    floor = problem.bytes / device.copy_bytes_per_second
+    return slower_of(seconds, floor)
+
+
+def _resident(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: DeviceInfo) -> int:
+    """Blocks that fit a multiprocessor, which may be more than are asked for."""
+    parts = parts_of(problem)
+    elements = 8 * variant.stage_steps * (variant.rows + variant.columns) // (32 * variant.warps)
+    elements *= 1 if DTYPE_BYTES[problem.dtype] == 4 else 2
+    # Sums, with those of an operation on their way; operands; elements of the next stage; and addresses.
+    needed = 16 * variant.row_tiles * parts + 12 * parts + elements + 11 * variant.row_tiles + 38
+    shared = _shared_bytes(problem, variant)
+    fitting = (
+        blocks
+        for blocks in (2, 1)
+        if needed <= device.registers_of(32 * variant.warps * blocks) and shared <= device.shared_bytes_of(blocks)
+    )
+    return next(fitting, 0)

@@ -1,0 +1,350 @@
+"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/pixel_gemm.cu``."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from polyphase.jit.source import KernelSource, WgmmaForm
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.problem.sizes import standard
+from polyphase.program.params import packed_divisor, padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step, plain_step
+from polyphase.schedules.cells import forward_gather
+from polyphase.schedules.cost import slower_of
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tensor_cores import OPERATION_BYTES, lacks_cores, parts_of
+from polyphase.schedules.tiles import layer_constants
+
+_GROUPS = 2  # of 128 threads, that multiply
+_REGISTERS = 226  # of a thread that multiplies, so that none spill
+_OTHER_REGISTERS = 30  # what is neither a channel nor a sum
+_APART_REGISTERS = 16  # more, where a thread's pixels are no neighbours
+_PARTIAL_REGISTERS = 16  # more, where the last operation has channels that do not exist
+_WIDE_REGISTERS = 32  # and in chunks of more than 32 columns, or in half precision of many channels, an odd number
+_ODD_STEPS = 14  # operations of as many are not many
+_COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
+_MOST_STEPS = 16  # of a stage
+_MAX_STAGES = 64
+_IN_TIME = 3072  # columns' operations that stages but one hold, so that weights come in time
+_RESERVE = 2048  # bytes of shared memory, for barriers
+_DIVISIONS = (132 << 10, 164 << 10)  # of shared memory and L1 cache, which pixels come through
+_TERM_PLACES = 3  # chunks whose factors and bias are there
+_PIXEL_BYTES = 64 << 10  # of the rings that pixels come through
+_LINE_BYTES = 128  # of memory
+_LEAST_COPY = 8  # bytes of pixels that are brought ahead of time
+_PACK_THREADS, _PACK_COLUMNS = 128, 8
+_MOST_AT_ONCE = 8  # channels that a thread goes on by
+
+
+class PixelGemmVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``pixel_gemm.cu`` says what the names mean."""
+
+    columns: int
+    stage_steps: int
+    stages: int
+    resident: bool
+    ahead: bool
+
+
+class PixelGemm(Schedule):
+    """Pixels as rows of one product, whose channels stay in registers."""
+
+    name = "pixel_gemm"
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not Pass.FORWARD:
+            return "computes the forward pass only"
+        if (reason := lacks_cores(problem, device)) is not None:
+            return reason
+        if not device.has_wgmma:
+            return f"{device.arch} lacks Hopper's matrix instruction"
+        if parts_of(problem) > 1:
+            return "float32 is not split in two here"
+        if any((a.kernel, a.padding, a.dilation) != (a.stride, 0, 1) for a in problem.axes):
+            return "the kernel is not the stride, without padding and dilation"
+        if any(problem.output_padding):
+            return "output padding has elements without a tap"
+        if problem.stride[-1] % 2:
+            return f"a stride of {problem.stride[-1]} along the width is odd"
+        if not any(_registers(problem, columns, apart=True) <= _REGISTERS for columns in _columns(problem)):
+            return f"{problem.in_channels_per_group} input channels do not fit registers"
+        if problem.channels_last:
+            return "tensors are channels last"
+        return None
+
+    def ranked_at(
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
+    ) -> tuple[ConvTransposeProblem, bool] | None:
+        """At a typical size, but for how even rows are, and `_cuts_lines`."""
+        counted = _pixels(problem) + _tile(problem), _MOST_AT_ONCE * layouts.input[1], *layouts.output
+        return None if max(counted) >= 2**31 else (_like(problem), _cuts_lines(problem))
+
+    def configs(
+        self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo
+    ) -> Iterator[PixelGemmVariant]:
+        return _variants(at[0], device)
+
+    def seconds(
+        self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo, config: PixelGemmVariant
+    ) -> float:
+        return _estimate(at[0], config, device, at[1])[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PixelGemmVariant
+    ) -> Cost:
+        return _estimate(problem, config, device, _cuts_lines(problem))
+
+    def launch(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        variant: PixelGemmVariant,
+    ) -> Program:
+        gather, piece = forward_gather(problem, layouts), _piece(problem, layouts)
+        together = piece >= max(_run(problem) * DTYPE_BYTES[problem.dtype], _LEAST_COPY * variant.ahead)
+        run, ahead = (_run(problem), variant.ahead) if together else (1, False)
+        units, chunks = _tiles(problem) * problem.groups, _chunks(problem, variant.columns)
+        blocks = max(1, min(units * chunks, device.multiprocessors))
+        rounds, rest = divmod(units, blocks)
+        share = math.ceil(rest * chunks / blocks)
+        geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<i", _pixels(problem))
+        geometry += b"".join(packed_divisor(count) for count in (*gather.src.shape[2:], problem.groups))
+        geometry += struct.pack("<4i", rounds, units, share, piece)
+        geometry += struct.pack("<6i", min(2 * run, _vector(problem, layouts)), layouts.input[1], *layouts.output[1:])
+        constants = (
+            *layer_constants(problem, pass_, layouts.weight_channels_last),
+            ("COLUMN_TILES", variant.columns // 8),
+            ("SCALED", _scaled(problem)),
+            ("MIN_BLOCKS", 1),
+        )
+        operands = "float16" if _scaled(problem) else problem.dtype
+        columns = problem.groups * chunks * variant.columns
+        workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
+        packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
+        pack = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
+        packs = (plain_step(pack, columns // _PACK_COLUMNS, _PACK_THREADS),)
+        main = Step(
+            source=KernelSource(
+                self.name,
+                problem.dtype,
+                True,
+                (
+                    *constants,
+                    ("PARTS", 1),
+                    ("ROW_TILES", _row_tiles(problem)),
+                    ("HAS_BIAS", problem.bias),
+                    ("STAGE_STEPS", variant.stage_steps),
+                    ("STAGES", variant.stages),
+                    ("RESIDENT", variant.resident),
+                    ("AHEAD", ahead),
+                    ("RUN", run),
+                    ("WGMMA", True),
+                ),
+                wgmma=(WgmmaForm(variant.columns, operands, a_in_registers=True),),
+            ),
+            grid=(blocks if units else 0, 1, 1),
+            block=128 * (_GROUPS + 1),
+            shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, ahead),
+            geometry=padded(geometry),
+        )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
+
+
+def _like(problem: ConvTransposeProblem) -> ConvTransposeProblem:
+    """The layer at a typical size whose rows are as even as its own."""
+    typical, width = standard(problem), problem.input_size[-1]
+    *others, of_typical = typical.input_size
+    return replace(typical, input_size=(*others, of_typical - of_typical % 4 + width % 4))
+
+
+def _pixels(problem: ConvTransposeProblem) -> int:
+    return problem.batch * math.prod(problem.input_size)
+
+
+def _tiles(problem: ConvTransposeProblem) -> int:
+    return math.ceil(_pixels(problem) / _tile(problem))
+
+
+def _scaled(problem: ConvTransposeProblem) -> bool:
+    """Whether the cores take float32 as float16, ``operand/scaled_half.cuh``."""
+    return problem.dtype == "float32"
+
+
+def _steps(problem: ConvTransposeProblem) -> int:
+    """Operations that a group's input channels take."""
+    return math.ceil(problem.in_channels_per_group * 2 / OPERATION_BYTES)
+
+
+def _row_tiles(problem: ConvTransposeProblem) -> int:
+    """Rows of 64 pixels of a group of threads."""
+    return 4 // DTYPE_BYTES[problem.dtype]
+
+
+def _tile(problem: ConvTransposeProblem) -> int:
+    """Pixels of a tile."""
+    return 64 * _row_tiles(problem) * _GROUPS
+
+
+def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
+    """Of a chunk, as many as may be."""
+    return _COLUMNS[DTYPE_BYTES[problem.dtype]]
+
+
+def _registers(problem: ConvTransposeProblem, columns: int, apart: bool) -> int:
+    """Of a thread that multiplies: channels, sums, and what else it needs; whether its pixels are no neighbours."""
+    other = _OTHER_REGISTERS + (_APART_REGISTERS if apart and not _scaled(problem) else 0)
+    if problem.in_channels_per_group % (OPERATION_BYTES // 2):
+        other += _PARTIAL_REGISTERS
+        odd = problem.in_channels_per_group % 2 and _steps(problem) > _ODD_STEPS
+        wide = columns > 32 and (not _scaled(problem) or apart or _steps(problem) > _ODD_STEPS)
+        if wide or (odd and not _scaled(problem)):
+            other += _WIDE_REGISTERS
+    if 8 % problem.taps:  # 8 columns are no whole channels: each 8 go elsewhere
+        other += columns // 8 + (8 if problem.stride[-1] != 2 else 0)
+    channels = 4 * _steps(problem) * (2 if _scaled(problem) else 1)  # before they are halves
+    return _row_tiles(problem) * (channels + columns // 2) + other
+
+
+def _chunks(problem: ConvTransposeProblem, columns: int) -> int:
+    """Of a group."""
+    return math.ceil(_all_columns(problem) / columns)
+
+
+def _all_columns(problem: ConvTransposeProblem) -> int:
+    """Of a group."""
+    return problem.out_channels_per_group * math.prod(problem.stride)
+
+
+def _stage_bytes(variant: PixelGemmVariant) -> int:
+    return variant.stage_steps * variant.columns * OPERATION_BYTES
+
+
+def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
+    """Bytes of neighbouring pixels that can be copied at once, of a thread or of several; 0 where they lie apart."""
+    size = DTYPE_BYTES[problem.dtype]
+    width, (batch, channel, depth, height, step) = problem.input_size[-1], layouts.input
+    rows_follow = height == width and (depth == height * problem.input_size[-2] if problem.dims == 3 else True)
+    run = math.prod(problem.input_size) if problem.dims == 1 or rows_follow else width
+    strides = (batch, channel) if run != width else (batch, channel, depth, height)
+    if not layouts.aligned or _run(problem) == 1 or step != 1:
+        return 0
+    whole = (n for n in (16, 8, 4) if all(count * size % n == 0 for count in (run, *strides)))
+    return next(whole, 0)
+
+
+def _run(problem: ConvTransposeProblem) -> int:
+    """Neighbouring pixels that a thread reads and stores at once."""
+    return max(1, _vector(problem, Layouts.dense(problem)) // 2)
+
+
+def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
+    """Outputs that a thread stores at once: those of its neighbouring pixels, all or two, of one pixel, or one."""
+    *strides, step = layouts.output
+    neighbours = 2 * _row_tiles(problem) if problem.stride[-1] == 2 else 1
+    for pixels in (4, 2, 1):
+        whole = problem.input_size[-1] % pixels == 0 and all(stride % (2 * pixels) == 0 for stride in strides)
+        if pixels <= neighbours and step == 1 and whole:
+            return 2 * pixels
+    return 1
+
+
+def _other_bytes(problem: ConvTransposeProblem, columns: int, ahead: bool) -> int:
+    """Shared memory beside the weights': pixels, and the columns' factors and bias."""
+    terms = _scaled(problem) + problem.bias
+    return _GROUPS * _TERM_PLACES * columns * 4 * terms + _PIXEL_BYTES * ahead
+
+
+def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[PixelGemmVariant]:
+    wanted = [each for each in _columns(problem) if each == _columns(problem)[0] or each < 2 * _all_columns(problem)]
+    apart, most = _run(problem) == 1, device.shared_bytes_of(1)
+    narrow_enough = [each for each in wanted if _registers(problem, each, apart) <= _REGISTERS]
+    if not narrow_enough:
+        return
+    columns = narrow_enough[-1]  # fewer than fit have never been faster
+    comes_ahead = _piece(problem, Layouts.dense(problem)) >= _LEAST_COPY
+    if comes_ahead and (ahead := _staged(problem, columns, most, True)):
+        yield ahead
+        if _scaled(problem):  # which is the faster, always, and leaves registers
+            return
+    found = [_staged(problem, columns, memory, False) for memory in (*_DIVISIONS, most)]
+    yield from sorted(filter(None, found), key=lambda variant: not variant.resident)[:1]
+
+
+def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahead: bool) -> PixelGemmVariant | None:
+    """The variant whose stages are the longest that fit and come in time; None where none do."""
+    steps, memory = _steps(problem), shared_bytes - _RESERVE - _other_bytes(problem, columns, ahead)
+    for stage_steps in (count for count in range(_MOST_STEPS, 0, -1) if steps % count == 0):
+        fitting = min(_MAX_STAGES, memory // (stage_steps * columns * OPERATION_BYTES))
+        of_chunk = steps // stage_steps
+        if problem.groups == 1 and _chunks(problem, columns) * of_chunk <= fitting:
+            return PixelGemmVariant(columns, stage_steps, _chunks(problem, columns) * of_chunk, True, ahead)
+        in_time = (fitting - 1) * stage_steps * columns * _row_tiles(problem) >= _IN_TIME
+        if fitting > of_chunk and in_time:  # one group lags behind by a chunk
+            return PixelGemmVariant(columns, stage_steps, fitting, False, ahead)
+    return None
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
+
+    product: float = 0.746  # times what the cores take
+    store: float = 0.0428  # a byte stored, 16 at a time
+    narrow: float = 0.713  # the exponent of what stores of fewer take longer
+    stage: float = 533.0  # of weights
+    turn: float = 171.0  # a chunk
+    row: float = 0.0696  # a byte of the pixels' channels, read together or one by one
+    row_ahead: float = 0.0302  # or brought ahead
+    tile: float = 1068.0  # latencies of those that are not
+    tile_ahead: float = 1285.0  # a byte of an element, of channels that their ring has no room for
+    tile_cut: float = 5807.0  # more, where images are no whole lines of memory
+    launch: float = 16600.0
+    launch_ahead: float = 18470.0
+    bandwidth: float = 0.832  # of a copy's
+    overlap: float = 1.38  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
+    beside: float = 4.96  # and in memory
+
+
+_COSTS = _Costs()
+
+
+def _estimate(
+    problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo, cut: bool
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it; ``cut`` as `_cuts_lines` tells."""
+    size, steps, chunks = DTYPE_BYTES[problem.dtype], _steps(problem), _chunks(problem, variant.columns)
+    layouts = Layouts.dense(problem)
+    rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
+    share = math.ceil(rest * chunks / device.multiprocessors)
+    products = _COSTS.product * _tile(problem) * steps * variant.columns / 128
+    width = 16 / (_vector(problem, layouts) * size)
+    stores = _COSTS.store * _tile(problem) * variant.columns * size * width**_COSTS.narrow
+    storing = (products + stores + _COSTS.stage * steps / variant.stage_steps) / 2  # one of two groups
+    chunk = (products**_COSTS.overlap + storing**_COSTS.overlap) ** (1 / _COSTS.overlap)
+    chunk += _COSTS.turn
+    row, tile, launch = _COSTS.row, _COSTS.tile, _COSTS.launch
+    if variant.ahead:
+        at_hand = _PIXEL_BYTES / (_tile(problem) * size)  # channels
+        late = max(0.0, 1 - at_hand / problem.in_channels_per_group)
+        tile = (_COSTS.tile_ahead * size + _COSTS.tile_cut * cut) * late
+        row, launch = _COSTS.row_ahead, _COSTS.launch_ahead
+    tile += row * _tile(problem) * steps * (OPERATION_BYTES // 2) * size
+    cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + launch
+    work, moving = cycles / device.clock_hz, problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
+    _, bound = slower_of(work, moving)
+    return (work**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside), bound
+
+
+def _cuts_lines(problem: ConvTransposeProblem) -> bool:
+    """Whether pixels that are copied 16 bytes at a time are no whole lines of memory."""
+    image = math.prod(problem.input_size) * DTYPE_BYTES[problem.dtype]
+    return _piece(problem, Layouts.dense(problem)) == 16 and image % _LINE_BYTES > 0

@@ -1,0 +1,30 @@
+"""What all schedules on tensor cores go by."""
+
+from __future__ import annotations
+
+import math
+
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
+from polyphase.problem.device import DeviceInfo
+
+#: Bytes of a row of an operand that one operation of the cores takes, of ``mma.sync`` and of Hopper's instruction.
+OPERATION_BYTES = 32
+
+
+def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    """Why the tensor cores cannot compute a layer on a device, or None where they can."""
+    if problem.dtype not in ("float32", "float16", "bfloat16"):
+        return f"tensor cores here do not take {problem.dtype}"
+    if device.capability < 80:
+        return f"{device.arch} lacks the tensor cores' instructions"
+    return None
+
+
+def parts_of(problem: ConvTransposeProblem) -> int:
+    """Parts in which the tensor cores take an element: two keep the accuracy of float32."""
+    return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
+
+
+def steps_of(problem: ConvTransposeProblem) -> int:
+    """Operations of ``mma.sync``, or of Hopper's instruction, that a group's input channels take."""
+    return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / OPERATION_BYTES)

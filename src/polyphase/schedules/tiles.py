@@ -1,0 +1,69 @@
+"""Tiles, and what kernels are specialised by, as schedules share them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from polyphase.problem.problem import ConvTransposeProblem, Pass, accumulator_bytes
+
+if TYPE_CHECKING:
+    from polyphase.jit.source import Constant
+
+#: Extents along n, d, h and w.
+Four = tuple[int, int, int, int]
+
+# Planes of partial sums take at most this many bytes, or as much as the weight itself.
+_MAX_PLANES_BYTES = 64 << 20
+
+
+def two_dimensions(blocks: int) -> tuple[int, int]:
+    """``blocks`` as a grid's y and z, which take 65535 each; the last row may be longer than needed."""
+    rows = max(1, math.ceil(blocks / 65535))
+    return math.ceil(blocks / rows), rows if blocks else 0
+
+
+def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
+    """Tiles of ``extent`` along n, d, h and w that images of three ``sizes`` come to."""
+    n, d, h, w = (math.ceil(size / side) for size, side in zip((batch, *sizes), extent))
+    return n, d, h, w
+
+
+def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
+    """How so many threads extend along n, d, h and w: along w first, in tiles of about the same size."""
+    extents = []
+    for size in (*sizes[::-1], batch):
+        extents.append(math.ceil(size / math.ceil(size / threads)) if size else 1)
+        threads //= extents[-1]
+    w, h, d, n = extents
+    return n, d, h, w
+
+
+def layer_constants(
+    problem: ConvTransposeProblem, pass_: Pass, weight_channels_last: bool = False
+) -> tuple[tuple[str, Constant], ...]:
+    """What a kernel is specialised by that knows input and output, not source and destination."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    return (
+        ("AXIS_D", problem.axes3[0]),
+        ("AXIS_H", problem.axes3[1]),
+        ("AXIS_W", problem.axes3[2]),
+        ("INPUT_GRAD", pass_ is Pass.INPUT_GRAD),
+        ("IN_CHANNELS", problem.in_channels_per_group),
+        ("OUT_CHANNELS", out),
+        ("WEIGHT_STRIDE_IN", out * taps),
+        ("WEIGHT_STRIDE_OUT", 1 if weight_channels_last else taps),
+        ("WEIGHT_STRIDE_TAP", out if weight_channels_last else 1),
+    )
+
+
+def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
+    """Blocks that so many output channels each come to, of all groups."""
+    return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
+
+
+def affordable_planes(problem: ConvTransposeProblem, pass_: Pass = Pass.WEIGHT_GRAD) -> int:
+    """Planes of partial sums of a gradient that memory may be spent on."""
+    elements = problem.elements[1] if pass_ is Pass.WEIGHT_GRAD else problem.elements[0]
+    return max(1, _MAX_PLANES_BYTES // (max(1, elements) * accumulator_bytes(problem.dtype)))

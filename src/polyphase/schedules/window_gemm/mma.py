@@ -1,0 +1,367 @@
+"""Both gradients on tensor cores, ``kernels/input_grad_gemm.cu`` and ``kernels/weight_grad_gemm.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from polyphase.jit.source import Constant, KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import parted, round_up
+from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.sizes import standard
+from polyphase.program.params import padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
+from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.schedule import Cost
+from polyphase.schedules.tiles import affordable_planes, layer_constants, tiles_of
+from polyphase.schedules.window_gemm.stages import (
+    MAX_SIDE,
+    MOVING_BYTES,
+    STILL_BYTES,
+    Part,
+    channel_piece,
+    copy_cycles,
+    packed_weight,
+    row_bytes,
+    row_piece,
+    weight_part,
+)
+from polyphase.schedules.window_gemm.window import Gradient, blocks_of, lanes_of, window_of
+
+_WARPS = 8
+_THREADS = 32 * _WARPS
+_MOST_STRIDED_TAPS = 24  # of a variant of many sums a thread, in float32
+_BUFFERS = (4, 3, 2)  # of stages; tried from the left
+_MAX_TAPS = 512
+_MOST_TERMS = 12288  # of a half type's input gradient; with 16384 some in a million elements were too far off
+_LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
+# Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
+_SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2, 8, 1), (2, 4, 1), (1, 8, 1), (1, 4, 1))
+
+
+class GradientVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``mainloop/window_mma.cuh`` says what the names mean."""
+
+    row_tiles: int
+    column_tiles: int
+    row_warps: int
+    out_chunk: int
+    positions: int
+    buffers: int
+    min_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Input channels of a block."""
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        """Positions, or pairs of output channel and tap, of a block."""
+        return 8 * self.column_tiles * (_WARPS // self.row_warps)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How a variant cuts the input positions into tiles, and what that takes of shared memory."""
+
+    lanes: tuple[int, int, int, int]
+    tiles: tuple[int, int, int, int]
+    skew: int
+    window: Part
+    operand: Part
+    table_bytes: int
+    stage_bytes: int
+
+    @property
+    def total(self) -> int:
+        return math.prod(self.tiles)
+
+
+class _GradientGemm(Gradient):
+    """What the two kernels share."""
+
+    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+        if problem.taps > _MAX_TAPS:
+            return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
+        terms = problem.out_channels_per_group * problem.taps
+        if self.pass_ is Pass.INPUT_GRAD and problem.dtype != "float32" and terms > _MOST_TERMS:
+            return f"sums of {terms} terms lose too much in the cores (at most {_MOST_TERMS})"
+        return None
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
+        return standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GradientVariant]:
+        return [each._replace(buffers=count) for each in _variants(at, pass_, device) for count in _BUFFERS]
+
+    def search(
+        self,
+        at: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        most: int | None = None,
+        below: float = math.inf,
+    ) -> dict[GradientVariant, float]:
+        """Each with as many stages as leave room for as many blocks as are to be resident."""
+        found = sorted(filter(None, (_deepest(at, pass_, each, device) for each in _variants(at, pass_, device))))
+        return {variant: seconds for seconds, variant in found}
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GradientVariant
+    ) -> Cost | None:
+        tiling = _tiling(problem, pass_, layouts, config, device)
+        return None if tiling is None else _estimate(problem, pass_, config, tiling, device)
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GradientVariant
+    ) -> Program:
+        tiling = _tiling(problem, pass_, layouts, variant, device)
+        assert tiling is not None
+        grad = Side(five(problem.output_shape), layouts.output)
+        x = Side(five(problem.input_shape), layouts.input)
+        blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
+        if pass_ is Pass.WEIGHT_GRAD:
+            length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
+            geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
+            geometry += struct.pack("<2i", problem.batch, problem.groups)
+            geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
+            geometry = padded(geometry)
+            geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
+            grid = blocks * planes
+        else:
+            geometry = grad.packed() + packed_weight(problem, layouts) + x.packed()
+            geometry += tiling.operand.packed() + tiling.window.packed()
+            pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
+            geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
+            planes = 1
+            grid = blocks * tiling.total
+        geometry = padded(geometry)
+        constants: tuple[tuple[str, Constant], ...] = (
+            *layer_constants(problem, pass_, layouts.weight_channels_last),
+            *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
+            ("G_CHANNELS_LAST", grad.channels_last),
+            ("WARPS", _WARPS),
+            ("LOAD_WARPS", _WARPS),
+            ("FIRST_LOAD_WARP", 0),
+            ("ROW_TILES", variant.row_tiles),
+            ("COLUMN_TILES", variant.column_tiles),
+            ("ROW_WARPS", variant.row_warps),
+            ("OUT_CHUNK", variant.out_chunk),
+            ("POSITIONS", variant.positions),
+            ("BUFFERS", variant.buffers),
+            ("PARTS", 1),
+            ("MIN_BLOCKS", variant.min_blocks),
+        )
+        main = Step(
+            source=KernelSource(self.name, problem.dtype, True, constants),
+            grid=(grid, 1, 1),
+            block=_THREADS,
+            shared_bytes=_shared_bytes(variant, tiling),
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main, splits=planes)
+
+
+class InputGradGemm(_GradientGemm):
+    """The input gradient: a tile of positions and all output channels, stage by stage."""
+
+    pass_ = Pass.INPUT_GRAD
+    name = "input_grad_gemm"
+
+
+class WeightGradGemm(_GradientGemm):
+    """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
+
+    pass_ = Pass.WEIGHT_GRAD
+    name = "weight_grad_gemm"
+
+
+def _sizes(tiling: _Tiling) -> tuple[int, int, int]:
+    return tiling.skew, tiling.table_bytes, tiling.stage_bytes
+
+
+def _parts(problem: ConvTransposeProblem, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+    """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
+    blocks = blocks_of(problem, Pass.WEIGHT_GRAD, variant.rows, variant.out_chunk)
+    full = max(1, device.multiprocessors * variant.min_blocks // blocks)
+    return max(1, min(full, affordable_planes(problem), tiling.total // 8))
+
+
+def _depth(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant) -> int:
+    """Terms of a sum in one stage."""
+    if pass_ is Pass.WEIGHT_GRAD:
+        return variant.positions
+    return round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
+
+
+def _shared_bytes(variant: GradientVariant, tiling: _Tiling) -> int:
+    return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
+
+
+@lru_cache(maxsize=8192)
+def _tiling(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, device: DeviceInfo
+) -> _Tiling | None:
+    """The tiles of least work whose stages fit shared memory."""
+    best, least = None, math.inf
+    for images, depth, height, width in lanes_of(problem, variant.positions):
+        if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
+            break
+        tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
+        while not _fits(variant, tiling, device) and images > 1:
+            images //= 2
+            tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
+        if not _fits(variant, tiling, device):
+            continue
+        work = tiling.total * _stage_cycles(problem, pass_, variant, tiling)
+        if work < least:
+            best, least = tiling, work
+    if best is None and layouts.aligned:  # whole pieces make long rows longer
+        return _tiling(problem, pass_, replace(layouts, aligned=False), variant, device)
+    return best
+
+
+def _fits(variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
+    """Whether stages fit shared memory, and places of the window the bits that they have."""
+    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
+
+
+def _tiles(
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    layouts: Layouts,
+    variant: GradientVariant,
+    lanes: tuple[int, int, int, int],
+) -> _Tiling:
+    size = DTYPE_BYTES[problem.dtype]
+    x = Side(five(problem.input_shape), layouts.input)
+    window, skew = window_of(problem, layouts, variant.out_chunk, lanes)
+    depth = _depth(problem, pass_, variant)
+    a_pitch = depth * size + 16
+    if pass_ is Pass.WEIGHT_GRAD:
+        if x.channels_last:
+            piece = channel_piece(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
+            operand = Part(lanes, piece, a_pitch, depth)
+        else:
+            piece = row_piece(x, size, layouts.aligned, lanes[3])
+            operand = Part(lanes, piece, a_pitch, depth // piece)
+        tables = 4 * depth
+    else:
+        operand = weight_part(problem, layouts, variant.out_chunk, a_pitch, depth)
+        tables = 4 * (depth + variant.columns)
+    moving = pass_ is Pass.WEIGHT_GRAD
+    tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
+    stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
+    counts = tiles_of(problem.batch, x.shape[2:], lanes)
+    return _Tiling(lanes, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
+
+
+# Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
+# beside those; for a stage, also where no other block is resident; for a block, and each result that it stores. Fitted
+# to 336 measured variants on an H200 (docs/performance.md, "Gradients on tensor cores").
+_OPERATION, _SLOT = 1.45, 2.6
+_PREFERENCE = 1.15  # for exact sums, where they are about as fast
+# Measured over predicted time in channels_last, where windows come element by element: of weight gradients in float32,
+# and of input gradients.
+_ELEMENTWISE, _ELEMENTWISE_INPUT = 2.0, 0.65
+_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.35 / 24, 130.0, 500.0, 1150.0, 0.25
+
+
+def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling) -> float:
+    """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
+    size = DTYPE_BYTES[problem.dtype]
+    depth = _depth(problem, pass_, variant)
+    operations = depth * size // 32
+    products = variant.row_tiles * variant.column_tiles
+    slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
+    cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
+    moved = 0.0
+    for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
+        cycles += copy_cycles(part, channels, _WARPS, size)
+        of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
+        moved += channels * (depth * size if of_weight else row_bytes(part, size))
+    return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
+
+
+def _estimate(
+    problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    stage = _stage_cycles(problem, pass_, variant, tiling)
+    blocks, block = blocks_of(problem, pass_, variant.rows, variant.out_chunk), _BLOCK
+    if pass_ is Pass.WEIGHT_GRAD:
+        parts = _parts(problem, variant, tiling, device)
+        stages = math.ceil(tiling.total / parts)
+        blocks *= parts
+        end = 2e-6 + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+    else:
+        stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
+        blocks *= tiling.total
+        end = 0.0
+        block += _STORED * variant.rows * variant.columns
+    resident, rounds = rounds_of(blocks, variant.min_blocks, device)
+    cycles = rounds * resident * (stages * stage + block)
+    work = cycles / device.clock_hz + end
+    if problem.channels_last and tiling.window.piece == 1:
+        if pass_ is Pass.INPUT_GRAD:
+            work *= _ELEMENTWISE_INPUT
+        elif problem.dtype == "float32":
+            work *= _ELEMENTWISE
+    floor = problem.bytes / device.copy_bytes_per_second
+    seconds, bound = slower_of(work, floor)
+    return _PREFERENCE * seconds, bound
+
+
+def _deepest(
+    problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, device: DeviceInfo
+) -> tuple[float, GradientVariant] | None:
+    """The variant with the most stages that leave room for its resident blocks, and its predicted seconds."""
+    layouts = Layouts.dense(problem)
+    for buffers in _BUFFERS:
+        deeper = variant._replace(buffers=buffers)
+        tiling = _tiling(problem, pass_, layouts, deeper, device)
+        if tiling is None:
+            continue
+        if not _fits(deeper, _tiles(problem, pass_, replace(layouts, aligned=False), deeper, (1, 1, 1, 1)), device):
+            continue  # where every element is copied by itself
+        shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
+        if shared <= device.shared_bytes_per_multiprocessor or buffers == _BUFFERS[-1]:
+            return _estimate(problem, pass_, deeper, tiling, device)[0], deeper
+    return None
+
+
+def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GradientVariant]:
+    """Variants worth a thought, their buffers left open."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    per_piece = 16 // DTYPE_BYTES[problem.dtype]
+    for row_tiles, column_tiles, row_warps in _SHAPES:
+        resident = 1 if row_tiles * column_tiles > 16 else 2
+        strided = max(problem.stride) > 1 and taps > _MOST_STRIDED_TAPS
+        spills = not device.has_copy_engine or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
+        if resident == 1 and problem.dtype == "float32" and spills:
+            continue  # the compiler needs more registers there than a thread can have
+        variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)
+        if variant.rows > 32 and variant.rows >= 2 * problem.in_channels_per_group:
+            continue
+        if pass_ is Pass.WEIGHT_GRAD:
+            if taps > variant.columns:
+                continue
+            chunk = min(out, variant.columns // taps)
+            chunk = math.ceil(out / math.ceil(out / chunk))
+            chunks = {chunk, min(variant.columns // taps, round_up(chunk, per_piece))}
+            sizes: Iterator[tuple[int, int]] = itertools.product(chunks, (32, 64))
+        else:
+            fitting = (1 << i for i in range(7) if 1 << i < 2 * out)
+            sizes = ((chunk, variant.columns) for chunk in fitting if 16 <= chunk * taps <= 512 or chunk == 1)
+        for chunk, positions in sizes:
+            yield variant._replace(out_chunk=chunk, positions=positions)

@@ -1,0 +1,90 @@
+"""What a kernel loads stage by stage, as ``mainloop/multistage.cuh`` takes it, and what its copies cost."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
+from polyphase.problem.integers import next_power_of_two
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.cells import Side
+
+#: Of a box: Place in the kernels has 16 bits for each coordinate.
+MAX_SIDE = 1 << 15
+
+#: Of shared memory, for each piece of a channel: of boxes that stay where they are, and of those that move.
+STILL_BYTES, MOVING_BYTES = 8, 16
+
+# Cycles of each of a multiprocessor's four schedulers for a warp's copy, for one whose elements pass registers, and for
+# finding where a row of pieces lies. Fitted with `polyphase.schedules.window_gemm.mma`.
+_COPY, _THROUGH_REGISTERS, _FIND = 24.0, 80.0, 22.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage holds of a tensor, as the kernels' ``Part``, and how many pieces a channel has of it."""
+
+    extent: tuple[int, int, int, int]
+    piece: int
+    pitch: int
+    places: int
+
+    def packed(self) -> bytes:
+        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
+
+
+def weight_part(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, pitch: int, length: int) -> Part:
+    """All taps of ``out_chunk`` output channels, in the order in which the weight has them, ``length`` in all."""
+    size, out, taps = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group, problem.taps
+    extent, run = ((1, 1, taps, out_chunk), 1) if layouts.weight_channels_last else ((1, 1, 1, out_chunk * taps), taps)
+    piece = widest_piece(size, out * run, out_chunk * run, 0 if layouts.aligned else 1)
+    return Part(extent, piece, pitch, length // piece)
+
+
+def packed_weight(problem: ConvTransposeProblem, layouts: Layouts) -> bytes:
+    """The weight as a ``Tensor5`` whose channels are its rows and whose rest lies along h and w."""
+    out, taps = problem.out_channels_per_group, problem.taps
+    inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
+    height, width, *sizes = inner
+    return struct.pack("<5q4i", 0, out * taps, 0, height, width, *sizes, problem.in_channels_per_group)
+
+
+def widest_piece(size: int, *multiples: int) -> int:
+    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
+    piece = 16 // size
+    while any(value % piece for value in multiples):
+        piece //= 2
+    return piece
+
+
+def row_piece(side: Side, size: int, aligned: bool, step: int) -> int:
+    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
+    *others, width = side.strides
+    if not aligned or width != 1:
+        return 1
+    return widest_piece(size, side.shape[4], step, *others)
+
+
+def channel_piece(side: Side, channels: int, stage_channels: int, size: int, aligned: bool) -> int:
+    """Neighbouring channels moved at once: 16 bytes, or one."""
+    batch, _, *others = side.strides
+    vector = 16 // size
+    whole = all(value % vector == 0 for value in (channels, stage_channels, batch, *others))
+    return vector if aligned and whole else 1
+
+
+def copy_cycles(part: Part, channels: int, warps: int, size: int) -> float:
+    """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a part."""
+    lanes = min(32, next_power_of_two(part.places))
+    rounds = math.ceil(part.places / lanes)
+    copies = rounds * math.ceil(channels / (warps * 32 // lanes))
+    each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
+    return warps / 4 * (rounds * _FIND + copies * each)
+
+
+def row_bytes(part: Part, size: int) -> float:
+    """Bytes that memory moves for a channel of a part: whole sectors of its rows."""
+    *rows, width = part.extent
+    return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)

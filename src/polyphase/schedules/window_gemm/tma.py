@@ -1,0 +1,594 @@
+"""Both gradients of tensors in channels_last, ``kernels/input_grad_boxes.cu`` and ``kernels/weight_grad_boxes.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import parted, round_up
+from polyphase.problem.layouts import Layouts, dense_strides, five
+from polyphase.problem.sizes import standard
+from polyphase.program.params import padded
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step, plain_step
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes, engine_strides
+from polyphase.schedules.cells import Side
+from polyphase.schedules.cost import slower_of
+from polyphase.schedules.schedule import Cost
+from polyphase.schedules.tensor_cores import OPERATION_BYTES
+from polyphase.schedules.tiles import Four, affordable_planes, layer_constants, tiles_of
+from polyphase.schedules.window_gemm.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
+from polyphase.schedules.window_gemm.window import Gradient, channel_pitch, lanes_of
+
+_ALONE_OFFERED = 2  # of the variants that are offered, those whose taps share no windows
+_MAX_BOX_STEP = 8  # elements of the tensor from one of a box to the next
+_MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a byte for each
+_MOST_COLUMNS = 256  # of an instruction
+_MOST_SUMS = 128  # of a thread
+_MOST_SUMS_OF_THREE = 96  # where three groups multiply
+_LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
+_DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
+_FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
+_PACK_THREADS = 256
+_LEAST_STAGES = 4  # of a part of an input gradient's sum
+_SUM = 4e-6  # seconds to launch what adds up an input gradient's parts
+
+
+class BoxVariant(NamedTuple):
+    """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
+
+    A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
+    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
+    """
+
+    row_groups: int
+    row_tiles: int
+    columns: int
+    steps: int
+    buffers: int
+    resident: int
+    column_groups: int = 1
+    lines: int = 1
+    taps: Three = ALONE
+    lanes: Three = ALONE
+    pitch: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Of 128 threads that multiply."""
+        return self.row_groups * self.column_groups
+
+    @property
+    def loaders(self) -> int:
+        """Threads beside those that multiply: a group where registers are to change hands, of which there are four."""
+        return 128 if self.resident == 1 else 32
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * self.groups + self.loaders
+
+    @property
+    def rows(self) -> int:
+        """The same."""
+        return 64 * self.row_groups * self.row_tiles
+
+    @property
+    def block_columns(self) -> int:
+        """The same; ``columns`` are a line's."""
+        return self.column_groups * self.lines * self.columns
+
+    @property
+    def depth_bytes(self) -> int:
+        """What a stage holds of a row, or of a column that is no window's."""
+        return OPERATION_BYTES * self.steps
+
+    @property
+    def windows(self) -> Windows:
+        """Of a weight gradient."""
+        return Windows(self.taps, self.lanes, self.pitch)
+
+
+class _GradientBoxes(Gradient):
+    """What the two kernels share."""
+
+    adapts = True
+
+    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+        if not device.has_wgmma:
+            return f"{device.arch} lacks Hopper's matrix instruction"
+        if not problem.channels_last:
+            return "reads tensors whose channels are innermost"
+        for what, channels in self._channels(problem).items():
+            if channels * DTYPE_BYTES[problem.dtype] % 16:
+                pixel = channels * DTYPE_BYTES[problem.dtype]
+                return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
+        if max(problem.stride) > _MAX_BOX_STEP:
+            return f"the copy engine takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
+        return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return "no variant fits: the next group's channels lie within every box, and may be no numbers"
+
+    def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
+        """Those that boxes are of."""
+        raise NotImplementedError
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
+        read = [_pixel_strides(problem, layouts, output=True)]
+        if pass_ is Pass.WEIGHT_GRAD:
+            read.append(_pixel_strides(problem, layouts, output=False))
+        return None if None in read or layouts.input[1] != 1 or not layouts.aligned else standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
+        return sorted(_variants(at, pass_, device))
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: BoxVariant) -> float:
+        return _estimate(at, pass_, config, device)[0]
+
+    def arranged(self, order: list[BoxVariant]) -> list[BoxVariant]:
+        """Some whose taps share no windows among the first: the others are of one tile, far from what images may be."""
+        alone = [variant for variant in order if variant.taps == ALONE]
+        first = order[: self.offered - _ALONE_OFFERED]
+        first += [variant for variant in alone[:_ALONE_OFFERED] if variant not in first]
+        return first + [variant for variant in order if variant not in first]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: BoxVariant
+    ) -> Cost:
+        return _estimate(problem, pass_, config, device)
+
+    def _constants(
+        self, problem: ConvTransposeProblem, variant: BoxVariant, row_pitch: int, column_pitch: int
+    ) -> tuple[tuple[str, Constant], ...]:
+        transposed = self.pass_ is Pass.WEIGHT_GRAD
+        return (
+            *layer_constants(problem, self.pass_),
+            ("LOADERS", variant.loaders),
+            ("ROW_GROUPS", variant.row_groups),
+            ("COLUMN_GROUPS", variant.column_groups),
+            ("ROW_TILES", variant.row_tiles),
+            ("LINES", variant.lines),
+            ("COLUMNS", variant.columns),
+            ("STEPS", variant.steps),
+            ("ROW_PITCH", row_pitch),
+            ("COLUMN_PITCH", column_pitch),
+            ("TRANSPOSED", transposed),
+            ("BUFFERS", variant.buffers),
+            ("PARTS", 1),
+            ("MIN_BLOCKS", variant.resident),
+            ("WGMMA", True),
+            ("BY_THREADS", transposed and DTYPE_BYTES[problem.dtype] == 4),
+        )
+
+
+class InputGradBoxes(_GradientBoxes):
+    """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
+
+    pass_ = Pass.INPUT_GRAD
+    name = "input_grad_boxes"
+
+    def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
+        return {"output": problem.out_channels_per_group}
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
+    ) -> Program:
+        lanes = _lanes(problem, pass_, variant)
+        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
+        items, stages = _items(problem, variant, math.prod(tiles)), _depth_stages(problem, variant)
+        dense = layouts.input == dense_strides(problem.input_shape, True)
+        length, parts = parted(stages, _input_parts(problem, variant, items, device)[0] if dense else 1)
+        x = Side(five(problem.input_shape), layouts.input)
+        geometry = bytes(2 * TENSOR_MAP_BYTES) + x.packed()
+        geometry += struct.pack("<12i", problem.batch, problem.groups, *lanes, *tiles, parts, length)
+        geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
+        pitch = variant.depth_bytes
+        flush = _FLUSH * DTYPE_BYTES[problem.dtype] // pitch if _is_long(problem) else stages
+        packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
+        packs = (_pack(problem, pass_),) if packed else ()
+        workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
+        main = Step(
+            source=KernelSource(
+                self.name,
+                problem.dtype,
+                True,
+                (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
+                (WgmmaForm(variant.columns, problem.dtype),),
+            ),
+            grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
+            block=variant.threads,
+            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
+            geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
+            boxes=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
+        )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
+
+
+class WeightGradBoxes(_GradientBoxes):
+    """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
+
+    pass_ = Pass.WEIGHT_GRAD
+    name = "weight_grad_boxes"
+
+    def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
+        return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
+
+    def launch(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
+    ) -> Program:
+        lanes = _lanes(problem, pass_, variant)
+        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
+        total, blocks = math.prod(tiles), _blocks(problem, variant)
+        planes = _parts(problem, variant, total, device)[0]
+        flush = max(1, _FLUSH // math.prod(lanes))
+        narrowed = planes == 1 and total <= flush
+        geometry = bytes(2 * TENSOR_MAP_BYTES) + struct.pack("<3i", problem.groups, *blocks)
+        items = math.prod(blocks) * problem.groups * planes
+        geometry += struct.pack("<12i", *lanes, *tiles, *_digits(planes, tiles))
+        geometry = padded(geometry + struct.pack("<4i", planes, flush, narrowed, items))
+        geometry += struct.pack("<2q", total, problem.elements[1])
+        of_x, windows = channel_pitch(problem, problem.in_channels_per_group), variant.windows
+        boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
+        constants = (
+            *self._constants(problem, variant, of_x, windows.pitch),
+            *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
+            *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
+        )
+        both = WgmmaForm(variant.columns, problem.dtype, transpose_a=True, transpose_b=True)
+        forms = () if dict(constants)["BY_THREADS"] else (both,)
+        main = Step(
+            source=KernelSource(self.name, problem.dtype, True, constants, forms),
+            grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
+            block=variant.threads,
+            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
+            geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
+            boxes=(
+                _pixel_boxes(problem, layouts, lanes, of_x, output=False),
+                _pixel_boxes(problem, layouts, boxes, windows.pitch, tensor=1),
+            ),
+        )
+        return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
+
+
+def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Step:
+    """The weight's channels to where boxes want them."""
+    chunks = problem.elements[1] * DTYPE_BYTES[problem.dtype] // 16
+    constants = (
+        *layer_constants(problem, pass_),
+        ("ALL_IN_CHANNELS", problem.in_channels),
+        ("THREADS", _PACK_THREADS),
+        ("MIN_BLOCKS", 1),
+    )
+    source = KernelSource("pack_channels", problem.dtype, False, constants, folder="steps")
+    return plain_step(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
+
+
+def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
+    """Of boxes of the input or the output gradient, where the copy engine takes them."""
+    size = DTYPE_BYTES[problem.dtype]
+    shape, strides = (problem.output_shape, layouts.output) if output else (problem.input_shape, layouts.input)
+    batch, channels, depth, height, width = five(shape)
+    image, channel, slab, row, column = (step * size for step in strides)
+    if channel != size and channels > 1:
+        return None
+    return engine_strides(zip((width, height, depth, batch), (column, row, slab, image)))
+
+
+def _pixel_boxes(
+    problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pitch: int, output: bool = True, tensor: int = 0
+) -> Boxes:
+    """``pitch`` bytes of a tile's positions, in the input, or where a tap meets the output gradient."""
+    batch, channels, depth, height, width = five(problem.output_shape if output else problem.input_shape)
+    strides = _pixel_strides(problem, layouts, output)
+    assert strides is not None
+    steps = (axis.stride if output and count > 1 else 1 for axis, count in zip(problem.axes3[::-1], lanes[:0:-1]))
+    return Boxes(
+        problem.dtype,
+        (channels, width, height, depth, max(1, batch)),
+        strides,
+        (pitch // DTYPE_BYTES[problem.dtype], *lanes[::-1]),
+        pitch,
+        True,
+        tensor,
+        (1, *steps, 1),
+    )
+
+
+def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> Boxes:
+    size, out = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group
+    per_tap = [(problem.in_channels, out * problem.taps * size), (problem.taps, out * size), (1, 0), (1, 0)]
+    strides, pitch = engine_strides(per_tap), variant.depth_bytes
+    assert strides is not None
+    box = (pitch // size, variant.columns, 1, 1, 1)
+    return Boxes(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
+
+
+def _items(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int) -> int:
+    """Of an input gradient, what blocks share out."""
+    columns = math.ceil(problem.in_channels_per_group / variant.columns)
+    return tiles * problem.groups * columns
+
+
+def _block_windows(problem: ConvTransposeProblem, variant: BoxVariant) -> int:
+    """Of a weight gradient's block."""
+    return variant.block_columns * DTYPE_BYTES[problem.dtype] // (variant.pitch * math.prod(variant.taps))
+
+
+def _blocks(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, int]:
+    """Of a weight gradient, of rows and of columns of a group."""
+    columns = math.ceil(variant.windows.count(problem) / _block_windows(problem, variant))
+    return math.ceil(problem.in_channels_per_group / variant.rows), columns
+
+
+def _stage_bytes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> int:
+    """In shared memory."""
+    rows = variant.rows * variant.depth_bytes
+    if pass_ is Pass.WEIGHT_GRAD:
+        return round_up(rows + _block_windows(problem, variant) * variant.windows.bytes(problem), 1024)
+    return round_up(rows + variant.block_columns * variant.depth_bytes, 1024)
+
+
+def _digits(count: int, tiles: Four) -> Four:
+    """Tiles along n, d, h and w that come to so many."""
+    count, w = divmod(count, tiles[3])
+    count, h = divmod(count, tiles[2])
+    n, d = divmod(count, tiles[1])
+    return n, d, h, w
+
+
+def _lanes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> Four:
+    """Extents of a tile of positions, so that there are few tiles; of a weight gradient just so many, of a stage."""
+    if variant.taps != ALONE:
+        return (1, *variant.lanes)
+    if pass_ is Pass.WEIGHT_GRAD:
+        found = exact_lanes(math.prod(variant.lanes))
+    else:
+        found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in lanes_of(problem, variant.rows))
+
+    def fits(lanes: Four) -> bool:
+        return box_fits(lanes[1:], problem) and max(lanes) <= _MOST_IMAGES
+
+    def tiles(lanes: Four) -> int:
+        return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
+
+    return min(filter(fits, found), key=tiles)
+
+
+def _depth_stages(problem: ConvTransposeProblem, variant: BoxVariant) -> int:
+    """Stages of an input gradient: of each tap some."""
+    pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
+    return problem.taps * math.ceil(pixel / variant.depth_bytes)
+
+
+def _is_long(problem: ConvTransposeProblem) -> bool:
+    return problem.out_channels_per_group * problem.taps > _FLUSH
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
+
+    product: float = 0.957  # times what the cores take
+    threads_product: float = 1.22  # an instruction of a warp, of operands that pass registers
+    threads_read: float = 1.03  # and a word that it reads of them
+    third_group: float = 0.9  # times both where three groups hide more of what each waits for
+    moved: float = 0.0184  # a byte of a stage
+    box: float = 119.0
+    stage: float = 44.0
+    result: float = 0.038
+    item: float = 474.0  # what a block does once, or for a tile
+    launch: float = 11100.0
+    bandwidth: float = 1.0  # of a copy's
+    planes: float = 1.82  # times what their bytes take
+    overlap: float = 3.25  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
+    beside: float = 3.9  # and in memory
+
+
+_COSTS = {
+    Pass.INPUT_GRAD: _Costs(),
+    Pass.WEIGHT_GRAD: _Costs(
+        product=1.09,
+        moved=0.0238,
+        box=108.0,
+        stage=94.0,
+        result=0.424,
+        item=0.0,
+        launch=7000.0,
+        bandwidth=1.04,
+        planes=0.5,
+        overlap=5.84,
+        beside=2.29,
+    ),
+}
+
+
+def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    costs = _COSTS[pass_]
+    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, variant)))
+    if pass_ is Pass.WEIGHT_GRAD:
+        _, seconds, end = _parts(problem, variant, tiles, device)
+    else:
+        _, seconds, end = _input_parts(problem, variant, _items(problem, variant, tiles), device)
+    moving = problem.bytes / (costs.bandwidth * device.copy_bytes_per_second)
+    _, bound = slower_of(seconds, moving)
+    return (seconds**costs.beside + moving**costs.beside) ** (1 / costs.beside) + end, bound
+
+
+def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> float:
+    """Of a multiprocessor, for a block."""
+    costs = _COSTS[pass_]
+    size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
+    operations = variant.groups * variant.row_tiles * variant.lines * variant.steps
+    if weights and size == 4:
+        instructions, reads = _warp_work(problem, variant)
+        products = costs.threads_product * instructions + costs.threads_read * reads
+        products *= 4 * variant.groups * variant.steps * (costs.third_group if variant.groups > 2 else 1)
+    else:
+        products = costs.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
+    boxes = 2.0
+    if weights:
+        boxes = variant.rows * size / channel_pitch(problem, problem.in_channels_per_group)
+        boxes += _block_windows(problem, variant)
+    loading = max(costs.moved * _stage_bytes(problem, pass_, variant), costs.box * boxes)
+    both: float = (products**costs.overlap + loading**costs.overlap) ** (1 / costs.overlap)
+    return both + costs.stage
+
+
+def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
+    """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
+    columns, strips = variant.lines * variant.columns, variant.row_tiles  # of 16 rows
+    if variant.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
+        abreast = 4 if variant.columns % 32 == 0 else 2 if variant.columns % 16 == 0 else 1
+        columns //= abreast
+        strips = min(4, math.ceil(problem.in_channels_per_group / 16)) if abreast == 4 else abreast
+    return strips * columns / 8, 4 * strips + columns / 4
+
+
+def _block_cycles(pass_: Pass, variant: BoxVariant, stores: int = 1) -> float:
+    """The same for what a block does once, or for a tile, whose sums it stores so many times."""
+    costs = _COSTS[pass_]
+    return stores * variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
+
+
+@lru_cache(maxsize=4096)
+def _input_parts(
+    problem: ConvTransposeProblem, variant: BoxVariant, items: int, device: DeviceInfo
+) -> tuple[int, float, float]:
+    """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
+    costs, places = _COSTS[Pass.INPUT_GRAD], device.multiprocessors * variant.resident
+    stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant)
+    once, moved = _block_cycles(Pass.INPUT_GRAD, variant), problem.elements[0]
+
+    def seconds(parts: int) -> tuple[float, float]:
+        rounds = items * parts / places
+        rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
+        cycles = rounds * (math.ceil(stages / parts) * stage + once) * variant.resident
+        end = _SUM + moved * (8 * parts + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
+        return (cycles + costs.launch) / device.clock_hz, end if parts > 1 else 0.0
+
+    most = max(
+        1, min(affordable_planes(problem, Pass.INPUT_GRAD), stages // _LEAST_STAGES, 2 * places // max(1, items))
+    )
+    found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
+    return (found, *seconds(found))
+
+
+@lru_cache(maxsize=4096)
+def _parts(
+    problem: ConvTransposeProblem, variant: BoxVariant, tiles: int, device: DeviceInfo
+) -> tuple[int, float, float]:
+    """Parts of a weight gradient's positions, their predicted seconds, and those of what comes after."""
+    blocks, places = math.prod(_blocks(problem, variant)) * problem.groups, device.multiprocessors * variant.resident
+    costs, stage = _COSTS[Pass.WEIGHT_GRAD], _stage_cycles(problem, Pass.WEIGHT_GRAD, variant)
+    size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
+    flush = max(1, _FLUSH // math.prod(variant.lanes))
+
+    def seconds(parts: int) -> tuple[float, float]:
+        stages = math.ceil(tiles / parts)
+        block = stages * stage + _block_cycles(Pass.WEIGHT_GRAD, variant, math.ceil(stages / flush))
+        cycles = math.ceil(blocks * parts / places) * block * variant.resident
+        alone = parts == 1 and (size == 4 or stages <= flush)
+        moved = weights * (4 if alone else 8 * parts + size)
+        end = 0.0 if alone else costs.launch / 2 / device.clock_hz
+        return (cycles + costs.launch) / device.clock_hz, end + costs.planes * moved / device.copy_bytes_per_second
+
+    most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
+    found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
+    return (found, *seconds(found))
+
+
+def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[BoxVariant]:
+    for variant in _input_variants(problem) if pass_ is Pass.INPUT_GRAD else _weight_variants(problem):
+        room = device.shared_bytes_of(variant.resident) - _DECLARED
+        buffers = min(_MOST_BUFFERS, room // _stage_bytes(problem, pass_, variant))
+        if buffers >= _LEAST_BUFFERS:
+            yield variant._replace(buffers=buffers)
+
+
+def _input_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+    """Their buffers left open."""
+    pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
+    most = _MOST_SUMS // 2 if _is_long(problem) else _MOST_SUMS
+    steps = next(steps for steps in (4, 2, 1) if steps == 1 or _fill(pixel, steps) <= _fill(pixel, steps // 2))
+    # Behind a group's channels lie those of the next, which meet no weight but may be no numbers.
+    while problem.groups > 1 and steps and pixel % (steps * OPERATION_BYTES):
+        steps //= 2
+    for columns, row_tiles in itertools.product(_widths(problem.in_channels_per_group, 8), (1, 2) if steps else ()):
+        if columns * row_tiles // 2 <= most:
+            yield BoxVariant(2, row_tiles, columns, steps, 0, 1)
+
+
+def _fill(pixel: int, steps: int) -> int:
+    """Bytes that a pixel's channels take in stages of so many operations."""
+    return round_up(pixel, steps * OPERATION_BYTES)
+
+
+def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+    """Their buffers left open."""
+    yield from _alone_variants(problem)
+    # Of float32 with more rows a block has them in tiles of a warp's own, which is worth more.
+    if DTYPE_BYTES[problem.dtype] == 4 and problem.in_channels_per_group > 64:
+        return
+    pitch = channel_pitch(problem, problem.out_channels_per_group)
+    for steps in (4, 8):
+        for windows in shared_windows(problem, steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype], pitch):
+            yield from _sharing_variants(problem, windows, steps)
+
+
+def _alone_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+    """Those whose taps have windows of their own."""
+    size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
+    pitch = channel_pitch(problem, problem.out_channels_per_group)
+    alone = Windows(ALONE, (1, 1, 4 * OPERATION_BYTES // size), pitch)
+    units = alone.count(problem) * pitch // size
+    for row_groups, row_tiles, resident in itertools.product((1, 2), (1, 2, 4), (1, 2)):
+        if 64 * row_groups * row_tiles >= 2 * max(64, channels):
+            continue
+        column_groups = 2 // row_groups
+        for columns in _widths(math.ceil(units / column_groups), pitch // size):
+            if columns * row_tiles // 2 <= _most_sums(size, 2, resident):
+                yield BoxVariant(row_groups, row_tiles, columns, 4, 0, resident, column_groups, 1, *alone)
+
+
+def _sharing_variants(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[BoxVariant]:
+    """Those whose blocks have one window or a few of such: all their lines, shared out among groups."""
+    size = DTYPE_BYTES[problem.dtype]
+    columns, lines = windows.along * windows.pitch // size, math.prod(windows.taps) // windows.along
+    row_tiles = (1, 2) if size == 2 else (1,)
+    shapes = itertools.product(((1, 2), (2, 1), (1, 3), (3, 1)), row_tiles, (1, 2), (1, 2, 3, 4))
+    for (row_groups, column_groups), tiles, resident, count in shapes:
+        groups = row_groups * column_groups
+        each, rest = divmod(count * lines, column_groups)
+        too_many = 64 * row_groups * tiles >= 2 * max(64, problem.in_channels_per_group)
+        if rest or too_many or count > windows.count(problem) or groups * resident > 4:
+            continue
+        if each * columns * tiles // 2 <= _most_sums(size, groups, resident):
+            shape = row_groups, tiles, columns, steps, 0, resident, column_groups, each
+            yield BoxVariant(*shape, *windows)
+
+
+def _most_sums(size: int, groups: int, resident: int) -> int:
+    """Of a thread. Those that find operands need registers for that."""
+    if groups > 2:
+        return _MOST_SUMS_OF_THREE if size == 2 else _MOST_SUMS_OF_THREE * 3 // 4
+    return _MOST_SUMS // (resident if size == 2 else resident**2)
+
+
+def _widths(channels: int, multiple: int) -> list[int]:
+    """Columns of a block, so that all are alike."""
+    return sorted(
+        {
+            round_up(math.ceil(channels / math.ceil(channels / widest)), multiple)
+            for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
+        }
+    )

@@ -1,0 +1,137 @@
+"""What the gradients' schedules on tensor cores have in common: tiles of positions, windows of the output gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts, five
+from polyphase.schedules.cells import Side
+from polyphase.schedules.schedule import Schedule
+from polyphase.schedules.tensor_cores import lacks_cores
+from polyphase.schedules.tiles import Four
+from polyphase.schedules.window_gemm.stages import Part, channel_piece, row_piece
+
+
+class Gradient(Schedule):
+    """A schedule for one of the gradients."""
+
+    pass_: Pass
+    kept = True
+
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if pass_ is not self.pass_:
+            return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
+        if (reason := lacks_cores(problem, device)) is not None:
+            return reason
+        if problem.dtype == "float32" and not problem.uses_tf32:
+            return "float32 stays exact where TF32 is not allowed, or channels are few"
+        return self._supports(problem, device)
+
+    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+        """Its own reasons."""
+        raise NotImplementedError
+
+
+def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chunk: int) -> int:
+    """Blocks of a tile of positions, or of a part of them, of so many channels each."""
+    blocks = math.ceil(problem.in_channels_per_group / in_chunk) * problem.groups
+    if pass_ is Pass.WEIGHT_GRAD:
+        blocks *= math.ceil(problem.out_channels_per_group / out_chunk)
+    return blocks
+
+
+def lanes_of(problem: ConvTransposeProblem, positions: int) -> Iterator[Four]:
+    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
+
+    Long rows come first.
+    """
+    depth, height, width = five(problem.input_shape)[2:]
+    for w in reversed(_extents(width, positions)):
+        for h in _extents(height, positions // w):
+            for d in _extents(depth, positions // (w * h)):
+                yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w
+
+
+def _extents(size: int, most: int) -> list[int]:
+    """Extents worth trying along one dimension: powers of two, and equal parts of at most so many."""
+    found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
+    return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
+
+
+def extent_of_window(problem: ConvTransposeProblem, lanes: Four) -> Four:
+    """What ``lanes`` positions along n, d, h and w meet of a channel of the output gradient."""
+    slabs, rows, columns = (
+        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
+        for count, axis in zip(lanes[1:], problem.axes3)
+    )
+    return lanes[0], slabs, rows, columns
+
+
+def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: Four) -> tuple[Part, int]:
+    """The window of ``lanes`` positions in ``out_chunk`` channels of the output gradient, in pieces.
+
+    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned.
+    """
+    size = DTYPE_BYTES[problem.dtype]
+    grad = Side(five(problem.output_shape), layouts.output)
+    extent = extent_of_window(problem, lanes)
+    if grad.channels_last:
+        piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
+        return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
+    axis = problem.axes3[2]
+    whole_rows = lanes[3] >= problem.input_size[-1]
+    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axis.stride)
+    skew = -axis.padding % piece
+    extent = (*extent[:3], round_up(skew + extent[3], piece))
+    pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
+    return Part(extent, piece, pitch, math.prod(extent) // piece), skew
+
+
+def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
+    """The layer of one output channel that a gradient in channels_last is, and how its tensors lie.
+
+    A row's pixels are one row of narrower ones, a pixel's channels and then the next one's, and so are taps along the
+    width: what was one step is a step of as many as there are channels. None where pixels lie apart, or taps do.
+    """
+    channels, axis = problem.out_channels, problem.axes3[2]
+    if problem.groups > 1 or not problem.channels_last or (axis.dilation > 1 and axis.kernel > 1):
+        return None
+    batch, _, depth, height, width = layouts.output
+    if problem.output_size[-1] * channels >= 2**31:  # kernels count columns in 32 bits
+        return None
+    if width != channels or (channels > 1 and layouts.output[1] != 1):
+        return None
+
+    def widened(values: tuple[int, ...]) -> tuple[int, ...]:
+        return (*values[:-1], values[-1] * channels)
+
+    narrow = replace(
+        problem,
+        out_channels=1,
+        kernel_size=widened(problem.kernel_size),
+        stride=widened(problem.stride),
+        padding=widened(problem.padding),
+        output_padding=widened(problem.output_padding),
+        dilation=(*problem.dilation[:-1], 1),
+        channels_last=False,
+    )
+    return narrow, replace(layouts, output=(batch, 0, depth, height, 1))
+
+
+def rows_as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
+    """The same of an input gradient, whose weight's taps have to lie like the pixels; as it is, channels first."""
+    if not problem.channels_last:
+        return problem, layouts
+    alike = layouts.weight_channels_last or problem.out_channels == 1
+    return as_one_channel(problem, layouts) if alike else None
+
+
+def channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
+    """Bytes of a box's row where those are rows or columns of an operand: the most that leave the fewest over."""
+    pixel = channels * DTYPE_BYTES[problem.dtype]
+    return min((128, 64, 32), key=lambda pitch: (round_up(pixel, pitch), -pitch))

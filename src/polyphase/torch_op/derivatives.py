@@ -1,0 +1,247 @@
+"""The derivatives of the three passes, and how they meet vmap: one table for eager autograd and for torch.compile.
+
+With input x, weight w and gradient of the output g, the layer is one trilinear form ``T(x, w, g) = <g, layer(x, w)>``.
+Each pass is T with one of its three slots left open::
+
+    layer(x, w)       = T(x, w, ·)      the output slot is open
+    input_grad(g, w)  = T(·, w, g)      the input slot is open
+    weight_grad(x, g) = T(x, ·, g)      the weight slot is open
+
+So the derivative of a pass with respect to one of its operands is T again: the cotangent takes the open slot, and the
+operand's slot is opened. That holds for derivatives of any order. Complex operands that stay are conjugated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from polyphase.torch_op import operators
+from polyphase.torch_op.validate import Layer
+
+INPUT, WEIGHT, OUTPUT, BIAS = range(4)
+Operands = tuple["Tensor | None", "Tensor | None", "Tensor | None"]  # input, weight, output; None is the open slot
+Run = Callable[[Operands, "Tensor | None", Layer], Tensor]
+
+
+def _open(operands: Operands, bias: Tensor | None, layer: Layer) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """The operator of the pass that these operands leave open, and its arguments."""
+    x, w, g = operands
+    if g is None:
+        return operators.conv_transpose, (x, w, bias, *layer[1:])
+    if x is None:
+        return operators.conv_transpose_input_grad, (g, w, *layer[1:])
+    return operators.conv_transpose_weight_grad, (x, g, *layer)
+
+
+def run_operator(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
+    """The pass that these operands leave open, as one call of its operator."""
+    operator, arguments = _open(operands, bias, layer)
+    return operator(*arguments)
+
+
+def run(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
+    """The same in eager mode, differentiable in backward and forward mode, any number of times."""
+    if torch._C._are_functorch_transforms_active():
+        result: Tensor = TransformedContraction.apply(*operands, bias, layer)  # type: ignore[no-untyped-call]
+        return result
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return _apply(*map(_unwrap, (*operands, bias)), layer)
+    return _below_autograd(*operands, bias, layer)  # an ordinary backward pass
+
+
+def gradients(
+    run: Run, operands: Operands, cotangent: Tensor, layer: Layer, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight, output and bias, those that are ``needed``, from that of the result.
+
+    ``operands`` are what `_to_save` has left of them: the slots of None that it adds are those that are opened here.
+    """
+    filled = tuple(cotangent if operand is None else operand.conj() for operand in operands)
+    results = [run(_replace(filled, slot, None), None, layer) if needed[slot] else None for slot in range(3)]
+    # PyTorch's sum reads the gradient once and is deterministic: a kernel of our own could do no better.
+    results.append(cotangent.sum([0, *range(2, cotangent.dim())]) if needed[BIAS] else None)
+    return tuple(results)
+
+
+def _to_save(operands: Sequence[Tensor | None], needed: Sequence[bool]) -> Operands:
+    """The operands without those that no gradient needs: an input is not kept alive for a frozen weight."""
+    x, w, g = operands
+    for_x, for_w, for_g = needed[:3]
+    return x if for_w or for_g else None, w if for_x or for_g else None, g if for_x or for_w else None
+
+
+def _replace(operands: Sequence[Tensor | None], slot: int, tensor: Tensor | None) -> Operands:
+    x, w, g = operands
+    return (tensor, w, g) if slot == INPUT else (x, tensor, g) if slot == WEIGHT else (x, w, tensor)
+
+
+def _below_autograd(
+    input: Tensor | None, weight: Tensor | None, output: Tensor | None, bias: Tensor | None, layer: Layer
+) -> Tensor:
+    operator, arguments = _open((input, weight, output), bias, layer)
+    return operators.call_below_autograd(operator, *arguments)
+
+
+def _unwrap(tensor: Tensor | None) -> Tensor | None:
+    """The tensor itself, where it has got out of a transform of `torch.func` that is over."""
+    return None if tensor is None else torch._C._functorch.unwrap_if_dead(tensor)
+
+
+def _remember(ctx: Any, operands: Operands, layer: Layer) -> None:
+    """For the backward pass."""
+    ctx.layer = layer
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*_to_save(operands, ctx.needs_input_grad))
+
+
+def _remember_forward(ctx: Any, operands: Operands, output: Tensor) -> None:
+    """For forward mode, beside that."""
+    ctx.shape = output.shape
+    ctx.save_for_forward(*operands)
+
+
+class Contraction(torch.autograd.Function):
+    """A pass in eager mode, from its operands, the bias, and the layer's constants."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor | None, w: Tensor | None, g: Tensor | None, bias: Any, layer: Any) -> Tensor:
+        """The pass itself."""
+        output = _below_autograd(x, w, g, bias, layer)
+        _remember(ctx, (x, w, g), layer)
+        if forward_ad._current_level >= 0:
+            _remember_forward(ctx, (x, w, g), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of the operands that need one."""
+        if cotangent is None:
+            return (None,) * 5
+        return *gradients(run, ctx.saved_tensors, cotangent, ctx.layer, ctx.needs_input_grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
+        """The derivative along tangents: the pass is linear in each of its operands, and in the bias."""
+        operands = ctx.saved_tensors
+        terms = [
+            run(_replace(operands, slot, tangent), None, ctx.layer)
+            for slot, tangent in enumerate(tangents[:BIAS])
+            if tangent is not None
+        ]
+        bias = tangents[BIAS]
+        if bias is not None:
+            terms.append(bias.view(-1, *[1] * (len(ctx.shape) - 2)).expand(ctx.shape))
+        return sum(terms[1:], terms[0]) if terms else None
+
+
+# PyTorch's `apply` in C++: the one in Python looks for transforms once more.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, Contraction).apply
+
+
+class TransformedContraction(Contraction):
+    """The same in the form that `torch.func` asks for. Calls of this form take PyTorch 10 µs longer."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensor:
+        """The pass itself."""
+        return _below_autograd(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what derivatives will ask for."""
+        *operands, _, layer = inputs
+        _remember(ctx, (*operands,), layer)
+        _remember_forward(ctx, (*operands,), output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """A batch of calls as one call."""
+        *operands, bias, layer = inputs
+        return batched(run, info.batch_size, in_dims, (*operands,), bias, layer)
+
+
+def batched(
+    run: Run, size: int, in_dims: Sequence[int | None], operands: Operands, bias: Tensor | None, layer: Layer
+) -> tuple[Tensor, int]:
+    """``size`` calls as one: more images where they share a weight, else more groups. Result and its batch dimension.
+
+    ``in_dims`` are the batch dimensions of input, weight, output and bias; None where all calls share the tensor.
+    """
+    moved = [
+        tensor if tensor is None or dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip((*operands, bias), in_dims)
+    ]
+    own_bias = in_dims[BIAS] is not None
+    if operands[WEIGHT] is not None and in_dims[WEIGHT] is None:
+        shared_bias = None if own_bias else bias
+        if in_dims[INPUT] is None and in_dims[OUTPUT] is None:  # the bias is all that differs
+            result = run(operands, shared_bias, layer).unsqueeze(0)
+        else:
+            slot = INPUT if operands[OUTPUT] is None else OUTPUT
+            images = moved[slot]
+            assert images is not None
+            folded = run(_replace(operands, slot, images.flatten(0, 1)), shared_bias, layer)
+            result = folded.unflatten(0, images.shape[:2])
+        biases = moved[BIAS]
+        if own_bias and biases is not None:
+            result = result + biases.unflatten(1, (-1, *[1] * len(layer.stride))).unsqueeze(1)
+        return result, 0
+
+    *each, bias = (
+        tensor if tensor is None or dim is not None else tensor.expand(size, *tensor.shape)
+        for tensor, dim in zip(moved, in_dims)
+    )
+    x, w, g = each
+    x = None if x is None else x.movedim(0, 1).flatten(1, 2)
+    w = None if w is None else w.flatten(0, 1)
+    g = None if g is None else g.movedim(0, 1).flatten(1, 2)
+    bias = None if bias is None else bias.flatten()
+    result = run((x, w, g), bias, layer._replace(groups=layer.groups * size))
+    dim = 0 if w is None else 1
+    return result.unflatten(dim, (size, -1)), dim
+
+
+def _unpack_forward(input: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> Any:
+    return (input, weight, None), bias, Layer(tuple(weight.shape[2:]), *constants)
+
+
+def _unpack_input_grad(grad_output: Tensor, weight: Tensor, *constants: Any) -> Any:
+    return (None, weight, grad_output), None, Layer(tuple(weight.shape[2:]), *constants)
+
+
+def _unpack_weight_grad(input: Tensor, grad_output: Tensor, *constants: Any) -> Any:
+    return (input, None, grad_output), None, Layer(*constants)
+
+
+def _register(name: str, unpack: Callable[..., Any], slots: Sequence[int]) -> None:
+    """Derivatives and vmap rule of an operator whose first arguments are the tensors of ``slots``."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        operands, _, ctx.layer = unpack(*inputs)
+        ctx.arguments = len(inputs)
+        ctx.needed = [slot in slots and ctx.needs_input_grad[slots.index(slot)] for slot in range(4)]
+        ctx.save_for_backward(*_to_save(operands, ctx.needed))
+
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        results = gradients(run_operator, ctx.saved_tensors, cotangent, ctx.layer, ctx.needed)
+        return *(results[slot] for slot in slots), *[None] * (ctx.arguments - len(slots))
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        dims: list[int | None] = [None] * 4
+        for slot, dim in zip(slots, in_dims):
+            dims[slot] = dim
+        return batched(run_operator, info.batch_size, dims, *unpack(*arguments))
+
+    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=operators.LIBRARY)
+    if hasattr(torch.library, "register_vmap"):  # PyTorch 2.5
+        torch.library.register_vmap(name, vmap, lib=operators.LIBRARY)
+
+
+_register("polyphase::conv_transpose", _unpack_forward, (INPUT, WEIGHT, BIAS))
+_register("polyphase::conv_transpose_input_grad", _unpack_input_grad, (OUTPUT, WEIGHT))
+_register("polyphase::conv_transpose_weight_grad", _unpack_weight_grad, (INPUT, OUTPUT))

@@ -1,0 +1,191 @@
+"""The three passes as operators of PyTorch's dispatcher: schemas, implementations per device, and fakes.
+
+``polyphase::conv_transpose``, ``polyphase::conv_transpose_input_grad`` and ``polyphase::conv_transpose_weight_grad``
+take batched tensors of one dtype and one device and one integer per spatial dimension, and take them to be valid: users
+call `polyphase.conv_transpose2d` and its kin, which check first. Derivatives and vmap rules are in
+`polyphase.torch_op.derivatives`.
+
+Sizes that may be symbolic under ``torch.compile`` (those that follow from the shapes of tensors) are SymInts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from polyphase.errors import UnsupportedError
+from polyphase.problem import Axis
+from polyphase.torch_op import as_real, portable
+from polyphase.torch_op.memory_format import as_output, empty_output
+from polyphase.torch_op.validate import FLOATING
+
+_CONSTANTS = "int[] stride, int[] padding, SymInt[] output_padding, int[] dilation, int groups"
+_SCHEMAS = {
+    "conv_transpose": f"(Tensor input, Tensor weight, Tensor? bias, {_CONSTANTS}) -> Tensor",
+    "conv_transpose_input_grad": f"(Tensor grad_output, Tensor weight, {_CONSTANTS}) -> Tensor",
+    "conv_transpose_weight_grad": f"(Tensor input, Tensor grad_output, SymInt[] kernel_size, {_CONSTANTS}) -> Tensor",
+}
+
+
+@functools.cache
+def _runtime() -> ModuleType:
+    """The CUDA path; PyTorch without CUDA never needs it."""
+    from polyphase import runtime
+
+    return runtime
+
+
+def _on_cuda(name: str) -> Callable[..., Tensor]:
+    """The implementation of a pass for CUDA tensors."""
+    without_kernels = _portably(name)
+
+    def implementation(first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
+        if first.numel() == 0:  # an empty batch, of any size
+            return without_kernels(first, second, *arguments)
+        real: Callable[..., Tensor] = getattr(_runtime(), name)
+        if first.dtype in FLOATING:
+            result = real(first, second, *arguments)
+            # The weight gradient may come contiguous, whatever its operands are; PyTorch's does not.
+            return as_output(result, first, second) if name == "weight_grad" else result
+        if first.dtype.is_complex:
+            complex_pass: Callable[..., Tensor] = getattr(as_real, name)
+            return complex_pass(real, first, second, *arguments)
+        raise UnsupportedError(f"polyphase has no CUDA kernels for {first.dtype}")
+
+    return implementation
+
+
+def _portably(name: str) -> Callable[..., Tensor]:
+    """The implementation of a pass for tensors of any other device."""
+    portable_pass: Callable[..., Tensor] = getattr(portable, name)
+
+    def implementation(first: Tensor, *arguments: Any) -> Tensor:
+        if not torch._C._is_any_autocast_enabled():
+            return portable_pass(first, *arguments)
+        with torch.autocast(first.device.type, enabled=False):  # it would take the float32 products in half precision
+            return portable_pass(first, *arguments)
+
+    return implementation
+
+
+def _forward_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    axes = map(Axis, weight.shape[2:], stride, padding, dilation)
+    size = [axis.output_size(n, extra) for axis, n, extra in zip(axes, input.shape[2:], output_padding)]
+    return empty_output((input.shape[0], weight.shape[1] * groups, *size), input, weight)
+
+
+def _input_grad_fake(
+    grad_output: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    axes = map(Axis, weight.shape[2:], stride, padding, dilation)
+    size = [axis.input_size(n, extra) for axis, n, extra in zip(axes, grad_output.shape[2:], output_padding)]
+    return empty_output((grad_output.shape[0], weight.shape[0], *size), grad_output, weight)
+
+
+def _weight_grad_fake(
+    input: Tensor,
+    grad_output: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    return empty_output((input.shape[1], grad_output.shape[1] // groups, *kernel_size), input, grad_output)
+
+
+LIBRARY = torch.library.Library("polyphase", "DEF")
+
+for _name, _pass, _fake in (
+    ("conv_transpose", "forward", _forward_fake),
+    ("conv_transpose_input_grad", "input_grad", _input_grad_fake),
+    ("conv_transpose_weight_grad", "weight_grad", _weight_grad_fake),
+):
+    LIBRARY.define(_name + _SCHEMAS[_name])
+    LIBRARY.impl(_name, _portably(_pass), "CompositeExplicitAutograd")
+    if torch.version.cuda is not None:  # ROCm's tensors are of the key CUDA too, and take the portable path
+        LIBRARY.impl(_name, _on_cuda(_pass), "CUDA")
+    torch.library.register_fake(f"polyphase::{_name}", _fake, lib=LIBRARY)
+
+
+@register_flop_formula(torch.ops.polyphase.conv_transpose)
+def _forward_flops(input: Sequence[int], weight: Sequence[int], *rest: Any, **result: Any) -> int:
+    """For PyTorch's `FlopCounterMode`, of shapes, as all three: see `ConvTransposeProblem.flops`."""
+    return 2 * math.prod(input) * math.prod(weight[1:])
+
+
+@register_flop_formula(torch.ops.polyphase.conv_transpose_input_grad)
+def _input_grad_flops(
+    grad_output: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Sequence[int], **more: Any
+) -> int:
+    return 2 * math.prod(out_shape) * math.prod(weight[1:])
+
+
+@register_flop_formula(torch.ops.polyphase.conv_transpose_weight_grad)
+def _weight_grad_flops(input: Sequence[int], *rest: Any, out_shape: Sequence[int], **more: Any) -> int:
+    return 2 * math.prod(input) * math.prod(out_shape[1:])
+
+
+conv_transpose: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose.default
+conv_transpose_input_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_input_grad.default
+conv_transpose_weight_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_weight_grad.default
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN
+        and torch._C._has_storage(tensor)  # a vmap of old that functorch does not know of wraps tensors too
+        and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+    )
+
+
+def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
+    """One of the three operators without its derivatives; past the dispatcher (4 µs) where nothing listens to it."""
+    if (
+        first.is_cuda
+        and torch.version.cuda is not None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._profiler_enabled()
+        and _is_plain(first)
+        and _is_plain(second)
+        and (not isinstance(arguments[0], Tensor) or _is_plain(arguments[0]))
+    ):
+        return _CUDA[operator](first, second, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(first, second, *arguments)
+
+
+_CUDA = {
+    conv_transpose: _on_cuda("forward"),
+    conv_transpose_input_grad: _on_cuda("input_grad"),
+    conv_transpose_weight_grad: _on_cuda("weight_grad"),
+}
+
+if torch.version.cuda is not None:  # so that no first call waits for what is imported
+    _runtime()
