@@ -157,7 +157,7 @@ def test_bench_prints_writes_and_draws(tmp_path: Path) -> None:
     assert all(record.ms and record.torch_default_ms and record.torch_benchmark_ms for record in measured)
     assert all((record.torch_channels_last_ms is None) == (record.layer != LAYER or record.layout != "nchw")
                for record in measured)  # fmt: skip
-    assert measured[0].schedule == "portable"
+    assert measured[0].algorithm == "portable"
     assert measured[0].torch == torch.__version__
     assert "PyTorch has no channels_last for one spatial dimension" in told(result)
     assert "times as fast as PyTorch's benchmark mode, slower on" in told(result)

@@ -159,7 +159,6 @@ class _GradientGemm(Gradient):
             ("OUT_CHUNK", variant.out_chunk),
             ("POSITIONS", variant.positions),
             ("BUFFERS", variant.buffers),
-            ("PARTS", 1),
             ("MIN_BLOCKS", variant.min_blocks),
         )
         main = Step(

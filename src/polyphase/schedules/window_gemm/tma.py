@@ -163,7 +163,6 @@ class _GradientBoxes(Gradient):
             ("COLUMN_PITCH", column_pitch),
             ("TRANSPOSED", transposed),
             ("BUFFERS", variant.buffers),
-            ("PARTS", 1),
             ("MIN_BLOCKS", variant.resident),
             ("WGMMA", True),
             ("BY_THREADS", transposed and DTYPE_BYTES[problem.dtype] == 4),

@@ -146,7 +146,6 @@ class _GradientWgmma(Gradient):
             ("TRANSPOSED", given.channels_last),
             ("BUFFERS", variant.buffers),
             *((("FLUSH", _stages_summed(problem, variant)),) if pass_ is Pass.INPUT_GRAD else ()),
-            ("PARTS", 1),
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
         )
