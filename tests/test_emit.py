@@ -23,6 +23,7 @@ from emitted import ARCHS, LAYERS, ON_ALL, ROOT, TWO_LAYERS, emitted, emitted_fi
 from polyphase.__main__ import app
 from polyphase.emit import rules
 from polyphase.emit.model import EmitError
+from polyphase.jit.includes import without_includes
 
 # What is in the file
 
