@@ -102,7 +102,7 @@ def assembled(files: Sequence[str], texts: Mapping[str, str]) -> str:
 def _twins(forms: str) -> dict[str, str]:
     """Texts in place of files of the kernels, by path; ``forms``: those of the matrix instruction that a kernel has."""
     paths = {f"ptx/{path.name}": path for path in (_HERE / "ptx").glob("*.cuh")}
-    paths["emulator/operand.cuh"] = _HERE / "operand/rounding.cuh"
+    paths["emulator/tensor_cores.cuh"] = _HERE / "tensor_cores.cuh"
     twins = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     return twins | {_WGMMA_FORMS: twins[_WGMMA_FORMS] + "".join(map(_twin_of_form, _FORM.finditer(forms)))}
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/types.cuh"
-#include "emulator/operand.cuh"
+#include "emulator/tensor_cores.cuh"
 
 template <bool TRANSPOSED = false>
 inline void ldmatrix(unsigned (&to)[4], unsigned address) {

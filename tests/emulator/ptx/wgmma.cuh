@@ -6,7 +6,7 @@
 #include "specialisation.cuh"
 #include "core/swizzle.cuh"
 #include "core/types.cuh"
-#include "emulator/operand.cuh"
+#include "emulator/tensor_cores.cuh"
 #include "ptx/wgmma_forms.cuh"
 
 template <int PITCH>

@@ -4,7 +4,7 @@
 
 #include "core/swizzle.cuh"
 #include "core/types.cuh"
-#include "emulator/operand.cuh"
+#include "emulator/tensor_cores.cuh"
 
 // A matrix in shared memory, by its descriptor: rows of A, or columns of B, by k.
 template <class T, bool TRANSPOSED>
