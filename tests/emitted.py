@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import include_paths
 
-from emulator import EmulatedKernel
+from emulator import EmulatedKernel, assembled
 from kernel_harness import tensor_map
 from polyphase.emit import file as emit_file
 from polyphase.emit.model import Model, model_of_file, model_of_layer
@@ -127,7 +127,6 @@ class Extension:
     def __init__(self, module: Any, arch: str) -> None:
         self.kernels = module.KERNELS[arch]
         self.files = module.FILES
-        self.shared = module.SHARED_FILES
         self.launches: list[str] = []
         self.boxes: list[Boxes] = []
 
@@ -143,10 +142,9 @@ class Extension:
         shared_bytes: int,
         tensors: Sequence[Tensor | None],
     ) -> None:
-        name, specialisation, files = self.kernels[number]
+        name, generated, files = self.kernels[number]
         self.launches.append(name)
-        texts = [self.files[file] for file in self.shared], [self.files[file] for file in files]
-        kernel = EmulatedKernel("\n".join([*texts[0], specialisation, *texts[1]]), name)
+        kernel = EmulatedKernel(assembled(files, {**self.files, **generated}), name)
         for i, packed in enumerate(struct.iter_unpack(BOXES, boxes)):
             self.boxes.append(unpacked_boxes(packed))
             tensor = tensors[self.boxes[-1].tensor]

@@ -19,8 +19,9 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
-from emulator import EmulatedKernel
+from emulator import EmulatedKernel, text_of
 from helpers import TORCH, constants
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides, extent
@@ -54,7 +55,7 @@ class Emulator:
     def __call__(self, step: Step, tensors: Sequence[Tensor | None]) -> None:
         if 0 in step.grid:
             return
-        kernel = EmulatedKernel(step.source.text, step.source.kernel)
+        kernel = EmulatedKernel(text_of(step.source), step.source.kernel)
         sizes = step.geometry
         maps = b"".join(map(tensor_map, step.boxes))
         sizes = maps + sizes[len(maps) :]
@@ -68,7 +69,7 @@ class Emulator:
 
 
 def tensor_map(boxes: Boxes) -> bytes:
-    """The emulator's ``TensorMap`` (kernels/common/async.cuh)."""
+    """The emulator's ``TensorMap`` (tests/emulator/ptx/tma.cuh)."""
     assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in boxes.strides)
     assert all(0 < side <= 256 for side in boxes.spans)
     assert all(0 < step <= 8 for step in boxes.steps)
@@ -284,10 +285,10 @@ def offers(
 ) -> list[tuple[Candidate, Program]]:
     """What a schedule offers, and its launches."""
     layouts = layouts or Layouts.dense(problem)
-    assert schedule.refusal(problem, pass_, H200) is None
+    assert refusal(schedule, problem, pass_, H200) is None
     return [
         (candidate, schedule.launch(problem, pass_, H200, layouts, candidate.variant))
-        for candidate in schedule.candidates(problem, pass_, H200, layouts)
+        for candidate in candidates(schedule, problem, pass_, H200, layouts)
     ]
 
 

@@ -371,7 +371,7 @@ def test_compile_with_the_real_compiler(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     lines = {line["kernel"]: line for line in csv.DictReader((tmp_path / "kernels.csv").open())}
-    assert set(lines) == {"weight_grad", "weight_grad_channels", "weight_grad_windows", "add_planes"}
+    assert set(lines) == {"weight_grad", "weight_grad_channels", "weight_grad_windows", "reduce_splits"}
     assert int(lines["weight_grad"]["registers"]) > 16
     assert int(lines["weight_grad_channels"]["shared"]) > 0  # the winner
 

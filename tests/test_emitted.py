@@ -17,13 +17,14 @@ import emulator
 from emitted import BOXES, BY_BOXES, LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
 from polyphase.emit import support
 from polyphase.emit.support import packed_boxes
-from polyphase.jit.source import SETTLED
+from polyphase.jit.source import SPECIALISATION
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import typical
 from polyphase.program.program import Program
+from polyphase.program.step import Step
 from polyphase.program.tensor_map import Boxes
 
 # Its input gradient comes in planes.
@@ -100,14 +101,17 @@ def model_problem(module: Any) -> ConvTransposeProblem:
     return ConvTransposeProblem(**vars(module.LAYERS[0].problem) | {})
 
 
-def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Program) -> None:
+def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Step) -> None:
     number, geometry, boxes, *grid, block, shared_bytes = given
     assert (tuple(grid), block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
     assert (geometry, boxes) == (expected.geometry, b"".join(map(packed_boxes, expected.boxes)))
-    name, specialisation, files = module.KERNELS[arch][number]
+    name, generated, files = module.KERNELS[arch][number]
     assert (name, files) == (expected.source.kernel, expected.source.files)
-    lines = zip(specialisation.strip().splitlines(), expected.source.specialisation.strip().splitlines(), strict=True)
-    assert all(ours == theirs or any(name in ours for name in SETTLED) for ours, theirs in lines)
+    lines = zip(
+        generated[SPECIALISATION].strip().splitlines(), expected.source.specialisation.strip().splitlines(), strict=True
+    )
+    settled = expected.source.settled_constants
+    assert all(ours == theirs or any(f" {name} =" in ours for name in settled) for ours, theirs in lines)
 
 
 def test_a_size_without_a_kernel_is_an_error() -> None:

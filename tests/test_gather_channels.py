@@ -13,6 +13,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
@@ -53,7 +54,7 @@ def cases() -> Iterator[ParameterSet]:
     for name, problem in LAYERS.items():
         for pass_ in PASSES:
             for dtype in ("float32", "bfloat16", "float64"):
-                if GatherChannels().refusal(replace(problem, dtype=dtype), pass_, H200):  # a long sum of float32
+                if refusal(GatherChannels(), replace(problem, dtype=dtype), pass_, H200):  # a long sum of float32
                     assert (name, pass_, dtype) == ("groups of eight and sixteen", Pass.INPUT_GRAD, "float32")
                     continue
                 yield pytest.param(replace(problem, dtype=dtype), pass_, id=f"{name}-{pass_.value}-{dtype}")
@@ -111,7 +112,7 @@ def test_blocks_go_on() -> None:
     problem = make((2, 64, 37, 40), 64, 3, 2, 1, groups=64, bias=True, channels_last=True)
     few = replace(H200, multiprocessors=1)
     layouts = Layouts.dense(problem)
-    candidate = next(GatherChannels().candidates(problem, Pass.FORWARD, few, layouts))
+    candidate = next(candidates(GatherChannels(), problem, Pass.FORWARD, few, layouts))
     launch = GatherChannels().launch(problem, Pass.FORWARD, few, layouts, candidate.variant)
     *_, steps, _ = struct.unpack_from("<11i", launch.main.geometry, 2 * 56)
     assert steps > 1
@@ -140,11 +141,11 @@ def test_float32_is_exact() -> None:
 
 def test_refusals() -> None:
     depthwise = make((2, 64, 9, 11), 64, 3, groups=64)
-    refusal = GatherChannels().refusal
-    assert refusal(replace(depthwise, channels_last=True), Pass.FORWARD, H200) is None
-    assert "forward pass and the input gradient" in (refusal(depthwise, Pass.WEIGHT_GRAD, H200) or "")
-    assert "side by side" in (refusal(depthwise, Pass.FORWARD, H200) or "")
+    schedule = GatherChannels()
+    assert refusal(schedule, replace(depthwise, channels_last=True), Pass.FORWARD, H200) is None
+    assert "forward pass and the input gradient" in (refusal(schedule, depthwise, Pass.WEIGHT_GRAD, H200) or "")
+    assert "side by side" in (refusal(schedule, depthwise, Pass.FORWARD, H200) or "")
     dense = make((2, 64, 9, 11), 64, 3, channels_last=True)
-    assert "one after the other" in (refusal(dense, Pass.FORWARD, H200) or "")
+    assert "one after the other" in (refusal(schedule, dense, Pass.FORWARD, H200) or "")
     long = make((2, 8, 200, 200), 8, 160, groups=8, dtype="bfloat16", channels_last=True)
-    assert "exceed" in (refusal(long, Pass.FORWARD, H200) or "")
+    assert "exceed" in (refusal(schedule, long, Pass.FORWARD, H200) or "")

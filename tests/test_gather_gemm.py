@@ -23,6 +23,7 @@ from kernel_harness import (
     reference,
     run,
 )
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -129,7 +130,7 @@ def test_blocks_take_tile_after_tile(
     batch = 40 if name == "tiny images" else 5
     problem = replace(LAYERS[name], batch=4 * batch if shared else batch)
     dense = Layouts.dense(problem)
-    candidate = next(GatherGemm().candidates(problem, Pass.FORWARD, device, dense))
+    candidate = next(candidates(GatherGemm(), problem, Pass.FORWARD, device, dense))
     launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
     tiling = _tiling(problem, dense, candidate.variant, device)
     assert tiling is not None
@@ -218,7 +219,7 @@ def test_without_the_copy_engine() -> None:
     for name, dtype in (("grouped, every parameter", "float32"), ("six channels", "float16"), ("3-D", "float32")):
         problem = replace(LAYERS[name], dtype=dtype)
         dense = Layouts.dense(problem)
-        candidate = next(GatherGemm().candidates(problem, Pass.FORWARD, device, dense))
+        candidate = next(candidates(GatherGemm(), problem, Pass.FORWARD, device, dense))
         launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
         assert_exact(problem, Pass.FORWARD, candidate, launch)
 
@@ -234,6 +235,6 @@ def test_where_it_refuses() -> None:
         replace(layer, channels_last=True): "channels come last",
     }
     for problem, reason in wanted.items():
-        assert reason in (GatherGemm().refusal(problem, Pass.FORWARD, H200) or "")
-    assert "only" in (GatherGemm().refusal(layer, Pass.WEIGHT_GRAD, H200) or "")
-    assert "lacks" in (GatherGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
+        assert reason in (refusal(GatherGemm(), problem, Pass.FORWARD, H200) or "")
+    assert "only" in (refusal(GatherGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks" in (refusal(GatherGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")

@@ -39,6 +39,7 @@ from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.source import KernelSource
 from polyphase.plan import planner as plan
 from polyphase.plan.planner import launches
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -190,13 +191,13 @@ def strange_cases() -> Iterator[ParameterSet]:
             (f"{name}, boxes", layer, (pass_, schedule))
             for name, layer in BOX_LAYERS.items()
             for pass_, schedule in BOX_SCHEDULES.items()
-            if schedule.refusal(layer, pass_, H200) is None
+            if refusal(schedule, layer, pass_, H200) is None
         ),
         *(
             (f"{name}, turned", layer, (pass_, schedule))
             for name, layer in TURNED_LAYERS.items()
             for pass_, schedule in TURNED_SCHEDULES.items()
-            if schedule.refusal(layer, pass_, H200) is None
+            if refusal(schedule, layer, pass_, H200) is None
         ),
         *(
             (f"{name}, pixels", replace(layer, dtype=dtype), (Pass.FORWARD, PixelGemm()))
@@ -208,7 +209,7 @@ def strange_cases() -> Iterator[ParameterSet]:
             for name, layer in CHANNELS_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16", "float64")
             for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD)
-            if GatherChannels().refusal(replace(layer, dtype=dtype), pass_, H200) is None  # a long sum of float32
+            if refusal(GatherChannels(), replace(layer, dtype=dtype), pass_, H200) is None  # a long sum of float32
         ),
         *(
             (f"{name}, channels", replace(layer, dtype=dtype, channels_last=last), (Pass.WEIGHT_GRAD, channels_grad))
@@ -298,7 +299,7 @@ def test_tiles_are_shared(name: str, dtype: str, variants: Gpu, monkeypatch: pyt
     device = replace(DeviceInfo.of(variants.device), multiprocessors=16)
     problem = replace(GATHER_LAYERS[name], batch=40 * GATHER_LAYERS[name].batch, dtype=dtype)
     layouts = Layouts.dense(problem)
-    for candidate in GatherGemm().candidates(problem, Pass.FORWARD, device, layouts):
+    for candidate in candidates(GatherGemm(), problem, Pass.FORWARD, device, layouts):
         launch = GatherGemm().launch(problem, Pass.FORWARD, device, layouts, candidate.variant)
         assert len(launch.steps) == 2
         if name == "more channels than a block":
@@ -843,7 +844,7 @@ def test_boxes_carry_inf_and_nan(channels_last: bool, bits: int) -> None:
     """The copy engine rounds to TF32: neither does an Inf become a NaN, nor a NaN anything else."""
     problem = make((2, 32, 12, 16), 32, 3, 1, 1, channels_last=channels_last, tf32=True)
     chosen = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).launch
-    if chosen is None or not chosen.boxes:
+    if chosen is None or not chosen.main.boxes:
         pytest.skip("the planner takes no boxes here")
     operands = make_operands(problem, torch.float32, DEVICE)
     if channels_last:

@@ -24,6 +24,7 @@ from kernel_harness import (
     strange_layouts,
 )
 from polyphase.plan.planner import plan
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -92,7 +93,7 @@ def test_layers_take_every_way() -> None:
     ways = set()
     for problem in LAYERS.values():
         for pass_, schedule in SCHEDULES.items():
-            if schedule.refusal(problem, pass_, H200) is None:
+            if refusal(schedule, problem, pass_, H200) is None:
                 for candidate, launch in offers(schedule, problem, pass_):
                     ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in launch.main.boxes}
                     ways |= {(pass_, "row groups", candidate.variant.row_groups), (pass_, launch.splits > 1)}
@@ -201,16 +202,16 @@ def test_where_it_refuses() -> None:
     }
     for pass_, schedule in SCHEDULES.items():
         for problem, reason in wanted.items():
-            assert reason in (schedule.refusal(problem, pass_, H200) or "")
-        assert "only" in (schedule.refusal(layer, Pass.FORWARD, H200) or "")
-        assert schedule.refusal(layer, pass_, H200) is None
+            assert reason in (refusal(schedule, problem, pass_, H200) or "")
+        assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
+        assert refusal(schedule, layer, pass_, H200) is None
         for arch in ("sm_80", "sm_100a", "sm_120"):
-            assert "lacks Hopper's" in (schedule.refusal(layer, pass_, DeviceInfo.for_arch(arch)) or "")
+            assert "lacks Hopper's" in (refusal(schedule, layer, pass_, DeviceInfo.for_arch(arch)) or "")
     odd = replace(layer, in_channels=36)
-    assert "input channels, 72 bytes" in (SCHEDULES[Pass.WEIGHT_GRAD].refusal(odd, Pass.WEIGHT_GRAD, H200) or "")
-    assert SCHEDULES[Pass.INPUT_GRAD].refusal(odd, Pass.INPUT_GRAD, H200) is None
+    assert "input channels, 72 bytes" in (refusal(SCHEDULES[Pass.WEIGHT_GRAD], odd, Pass.WEIGHT_GRAD, H200) or "")
+    assert refusal(SCHEDULES[Pass.INPUT_GRAD], odd, Pass.INPUT_GRAD, H200) is None
     split = replace(layer, out_channels=48, groups=2)
-    assert SCHEDULES[Pass.INPUT_GRAD].refusal(replace(split, out_channels=16), Pass.INPUT_GRAD, H200) is not None
+    assert refusal(SCHEDULES[Pass.INPUT_GRAD], replace(split, out_channels=16), Pass.INPUT_GRAD, H200) is not None
 
 
 def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
@@ -219,12 +220,12 @@ def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
     for pass_, schedule in SCHEDULES.items():
         dense, weight_first, unaligned, wider, apart = strange_layouts(layer)
         for layouts in (dense, weight_first, wider, apart):
-            assert list(schedule.candidates(layer, pass_, H200, layouts))
-        assert not list(schedule.candidates(layer, pass_, H200, unaligned))
+            assert list(candidates(schedule, layer, pass_, H200, layouts))
+        assert not list(candidates(schedule, layer, pass_, H200, unaligned))
         first = Layouts.dense(replace(layer, channels_last=False))
-        assert not list(schedule.candidates(layer, pass_, H200, first))
+        assert not list(candidates(schedule, layer, pass_, H200, first))
         odd = replace(dense, output=(*dense.output[:3], dense.output[3] + 4, dense.output[4]))
-        assert not list(schedule.candidates(layer, pass_, H200, odd))
+        assert not list(candidates(schedule, layer, pass_, H200, odd))
 
 
 def test_every_size_has_the_layer_s_kernels() -> None:
@@ -234,8 +235,8 @@ def test_every_size_has_the_layer_s_kernels() -> None:
         found = set()
         for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
             sized = replace(layer, batch=batch, input_size=size)
-            candidates = schedule.candidates(sized, pass_, H200, Layouts.dense(sized))
-            found.add(tuple(candidate.variant for candidate in candidates))
+            offered = candidates(schedule, sized, pass_, H200, Layouts.dense(sized))
+            found.add(tuple(candidate.variant for candidate in offered))
         assert len(found) == 1
 
 

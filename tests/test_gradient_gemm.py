@@ -11,6 +11,8 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, strange_layouts
+from polyphase.plan import shortlist
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -70,11 +72,11 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
 def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of every shape, with rows and columns that do not exist, and with 2, 3 or 4 buffers."""
     monkeypatch.setattr(gradient_gemm, "_SHAPES", (shape,))
-    gradient_gemm._ranked.cache_clear()
+    shortlist.forget()
     rows = 16 * shape[0] * shape[2]
     problem = make((2, rows // 2 + 7, 5, 24), 13, 4, 2, 1, dtype="bfloat16")
     found = offers(SCHEDULES[pass_], problem, pass_)
-    gradient_gemm._ranked.cache_clear()
+    shortlist.forget()
     first = zlib.crc32(f"{pass_} {shape}".encode())
     for buffers in (2 + (first + more) % 3 for more in range(3)):
         candidate, _ = found[0 if buffers < 4 else -1]
@@ -102,7 +104,7 @@ def test_variants_fit_images_of_any_alignment() -> None:
     problem = replace(problem, dtype="bfloat16")
     schedule = InputGradGemm()
     first = {
-        next(schedule.candidates(sized, Pass.INPUT_GRAD, a10, Layouts.dense(sized))).variant
+        next(candidates(schedule, sized, Pass.INPUT_GRAD, a10, Layouts.dense(sized))).variant
         for size in ((1, 33, 5), (9, 9, 9), (3, 40, 64))
         for sized in (replace(problem, input_size=size),)
     }
@@ -146,17 +148,17 @@ def test_where_it_refuses() -> None:
     }
     for pass_, schedule in SCHEDULES.items():
         for problem, reason in wanted.items():
-            assert reason in (schedule.refusal(problem, pass_, H200) or "")
-        assert "only" in (schedule.refusal(layer, Pass.FORWARD, H200) or "")
+            assert reason in (refusal(schedule, problem, pass_, H200) or "")
+        assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
     turing = DeviceInfo.for_arch("sm_75")
-    assert "lacks" in (InputGradGemm().refusal(replace(layer, dtype="float16"), Pass.INPUT_GRAD, turing) or "")
+    assert "lacks" in (refusal(InputGradGemm(), replace(layer, dtype="float16"), Pass.INPUT_GRAD, turing) or "")
 
 
 def test_dtypes_are_those_of_the_cores() -> None:
     taken = {
         dtype
         for dtype in DTYPES
-        if WeightGradGemm().refusal(make((2, 32, 8, 8), 32, 3, dtype=dtype, tf32=True), Pass.WEIGHT_GRAD, H200) is None
+        if refusal(WeightGradGemm(), make((2, 32, 8, 8), 32, 3, dtype=dtype, tf32=True), Pass.WEIGHT_GRAD, H200) is None
     }
     assert taken == {"float32", "float16", "bfloat16"}
 
@@ -185,7 +187,7 @@ def test_mirrored_layers(name: str, channels_last: bool) -> None:
     dense = Layouts.dense(problem)
     ways = ((0, dense), (-1, replace(dense, weight_channels_last=not channels_last)))
     for index, layouts in ways[zlib.crc32(f"{name} {channels_last}".encode()) % 2 :][:1]:
-        candidate = list(schedule.candidates(problem, Pass.INPUT_GRAD, H200, layouts))[index]
+        candidate = list(candidates(schedule, problem, Pass.INPUT_GRAD, H200, layouts))[index]
         launch = schedule.launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
         assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, Emulator(1))
 
@@ -195,4 +197,4 @@ def test_what_has_no_mirror() -> None:
     assert layer.mirrored() is not None
     assert replace(layer, stride=(1, 2)).mirrored() is None
     assert replace(layer, padding=(1, 3)).mirrored() is None
-    assert "stride 1" in (ImplicitGemm().refusal(replace(layer, stride=(2, 2)), Pass.INPUT_GRAD, H200) or "")
+    assert "stride 1" in (refusal(ImplicitGemm(), replace(layer, stride=(2, 2)), Pass.INPUT_GRAD, H200) or "")

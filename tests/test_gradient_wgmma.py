@@ -22,7 +22,8 @@ from kernel_harness import (
     strange_layouts,
 )
 from polyphase.plan import planner as plan
-from polyphase.problem import ConvTransposeProblem, Pass, sizes
+from polyphase.plan.shortlist import candidates, in_order, refusal
+from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.schedules import tiles
@@ -93,7 +94,7 @@ LAST = {
 def test_channels_last(name: str) -> None:
     """Tensors of each kind that the engine takes, a variant of each; on a GPU it is all of them."""
     problem, schedule, met = LAST[name], SCHEDULES[Pass.WEIGHT_GRAD], 0
-    assert InputGradWgmma().refusal(problem, Pass.INPUT_GRAD, H200)
+    assert refusal(InputGradWgmma(), problem, Pass.INPUT_GRAD, H200)
     for number, layouts in enumerate(strange_layouts(problem)):
         if found := offers(schedule, problem, Pass.WEIGHT_GRAD, layouts):
             candidate, launch = found[number % len(found)]
@@ -121,7 +122,7 @@ def test_layers_take_every_way() -> None:
     ways = set()
     for problem in LAYERS.values():
         for pass_ in GRADIENTS:
-            for variant in gradient_wgmma._ranked(sizes.standard(problem), pass_, H200):
+            for variant in in_order(SCHEDULES[pass_], problem, pass_, H200, Layouts.dense(problem)):
                 tiling = gradient_wgmma.tiling_of(problem, pass_, Layouts.dense(problem), variant, H200)
                 if tiling is not None:
                     ways.add((pass_, "window", tiling.window_box is not None))
@@ -165,10 +166,10 @@ def test_input_and_gradient_in_different_formats(problem: ConvTransposeProblem, 
     schedule, pass_ = SCHEDULES[Pass.WEIGHT_GRAD], Pass.WEIGHT_GRAD
     for number, layouts in enumerate(mixed_formats(problem)):
         chosen = [(each.candidate, each.launch) for each in plan.plan(problem, pass_, H200, layouts).selected]
-        if schedule.refusal(problem, pass_, H200) is None:
+        if refusal(schedule, problem, pass_, H200) is None:
             chosen += [
                 (each, schedule.launch(problem, pass_, H200, layouts, each.variant))
-                for each in itertools.islice(schedule.candidates(problem, pass_, H200, layouts), 1)
+                for each in itertools.islice(candidates(schedule, problem, pass_, H200, layouts), 1)
             ]
         for candidate, launch in chosen:
             assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
@@ -266,22 +267,22 @@ def test_where_it_refuses() -> None:
         replace(layer, dtype="float32", tf32=True, channels_last=True): "pixels are innermost",
     }
     last = replace(layer, channels_last=True)
-    assert "pixels are innermost" in (InputGradWgmma().refusal(last, Pass.INPUT_GRAD, H200) or "")
-    assert "whole boxes" in (WeightGradWgmma().refusal(last, Pass.WEIGHT_GRAD, H200) or "")
+    assert "pixels are innermost" in (refusal(InputGradWgmma(), last, Pass.INPUT_GRAD, H200) or "")
+    assert "whole boxes" in (refusal(WeightGradWgmma(), last, Pass.WEIGHT_GRAD, H200) or "")
     last = replace(last, out_channels=6)
     for apart in (replace(last, groups=2), replace(last, dilation=(1, 2))):
-        assert "side by side" in (WeightGradWgmma().refusal(apart, Pass.WEIGHT_GRAD, H200) or "")
+        assert "side by side" in (refusal(WeightGradWgmma(), apart, Pass.WEIGHT_GRAD, H200) or "")
     narrow = replace(layer, out_channels=9, kernel_size=(3, 3))
-    assert "162 bytes" in (InputGradWgmma().refusal(narrow, Pass.INPUT_GRAD, H200) or "")
+    assert "162 bytes" in (refusal(InputGradWgmma(), narrow, Pass.INPUT_GRAD, H200) or "")
     for pass_, schedule in SCHEDULES.items():
         for problem, reason in wanted.items():
-            assert reason in (schedule.refusal(problem, pass_, H200) or "")
-        assert "only" in (schedule.refusal(layer, Pass.FORWARD, H200) or "")
-        assert schedule.refusal(layer, pass_, H200) is None
+            assert reason in (refusal(schedule, problem, pass_, H200) or "")
+        assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
+        assert refusal(schedule, layer, pass_, H200) is None
         for arch in ("sm_80", "sm_100a", "sm_120"):
-            assert "lacks Hopper's" in (schedule.refusal(layer, pass_, DeviceInfo.for_arch(arch)) or "")
+            assert "lacks Hopper's" in (refusal(schedule, layer, pass_, DeviceInfo.for_arch(arch)) or "")
     many = replace(layer, kernel_size=(25, 25), padding=(0, 0))
-    assert "no stage of 625 taps" in (WeightGradWgmma().refusal(many, Pass.WEIGHT_GRAD, H200) or "")
+    assert "no stage of 625 taps" in (refusal(WeightGradWgmma(), many, Pass.WEIGHT_GRAD, H200) or "")
 
 
 def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
@@ -289,13 +290,13 @@ def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
         dense, *others = strange_layouts(layer)
-        assert list(schedule.candidates(layer, pass_, H200, dense))
+        assert list(candidates(schedule, layer, pass_, H200, dense))
         weight_last, unaligned, _, apart = others
-        assert bool(list(schedule.candidates(layer, pass_, H200, weight_last))) is (pass_ is Pass.WEIGHT_GRAD)
-        assert not list(schedule.candidates(layer, pass_, H200, unaligned))
-        assert not list(schedule.candidates(layer, pass_, H200, apart))
+        assert bool(list(candidates(schedule, layer, pass_, H200, weight_last))) is (pass_ is Pass.WEIGHT_GRAD)
+        assert not list(candidates(schedule, layer, pass_, H200, unaligned))
+        assert not list(candidates(schedule, layer, pass_, H200, apart))
     odd = replace(layer, input_size=(7, 7))
-    assert not list(WeightGradWgmma().candidates(odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd)))
+    assert not list(candidates(WeightGradWgmma(), odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd)))
 
 
 def test_pairs_never_begin_at_odd_elements() -> None:
@@ -305,12 +306,12 @@ def test_pairs_never_begin_at_odd_elements() -> None:
     dense = Layouts.dense(layer)
     image, channel, slab, row, _ = dense.output
     for pass_, schedule in SCHEDULES.items():
-        assert list(schedule.candidates(layer, pass_, H200, dense))
+        assert list(candidates(schedule, layer, pass_, H200, dense))
         for odd in ((image + 1, channel, slab, row), (image, channel + 1, slab, row), (image, channel, slab, row + 1)):
             layouts = replace(dense, output=(*odd, 1))
-            assert not list(schedule.candidates(layer, pass_, H200, layouts))
+            assert not list(candidates(schedule, layer, pass_, H200, layouts))
         single = replace(layer, batch=1)  # whose images have no stride that counts
-        assert list(schedule.candidates(single, pass_, H200, replace(dense, output=(image + 1, *dense.output[1:]))))
+        assert list(candidates(schedule, single, pass_, H200, replace(dense, output=(image + 1, *dense.output[1:]))))
 
 
 @pytest.mark.parametrize(
@@ -322,8 +323,8 @@ def test_pairs_never_begin_at_odd_elements() -> None:
 )
 def test_strange_sizes_are_planned(layer: ConvTransposeProblem) -> None:
     for pass_, schedule in SCHEDULES.items():
-        if schedule.refusal(layer, pass_, H200) is None:
-            for candidate in schedule.candidates(layer, pass_, H200, Layouts.dense(layer)):
+        if refusal(schedule, layer, pass_, H200) is None:
+            for candidate in candidates(schedule, layer, pass_, H200, Layouts.dense(layer)):
                 schedule.launch(layer, pass_, H200, Layouts.dense(layer), candidate.variant)
 
 
@@ -334,10 +335,10 @@ def test_a_new_size_predicts_no_more_than_it_needs(monkeypatch: pytest.MonkeyPat
     estimate = gradient_wgmma._estimate
     monkeypatch.setattr(gradient_wgmma, "_estimate", lambda *given: asked.append(given) or estimate(*given))
     for pass_, schedule in SCHEDULES.items():
-        assert len(list(schedule.candidates(layer, pass_, H200, Layouts.dense(layer)))) >= 3
+        assert len(list(candidates(schedule, layer, pass_, H200, Layouts.dense(layer)))) >= 3
         asked.clear()
         other = replace(layer, input_size=(33, 40))
-        next(schedule.candidates(other, pass_, H200, Layouts.dense(other)))
+        next(candidates(schedule, other, pass_, H200, Layouts.dense(other)))
         assert len(asked) == 1
 
 
@@ -347,5 +348,5 @@ def test_every_size_has_the_layer_s_kernel() -> None:
         found = set()
         for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
             problem = replace(layer, batch=batch, input_size=size)
-            found.add(next(schedule.candidates(problem, pass_, H200, Layouts.dense(problem))).variant)
+            found.add(next(candidates(schedule, problem, pass_, H200, Layouts.dense(problem))).variant)
         assert len(found) == 1

@@ -42,7 +42,7 @@ def small_source(kernel_size: int = 1) -> KernelSource:
     """A kernel that compiles in a twentieth of a second; another one for every ``kernel_size``."""
     problem = ConvTransposeProblem.make((1, 1, 4), 1, kernel_size)
     device = DeviceInfo.for_arch(ARCH)
-    return GatherGeneral().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralVariant(1)).source
+    return GatherGeneral().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralVariant(1)).main.source
 
 
 SOURCE = small_source()
@@ -581,7 +581,7 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
         return b"", f"{8 if tried[-1][1] else 0} bytes spill stores"
 
     monkeypatch.setattr(compiler, "_compile", pretend)
-    straight = SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True)
+    straight = replace(SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True), fallbacks=((("STRAIGHT", False),),))
     source, _, _ = compiler._compile_without_spills(straight, ARCH)
     assert tried == [(2, True), (1, True), (1, False)]
     assert source == straight.with_constants(MIN_BLOCKS=1, STRAIGHT=False)
@@ -590,20 +590,29 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spills", "chosen"), [((8, 0), -8), ((8, 24, 0), 16), ((16, 24, 8, 32), 16), ((8, 8, 8, 8), 24)]
+    ("spills", "chosen"),
+    [
+        ((8, 0), (-8, 2)),
+        ((8, 24, 0), (16, 2)),
+        ((32, 24, 12, 320, 0), (16, 1)),
+        ((16, 24, 8, 32, 12), (16, 2)),
+        ((8, 8, 8, 8, 8), (16, 1)),
+    ],
 )
 def test_registers_change_hands_rather_than_spill(
-    spills: tuple[int, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+    spills: tuple[int, ...], chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between those who load and those who multiply; where all spill, those that spill least."""
     left = list(spills)
     monkeypatch.setattr(compiler, "_compile", lambda *_: (b"", f"{left.pop(0)} bytes spill stores"))
-    source = SOURCE.with_constants(MIN_BLOCKS=1, WGMMA=True, GIVEN_REGISTERS=0)
+    shares = [(("GIVEN_REGISTERS", count),) for count in (-8, 16, 24)]
+    fallbacks = (*shares, (("GIVEN_REGISTERS", 16), ("CHUNKS_AT_ONCE", 1)))
+    source = replace(SOURCE.with_constants(MIN_BLOCKS=1, GIVEN_REGISTERS=0, CHUNKS_AT_ONCE=2), fallbacks=fallbacks)
     found, _, log = compiler._compile_without_spills(source, ARCH)
-    assert found == source.with_constants(GIVEN_REGISTERS=chosen)
+    assert found == source.with_constants(GIVEN_REGISTERS=chosen[0], CHUNKS_AT_ONCE=chosen[1])
     assert log == f"{min(spills)} bytes spill stores"
     assert not left
-    assert source.with_constants(WGMMA=False).sparing is None
+    assert list(replace(source, fallbacks=()).attempts()) == [replace(source, fallbacks=())]
 
 
 def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -757,7 +766,7 @@ def test_reports() -> None:
         offered = [launch for _, launch in launches(problem, pass_, device)]
         kernels = {report.kernel for report in reports}
         assert {launch.main.source.kernel for launch in offered} <= kernels
-        sums = {"add_planes"} if pass_ is Pass.WEIGHT_GRAD else set()
+        sums = {"reduce_splits"} if pass_ is Pass.WEIGHT_GRAD else set()
         assert kernels - sums <= {source.kernel for launch in offered for source in launch.sources}
         assert sums <= kernels
         for report in reports:

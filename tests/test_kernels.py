@@ -21,6 +21,7 @@ from _pytest.mark import ParameterSet
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, items_of, reference, run, strange_layouts
 from polyphase.plan.planner import launches
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -253,7 +254,7 @@ def test_short_rows() -> None:
     """Where a row of all lanes has too wide a halo tiles have rows of few, of small images too."""
     for size in ((9, 70), (1, 300), (3, 2)):
         problem = make((2, 3, *size), 3, 8, 4, 2, groups=3)
-        found = list(GatherTiled().candidates(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
+        found = list(candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
         assert found
         for number, candidate in enumerate(found[:3]):
             launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
@@ -268,7 +269,7 @@ def test_few_output_channels_are_columns(dtype: str) -> None:
     problem = make((2, 10, 5, 6), 3, 4, 2, 1, 1, dtype=dtype, channels_last=True)
     read = set()
     for number, layouts in enumerate(strange_layouts(problem)):
-        candidate, *_ = GatherTiled().candidates(problem, Pass.INPUT_GRAD, H200, layouts)
+        candidate, *_ = candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, layouts)
         launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
         channels = dict(launch.main.source.constants)["SRC_CHANNELS"]
         assert layouts.weight_channels_last or channels == 3
@@ -302,20 +303,21 @@ def test_wide_offsets(dtype: str, pass_: Pass) -> None:
     candidate, launch = best(schedule, problem, pass_)
     beyond = replace(problem, batch=1, input_size=(2**16, 2**15))
     _, huge = best(schedule, beyond, pass_)
-    assert huge.source.wide_offsets
-    if huge.source == launch.main.source:  # of kernels that know no other
+    assert huge.main.source.wide_offsets
+    if huge.main.source == launch.main.source:  # of kernels that know no other
         return
-    assert replace(huge.source, wide_offsets=False) == launch.main.source
+    assert replace(huge.main.source, wide_offsets=False) == launch.main.source
     # Where each element of a row goes is twice as long.
     extra = launch.main.block * candidate.variant.cells_w * problem.stride[-1] * 8
-    wide_launch = replace(launch, source=huge.source, shared_bytes=launch.main.shared_bytes + extra)
+    wide_main = replace(launch.main, source=huge.main.source, shared_bytes=launch.main.shared_bytes + extra)
+    wide_launch = launch.with_main(wide_main)
     assert_exact(problem, pass_, candidate, wide_launch, executor=Emulator(7))
 
 
 def test_offsets_widen_at_4_gib() -> None:
     """A 3-D image of one channel beyond 4 GiB needs 64 bits for offsets within a tile; one just below does not."""
     sizes = (1024, 1024, 1023), (1024, 1024, 1024)
-    sources = [best("gather_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].source for size in sizes]
+    sources = [best("gather_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].main.source for size in sizes]
     assert [source.wide_offsets for source in sources] == [False, True]
     for below, beyond in pairwise(sources):
         assert replace(beyond, wide_offsets=False) == below
@@ -376,7 +378,7 @@ class GemmCase:
         few = replace(device, multiprocessors=self.numbers(device)[9] if self.variant.resident else 2)
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, few, self.layouts, self.variant)
         if self.one_way and launch.main.one_way is not None:
-            launch = replace(launch, source=launch.main.one_way)
+            launch = launch.with_main(replace(launch.main, source=launch.main.one_way))
         return [(Candidate("implicit_gemm", self.variant, 0.0, ""), launch)]
 
     def numbers(self, device: DeviceInfo) -> list[int]:
@@ -503,7 +505,7 @@ def test_shared_memory_is_what_the_kernel_takes(name: str, settings: dict[str, o
     shared = implicit_gemm_tile._static_shared_bytes(case.variant, product, case.variant.stages)
     stored = implicit_gemm_tile._store_bytes(gather, case.variant)
     alignment = 1024 if case.variant.boxes else 128
-    text = f"""{launch.main.source.text}
+    text = f"""{emulator.text_of(launch.main.source)}
 static_assert(round_up((int)sizeof(Shared), {alignment}) == {shared}, "Shared");
 static_assert(STORE_BYTES == {stored}, "STORE_BYTES");
 """
@@ -875,7 +877,7 @@ def test_boxes_of_strange_tensors(name: str) -> None:
     """The first variant with boxes, where there is one."""
     problem, strides = STRANGE[name]
     layouts = replace(Layouts.dense(problem), input=strides)
-    found = list(ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts))
+    found = list(candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts))
     offers = [GemmCase(problem, layouts, candidate.variant).offers(H200)[0] for candidate in found]
     candidate, launch = next((offer for offer in offers if offer[1].boxes), offers[0])
     assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(1))
@@ -887,7 +889,8 @@ def test_boxes_begin_at_multiples_of_16_bytes() -> None:
     skew = TENSOR_MAP_BYTES + 2 * 56 + 39 * 4
     assert struct.unpack_from("<i", launch.main.geometry, skew)[0] == case.numbers(H200)[17]
     moved = struct.pack("<i", case.numbers(H200)[17] + 1)
-    launch = replace(launch, geometry=launch.main.geometry[:skew] + moved + launch.main.geometry[skew + 4 :])
+    geometry = launch.main.geometry[:skew] + moved + launch.main.geometry[skew + 4 :]
+    launch = launch.with_main(replace(launch.main, geometry=geometry))
     with pytest.raises(emulator.EmulationError, match="__trap"):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
 
@@ -965,5 +968,5 @@ def test_direct_kernels_round_where_they_are_told_to(
     scale = reference(problem, Pass.FORWARD, (x.abs(), w.abs()), bias.abs())
     assert bool(((out - expected).abs() <= 2**-20 * scale).all())
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
-        rounded = dict(best(schedule, problem, pass_)[1].source.constants)["ROUNDED"]
+        rounded = dict(best(schedule, problem, pass_)[1].main.source.constants)["ROUNDED"]
         assert rounded is (as_pytorch and pass_ is Pass.FORWARD)

@@ -21,6 +21,7 @@ from kernel_harness import (
     reference,
     run,
 )
+from polyphase.plan.shortlist import refusal
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -131,6 +132,6 @@ def test_where_it_refuses() -> None:
         replace(layer, dtype="float64"): "do not take float64",
     }
     for problem, reason in wanted.items():
-        assert reason in (PhaseGemm().refusal(problem, Pass.FORWARD, H200) or "")
-    assert "only" in (PhaseGemm().refusal(layer, Pass.WEIGHT_GRAD, H200) or "")
-    assert "lacks" in (PhaseGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
+        assert reason in (refusal(PhaseGemm(), problem, Pass.FORWARD, H200) or "")
+    assert "only" in (refusal(PhaseGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks" in (refusal(PhaseGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")

@@ -13,6 +13,7 @@ import torch
 import emulator
 from kernel_harness import DTYPES, H200, Emulator, assert_exact, choices, offers, reference, run
 from polyphase.emit.file import _choose
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -58,7 +59,7 @@ def test_blocks_of_several_tiles(blocks: int, dtype: str) -> None:
     """Tiles that blocks have for themselves, and chunks of others that they share out."""
     problem = make((3, 72, 10, 22), 40, 2, 2, bias=True, dtype=dtype, tf32=True)
     device = replace(H200, multiprocessors=blocks)
-    for candidate in PixelGemm().candidates(problem, Pass.FORWARD, H200, Layouts.dense(problem)):
+    for candidate in candidates(PixelGemm(), problem, Pass.FORWARD, H200, Layouts.dense(problem)):
         launch = PixelGemm().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), candidate.variant)
         assert launch.main.grid == (blocks, 1, 1)
         assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(blocks))
@@ -179,7 +180,7 @@ def test_emitted_files_have_the_kernels_of_all_sizes(size: tuple[int, int], dtyp
 
 def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 2, 2, dtype="bfloat16")
-    assert PixelGemm().refusal(layer, Pass.FORWARD, H200) is None
+    assert refusal(PixelGemm(), layer, Pass.FORWARD, H200) is None
     wanted = {
         replace(layer, dtype="float32"): "not split in two",
         replace(layer, dtype="float64"): "do not take float64",
@@ -191,6 +192,6 @@ def test_where_it_refuses() -> None:
         replace(layer, in_channels=1024): "1024 input channels do not fit",
     }
     for problem, reason in wanted.items():
-        assert reason in (PixelGemm().refusal(problem, Pass.FORWARD, H200) or "")
-    assert "only" in (PixelGemm().refusal(layer, Pass.INPUT_GRAD, H200) or "")
-    assert "lacks" in (PixelGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_80")) or "")
+        assert reason in (refusal(PixelGemm(), problem, Pass.FORWARD, H200) or "")
+    assert "only" in (refusal(PixelGemm(), layer, Pass.INPUT_GRAD, H200) or "")
+    assert "lacks" in (refusal(PixelGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_80")) or "")

@@ -22,6 +22,7 @@ from polyphase.bench.operands import Operands, make_operands
 from polyphase.jit.source import KernelSource
 from polyphase.plan import planner as plan
 from polyphase.plan.explain import explain
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.problem.layouts import Layouts, Strides
@@ -370,8 +371,8 @@ def test_layouts_are_part_of_a_plan() -> None:
     last = Layouts.dense(replace(problem, channels_last=True))
     mixed = plan.plan(problem, Pass.FORWARD, H200, replace(dense, input=last.input)).launch
     assert mixed is not None
-    assert dict(mixed.source.constants)["SRC_CHANNELS_LAST"] is True
-    assert dict(mixed.source.constants)["DST_CHANNELS_LAST"] is False
+    assert dict(mixed.main.source.constants)["SRC_CHANNELS_LAST"] is True
+    assert dict(mixed.main.source.constants)["DST_CHANNELS_LAST"] is False
     # Alignment and gaps are for the launch to know, not for the kernel.
     plain = plan.plan(problem, Pass.FORWARD, H200).launch
     for layouts in (replace(dense, aligned=False), replace(dense, input=(9999, 1111, 0, 33, 1))):
@@ -517,7 +518,7 @@ def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
     ],
 )
 def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: bool, shared: bool) -> None:
-    """And never take one before it is told of the others' (FURTHER in item_queue.cuh)."""
+    """And never take one before it is told of the others' (FURTHER in core/tile_scheduler.cuh)."""
     problem = replace(layer, channels_last=last, dtype="bfloat16")
     planned = plan.plan(problem, Pass.FORWARD, H200, by_prediction=True)
     assert planned.schedule == "implicit_gemm"
@@ -536,7 +537,7 @@ def test_clusters_are_whole() -> None:
     """Blocks come in whole clusters, whatever the number of tiles and multiprocessors; items are a cluster's."""
     problem = make((3, 16, 9, 11), 16, 3, 1, 1, tf32=True)
     layouts = Layouts.dense(problem)
-    offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
+    offered = [each.variant for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
     variant = next(each for each in offered if each.split == "turns")._replace(resident=False, cluster=2)
     for multiprocessors in (2, 5, 132):
         device = replace(H200, multiprocessors=multiprocessors)
@@ -550,7 +551,7 @@ def test_resident_weights_have_blocks_on_small_gpus() -> None:
     """A variant that was chosen for another GPU still covers every row group."""
     problem = make((3, 16, 9, 11), 200, 2, 2, tf32=True)
     layouts = Layouts.dense(problem)
-    offered = [each.variant for each in ImplicitGemm().candidates(problem, Pass.FORWARD, H200, layouts)]
+    offered = [each.variant for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
     variant = offered[0]._replace(resident=True, cluster=1, split="turns")
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, variant)
     assert launch.main.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), variant).row_groups > 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,21 +13,19 @@ import pytest
 from polyphase.jit import compiler
 from polyphase.jit.cache import cache_directory
 from polyphase.plan import planner as plan
-from polyphase.plan import rankings
+from polyphase.plan import rankings, shortlist
+from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass, sizes
 from polyphase.problem.device import DeviceInfo
-from polyphase.schedules.implicit_gemm import schedule as implicit_gemm
-from polyphase.schedules.window_gemm import mma as gradient_gemm
+from polyphase.schedules.schedule import Schedule
 
 H200 = DeviceInfo.for_arch("sm_90a")
+SCHEDULES_OF_PASSES = {
+    Pass.FORWARD: "implicit_gemm",
+    Pass.INPUT_GRAD: "input_grad_gemm",
+    Pass.WEIGHT_GRAD: "weight_grad_gemm",
+}
 LAYER = ConvTransposeProblem.make((4, 48, 33, 31), 24, 4, 2, 1, bias=True, tf32=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _others_are_ranked() -> None:
-    """The schedules that `forget` leaves alone, whichever test comes first."""
-    for pass_ in Pass:
-        plan.launches(LAYER, pass_, H200)
 
 
 @pytest.fixture(autouse=True)
@@ -40,19 +38,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[ConvTransposeProblem]:
-    """The layers whose variants were ranked."""
-    found = []
+def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The layers whose configs were ranked, of one schedule for each pass."""
+    found, rank = [], shortlist._rank
 
-    def recording(rank: Callable[..., object]) -> Callable[..., object]:
-        def record(problem: ConvTransposeProblem, *rest: object) -> object:
-            found.append(problem)
-            return rank(problem, *rest)
+    def record(schedule: Schedule, at: object, *rest: object) -> object:
+        if schedule.name in SCHEDULES_OF_PASSES.values():
+            found.append(at)
+        return rank(schedule, at, *rest)
 
-        return record
-
-    for module in (implicit_gemm, gradient_gemm):
-        monkeypatch.setattr(module, "_rank", recording(module._rank))
+    monkeypatch.setattr(shortlist, "_rank", record)
     return found
 
 
@@ -60,8 +55,14 @@ def forget() -> None:
     """As a new process."""
     plan.plan.cache_clear()
     plan._ranked.cache_clear()
-    implicit_gemm.ranked.cache_clear()
-    gradient_gemm._ranked.cache_clear()
+    shortlist.forget()
+
+
+def entry_of(folder: Path, pass_: Pass) -> Path:
+    """The file of the pass's schedule."""
+    about = f"{SCHEDULES_OF_PASSES[pass_]}, {pass_.value} of "
+    (path,) = (path for path in folder.iterdir() if json.loads(path.read_text())["about"].startswith(about))
+    return path
 
 
 def offers(problem: ConvTransposeProblem = LAYER, device: DeviceInfo = H200, pass_: Pass = Pass.FORWARD) -> list[str]:
@@ -74,7 +75,7 @@ def offers(problem: ConvTransposeProblem = LAYER, device: DeviceInfo = H200, pas
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_later_process_ranks_nothing(
-    channels_last: bool, dtype: str, arch: str, pass_: Pass, made: list[ConvTransposeProblem], folder: Path
+    channels_last: bool, dtype: str, arch: str, pass_: Pass, made: list[object], folder: Path
 ) -> None:
     layer, device = replace(LAYER, channels_last=channels_last, dtype=dtype), DeviceInfo.for_arch(arch)
     first = offers(layer, device, pass_)
@@ -84,7 +85,7 @@ def test_a_later_process_ranks_nothing(
     assert {path.suffix for path in folder.iterdir()} == {".json"}
 
 
-def test_another_size_ranks_nothing(made: list[ConvTransposeProblem]) -> None:
+def test_another_size_ranks_nothing(made: list[object]) -> None:
     first = offers()
     assert offers(replace(LAYER, batch=3, input_size=(40, 51))) == first
     assert len(made) == 1
@@ -92,7 +93,7 @@ def test_another_size_ranks_nothing(made: list[ConvTransposeProblem]) -> None:
 
 
 def test_a_user_without_a_home_plans_and_compiles(
-    made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -110,18 +111,14 @@ def test_a_user_without_a_home_plans_and_compiles(
     assert len(made) == 2
 
 
-def test_sources_that_cannot_be_read_are_ranked_every_time(
-    made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_that_cannot_be_read_are_ranked_every_time(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     first = offers()
     monkeypatch.setattr(rankings, "_PLANNER", None)
     assert offers() == first
     assert len(made) == 2
 
 
-def test_rankings_belong_to_layer_pass_device_and_planner(
-    made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rankings_belong_to_layer_pass_device_and_planner(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     offers()
     for problem in (replace(LAYER, tf32=False), replace(LAYER, channels_last=True), replace(LAYER, stride=(2, 1))):
         offers(problem)
@@ -136,11 +133,9 @@ def test_rankings_belong_to_layer_pass_device_and_planner(
 
 @pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("value", [None, 3, "x", {}, [], [[0]], ["0"], [0.0], [-1], [10**6], [0, None], [2, 2]])
-def test_what_is_damaged_is_ranked_anew(
-    value: object, pass_: Pass, made: list[ConvTransposeProblem], folder: Path
-) -> None:
+def test_what_is_damaged_is_ranked_anew(value: object, pass_: Pass, made: list[object], folder: Path) -> None:
     first = offers(pass_=pass_)
-    (path,) = folder.iterdir()
+    path = entry_of(folder, pass_)
     entry = json.loads(path.read_text())
     assert len(entry["value"]) > 9
     for text in (json.dumps({**entry, "value": value}), path.read_text()[:-9], "", "\0", "[" * 100_000):
@@ -159,7 +154,7 @@ def test_what_is_made_up_leaves_all_schedules(folder: Path, monkeypatch: pytest.
     ]
     assert chosen.schedule in names
     assert len(names) == len(plan.SCHEDULES)
-    unable = [schedule.refusal(LAYER, Pass.WEIGHT_GRAD, H200) is not None for schedule in plan.SCHEDULES].index(True)
+    unable = [refusal(schedule, LAYER, Pass.WEIGHT_GRAD, H200) is not None for schedule in plan.SCHEDULES].index(True)
     monkeypatch.setattr(rankings, "read", lambda *_: [unable])
     forget()
     assert plan.plan(LAYER, Pass.WEIGHT_GRAD, H200).launch is not None
@@ -168,7 +163,7 @@ def test_what_is_made_up_leaves_all_schedules(folder: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("pass_", Pass)
 def test_what_is_made_up_changes_an_order_alone(pass_: Pass, folder: Path) -> None:
     first = offers(pass_=pass_)
-    (path,) = folder.iterdir()
+    path = entry_of(folder, pass_)
     entry = json.loads(path.read_text())
     path.write_text(json.dumps({**entry, "value": entry["value"][::-1]}))
     assert {*offers(pass_=pass_)} != {*first}
@@ -177,7 +172,7 @@ def test_what_is_made_up_changes_an_order_alone(pass_: Pass, folder: Path) -> No
 
 
 def test_a_disk_that_takes_nothing_is_no_error(
-    made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("POLYPHASE_CACHE_DIR", str(tmp_path / "file"))
@@ -193,9 +188,7 @@ def test_a_disk_that_takes_nothing_is_no_error(
     assert not any((tmp_path / "full" / "rankings").iterdir())
 
 
-def test_they_can_be_switched_off(
-    made: list[ConvTransposeProblem], monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+def test_they_can_be_switched_off(made: list[object], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("POLYPHASE_TUNING", "0")
     offers(), offers()
     assert len(made) == 2

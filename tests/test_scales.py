@@ -1,4 +1,4 @@
-"""float32 that is multiplied as float16 by `implicit_gemm`: numbers of any size (kernels/common/scales.cuh)."""
+"""float32 that is multiplied as float16 by `implicit_gemm`: numbers of any size (kernels/operand/scales.cuh)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from kernel_harness import H200, Emulator, Executor, reference, run, strange_layouts
 from polyphase.jit.compiler import resources_of
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
@@ -134,7 +135,7 @@ def test_forward_passes_alone(tf32: bool) -> None:
     problem = make((8, 256, 64, 64), 256, 3, 1, 1, tf32=tf32)
     dense = Layouts.dense(problem)
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
-        offered = [each.variant.scaled for each in ImplicitGemm().candidates(problem, pass_, H200, dense)]
+        offered = [each.variant.scaled for each in candidates(ImplicitGemm(), problem, pass_, H200, dense)]
         assert any(offered) is (pass_ is Pass.FORWARD)
 
 

@@ -22,6 +22,7 @@ from kernel_harness import (
     reference,
     run,
 )
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -139,9 +140,9 @@ def test_where_it_refuses() -> None:
         replace(layer, dtype="float64"): "do not take float64",
     }
     for problem, reason in wanted.items():
-        assert reason in (ScatterGemm().refusal(problem, Pass.FORWARD, H200) or "")
-    assert "only" in (ScatterGemm().refusal(layer, Pass.WEIGHT_GRAD, H200) or "")
-    assert "lacks" in (ScatterGemm().refusal(layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
+        assert reason in (refusal(ScatterGemm(), problem, Pass.FORWARD, H200) or "")
+    assert "only" in (refusal(ScatterGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks" in (refusal(ScatterGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
 
 
 def test_tiles_fit_whatever_the_image() -> None:
@@ -154,7 +155,7 @@ def test_tiles_fit_whatever_the_image() -> None:
     narrow = make((1, 512, 4000, 64), 1, (6, 1), (6, 5), (2, 0), (1, 0))
     for arch in ("sm_80", "sm_90a"):
         device, dense = DeviceInfo.for_arch(arch), Layouts.dense(narrow)
-        candidate = next(ScatterGemm().candidates(narrow, Pass.FORWARD, device, dense))
+        candidate = next(candidates(ScatterGemm(), narrow, Pass.FORWARD, device, dense))
         assert ScatterGemm().launch(narrow, Pass.FORWARD, device, dense, candidate.variant).grid[0] < 20_000
     for cropped in (
         make((4, 64, 2052), 1, 2, 1, 1280, dilation=509),  # whose window is as wide as a variant has room for

@@ -22,6 +22,7 @@ from kernel_harness import (
     strange_layouts,
 )
 from polyphase.plan import planner as plan
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Strides, dense_strides
 from polyphase.program.transpose import to_channels_last, to_contiguous
@@ -54,7 +55,7 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
 def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
     problem = make((2, 24, 5, 6), 16, 3, 2, 1, dtype=dtype, tf32=True)
     for number, layouts in enumerate(strange_layouts(problem)):
-        found = list(SCHEDULES[pass_].candidates(problem, pass_, H200, layouts))
+        found = list(candidates(SCHEDULES[pass_], problem, pass_, H200, layouts))
         written_dense = layouts.input == dense_strides(problem.input_shape, channels_last=False)
         assert bool(found) == (pass_ is Pass.WEIGHT_GRAD or (layouts.aligned and written_dense)), layouts
         for candidate in found[:1]:
@@ -98,10 +99,10 @@ def assert_turns(shape: tuple[int, ...], dtype: str, executor: Executor) -> None
 def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
-        assert schedule.refusal(layer, pass_, H200) is None
-        assert "channels first" in str(schedule.refusal(replace(layer, channels_last=True), pass_, H200))
-        assert "16 bytes" in str(schedule.refusal(replace(layer, out_channels=20), pass_, H200))
-        assert schedule.refusal(layer, Pass.FORWARD, H200) is not None
+        assert refusal(schedule, layer, pass_, H200) is None
+        assert "channels first" in str(refusal(schedule, replace(layer, channels_last=True), pass_, H200))
+        assert "16 bytes" in str(refusal(schedule, replace(layer, out_channels=20), pass_, H200))
+        assert refusal(schedule, layer, Pass.FORWARD, H200) is not None
 
 
 def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,4 +121,4 @@ def test_planner_takes_it(pass_: Pass) -> None:
     chosen = plan.plan(make((32, 512, 9, 9), 256, 3, 2, 1, dtype="bfloat16"), pass_, H200)
     assert chosen.schedule == SCHEDULES[pass_].name
     assert chosen.other is not None
-    assert {source.kernel for source in plan.kernel_sources(chosen.problem, pass_, H200)} >= {"turn_channels"}
+    assert {source.kernel for source in plan.kernel_sources(chosen.problem, pass_, H200)} >= {"transpose"}

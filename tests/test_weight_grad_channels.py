@@ -14,6 +14,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
@@ -137,7 +138,7 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make((3, 32, 33, 70), 32, 3, 2, 1, groups=32, channels_last=True)
     few = replace(H200, multiprocessors=1)
     dense = Layouts.dense(problem)
-    for candidate in WeightGradChannels().candidates(problem, WEIGHT_GRAD, few, dense):
+    for candidate in candidates(WeightGradChannels(), problem, WEIGHT_GRAD, few, dense):
         launch = WeightGradChannels().launch(problem, WEIGHT_GRAD, few, dense, candidate.variant)
         _, _, length, _ = _counts(launch)
         assert length > 16 // candidate.variant.positions
@@ -182,7 +183,7 @@ def test_blocks_fill_rounds() -> None:
     """Where there are more blocks of channels than are resident, parts make the last round of them a full one."""
     layer = make((16, 600, 20, 20), 600, 3, 1, 1, groups=600)
     few = replace(H200, multiprocessors=100)
-    for candidate in WeightGradChannels().candidates(layer, WEIGHT_GRAD, few, Layouts.dense(layer)):
+    for candidate in candidates(WeightGradChannels(), layer, WEIGHT_GRAD, few, Layouts.dense(layer)):
         launch = WeightGradChannels().launch(layer, WEIGHT_GRAD, few, Layouts.dense(layer), candidate.variant)
         rounds = launch.main.grid[0] / (100 * candidate.variant.min_blocks)
         assert launch.main.grid[0] == 600 * launch.splits
@@ -191,7 +192,7 @@ def test_blocks_fill_rounds() -> None:
 
 def test_refusals() -> None:
     depthwise = make((2, 64, 9, 11), 64, 3, groups=64)
-    refusal = WeightGradChannels().refusal
-    assert refusal(depthwise, WEIGHT_GRAD, H200) is None
-    assert "weight gradient" in (refusal(depthwise, Pass.FORWARD, H200) or "")
-    assert "not few" in (refusal(make((2, 64, 9, 11), 64, 3), WEIGHT_GRAD, H200) or "")
+    schedule = WeightGradChannels()
+    assert refusal(schedule, depthwise, WEIGHT_GRAD, H200) is None
+    assert "weight gradient" in (refusal(schedule, depthwise, Pass.FORWARD, H200) or "")
+    assert "not few" in (refusal(schedule, make((2, 64, 9, 11), 64, 3), WEIGHT_GRAD, H200) or "")

@@ -12,6 +12,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, formats, integers, offers, reference, run, strange_layouts
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.direct_wgrad import windows as weight_grad_windows
@@ -50,7 +51,7 @@ LAYERS = {
 def cases() -> Iterator[ParameterSet]:
     for name, layer in LAYERS.items():
         for problem in formats(layer):
-            if WeightGradWindows().refusal(problem, PASS, H200):  # taps apart
+            if refusal(WeightGradWindows(), problem, PASS, H200):  # taps apart
                 assert (name, problem.channels_last) == ("dilated", True)
                 continue
             yield pytest.param(problem, id=f"{name}-{'last' if problem.channels_last else 'first'}")
@@ -129,8 +130,8 @@ def test_one_channel_stands_for_all() -> None:
 
 def test_refusals() -> None:
     layer = make((2, 32, 8, 8), 3, 4, 2, 1, tf32=True)
-    refusal = WeightGradWindows().refusal
-    assert refusal(layer, PASS, H200) is None
+    schedule = WeightGradWindows()
+    assert refusal(schedule, layer, PASS, H200) is None
     wanted = {
         replace(layer, dtype="bfloat16"): "float32",
         replace(layer, out_channels=16): "tensor cores",
@@ -140,8 +141,8 @@ def test_refusals() -> None:
         replace(layer, stride=(2, 20000)): "no tile",
     }
     for problem, reason in wanted.items():
-        assert reason in (refusal(problem, PASS, H200) or "")
-    assert "only" in (refusal(layer, Pass.FORWARD, H200) or "")
+        assert reason in (refusal(schedule, problem, PASS, H200) or "")
+    assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
 
 
 def test_every_size_has_the_layer_s_kernels() -> None:
@@ -149,6 +150,6 @@ def test_every_size_has_the_layer_s_kernels() -> None:
         found = set()
         for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
             sized = replace(layer, batch=batch, input_size=size)
-            candidates = WeightGradWindows().candidates(sized, PASS, H200, Layouts.dense(sized))
-            found.add(tuple(candidate.variant for candidate in candidates))
+            offered = candidates(WeightGradWindows(), sized, PASS, H200, Layouts.dense(sized))
+            found.add(tuple(candidate.variant for candidate in offered))
         assert len(found) == 1

@@ -15,7 +15,7 @@ import torch
 
 from polyphase.jit.compiler import preload
 from polyphase.jit.launcher import Executable, compile_meanwhile, executables, is_loaded, soonest
-from polyphase.plan.planner import plan
+from polyphase.plan.planner import Plan, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
@@ -217,25 +217,11 @@ def _prepare(
     """Plans and compiles a call that was not seen before; a missing ``input`` or ``output`` is what it computes."""
     tensor = input if input is not None else output
     assert tensor is not None
-    read = (input,) if pass_ is Pass.FORWARD else (input, output, weight)  # as it is: the forward pass packs weights
     device = DeviceInfo.of(tensor.device)
-    dense = Layouts.dense(problem)
-    weight_last = weight is not None and not weight.is_contiguous() and _is_dense_channels_last(weight)
-    layouts = Layouts(
-        _strides(input) if input is not None else dense.input,
-        _strides(output) if output is not None else dense.output,
-        weight_last,
-        all(each.data_ptr() % ALIGNMENT == 0 for each in read if each is not None),
-    )
-    chosen = plan(problem, pass_, device, layouts)
-    assert chosen.launch is not None
     index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
-    programs = [soonest(each, device.arch, index) for each in chosen.launches]
-    program = programs[0]
-    if len(programs) > 1 and torch.cuda.is_current_stream_capturing():
-        # A graph is captured with kernels that are there: nothing is compiled or loaded amid the capture.
-        there = (each for each in programs if all(is_loaded(source, device.arch, index) for source in each.sources))
-        program = next(there, program)
+    layouts = _layouts(pass_, problem, input, output, weight)
+    chosen = plan(problem, pass_, device, layouts)
+    program = _first_to_run(chosen, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:
         shape, strides5 = problem.weight_shape, dense_strides(problem.weight_shape, program.dst_channels_last)
     elif pass_ is Pass.FORWARD:
@@ -243,11 +229,38 @@ def _prepare(
     else:
         shape, strides5 = problem.input_shape, layouts.input
     strides = strides5[:2] + strides5[5 - problem.dims :]
-    copies_weight = weight is not None and not weight_last and not weight.is_contiguous()
+    copies_weight = weight is not None and not layouts.weight_channels_last and not weight.is_contiguous()
     call = _Call(program, device.arch, index, shape, strides, copies_weight)
     for source in (source for each in chosen.launches for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     return call
+
+
+def _layouts(
+    pass_: Pass,
+    problem: ConvTransposeProblem,
+    input: torch.Tensor | None,
+    output: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> Layouts:
+    """How the tensors of a call lie; what it computes is dense. The forward pass packs its weight, aligned or not."""
+    read = (input,) if pass_ is Pass.FORWARD else (input, output, weight)
+    dense = Layouts.dense(problem)
+    return Layouts(
+        _strides(input) if input is not None else dense.input,
+        _strides(output) if output is not None else dense.output,
+        weight is not None and not weight.is_contiguous() and _is_dense_channels_last(weight),
+        all(each.data_ptr() % ALIGNMENT == 0 for each in read if each is not None),
+    )
+
+
+def _first_to_run(chosen: Plan, arch: str, index: int) -> Program:
+    """The program of a plan to run now: amid a graph's capture one whose kernels are loaded, for nothing is then."""
+    programs = [soonest(each, arch, index) for each in chosen.launches]
+    if len(programs) > 1 and torch.cuda.is_current_stream_capturing():
+        there = (each for each in programs if all(is_loaded(source, arch, index) for source in each.sources))
+        return next(there, programs[0])
+    return programs[0]
 
 
 def _is_dense_channels_last(weight: torch.Tensor) -> bool:

@@ -1,12 +1,12 @@
 """Executes CUDA C++ kernels on the CPU: the very source, its barriers included, where there is no GPU.
 
-A kernel's source (one string, no headers, inline PTX only where ``EMULATOR`` is undefined) is compiled by g++ behind
-``cuda_shim.h`` and run by ``runtime.cpp``, which makes every thread of a block a fiber. Found, and reported as
-`EmulationError` with block, thread and line: accesses outside of a buffer or of shared memory, misaligned vectors,
-indices outside of an array, signed overflow, deadlocks, endless loops. A race shows as a result that depends on the
-order of threads. Shared memory and local variables are poisoned, so what is read before it is written shows too.
-Asynchronous copies and products (the host branches of copy_async.cuh, async.cuh and matrix.cuh in kernels/common) are
-done when the thread waits for them, not before.
+A kernel's source (one string, no headers) is compiled by g++ behind ``cuda_shim.h`` and run by ``runtime.cpp``, which
+makes every thread of a block a fiber. What wraps PTX (``kernels/ptx``) gives way to the files of the same names in
+``ptx``: `text_of` and `assembled` see to it. Found, and reported as `EmulationError` with block, thread and line:
+accesses outside of a buffer or of shared memory, misaligned vectors, indices outside of an array, signed overflow,
+deadlocks, endless loops. A race shows as a result that depends on the order of threads. Shared memory and local
+variables are poisoned, so what is read before it is written shows too. Asynchronous copies and products are done when
+the thread waits for them, not before. Matrix instructions find their operands by the descriptors that hardware gets.
 """
 
 from __future__ import annotations
@@ -21,17 +21,28 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from polyphase.jit.includes import resolve
+from polyphase.jit.source import KERNELS, KernelSource
+
 ORDERS: tuple[str | int, ...] = ("forward", "reversed", 1, 2)
 MAX_THREADS, MAX_SHARED_BYTES, MAX_GRID = 1024, 227 * 1024, (2**31 - 1, 65535, 65535)
 
 _HERE = Path(__file__).parent
+_WGMMA_FORMS = "ptx/wgmma_forms.cuh"
+_FORM = re.compile(
+    r"void wgmma\(float \(&sums\)\[(?P<count>\d+)\], (?P<a>const unsigned \(&a\)\[4\]|unsigned long long a),"
+    r".*?wgmma\.mma_async\.sync\.aligned\.m64n\d+k\d+\.f32\.(?P<operand>\w+)\.(?P=operand) "
+    r".*?, add, 1, 1(?P<transposed>(?:, \d)*); }",
+    re.DOTALL,
+)
+_OPERANDS = {"tf32": "float", "f16": "float16", "bf16": "bfloat16"}
 _ALIGN = r"(?:(?:__align__|alignas)\s*\([^;]*\)\s*)?"
 _DYNAMIC_SHARED = re.compile(rf"extern\s+{_ALIGN}__shared__\s+{_ALIGN}([\w\s]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
 _COMMON = ("-std=c++20", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{_HERE}")  # fortified jumps refuse to change stacks
@@ -64,6 +75,46 @@ class _Program(ctypes.Structure):
 
 class _Argument(ctypes.Structure):
     _fields_ = (("value", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
+def text_of(source: KernelSource) -> str:
+    """A kernel's text with the host's twins of PTX."""
+    return source.text_with(_twins(source.generated.get(_WGMMA_FORMS, "")))
+
+
+def assembled(files: Sequence[str], texts: Mapping[str, str]) -> str:
+    """The same of an emitted kernel, whose files are known by path and have no includes any more."""
+    twins, done = _twins(texts.get(_WGMMA_FORMS, "")), dict[str, str]()
+
+    def read(path: str) -> str:
+        return twins.get(path) or texts.get(path) or (KERNELS / path).read_text(encoding="utf-8")
+
+    for file in files:
+        for path, text in resolve(file, lambda path: "" if path in done else read(path), {}):
+            done.setdefault(path, text)
+    return "\n".join(done.values())
+
+
+def _twins(forms: str) -> dict[str, str]:
+    """Texts in place of files of the kernels, by path; ``forms``: those of the matrix instruction that a kernel has."""
+    paths = {f"ptx/{path.name}": path for path in (_HERE / "ptx").glob("*.cuh")}
+    paths["emulator/tensor_cores.cuh"] = _HERE / "tensor_cores.cuh"
+    twins = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    return twins | {_WGMMA_FORMS: twins[_WGMMA_FORMS] + "".join(map(_twin_of_form, _FORM.finditer(forms)))}
+
+
+def _twin_of_form(form: re.Match[str]) -> str:
+    kind, flags = _OPERANDS[form["operand"]], re.findall(r"\d", form["transposed"]) or ["0", "0"]
+    in_registers = form["a"].startswith("const")
+    rows = (
+        f"RowsInRegisters<{kind}>(a)"
+        if in_registers
+        else f"RowsInMemory<{kind}, {flags[0]}>{{DescribedMatrix<{kind}, {flags[0]}>(a)}}"
+    )
+    return (
+        f"inline void wgmma(float (&sums)[{form['count']}], {form['a']}, unsigned long long b, bool add) {{\n"
+        f"  wgmma_later<{kind}, {flags[-1]}>(sums, {rows}, b, add);\n}}\n"
+    )
 
 
 def available() -> bool:

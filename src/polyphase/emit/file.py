@@ -28,8 +28,10 @@ from polyphase.emit.collect import (
 from polyphase.emit.model import EmitError, Model
 from polyphase.errors import UnsupportedError
 from polyphase.jit.compiler import settled
-from polyphase.jit.source import SHARED_FILES, KernelSource, read
+from polyphase.jit.includes import without_includes
+from polyphase.jit.source import KernelSource, read
 from polyphase.plan.planner import Selection, plan
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -102,8 +104,8 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _imports(found, names),
         _LISTED,
         _section("The kernels, as they are in polyphase/kernels"),
-        _files([*SHARED_FILES, *(file for sources in settled_kernels.values() for s in sources for file in s.files)]),
-        _section("What each of them is made from: its name, its constants, its files"),
+        _files([source for sources in settled_kernels.values() for source in sources]),
+        _section("What each of them is made from: its name, what is generated for it, its files in order"),
         _kernels(settled_kernels),
         _section("From Python to a launch, in C++"),
         _raw("LAUNCHER", (_HERE / "launcher.cuh").read_text(encoding="utf-8")),
@@ -151,7 +153,7 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
 def _offered(
     chosen: Selection, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> bool:
-    offers = chosen.schedule.candidates(problem, pass_, device, layouts)
+    offers = candidates(chosen.schedule, problem, pass_, device, layouts)
     return any(each.variant == chosen.candidate.variant for each in offers)
 
 
@@ -293,8 +295,10 @@ def _section(title: str, prose: str = "") -> str:
     return "\n".join([f"# {'=' * 117}", f"# {title}", f"# {'=' * 117}", *(["#", *lines] if lines else [])])
 
 
-def _files(names: list[str]) -> str:
-    files = "\n".join(f'FILES["{name}"] = {_quoted(read(name))}' for name in dict.fromkeys(names))
+def _files(sources: list[KernelSource]) -> str:
+    """The files that kernels share, without their includes: each kernel lists what it is made from."""
+    names = dict.fromkeys(name for source in sources for name in source.files if name not in source.generated)
+    files = "\n".join(f'FILES["{name}"] = {_quoted(without_includes(name, read(name)))}' for name in names)
     return f"FILES = {{}}\n{files}"
 
 
@@ -304,7 +308,9 @@ def _kernels(kernels: dict[str, list[KernelSource]]) -> str:
         lines.append(f'KERNELS["{arch}"] = [')
         for source in sources:
             files = ", ".join(f'"{file}"' for file in source.files)
-            lines.append(f'    ("{source.kernel}", {_quoted(source.specialisation)}, ({files})),')
+            made = {file: text for file, text in source.generated.items() if text and file in source.files}
+            generated = ", ".join(f'"{file}": {_quoted(text)}' for file, text in made.items())
+            lines.append(f'    ("{source.kernel}", {{{generated}}}, ({files})),')
         lines.append("]")
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.cpp_extension import load_inline
 
 from polyphase.errors import UnsupportedError
-from polyphase.jit.source import SETTLED, SHARED_FILES, KernelSource
+from polyphase.jit.source import SPECIALISATION, KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts
@@ -46,8 +46,9 @@ class Layer:
 
 
 # Filled in when a file is emitted.
-FILES: dict[str, str] = {}  # CUDA, by name
-KERNELS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}  # by architecture: name, constants, files
+FILES: dict[str, str] = {}  # CUDA, by path
+# By architecture: each kernel's name, the files that are generated for it, and the paths of all its files in order.
+KERNELS: dict[str, list[tuple[str, dict[str, str], tuple[str, ...]]]] = {}
 BINDING = LAUNCHER = ""
 LAYERS: list[Layer] = []
 CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their place
@@ -58,10 +59,10 @@ CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their pl
 
 def cuda_source(arch: str) -> str:
     """The kernels for one architecture as one CUDA file, each in a namespace of its own."""
-    parts = ["namespace polyphase {", *(FILES[name] for name in SHARED_FILES)]
+    parts = ["namespace polyphase {"]
     entries = []
-    for number, (name, specialisation, files) in enumerate(KERNELS[arch]):
-        text = "\n".join([specialisation, *(FILES[file] for file in files)])
+    for number, (name, generated, files) in enumerate(KERNELS[arch]):
+        text = "\n".join(generated.get(file, FILES.get(file, "")) for file in files)
         text = text.replace('extern "C" __global__', "__global__")  # a C name has no namespace
         macros = dict.fromkeys(re.findall(r"^#define (\w+)", text, re.MULTILINE))
         parts += [f"namespace kernel_{number} {{", text, "}", *(f"#undef {macro}" for macro in macros)]
@@ -106,13 +107,14 @@ def arch_of(device: torch.device) -> str:
 
 def kernel_number(arch: str, source: KernelSource) -> int:
     """Which kernel of the file ``source`` is, but for constants that the compiler settled."""
+    settled = source.settled_constants
 
     def significant(text: str) -> list[str]:
-        return [line for line in text.splitlines() if line and not any(name in line for name in SETTLED)]
+        return [line for line in text.splitlines() if line and not any(f" {name} =" in line for name in settled)]
 
     wanted = significant(source.specialisation)
-    for number, (name, specialisation, _) in enumerate(KERNELS[arch]):
-        if name == source.kernel and significant(specialisation) == wanted:
+    for number, (name, generated, _) in enumerate(KERNELS[arch]):
+        if name == source.kernel and significant(generated[SPECIALISATION]) == wanted:
             return number
     raise UnsupportedError(
         f"this file has no {source.kernel} for tensors of this size"

@@ -116,7 +116,7 @@ def resources_of(source: KernelSource, arch: str) -> Resources:
 @lru_cache(maxsize=256)
 def settled(source: KernelSource, arch: str) -> KernelSource:
     """The kernel as it is compiled, where registers would spill else. Raises as `compile_kernel` does."""
-    if source.sparing is None:
+    if len(list(source.attempts())) == 1:
         return source
     return _compile_without_spills(source, arch)[0]
 
@@ -126,20 +126,18 @@ def _number(log: str, pattern: str) -> int:
 
 
 def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSource, bytes, str]:
-    """Compiles a kernel as the planner hopes for, or one that is more sparing of registers if they would spill.
+    """Compiles a kernel as the planner hopes for, or its next attempt as long as registers would spill.
 
     Returns the source as it was compiled, its binary and the assembler's report: of the first that does not spill, or
     of the last of those that spill least.
     """
     tried = []
-    more: KernelSource | None = source
-    while more is not None:
-        compiled = (more, *_compile(more, arch))
+    for attempt in source.attempts():
+        compiled = (attempt, *_compile(attempt, arch))
         spills = _number(compiled[2], r"(\d+) bytes spill stores")
         if spills == 0:
             return compiled
         tried.append((spills, compiled))
-        more = more.sparing
     return min(reversed(tried), key=lambda each: each[0])[1]
 
 

@@ -4,14 +4,14 @@
 //   destination[n, cd, cell·DST + dst_offset(tap)]  =
 //       bias[cd]  +  Σ source[n, cs, cell·SRC + src_offset(tap)] · w[cs, cd, tap]
 //
-// summed over the source channels cs of the group and over all taps (common/geometry.cuh has the offsets).
+// summed over the source channels cs of the group and over all taps (core/geometry.cuh has the offsets).
 //
 // Index mapping. Lanes run along channels: a thread owns VECTOR neighbouring destination channels, of one group or of
 // GROUPS_HELD whole ones, at all elements of CELLS neighbouring cells along w, in one destination row at a time. LANES
 // threads side by side own neighbouring vectors; the block's other threads lie along w, then h, d, n in extents chosen
 // at launch. A block goes on along h, for `steps` rows of each thread.
 //
-// Along w the taps are straight-line code; along h and d they are met one after the other (common/taps.cuh). The source
+// Along w the taps are straight-line code; along h and d they are met one after the other (core/taps.cuh). The source
 // is read through the L1 cache, the columns of one row at a time: neighbours meet the same elements there.
 //
 // CHAINED: what one row of taps, of the source channels held at a time, adds to an element is summed by itself before,
@@ -21,6 +21,12 @@
 //
 // Shared memory: the weights of the block's channels, [tap][source channel of the group][destination channel], which
 // are written once, before the only barrier.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/taps.cuh"
+#include "core/types.cuh"
+#include "operand/rounding.cuh"
 
 struct Geometry {
   Tensor5 src, dst;

@@ -11,12 +11,12 @@
 // write those. Barriers of shared memory pass on each stage (full, and empty again), and the outputs (whole, and gone).
 //
 // Index mapping. A block owns OUT_CHUNK output channels of one group, and takes tile after tile of cells
-// (common/geometry.cuh). Rows of the product are pairs of a phase that has taps and a channel, in blocks of 16; its
+// (core/geometry.cuh). Rows of the product are pairs of a phase that has taps and a channel, in blocks of 16; its
 // columns are cells, of which a warp owns PIXEL_TILES tiles of 8. A stage is STAGE_STEPS operations' channels of the
 // window that the tile reads. For each pixel, a warp takes the operands of its columns once, for all blocks of rows of
 // which any has a tap there: an entry.
 //
-// Without TF32 a float32 comes in PARTS (common/split.cuh): three of bfloat16, whose instruction is twice as deep and
+// Without TF32 a float32 comes in PARTS (operand/split.cuh): three of bfloat16, whose instruction is twice as deep and
 // multiplies with one part of the weights in its first half and with another in its second; or two of TF32, less
 // accurate, where the weights would take too much room. Each operation's sum leaves the cores at once, since they round
 // towards zero. The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of pairs
@@ -24,7 +24,24 @@
 // output may be wrong for that it is therefore computed again, plainly.
 //
 // Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
-// one tile or two (common/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
+// one tile or two (epilogue/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
+
+#include "specialisation.cuh"
+#include "core/divisor.cuh"
+#include "core/geometry.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/registers.cuh"
+#include "operand/split.cuh"
+#include "mainloop/multistage.cuh"
+#include "epilogue/staged_rows.cuh"
+#include "core/phase_taps.cuh"
 
 struct Geometry {
   Tensor5 x, y;
@@ -245,7 +262,7 @@ struct Sums {
       for (int j = 0; j < 4 * PIXEL_TILES; ++j) to[j / 4][j % 4] = first ? 0 : to[j / 4][j % 4];
       const Rows rows = *(const Rows*)weights;
 #pragma unroll
-      for (int j = 0; j < PIXEL_TILES; ++j) mma(to[j], rows.value, words[j][0], words[j][1]);
+      for (int j = 0; j < PIXEL_TILES; ++j) mma<scalar_t>(to[j], rows.value, words[j][0], words[j][1]);
     }
   }
 };
@@ -534,7 +551,7 @@ struct Tiles {
     if (counter) {
       // What the counter says is used at the next tile, and has come by then.
       if (threadIdx.x == THREADS) taken[parity] = g.at_once + ahead, ahead = (int)atomicAdd(counter, 1u);
-      threads_sync(1, LOADERS);
+      named_barrier_sync(1, LOADERS);
       decode(g.tiles, *(volatile int*)(taken + parity), at);
       parity ^= 1;
       return;
@@ -570,8 +587,8 @@ struct Barriers {
 
   __device__ __forceinline__ void init() const {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < BUFFERS; ++i) barrier_init(full(i), LOADERS), barrier_init(empty(i), WARPS);
-      for (int i = 0; i < 2; ++i) barrier_init(whole(i), THREADS), barrier_init(gone(i), 32 * STORE_WARPS);
+      for (int i = 0; i < BUFFERS; ++i) mbarrier_init(full(i), LOADERS), mbarrier_init(empty(i), WARPS);
+      for (int i = 0; i < 2; ++i) mbarrier_init(whole(i), THREADS), mbarrier_init(gone(i), 32 * STORE_WARPS);
     }
   }
 };
@@ -581,7 +598,7 @@ static_assert(16 * BUFFERS + 32 <= NOTES_AT && (int)sizeof(Notes) <= BARRIER_BYT
 // A warp's arrival, after all of its lanes.
 __device__ __forceinline__ void arrive(unsigned barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
 // What the three kinds of warps do.
@@ -590,14 +607,14 @@ __device__ __forceinline__ void load_stages(const Geometry& g, Tiles tiles, cons
                                             Place* places, char* buffers, const scalar_t* x, const scalar_t* y) {
   PartLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(g.x, g.window);
   loader.init(places, elements(g.window));
-  threads_sync(1, LOADERS);
+  named_barrier_sync(1, LOADERS);
   // What is on its way is waited for once BUFFERS - 2 stages follow it. Behind the last tile comes a note of its own.
   constexpr int BEHIND = BUFFERS - 2;
   int count = 1 << 30;  // of stages, with that note's, as soon as it is known
   for (Stage stage; stage.number < count + BEHIND; ++stage.number) {
     const int slot = stage.slot();
     if (stage.number < count) {
-      barrier_wait(barriers.empty(slot), stage.parity() ^ 1);
+      mbarrier_wait(barriers.empty(slot), stage.parity() ^ 1);
       int at[4];
       tiles.first_cell(at);
       if (threadIdx.x == THREADS && stage.of_tile() == 0) {
@@ -618,10 +635,10 @@ __device__ __forceinline__ void load_stages(const Geometry& g, Tiles tiles, cons
         count = stage.number + 1;
       }
     }
-    copies_commit();
+    cp_async_commit();
     if (stage.number < BEHIND) continue;
-    copies_wait<BEHIND>();
-    barrier_arrive(barriers.full((stage.number - BEHIND) % BUFFERS));
+    cp_async_wait<BEHIND>();
+    mbarrier_arrive(barriers.full((stage.number - BEHIND) % BUFFERS));
   }
 }
 
@@ -632,7 +649,7 @@ __device__ __forceinline__ void multiply_stages(const Geometry& g, const Barrier
   sums.clear();
 #pragma unroll 1
   for (Stage stage;; ++stage.number) {
-    barrier_wait(barriers.full(stage.slot()), stage.parity());
+    mbarrier_wait(barriers.full(stage.slot()), stage.parity());
     const Note& note = notes.of_tile(stage);
     const bool exists = *(volatile const int*)&note.place != NOWHERE;
     if (exists) {
@@ -644,7 +661,7 @@ __device__ __forceinline__ void multiply_stages(const Geometry& g, const Barrier
     }
     if (!exists || stage.is_last()) {
       const int output = stage.output(g);
-      barrier_wait(barriers.gone(output), stage.output_parity(g) ^ 1);
+      mbarrier_wait(barriers.gone(output), stage.output_parity(g) ^ 1);
       if (exists) {
         scalar_t* const to = (scalar_t*)((char*)staged + output * g.staged_bytes);
         if (!outputs.stage(to, note.place, sums)) {
@@ -653,7 +670,7 @@ __device__ __forceinline__ void multiply_stages(const Geometry& g, const Barrier
         }
         publish_rows();
       }
-      barrier_arrive(barriers.whole(output));
+      mbarrier_arrive(barriers.whole(output));
       if (!exists) break;
       sums.clear();
     }
@@ -664,7 +681,7 @@ __device__ __forceinline__ void multiply_stages(const Geometry& g, const Barrier
 __device__ __forceinline__ void store_tiles(const Geometry& g, const Barriers& barriers, Notes& notes,
                                             const scalar_t* staged, const scalar_t* bare, scalar_t* y, int channels) {
   for (Stage stage;; stage.number += STAGES) {
-    barrier_wait(barriers.whole(stage.output(g)), stage.output_parity(g));
+    mbarrier_wait(barriers.whole(stage.output(g)), stage.output_parity(g));
     const Note note = notes.of_tile(stage);
     if (note.place == NOWHERE) break;
     int at[4], size[4];
@@ -675,7 +692,7 @@ __device__ __forceinline__ void store_tiles(const Geometry& g, const Barriers& b
     const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(g) * g.staged_bytes);
     Writer{g, outputs, bare, y + offset_of(g.y, at), channels, size}.write();
     bulk_stores_wait();
-    barrier_arrive(barriers.gone(stage.output(g)));
+    mbarrier_arrive(barriers.gone(stage.output(g)));
   }
 }
 
@@ -706,7 +723,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
   if (g.counters) {
     counter = (unsigned*)weight + (share.group * OUT_BLOCKS + share.first_out / OUT_CHUNK);
     weight = (const scalar_t*)((const char*)weight + g.counters);
-    wait_for_prologue();
+    griddepcontrol_wait();
   }
   load_weights(share.weights(weight), channels, weights);
   if (HAS_BARE) {

@@ -5,7 +5,13 @@
 //
 // Index mapping. A thread owns DST_PER_THREAD destination channels of one group at one destination element.
 // Neighbouring threads own neighbouring elements along w (channels first) or neighbouring channels (channels last).
-// common/taps.cuh has the taps that meet an element.
+// core/taps.cuh has the taps that meet an element.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/taps.cuh"
+#include "core/types.cuh"
+#include "operand/rounding.cuh"
 
 struct Geometry {
   Tensor5 src, dst;

@@ -3,7 +3,7 @@
 //   destination[n, cd, cell·DST + dst_offset(tap)]  =
 //       bias[cd]  +  Σ source[n, cs, cell·SRC + src_offset(tap)] · w[cs, cd, tap]
 //
-// summed over the source channels cs of the group and over all taps (common/geometry.cuh has the offsets). For layers
+// summed over the source channels cs of the group and over all taps (core/geometry.cuh has the offsets). For layers
 // whose taps unroll: weights × cells of a thread are straight-line code.
 //
 // Index mapping. A block owns a tile of cells in (n, d, h, w) and one or more items, one after the other: an item is a
@@ -27,6 +27,14 @@
 // registers while one is computed, and is then stored to the other buffer; with more, copies go to their buffer
 // asynchronously. One barrier a step suffices, since a buffer is written again only after the barrier that follows its
 // last reads. A warp's row is its own.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/registers.cuh"
+#include "operand/rounding.cuh"
 
 struct Geometry {
   Tensor5 src, dst;
@@ -162,15 +170,14 @@ struct SourceLoader {
       for (int i = 0; i < LOADS; ++i)
 #pragma unroll
         for (int j = 0; j < 4; j += AT_ONCE)
-          copy_async<16>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j,
-                         exists(mask, i, j, channels[i], remaining));
+          cp_async<16>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j, exists(mask, i, j, channels[i], remaining));
     } else {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          copy_async<SIZE>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j * g.src.stride[4],
-                           exists(mask, i, j, channels[i], remaining));
+          cp_async<SIZE>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j * g.src.stride[4],
+                         exists(mask, i, j, channels[i], remaining));
     }
   }
 
@@ -272,8 +279,8 @@ struct WeightLoader {
       const bool exist = exists(thread + i * THREADS, dst_block, remaining);
       if constexpr (ASYNC) {
         if (slots[i] >= 0)
-          copy_async<sizeof(scalar_t)>(shared_address(weights) + slots[i] * sizeof(scalar_t), at(weight, offsets[i]),
-                                       exist);
+          cp_async<sizeof(scalar_t)>(shared_address(weights) + slots[i] * sizeof(scalar_t), at(weight, offsets[i]),
+                                     exist);
       } else {
         values[i] = exist ? read(at(weight, offsets[i])) : zero<scalar_t>();
       }
@@ -565,7 +572,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (++ahead_block == DST_BLOCKS) ahead_block = 0, ++ahead_group;
       }
     }
-    if constexpr (ASYNC) copies_commit();
+    if constexpr (ASYNC) cp_async_commit();
   };
 
 #pragma unroll 1
@@ -579,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       accum_t* const stage_planes = planes + buffer * STAGE_CHANNELS * PLANE;
       accum_t* const stage_weights = weights + buffer * WEIGHT_STAGE;
       if constexpr (ASYNC) {
-        copies_wait<BUFFERS - 2>();
+        cp_async_wait<BUFFERS - 2>();
       } else {
         source.store(g, tile, stage_planes);
         taps.store(stage_weights);

@@ -3,8 +3,8 @@
 // A tile of cells and the halo around it lie in shared memory as one flat run of pixels, every row of the halo behind
 // the one before: 16 bytes (CHUNK channels) a pixel, chunk by chunk. In that run a tap is a constant distance, so the
 // pixels that a tap needs for PIXELS neighbouring cells are the operand of one instruction, at another address
-// (matrix.cuh), and a tile is read once for all its taps. Cells of the run that lie in the halo are computed and not
-// stored.
+// (mainloop/tile_product.cuh), and a tile is read once for all its taps. Cells of the run that lie in the halo are
+// computed and not stored.
 //
 // Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
 // memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. Where the
@@ -12,15 +12,43 @@
 // them stages in turn. With BOXES they are operands as they come: channels last, or in half precision where a tap is no
 // distance. The others multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or
 // a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take one item after the
-// other (item_queue.cuh): the next tile is being loaded while the last one is stored. RESIDENT weights stay, too: then
-// the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks may share
-// weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while its
-// weights are still being packed, and waits for them when the first pixels are on their way; with SCALED before those,
-// as it must know how many bands there are (scales.cuh).
+// other (core/tile_scheduler.cuh): the next tile is being loaded while the last one is stored. RESIDENT weights stay,
+// too: then the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks
+// may share weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while
+// its weights are still being packed, and waits for them when the first pixels are on their way; with SCALED before
+// those, as it must know how many bands there are (operand/scales.cuh).
 //
-// Items and their runs are in gemm_tile.cuh, rows and operations in row_blocks.cuh. With TAPS_IN_ROWS a tap is no
-// distance but a row: the columns are all pixels of the run, halo included, and store_overlap.cuh takes the place of
-// store_phases.cuh.
+// Items and their runs are in mainloop/gemm_tile.cuh, rows and operations in core/row_blocks.cuh. With TAPS_IN_ROWS a
+// tap is no distance but a row: the columns are all pixels of the run, halo included, and epilogue/store_overlap.cuh
+// takes the place of epilogue/store_phases.cuh.
+
+#include "specialisation.cuh"
+#include "core/row_blocks.cuh"
+#include "core/shared_address.cuh"
+#include "core/tile_scheduler.cuh"
+#include "ptx/arch.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"
+#include "operand/pixel_loader.cuh"
+#include "mainloop/gemm_tile.cuh"
+#include "mainloop/tile_product.cuh"
+#if SCALED
+#include "operand/bands.cuh"
+#include "operand/scales.cuh"
+#endif
+#if TAPS_IN_ROWS
+#include "epilogue/store_overlap.cuh"
+#else
+#include "epilogue/store_phases.cuh"
+#endif
 
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
@@ -34,21 +62,21 @@ struct Shared {
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
-// Of each thread. Where some would spill, those who multiply give GIVEN_REGISTERS each to those who load, or take them.
+// Of each thread. Where some would spill, those who multiply give GIVEN_REGISTERS each to those who load, or take them;
+// and if that leaves too few to either, those who load convert one chunk at a time, not CHUNKS_AT_ONCE = 2.
 constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 + 2 * GIVEN_REGISTERS : 48 + GIVEN_REGISTERS;
 constexpr int MULTIPLIER_REGISTERS = (LOADER_THREADS == 128 ? 224 : 208) - GIVEN_REGISTERS;
-static_assert(!WGMMA_INSTRUCTION ||
-                  registers_suffice(CONSUMERS * 128, MULTIPLIER_REGISTERS, LOADER_THREADS, LOADER_REGISTERS),
+static_assert(!WGMMA || registers_suffice(CONSUMERS * 128, MULTIPLIER_REGISTERS, LOADER_THREADS, LOADER_REGISTERS),
               "too few registers");
 
 // A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
-constexpr int RELEASES = WGMMA_INSTRUCTION ? 1 : 4;
+constexpr int RELEASES = WGMMA ? 1 : 4;
 __device__ __forceinline__ void release(unsigned barrier) {
   if (RELEASES > 1) __syncwarp();
   if constexpr (CLUSTER > 1) {
-    if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 128);
+    if (threadIdx.x % 128 < CLUSTER) mbarrier_arrive_cluster(barrier, threadIdx.x % 128);
   } else if (threadIdx.x % (128 / RELEASES) == 0)
-    barrier_arrive(barrier);
+    mbarrier_arrive(barrier);
 }
 
 // Operations of a row block in a row, without a branch: the cores then take one instruction right after the other. A
@@ -56,7 +84,7 @@ __device__ __forceinline__ void release(unsigned barrier) {
 // C7519; that of 13.5 does it in silence.) So on Hopper there is code for each kind of groups of lines.
 constexpr Kinds KINDS = find_kinds();
 constexpr bool ALIKE = KINDS.next[0] == LINE_GROUPS;
-constexpr bool STRAIGHT = K_STEPS * KINDS.operations <= (ALIKE ? 128 : WGMMA_INSTRUCTION ? 256 : 0);
+constexpr bool STRAIGHT = K_STEPS * KINDS.operations <= (ALIKE ? 128 : WGMMA ? 256 : 0);
 constexpr int UNROLLED = STRAIGHT ? KINDS.most : 2;
 
 // The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they
@@ -93,9 +121,9 @@ __device__ __forceinline__ PixelBand band_of(const Items& items, int stage) {
 // A stage's weights of a row group, by one thread.
 __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* from, unsigned barrier) {
   if constexpr (CLUSTER > 1)
-    bulk_copy_shared<CLUSTER>(to, from, WEIGHT_STAGE, barrier);
+    tma_load_bytes_multicast<CLUSTER>(to, from, WEIGHT_STAGE, barrier);
   else
-    bulk_copy(to, from, WEIGHT_STAGE, barrier);
+    tma_load_bytes(to, from, WEIGHT_STAGE, barrier);
 }
 #endif
 
@@ -118,17 +146,17 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, cons
     const unsigned barrier = (BOXES ? full : come) + 8 * slot_ahead.index;
     if (elect()) {
       loader.load(stage_of_band(items, ahead.stage), pixels + slot_ahead.index * pixel_bytes, barrier);
-      if (!BOXES) barrier_arrive(barrier);
+      if (!BOXES) mbarrier_arrive(barrier);
     }
     __syncwarp();
     ahead.skip_and_take(items, 1, first_lane), slot_ahead.skip(1);
   };
   for (int i = 0; i < PIXEL_SLOTS && ahead.index < g.items; ++i) load_pixels();
-  wait_for_prologue();
+  griddepcontrol_wait();
   Slot<STAGES> slot;
   int loaded = 0;  // stages, up to PIXEL_SLOTS
   for (; now.index < g.items; now.skip_behind(ahead, items, 1)) {
-    barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+    mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
     if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
     const unsigned char* const weights =
@@ -137,12 +165,12 @@ __device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, cons
       for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
         copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
                      weights + part * WEIGHT_ITEM, full + 8 * slot.index);
-      barrier_arrive(full + 8 * slot.index);
+      mbarrier_arrive(full + 8 * slot.index);
     }
     __syncwarp();
     slot.skip(1);
     if (!BOXES && ahead.index < g.items) {
-      barrier_wait(turned + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
+      mbarrier_wait(turned + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
       load_pixels();
     }
   }
@@ -160,13 +188,13 @@ __device__ __forceinline__ void turn_stages(const Geometry& g, const Items& item
   Slot<RAW_SLOTS> slot_raw;
   now.skip(items, group), slot.skip(group), slot_raw.skip(group);
   while (now.index < g.items) {
-    barrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
-    barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+    mbarrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
+    mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT,
                         warp % TURNERS, band_of(items, now.stage));
-    publish_shared();
+    fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * slot.index), barrier_arrive(turned + 8 * slot_raw.index);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(full + 8 * slot.index), mbarrier_arrive(turned + 8 * slot_raw.index);
     now.skip(items, TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
   }
 }
@@ -229,7 +257,7 @@ template <int KIND>
 __device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, const int (&counts)[ROW_BLOCKS],
                                          Sums& sums, Sums& totals) {
   constexpr Counts of_kind = counts_of(KIND);
-  products_begin();
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < K_STEPS; ++step) {
     unsigned a = of.weights + step * OPERATIONS * OPERATION_BYTES;
@@ -256,16 +284,16 @@ __device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, 
         if constexpr (CHAINED) {
           const int all = K_STEPS * of_kind.of[block], done = step * of_kind.of[block] + i + 1;
           if (done % chain_of(all) == 0 && done < all) {
-            products_commit();
-            products_wait<0>();
+            wgmma_commit();
+            wgmma_wait<0>();
             for_each(add_up, sums[block], totals[block]);
-            products_begin();
+            wgmma_fence();
           }
         }
       }
     }
   }
-  products_commit();
+  wgmma_commit();
 }
 template <int KIND = 0>
 __device__ __forceinline__ void multiply_kind(int kind, const Geometry& g, const Operands& of,
@@ -306,17 +334,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, !takes_boxes(g) ? LOADERS : BOXES ? 1 : TURNERS + 1);
-      barrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
+      mbarrier_init(full + 8 * i, !takes_boxes(g) ? LOADERS : BOXES ? 1 : TURNERS + 1);
+      mbarrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
     }
-    for (int i = 0; i < CONSUMERS; ++i) barrier_init(turns + 8 * i, 1);
-    barrier_init(shared_address(&shared.resident), 1);
+    for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(turns + 8 * i, 1);
+    mbarrier_init(shared_address(&shared.resident), 1);
     for (int i = 0; i < RAW_SLOTS; ++i) {
-      barrier_init(shared_address(shared.come + i), 1);
-      barrier_init(shared_address(shared.turned + i), TURNERS);
+      mbarrier_init(shared_address(shared.come + i), 1);
+      mbarrier_init(shared_address(shared.turned + i), TURNERS);
     }
     items.init();
-    barriers_publish();
+    fence_mbarrier_init();
     items.begin();
   }
   // Positions are the same for every tile.
@@ -344,7 +372,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = g.boxes * g.box_pixels * PIXEL_PITCH + thread * 16; i < g.halo * PIXEL_PITCH; i += THREADS * 16)
       for (int stage = 0; stage < STAGES; ++stage)
         *(Vector<unsigned, 4>*)(shared_memory + stage * stage_bytes + WEIGHT_SLOT + i) = Vector<unsigned, 4>{};
-    publish_shared();
+    fence_proxy_async();
   }
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
@@ -354,13 +382,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
 #if SCALED
-  wait_for_prologue();
+  griddepcontrol_wait();
   items.scale = scales.first_band().scale, items.bands = scales.first_band().bands;
 #endif
 
 #if BOX_COPY
   if (takes_boxes(g) && warp_group >= CONSUMERS) {
-    registers_release<LOADER_REGISTERS>();
+    setmaxnreg_dec<LOADER_REGISTERS>();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
     if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
@@ -374,7 +402,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 #endif
   if (warp_group >= CONSUMERS) {
-    registers_release<LOADER_REGISTERS>();
+    setmaxnreg_dec<LOADER_REGISTERS>();
     // The loading groups take stages in turn.
     const int loader_thread = thread - CONSUMERS * 128;
     const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
@@ -397,12 +425,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
           item.locate(g, ahead.index, 0);
           base = src + (CLUSTER == 1 || item.n < g.batch ? item.n : 0) * g.src.stride[0] +
                  (long long)item.group * SRC_CHANNELS * g.src.stride[1];
-          threads_sync(1 + loader_group, LOADERS);  // all have copied the tile before
+          named_barrier_sync(1 + loader_group, LOADERS);  // all have copied the tile before
           loader.find_pixels(item);
-          threads_sync(1 + loader_group, LOADERS);
+          named_barrier_sync(1 + loader_group, LOADERS);
         }
         if (IN_PLACE) {
-          barrier_wait(empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
+          mbarrier_wait(empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
           loader.load(base, stage_of_band(items, ahead.stage),
                       shared_memory + slot_ahead.index * stage_bytes + WEIGHT_SLOT);
           slot_ahead.skip(LOADER_GROUPS);
@@ -412,50 +440,50 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         new_item = ahead.skip_and_take(items, LOADER_GROUPS, loader_thread == 0);
       }
-      copies_commit();
+      cp_async_commit();
     };
     // The first rounds do nothing but start copies. One loop, since starting them is a lot of code.
     for (int round = -LOOKAHEAD; round < 0 || now.index < g.items; ++round) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
       if (round >= 0) {
-        if (round == 0) wait_for_prologue();
+        if (round == 0) griddepcontrol_wait();
         if (new_weights) weights = packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM);
-        if (!IN_PLACE) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+        if (!IN_PLACE) mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if BULK_COPY
         if (!RESIDENT && loader.thread == 0)
           for (int part = 0; part < ROW_PARTS; ++part)
             copy_weights(shared_address(stage + part * WEIGHT_STAGE),
                          weights + part * WEIGHT_ITEM + stage_of_band(items, now.stage) * WEIGHT_STAGE,
                          full + 8 * slot.index);
-        copies_wait<LOOKAHEAD - 1>();
+        cp_async_wait<LOOKAHEAD - 1>();
 #else
-        copies_wait<LOOKAHEAD - 1>();
+        cp_async_wait<LOOKAHEAD - 1>();
         for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
-          copy_async<16>(shared_address(stage + i),
-                         weights + i / WEIGHT_STAGE * WEIGHT_ITEM + stage_of_band(items, now.stage) * WEIGHT_STAGE +
-                             i % WEIGHT_STAGE,
-                         true);
-        copies_commit();
+          cp_async<16>(shared_address(stage + i),
+                       weights + i / WEIGHT_STAGE * WEIGHT_ITEM + stage_of_band(items, now.stage) * WEIGHT_STAGE +
+                           i % WEIGHT_STAGE,
+                       true);
+        cp_async_commit();
 #endif
-        threads_sync(1 + loader_group, LOADERS);
+        named_barrier_sync(1 + loader_group, LOADERS);
       }
       start_copy();
       if (round < 0) continue;
       loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT,
                      band_of(items, now.stage));
 #if !BULK_COPY
-      copies_wait<1>();
+      cp_async_wait<1>();
 #endif
-      publish_shared();
-      barrier_arrive(full + 8 * slot.index);
+      fence_proxy_async();
+      mbarrier_arrive(full + 8 * slot.index);
       slot.skip(LOADER_GROUPS);
       copy_now.skip(1);
       new_weights = now.skip_behind(ahead, items, LOADER_GROUPS);
     }
-    copies_wait<0>();
+    cp_async_wait<0>();
     if (loader_thread == 0) items.settle(ahead.ordinal);
   } else {
-    registers_claim<MULTIPLIER_REGISTERS>();
+    setmaxnreg_inc<MULTIPLIER_REGISTERS>();
     Slot<STAGES> slot;
     Sums sums, totals;  // the latter for PARTS = 2
     const int turn = TAKE_TURNS ? warp_group : 0;
@@ -466,12 +494,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     if (RESIDENT) {
       const unsigned come = shared_address(&shared.resident);
       if (thread == 0) {
-        wait_for_prologue();
-        bulk_copy(shared_address(resident), packed + (long long)((int)blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS,
-                  RESIDENT_WEIGHTS, come);
-        barrier_arrive(come);
+        griddepcontrol_wait();
+        tma_load_bytes(shared_address(resident),
+                       packed + (long long)((int)blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS, RESIDENT_WEIGHTS, come);
+        mbarrier_arrive(come);
       }
-      barrier_wait(come, 0);
+      mbarrier_wait(come, 0);
     }
 #endif
     Cursor now;
@@ -486,14 +514,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       const int kind = STRAIGHT && !ALIKE ? kind_of(counts) : 0;
       int previous = -1;
       // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
-      if (TAKE_TURNS) barrier_wait(turns + 8 * turn, turn_parity ^ (turn == 0));
+      if (TAKE_TURNS) mbarrier_wait(turns + 8 * turn, turn_parity ^ (turn == 0));
       turn_parity ^= 1;
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { total = 0, clear(sum); }, sums, totals);
 #pragma unroll 1
       for (int band = 1;; ++band) {
 #pragma unroll 1
         for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
-          barrier_wait(full + 8 * slot.index, slot.parity);
+          mbarrier_wait(full + 8 * slot.index, slot.parity);
           const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
           const unsigned weights = RESIDENT
                                        ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
@@ -502,10 +530,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
           const Operands operands{stage + band - 1, weights, pixels, shared.operations + item.line_group * OPERATIONS};
           multiply_kind(kind, g, operands, counts, sums, totals);
           if constexpr (PARTS == 2) {
-            products_wait<0>();
+            wgmma_wait<0>();
             for_each(add_up, sums, totals);
           } else {
-            products_wait<1>();
+            wgmma_wait<1>();
           }
           if (previous >= 0) release(empty + 8 * previous);
           previous = slot.index;
@@ -513,7 +541,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         }
 #if SCALED
         if (band < items.bands) {
-          products_wait<0>();
+          wgmma_wait<0>();
           for_each([](float& sum, float& total) { (PARTS == 2 ? total : sum) *= power_of_two(127 - BAND); }, sums,
                    totals);
           continue;
@@ -530,7 +558,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       RowFactors rows;
       if (!TAPS_IN_ROWS) rows.load(of_rows);  // else a register spills
 #endif
-      products_wait<0>();
+      wgmma_wait<0>();
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
       release(empty + 8 * previous);
 #if SCALED
@@ -539,7 +567,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
       if (TAKE_TURNS) {
         slot.skip(items.stages());
-        if (thread % 128 == 0) barrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
+        if (thread % 128 == 0) mbarrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
       }
       // Always true without clusters; without the branch the assembler reads sums ahead of the wait, and then makes
       // every product wait for the one before.

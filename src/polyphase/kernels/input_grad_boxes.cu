@@ -1,4 +1,4 @@
-// The input gradient of tensors whose channels are innermost, by Hopper's instruction (common/box_product.cuh):
+// The input gradient of tensors whose channels are innermost, by Hopper's instruction (mainloop/box_product.cuh):
 //
 //   gx[n, ci, i] = Σ over taps and output channels of   g[n, co, i·stride + tap·dilation - padding] · w[ci, co, tap]
 //
@@ -9,10 +9,19 @@
 //
 // Blocks take items (column block fastest, then tile, then group, then part) in turns, and load the next while they
 // store one. Where items would be few, each is shared out in `parts` of its stages, whose sums are planes of float32
-// that another kernel adds up (add_planes.cu).
+// that another kernel adds up (steps/reduce_splits.cu).
 //
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
 // beside them.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/pipeline.cuh"
+#include "core/shared_address.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "mainloop/box_product.cuh"
 
 struct Geometry {
   TensorMap grad_box, weight_box;
@@ -93,7 +102,7 @@ __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int 
 // By one thread: the boxes of all stages of the block's items.
 __device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* grad, const scalar_t* weight, Ring& ring,
                                            const unsigned char* buffers) {
-  wait_for_prologue();
+  griddepcontrol_wait();
   Turn turn;
   const int items = Item::count(g), step = gridDim.x;
   const int bytes = g.lanes[0] * g.lanes[1] * g.lanes[2] * g.lanes[3] * ROW_PITCH;
@@ -113,10 +122,10 @@ __device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* gr
                            item.first[2] * AXIS_H.stride + src_offset(AXIS_H, height),
                            item.first[1] * AXIS_D.stride + src_offset(AXIS_D, depth), item.first[0]};
       const int weights[5] = {chunk * CHANNELS, item.group * IN_CHANNELS + item.first_in, tap, 0, 0};
-      barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
-      box_copy(to, g.grad_box, grad, from, bytes, full);
-      box_copy(to + A_BYTES, g.weight_box, weight, weights, TapColumns::BYTES, full);
-      barrier_arrive(full);
+      mbarrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
+      tma_load_box(to, g.grad_box, grad, from, bytes, full);
+      tma_load_box(to + A_BYTES, g.weight_box, weight, weights, TapColumns::BYTES, full);
+      mbarrier_arrive(full);
       turn.next();
       if (++chunk == CHUNKS) chunk = 0, ++tap;
     }

@@ -8,10 +8,15 @@
 // channels at neighbouring tiles, so that weights come from the L1 cache but for the first time.
 //
 // Where tiles are few the output channels are shared out in `parts`, whose sums are planes that another kernel adds up
-// (add_planes.cu).
+// (steps/reduce_splits.cu).
 //
 // Sums of a lane end after FLUSH output channels, or pieces of PIECE taps where those are many, and are added to those
 // before: no long chain of roundings.
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/geometry.cuh"
+#include "core/types.cuh"
 
 struct Geometry {
   Tensor5 g, x;  // the output gradient, and the input's

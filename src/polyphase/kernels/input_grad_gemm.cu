@@ -1,4 +1,4 @@
-// The input gradient on tensor cores (common/window_product.cuh):
+// The input gradient on tensor cores (mainloop/window_mma.cuh):
 //
 //   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
 //
@@ -7,6 +7,12 @@
 //
 // Shared memory: where the pieces of both operands lie, the offsets of a stage's channels and taps and of the
 // positions, then BUFFERS stages; at the end, where each position lies in the input.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "operand/window.cuh"
+#include "mainloop/multistage.cuh"
+#include "mainloop/window_mma.cuh"
 
 struct Geometry {
   Tensor5 g, weight, x;  // the weight's rows are channels, the rest of it lies along h and w

@@ -1,4 +1,4 @@
-// The input gradient by Hopper's instruction (common/window_wgmma.cuh):
+// The input gradient by Hopper's instruction (mainloop/window_wgmma.cuh):
 //
 //   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
 //
@@ -7,6 +7,17 @@
 //
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
 // beside them.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/pipeline.cuh"
+#include "core/shared_address.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "operand/window.cuh"
+#include "operand/window_rows.cuh"
+#include "mainloop/window_wgmma.cuh"
 
 struct Geometry {
   TensorMap box, window_box;  // of the weight, and of the output gradient
@@ -57,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     to_window(window, g.skew);
     if (!tells) {
       g_loader.init(places);
-      threads_sync(LOADERS_MEET, LOADERS);
+      named_barrier_sync(LOADERS_MEET, LOADERS);
     }
     const scalar_t* const first_channel = grad + (long long)group * OUT_CHANNELS * g.g.stride[1];
     load_stages(
@@ -67,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           load_runs(g.box, weight, g.runs, place, to, barrier);
           if (!tells) return;
           const int from[5] = {window[3], window[2], window[1], window[0], group * OUT_CHANNELS + stage * OUT_CHUNK};
-          box_copy(shared_address(to + g.window_bytes), g.window_box, grad, from, g.box_bytes, barrier);
+          tma_load_box(shared_address(to + g.window_bytes), g.window_box, grad, from, g.box_bytes, barrier);
         },
         [&](int stage, char* to) {
           const int channel = stage * OUT_CHUNK;
@@ -87,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int j = 0; j < 4; ++j) at[j] += first[j];
     targets[i] = in_tile && exists(g.x, g.batch, at[0], at[1], at[2], at[3]) ? offset_of(g.x, at) : -1;
   }
-  threads_sync(MULTIPLIERS_MEET, MULTIPLIERS);
+  named_barrier_sync(MULTIPLIERS_MEET, MULTIPLIERS);
 
-  registers_claim<MULTIPLIER_REGISTERS>();
+  setmaxnreg_inc<MULTIPLIER_REGISTERS>();
   int offsets_of_rows[ROW_TILES][2];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];

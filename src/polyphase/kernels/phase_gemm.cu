@@ -18,6 +18,15 @@
 // float32 comes in two parts of TF32, and each step's sum leaves the cores at once, since they round towards zero. What
 // is not finite makes NaN of columns without that tap. Where an output is NaN it is therefore computed again, plainly.
 
+#include "specialisation.cuh"
+#include "core/divisor.cuh"
+#include "core/geometry.cuh"
+#include "core/taps.cuh"
+#include "core/types.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/mma.cuh"
+#include "operand/split.cuh"
+
 struct Geometry {
   Tensor5 x, y;
   long long rows;     // cells of all images
@@ -226,13 +235,13 @@ struct Sums {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (PARTS == 1) {
-            mma(of[tile][j], a[0], b[j][0][0], b[j][0][1]);
+            mma<scalar_t>(of[tile][j], a[0], b[j][0][0], b[j][0][1]);
             continue;
           }
           float sum[4] = {};
-          mma(sum, a[PARTS - 1], b[j][0][0], b[j][0][1]);
-          mma(sum, a[0], b[j][PARTS - 1][0], b[j][PARTS - 1][1]);
-          mma(sum, a[0], b[j][0][0], b[j][0][1]);
+          mma<scalar_t>(sum, a[PARTS - 1], b[j][0][0], b[j][0][1]);
+          mma<scalar_t>(sum, a[0], b[j][PARTS - 1][0], b[j][PARTS - 1][1]);
+          mma<scalar_t>(sum, a[0], b[j][0][0], b[j][0][1]);
 #pragma unroll
           for (int i = 0; i < 4; ++i) of[tile][j][i] += sum[i];
         }

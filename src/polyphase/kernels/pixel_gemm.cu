@@ -13,12 +13,29 @@
 // while the other multiplies. Tiles are dealt out one by one, so that neighbours are stored together; the chunks of
 // those that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on their way.
 //
-// In float32 the cores take float16 (SCALED, common/scaled_half.cuh): a pixel's channels are all at hand when they are
+// In float32 the cores take float16 (SCALED, operand/scaled_half.cuh): a pixel's channels are all at hand when they are
 // turned into operands, and so is their largest.
 //
 // Which of a tile's pixels are which of the product's rows is all the same to it. A thread has runs of RUN neighbours,
 // as many as it reads and stores at once: its outputs of a run are neighbours, too, where a cell is two elements wide,
 // and those of a warp's threads follow each other.
+
+#include "specialisation.cuh"
+#include "core/divisor.cuh"
+#include "core/geometry.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "operand/scaled_half.cuh"
+#include "operand/tf32.cuh"
 
 struct Geometry {
   Tensor5 x, y;
@@ -145,12 +162,12 @@ __device__ __forceinline__ void load_pixels(const Geometry& g, const scalar_t* x
     const Pixel pixel(g, run.unit / g.groups * TILE + (group * ROW_BYTES + offset) / ELEMENT);
     const scalar_t* from = x + pixel.x + (long long)(run.unit % g.groups * IN_CHANNELS + lane() / LANES) * g.x_stride;
     for (int first = 0; first < IN_CHANNELS; first += SLOT_CHANNELS, slot.next()) {
-      barrier_wait(shared_address(&shared.room[group][slot.index]), slot.parity ^ 1);
+      mbarrier_wait(shared_address(&shared.room[group][slot.index]), slot.parity ^ 1);
 #pragma unroll 1
       for (int i = lane() / LANES; i < SLOT_CHANNELS; i += 32 / LANES, from += 32 / LANES * g.x_stride)
-        copy_async<BYTES>(slots + slot.index * SLOT_BYTES + i * ROW_BYTES + place_in_row(offset / 16, i) + offset % 16,
-                          from, pixel.exists && first + i < IN_CHANNELS);
-      barrier_arrive_with_copies(shared_address(&shared.pixels[group][slot.index]));
+        cp_async<BYTES>(slots + slot.index * SLOT_BYTES + i * ROW_BYTES + place_in_row(offset / 16, i) + offset % 16,
+                        from, pixel.exists && first + i < IN_CHANNELS);
+      mbarrier_arrive_cp_async(shared_address(&shared.pixels[group][slot.index]));
     }
   }
 }
@@ -161,7 +178,7 @@ struct Seconds {
   float of[SCALED ? STEPS : 1][4];
 };
 
-// All channels of a thread's pixels, as the cores take them (common/mma.cuh).
+// All channels of a thread's pixels, as the cores take them (ptx/mma.cuh).
 struct Rows {
   unsigned of[ROW_TILES][STEPS][4];
   float unscale[PIXELS];  // SCALED: what sums are multiplied by
@@ -179,7 +196,7 @@ struct Rows {
     }
 #pragma unroll
     for (int s = FIRST; s < min(FIRST + COUNT, RUN_SLOTS); ++s, slot.next()) {
-      barrier_wait(shared_address(&shared.pixels[group][slot.index]), slot.parity);
+      mbarrier_wait(shared_address(&shared.pixels[group][slot.index]), slot.parity);
 #pragma unroll
       for (int i = 0; i < 2 * SLOT_CHANNELS / DEPTH; ++i)
         if (s * (SLOT_CHANNELS / DEPTH) + i / 2 < STEPS)
@@ -190,7 +207,7 @@ struct Rows {
                                 i * (DEPTH / 2) * (ROW_BYTES / ELEMENT),
                             ROW_BYTES / ELEMENT, 0);
       __syncwarp();
-      if (lane() == 0) barrier_arrive(shared_address(&shared.room[group][slot.index]));
+      if (lane() == 0) mbarrier_arrive(shared_address(&shared.room[group][slot.index]));
     }
   }
   // `x` is the group's first channel. Pixels that do not exist are read where others lie. Nothing waits for what is on
@@ -236,7 +253,7 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < 4 * STEPS; ++i) {
         unsigned& word = of[0][i / 4][i % 4];
-        word = to_halves(__uint_as_float(word) * scale[i % 2], seconds.of[i / 4][i % 4] * scale[i % 2]);
+        word = f16x2_of_floats(__uint_as_float(word) * scale[i % 2], seconds.of[i / 4][i % 4] * scale[i % 2]);
         pin(word);
       }
 #pragma unroll
@@ -280,7 +297,7 @@ struct Rows {
       if (WHOLE || all_exist(i))
         pixels = *(const Words<RUN>*)at;
       else
-        read_if(exists(i, channel + j), at, pixels);
+        load_global_if(exists(i, channel + j), at, pixels);
 #pragma unroll
       for (int word = 0; word < WORDS; ++word) {
         if (!SCALED)
@@ -306,9 +323,9 @@ struct Rows {
 #pragma unroll
         for (int pixel = 0; pixel < PIXELS; ++pixel)
           if (all_exist(i))
-            channels[pixel][j] = read_now(from + pixel * other);
+            channels[pixel][j] = load_global(from + pixel * other);
           else
-            read_if(exists(i, channel + j), from + pixel * other, channels[pixel][j]);
+            load_global_if(exists(i, channel + j), from + pixel * other, channels[pixel][j]);
         if (PIXELS == 1) one += (j == 0 ? 1 : DEPTH / 2 - 1) * stride;
       }
       if (PIXELS > 1) one += DEPTH / 2 * stride;
@@ -318,61 +335,6 @@ struct Rows {
       if (i % 2 == 1) __syncwarp();
     }
   }
-  static __device__ __forceinline__ float read_now(const float* from) {
-#ifndef EMULATOR
-    float value;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
-    return value;
-#else
-    return *from;
-#endif
-  }
-  template <class T>
-  static __device__ __forceinline__ T read_now(const T* from) {
-    return T{*(const volatile unsigned short*)from};
-  }
-  // What exists, or zero; without a branch, around which the compiler spills.
-#ifndef EMULATOR
-  static __device__ __forceinline__ void read_if(bool exists, const scalar_t* from, Vector<unsigned, 2>& value) {
-    asm volatile(
-        "{ .reg .pred exists;\n"
-        "setp.ne.b32 exists, %3, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "mov.b32 %1, 0;\n"
-        "@exists ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
-        : "=&r"(value.value[0]), "=&r"(value.value[1])
-        : "l"(from), "r"((int)exists));
-  }
-  static __device__ __forceinline__ void read_if(bool exists, const scalar_t* from, Vector<unsigned, 1>& value) {
-    float word;
-    read_if(exists, (const float*)from, word);
-    value.value[0] = __float_as_uint(word);
-  }
-  static __device__ __forceinline__ void read_if(bool exists, const float* from, float& value) {
-    asm volatile(
-        "{ .reg .pred exists;\n"
-        "setp.ne.b32 exists, %2, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "@exists ld.global.nc.f32 %0, [%1]; }"
-        : "=&f"(value)
-        : "l"(from), "r"((int)exists));
-  }
-  template <class T>
-  static __device__ __forceinline__ void read_if(bool exists, const T* from, T& value) {
-    asm volatile(
-        "{ .reg .pred exists;\n"
-        "setp.ne.b32 exists, %2, 0;\n"
-        "mov.b16 %0, 0;\n"
-        "@exists ld.global.nc.u16 %0, [%1]; }"
-        : "=&h"(value.bits)
-        : "l"(from), "r"((int)exists));
-  }
-#else
-  template <class T>
-  static void read_if(bool exists, const scalar_t* from, T& value) {
-    value = exists ? *(const T*)from : T{};
-  }
-#endif
   __device__ __forceinline__ void keep(Seconds& seconds, int, int i, int pixel, const float (&channels)[2]) {
     of[0][i / 2][i % 2 * 2 + pixel] = __float_as_uint(channels[0]);
     seconds.of[i / 2][i % 2 * 2 + pixel] = channels[1];
@@ -385,15 +347,12 @@ struct Rows {
 
 // Has a run's pixels come to the L2 cache: a warp's, a channel for each lane.
 __device__ __forceinline__ void prefetch(const Geometry& g, const scalar_t* x, const Run& run) {
-#ifndef EMULATOR
   const Pixel pixel(g, first_pixel(run.unit / g.groups));
   if (!run.exists() || !pixel.exists) return;
   const scalar_t* const from = x + pixel.x + (long long)(run.unit % g.groups * IN_CHANNELS + lane()) * g.x_stride;
 #pragma unroll
   for (int first = 0; first < IN_CHANNELS; first += 32)
-    if (first + lane() < IN_CHANNELS)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(from + (long long)first * g.x_stride));
-#endif
+    if (first + lane() < IN_CHANNELS) prefetch_l2(from + (long long)first * g.x_stride);
 }
 
 // Where a thread's two columns of each 8 go, from the first element of a cell on.
@@ -451,30 +410,12 @@ struct Terms {
   }
 };
 
-// Read when it is asked for: left to itself the compiler reads all at once, for which there are no registers.
-#ifndef EMULATOR
-__device__ __forceinline__ void read_shared(unsigned from, Vector<float, 4>& to) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(to.value[0]), "=f"(to.value[1]), "=f"(to.value[2]), "=f"(to.value[3])
-               : "r"(from)
-               : "memory");
-}
-__device__ __forceinline__ void read_shared(unsigned from, Vector<float, 2>& to) {
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to.value[0]), "=f"(to.value[1]) : "r"(from) : "memory");
-}
-#else
-template <class T>
-void read_shared(unsigned from, T& to) {
-  to = *(const T*)__cvta_shared_to_generic(from);
-}
-#endif
-
 // Those of a thread's two columns of eight.
 struct TwoTerms {
   Vector<float, 2 * SOME_TERMS> of;
 
   __device__ __forceinline__ TwoTerms(unsigned place, int tile) {
-    if (TERMS > 0) read_shared(place + (8 * tile + lane() % 4 * 2) * (4 * TERMS), of);
+    if (TERMS > 0) load_shared(place + (8 * tile + lane() % 4 * 2) * (4 * TERMS), of);
   }
   __device__ __forceinline__ float output(float sum, float unscale, int column) const {
     if (SCALED) sum *= unscale;
@@ -486,13 +427,9 @@ struct TwoTerms {
 
 // The weights of a stage, as the cores are told of them.
 struct Stage {
-#ifndef EMULATOR
   unsigned long long described;
-  __device__ __forceinline__ explicit Stage(unsigned address) : described(describe_matrix<16>(address, CHUNK_PITCH)) {}
-#else
-  unsigned address;
-  explicit Stage(unsigned address) : address(address) {}
-#endif
+  __device__ __forceinline__ explicit Stage(unsigned address)
+      : described(matrix_descriptor<16>(address, CHUNK_PITCH)) {}
 };
 
 // The cells of a thread's pixels: where those of each run begin, and how many there are; pixels rise, so the first do.
@@ -514,26 +451,6 @@ struct Cells {
   }
 };
 
-// Stored by one instruction: left to itself the compiler takes vectors apart.
-#ifndef EMULATOR
-__device__ __forceinline__ void store_whole(void* to, const Vector<unsigned, 4>& words) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.value[0]), "r"(words.value[1]),
-               "r"(words.value[2]), "r"(words.value[3])
-               : "memory");
-}
-__device__ __forceinline__ void store_whole(void* to, const Vector<unsigned, 2>& words) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.value[0]), "r"(words.value[1]) : "memory");
-}
-__device__ __forceinline__ void store_whole(void* to, const Vector<unsigned, 1>& words) {
-  *(unsigned*)to = words.value[0];
-}
-#else
-template <class Whole>
-__device__ __forceinline__ void store_whole(void* to, const Whole& words) {
-  *(Whole*)to = words;
-}
-#endif
-
 // The sums of a thread: of its pixels, and of two columns of each 8.
 struct Sums {
   float of[ROW_TILES][COLUMNS / 2];
@@ -545,31 +462,7 @@ struct Sums {
 
   // Operation `step` of a stage, for a tile of rows.
   __device__ __forceinline__ void add(int tile, const unsigned (&rows)[4], const Stage& stage, int step, bool add) {
-#ifndef EMULATOR
     wgmma(of[tile], rows, stage.described + step * (OPERATION_BYTES / 16), add);
-#else
-    typedef Vector<operand_t, 2> Word;
-    struct {
-      const unsigned* rows[4];
-    } lanes;
-    const auto all = emulator::all_lanes(~0u, (const unsigned*)rows);
-    for (int i = 0; i < 4; ++i) lanes.rows[i] = all.of[lane() / 4 * 4 + i];
-    float* const to = of[tile];
-    const int first = lane() % 4 * 2;
-    const unsigned columns = stage.address + step * OPERATION_BYTES;
-    emulator::later(emulator::Async::products, [=] {
-      for (int i = 0; i < COLUMNS / 2; ++i) {
-        float sum = add ? to[i] : 0;
-        for (int k = 0; k < 8; ++k) {
-          const unsigned at = columns + k / 4 * CHUNK_PITCH + (i / 4 * 8 + first + i % 2) * 16 + k % 4 * 4;
-          const Word& row = *(const Word*)(lanes.rows[k % 4] + i % 4 / 2 + k / 4 * 2);
-          const Word& column = *(const Word*)__cvta_shared_to_generic(at);
-          for (int j = 0; j < 2; ++j) sum += operand(row.value[j]) * operand(column.value[j]);
-        }
-        to[i] = sum;
-      }
-    });
-#endif
   }
 
   // To the thread's cells, VECTOR elements at a time.
@@ -591,7 +484,7 @@ struct Sums {
         if (i >= to.count) continue;
         scalar_t* const first = to.of(g, i) + offset;
         if constexpr (VECTOR > 1)
-          store_whole(first, *(const Words<VECTOR>*)(values + 2 * i));
+          store_global(first, *(const Words<VECTOR>*)(values + 2 * i));
         else
 #pragma unroll
           for (int j = 0; j < 2; ++j) first[(long long)j * g.y_stride[3]] = values[2 * i + j];
@@ -610,22 +503,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned weights = shared_address(shared_memory), pixels = weights + STAGES * STAGE_BYTES;
   const unsigned all_terms = pixels + (AHEAD ? GROUPS * PIXEL_SLOTS * SLOT_BYTES : 0);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, GROUPS);
+    for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, GROUPS);
     for (int i = 0; i < GROUPS; ++i) {
-      barrier_init(turns + 8 * i, 4);
+      mbarrier_init(turns + 8 * i, 4);
       for (int j = 0; j < PIXEL_SLOTS; ++j) {
-        barrier_init(shared_address(&shared.pixels[i][j]), 32);
-        barrier_init(shared_address(&shared.room[i][j]), 4);
+        mbarrier_init(shared_address(&shared.pixels[i][j]), 32);
+        mbarrier_init(shared_address(&shared.room[i][j]), 4);
       }
     }
-    barriers_publish();
+    fence_mbarrier_init();
   }
   __syncthreads();
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   Slot<STAGES, RESIDENT> slot;
 
   if (group == GROUPS) {  // loads
-    registers_release<LOADER_REGISTERS>();
+    setmaxnreg_dec<LOADER_REGISTERS>();
     const int of_group = threadIdx.x / 32 % 4 - 1;  // whose pixels the warp brings
     if (AHEAD && of_group >= 0 && of_group < GROUPS) {
       const unsigned slots = pixels + of_group * (PIXEL_SLOTS * SLOT_BYTES);
@@ -635,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         load_pixels<8>(g, x, slots, shared, of_group);
     }
     if (threadIdx.x != 128 * GROUPS) return;
-    wait_for_prologue();
+    griddepcontrol_wait();
     int missing = CHUNKS;  // of those that stay
     Runs runs(g);
     for (Run run = runs.next(g); run.exists() && missing > 0; run = runs.next(g)) {
@@ -645,16 +538,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (RESIDENT) --missing;
         for (int stage = 0; stage < CHUNK_STAGES; ++stage, slot.next(), from += STAGE_BYTES) {
           const unsigned barrier = full + 8 * slot.index;
-          if (!RESIDENT) barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-          bulk_copy(weights + slot.index * STAGE_BYTES, from, STAGE_BYTES, barrier);
-          barrier_arrive(barrier);
+          if (!RESIDENT) mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+          tma_load_bytes(weights + slot.index * STAGE_BYTES, from, STAGE_BYTES, barrier);
+          mbarrier_arrive(barrier);
         }
       }
     }
     return;
   }
 
-  registers_claim<MULTIPLIER_REGISTERS>();
+  setmaxnreg_inc<MULTIPLIER_REGISTERS>();
   const unsigned slots = pixels + group * (PIXEL_SLOTS * SLOT_BYTES);
   PixelSlot pixel_slot;
   unsigned turn = group;  // the parity of the barrier that tells a group that it is its turn: the first's, at once
@@ -701,41 +594,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       to.find(g, first, first_pixel(run.unit / g.groups));
       if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
       if (AHEAD) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot, seconds);
-      if (SCALED) wait_for_prologue();
+      if (SCALED) griddepcontrol_wait();
       added.load(g, packed, bias, run.unit % g.groups, chunk);
       rows.settle(seconds, g.piece > 0);
-      if (TERMS > 0) threads_sync(1 + group, 128);  // what was multiplied before is stored
+      if (TERMS > 0) named_barrier_sync(1 + group, 128);  // what was multiplied before is stored
       added.publish(terms, chunk);
     }
-    barrier_wait(turns + 8 * group, turn ^ 1), turn ^= 1;
+    mbarrier_wait(turns + 8 * group, turn ^ 1), turn ^= 1;
 #pragma unroll
     for (int stage = 0; stage < CHUNK_STAGES; ++stage) {
-      barrier_wait(full + 8 * slot.index, slot.parity);
+      mbarrier_wait(full + 8 * slot.index, slot.parity);
       const Stage weights_of_stage(weights + slot.index * STAGE_BYTES);
-      products_begin();
+      wgmma_fence();
 #pragma unroll
       for (int step = 0; step < STAGE_STEPS; ++step)
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile)
           sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights_of_stage, step, stage + step > 0);
-      products_commit();
+      wgmma_commit();
       if (!RESIDENT && stage > 0) {
-        products_wait<1>();
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * slot.before());
+        wgmma_wait<1>();
+        if (threadIdx.x % 128 == 0) mbarrier_arrive(empty + 8 * slot.before());
       }
       slot.next();
     }
     __syncwarp();
-    if (lane() == 0) barrier_arrive(turns + 8 * (GROUPS - 1 - group));
+    if (lane() == 0) mbarrier_arrive(turns + 8 * (GROUPS - 1 - group));
     columns = Columns(g, chunk);  // while the last products are on their way
     if (!AHEAD && chunk + 1 == run.behind) prefetch(g, x, Runs(runs).next(g));  // all at once, before any is waited for
     const bool more = chunk + 1 < run.behind;
     if (more) added.load(g, packed, bias, run.unit % g.groups, chunk + 1);
-    products_wait<0>();
+    wgmma_wait<0>();
     sums.pin_all();
     rows.pin_all();
-    if (!RESIDENT && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * slot.before());
+    if (!RESIDENT && threadIdx.x % 128 == 0) mbarrier_arrive(empty + 8 * slot.before());
     if (more) added.publish(terms, chunk + 1);
-    threads_sync(1 + group, 128);  // even without terms: the compiler spills less
+    named_barrier_sync(1 + group, 128);  // even without terms: the compiler spills less
   }
 }

@@ -7,7 +7,7 @@
 // No product is computed for nothing, whatever the stride, and of few channels only the columns are few. Pixels go from
 // global memory to the registers that the cores take them from: no two warps read the same.
 //
-// Index mapping. A block owns a tile of cells (common/geometry.cuh) and OUT_CHUNK output channels of one group. The
+// Index mapping. A block owns a tile of cells (core/geometry.cuh) and OUT_CHUNK output channels of one group. The
 // pixels of the window that the tile reads, cut at the edges of images that a tile covers from edge to edge, come in
 // bands of image rows, one after the other: what a band adds to the product stays until the next one has made all sums
 // that need both. Rows of a band's product are its pixels. A warp owns ROW_TILES tiles of 16 of them, and all columns.
@@ -21,6 +21,16 @@
 //
 // Shared memory: the weights of STEPS_HELD operations, in the order in which lanes take them, and the product as
 // [column][n][d][h][w], where h is a ring.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/wgmma.cuh"
+#include "operand/split.cuh"
+#include "operand/tf32.cuh"
 
 struct Geometry {
   Tensor5 x, y;
@@ -36,7 +46,7 @@ struct Geometry {
 };
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int TOGETHER = WGMMA_INSTRUCTION ? 128 : 32;  // threads of one instruction
+constexpr int TOGETHER = WGMMA ? 128 : 32;  // threads of one instruction
 constexpr int ELEMENT = sizeof(scalar_t), OPERATION = 32 / ELEMENT, CHANNELS = OPERATION / 4;
 constexpr int UNIT = ROW_TILES % 2 == 0 ? 4 : 2, UNITS = 2 * ROW_TILES / UNIT;
 constexpr int COLUMNS = OUT_CHUNK * TAPS;
@@ -59,7 +69,7 @@ __device__ __forceinline__ unsigned bits_of(T value) {
   return value.bits;
 }
 
-// Of one operation's weights: two chunks of 16 bytes a column, in all parts, as common/wgmma.cuh has them.
+// Of one operation's weights: two chunks of 16 bytes a column, in all parts, as ptx/wgmma.cuh has them.
 constexpr int CHUNK_BYTES = COLUMN_TILES * 8 * 16, PART_BYTES = 2 * CHUNK_BYTES, STEP_BYTES = PARTS * PART_BYTES;
 
 // Those of the operations from `step` on; what is beyond the channels or columns is zero.
@@ -88,7 +98,7 @@ __device__ __forceinline__ void load_weights(const scalar_t* weight, int step, i
       if (EXACT) *(unsigned*)(slot + PART_BYTES + j * CHUNK_BYTES) = low;
     }
   }
-  publish_shared();
+  fence_proxy_async();
 }
 
 // One operation's pixels of a lane on their way: of each unit the channels, or of each pixel where those come last.
@@ -218,13 +228,13 @@ struct Sums {
       float sums[ROW_TILES][4 * COLUMN_TILES];
 #pragma unroll
       for (int i = 0; i < ROW_TILES; ++i) pin(sums[i]), pin(rows.low[i]), pin(rows.high[i]);
-      products_begin();
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < ROW_TILES; ++i) {
         multiply(sums[i], rows.low[i], weights, false);
         multiply(sums[i], rows.high[i], weights + PART_BYTES, true);
         multiply(sums[i], rows.high[i], weights, true);
-        products_commit();
+        wgmma_commit();
       }
 #pragma unroll
       for (int i = 0; i < ROW_TILES; ++i) {
@@ -237,21 +247,21 @@ struct Sums {
     } else {
 #pragma unroll
       for (int i = 0; i < ROW_TILES; ++i) pin(of[i]), pin(rows.high[i]);
-      products_begin();
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < ROW_TILES; ++i) multiply(of[i], rows.high[i], weights, true);
-      products_commit();
-      products_wait<0>();
+      wgmma_commit();
+      wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < ROW_TILES; ++i) pin(of[i]);
     }
   }
 
  private:
-#if WGMMA_INSTRUCTION && !defined(EMULATOR)
+#if WGMMA
   static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
                                                   const char* columns, bool add) {
-    wgmma(sums, rows, describe_matrix<16>(shared_address(columns), CHUNK_BYTES), add);
+    wgmma(sums, rows, matrix_descriptor<16>(shared_address(columns), CHUNK_BYTES), add);
   }
 #else
   static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
@@ -261,16 +271,16 @@ struct Sums {
     for (int j = 0; j < COLUMN_TILES; ++j, columns += 128) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) sums[4 * j + k] = add ? sums[4 * j + k] : 0;
-      mma(sums + 4 * j, rows, *(const unsigned*)columns, *(const unsigned*)(columns + CHUNK_BYTES));
+      mma<scalar_t>(sums + 4 * j, rows, *(const unsigned*)columns, *(const unsigned*)(columns + CHUNK_BYTES));
     }
   }
 #endif
 
   static __device__ __forceinline__ void wait(int pending) {
-    if (pending == 0) products_wait<0>();
-    if (pending == 1) products_wait<1>();
-    if (pending == 2) products_wait<2>();
-    if (pending == 3) products_wait<3>();
+    if (pending == 0) wgmma_wait<0>();
+    if (pending == 1) wgmma_wait<1>();
+    if (pending == 2) wgmma_wait<2>();
+    if (pending == 3) wgmma_wait<3>();
   }
 
  public:

@@ -17,6 +17,11 @@
 // Synchronisation: stage i+1 is loaded to registers while stage i is computed, and stored to the other buffer; one
 // barrier a stage suffices, since a buffer is written again only after the barrier that follows its last reads.
 
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/geometry.cuh"
+#include "core/types.cuh"
+
 struct Geometry {
   Tensor5 x, g;
   int batch, groups;

@@ -1,9 +1,9 @@
-// The weight gradient of tensors whose channels are innermost, on tensor cores (common/box_product.cuh):
+// The weight gradient of tensors whose channels are innermost, on tensor cores (mainloop/box_product.cuh):
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
 // Index mapping. Rows of the product are input channels, columns units: some neighbouring output channels at one tap
-// (common/tap_windows.cuh). A block has some rows of one group and the units of some windows, and every n-th tile of
+// (operand/tap_windows.cuh). A block has some rows of one group and the units of some windows, and every n-th tile of
 // input positions, of n parts, so that those that blocks have at a time are neighbours; a stage is a tile. The copy
 // engine brings the tile's input and for each window what its taps meet of the output gradient; positions that do not
 // exist are zeros of the input. Blocks on different parts write to different planes of `partial`, which the caller sums
@@ -12,6 +12,16 @@
 //
 // The cores' sums lose a bit at every step. So `flush` stages are summed there, and those sums in `partial`. Where
 // there is but one part, of no more stages than that, `partial` is the result, of the tensors' type (`narrowed`).
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/pipeline.cuh"
+#include "core/shared_address.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/tma.cuh"
+#include "operand/tap_windows.cuh"
+#include "mainloop/box_product.cuh"
 
 struct Geometry {
   TensorMap x_box, grad_box;
@@ -57,22 +67,22 @@ __device__ __forceinline__ void load_tiles(const Geometry& g, const Item& item, 
     for (int i = 0; i < 4; ++i) at[i] = tile[i] * g.lanes[i];
     const unsigned buffer = shared_address(buffers + turn.index * stage_bytes<WindowColumns>());
     const unsigned full = shared_address(ring.full + turn.index);
-    barrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
+    mbarrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < boxes; i += 32) {
       if (i < in_boxes) {
         const int from[5] = {item.group * IN_CHANNELS + item.first_in + i * ROW_BOX, at[3], at[2], at[1], at[0]};
-        box_copy(buffer + i * box_bytes(ROW_PITCH), g.x_box, x, from, box_bytes(ROW_PITCH), full);
+        tma_load_box(buffer + i * box_bytes(ROW_PITCH), g.x_box, x, from, box_bytes(ROW_PITCH), full);
       } else {
         const Window window(item.first_window + i - in_boxes);
         const int from[5] = {item.group * OUT_CHANNELS + window.channel,
                              at[3] * AXIS_W.stride + window.tap[2] * AXIS_W.dilation - AXIS_W.padding,
                              at[2] * AXIS_H.stride + window.tap[1] * AXIS_H.dilation - AXIS_H.padding,
                              at[1] * AXIS_D.stride + window.tap[0] * AXIS_D.dilation - AXIS_D.padding, at[0]};
-        box_copy(buffer + A_BYTES + (i - in_boxes) * WINDOW_BYTES, g.grad_box, grad, from, WINDOW_BOX, full);
+        tma_load_box(buffer + A_BYTES + (i - in_boxes) * WINDOW_BYTES, g.grad_box, grad, from, WINDOW_BOX, full);
       }
     }
-    barrier_arrive(full);
+    mbarrier_arrive(full);
     turn.next();
     int carry = 0;  // to the part's next tile
 #pragma unroll

@@ -22,6 +22,11 @@
 // Shared memory: all threads' sums of ROWS_AT_ONCE of their rows, [thread][sum] in the order of the weight, and an odd
 // number apart, so that they meet in no bank; written, then read by those that add them up and store, between barriers.
 
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/geometry.cuh"
+#include "core/types.cuh"
+
 struct Geometry {
   Tensor5 x, g;
   int batch;

@@ -1,4 +1,4 @@
-// The weight gradient on tensor cores (common/window_product.cuh):
+// The weight gradient on tensor cores (mainloop/window_mma.cuh):
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
@@ -9,6 +9,12 @@
 // Shared memory: where the pieces of both operands lie, the positions' offsets, then BUFFERS stages.
 //
 // The cores' sums lose a bit at every step. So FLUSH stages are summed there, and those sums in `partial`.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "operand/window.cuh"
+#include "mainloop/multistage.cuh"
+#include "mainloop/window_mma.cuh"
 
 struct Geometry {
   Tensor5 x, g;

@@ -1,4 +1,4 @@
-// The weight gradient by Hopper's instruction (common/window_wgmma.cuh):
+// The weight gradient by Hopper's instruction (mainloop/window_wgmma.cuh):
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
@@ -10,6 +10,18 @@
 // one channel of wider rows (`as_one_channel` in schedules/window_gemm/window.py).
 //
 // The cores' sums lose a bit at every step. So some stages are summed there, and those sums in `partial`.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/pipeline.cuh"
+#include "core/shared_address.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "operand/run_loader.cuh"
+#include "operand/window.cuh"
+#include "operand/window_rows.cuh"
+#include "mainloop/window_wgmma.cuh"
 
 struct Geometry {
   TensorMap box, window_box;  // of the input, and of the output gradient
@@ -64,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     RowLoader<OUT_CHUNK> g_loader(g.g, g.window);
     if (!tells) {
       g_loader.init(places);
-      threads_sync(LOADERS_MEET, LOADERS);
+      named_barrier_sync(LOADERS_MEET, LOADERS);
     }
     const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
     int tile[4], origin[4];  // the next to be loaded, and its first position
@@ -93,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           if (!tells) return;
           to_window(origin, g.skew);
           const int from[5] = {origin[3], origin[2], origin[1], origin[0], group * OUT_CHANNELS + first_out};
-          box_copy(shared_address(to + g.window_bytes), g.window_box, grad, from, g.box_bytes, barrier);
+          tma_load_box(shared_address(to + g.window_bytes), g.window_box, grad, from, g.box_bytes, barrier);
           next();
         },
         [&](int, char* to) {
@@ -113,9 +125,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 
   list_positions<MULTIPLIERS>(offsets, g.steps * OPERATION, g.window, g.lanes, g.skew);
-  threads_sync(MULTIPLIERS_MEET, MULTIPLIERS);
+  named_barrier_sync(MULTIPLIERS_MEET, MULTIPLIERS);
 
-  registers_claim<MULTIPLIER_REGISTERS>();
+  setmaxnreg_inc<MULTIPLIER_REGISTERS>();
   int offsets_of_rows[ROW_TILES][2];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {

@@ -21,6 +21,13 @@
 // Synchronisation: a stage is copied while the one before it is computed. The barrier that follows a stage's arrival
 // also says that all have done with the one before, whose buffer is filled next.
 
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/geometry.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "ptx/cp_async.cuh"
+
 struct Geometry {
   Tensor5 x, g;
   int lanes[4];           // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w
@@ -85,7 +92,7 @@ __device__ __forceinline__ void load_input(const float* x, int channels, const G
       unsigned slot = shared_address(to + h * g.lanes[3] * ROWS) + threadIdx.x * (4 * PIECE);
 #pragma unroll 1
       while (w < g.lanes[3]) {
-        copy_async<4 * PIECE>(slot, next + channel, h < height && w < width && channel < channels);
+        cp_async<4 * PIECE>(slot, next + channel, h < height && w < width && channel < channels);
         slot += THREADS * (4 * PIECE), w += W_STEP, next += W_STEP * g.x.stride[4];
         if (CHANNEL_STEP > 0 && (channel += CHANNEL_STEP) >= ROWS) channel -= ROWS, ++w, next += g.x.stride[4];
       }
@@ -103,7 +110,7 @@ __device__ __forceinline__ void load_input(const float* x, int channels, const G
         unsigned slot = shared_address(to + h * g.lanes[3] + w + first * g.x_pitch);
 #pragma unroll 2
         for (int channel = first; channel < ROWS; channel += at_once) {
-          copy_async<4 * PIECE>(slot, next, exists && channel < channels);
+          cp_async<4 * PIECE>(slot, next, exists && channel < channels);
           slot += at_once * g.x_pitch * 4, next += step;
         }
       }
@@ -131,7 +138,7 @@ __device__ __forceinline__ void load_window(const float* grad, int channels, con
     unsigned slot = shared_address(to + (slab * g.rows + row) * g.pitch + i);
 #pragma unroll 2
     for (; i < g.pitch; i += 32 * PIECE) {
-      copy_async<4 * PIECE>(slot, next, inside && (unsigned)(w + i) < (unsigned)g.g.size[2]);
+      cp_async<4 * PIECE>(slot, next, inside && (unsigned)(w + i) < (unsigned)g.g.size[2]);
       slot += 32 * (4 * PIECE), next += 32 * PIECE * g.g.stride[4];
     }
   }
@@ -276,8 +283,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (stages > 0) load(buffers);
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
-      copies_commit();
-      copies_wait<0>();
+      cp_async_commit();
+      cp_async_wait<0>();
       __syncthreads();
       const float* const from = buffers + stage % 2 * g.stage;
       if (stage + 1 < stages) load(buffers + (stage + 1) % 2 * g.stage);

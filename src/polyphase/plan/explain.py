@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from polyphase.plan.planner import NO_TILE, as_computed, plan
+from polyphase.plan.planner import as_computed, plan
+from polyphase.plan.shortlist import candidates, why_none
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.schedules import SCHEDULES
@@ -35,11 +36,12 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         faster = False
         refused: dict[str, list[str]] = {}
         for schedule in SCHEDULES:
-            refusal = schedule.refusal(computed, pass_, device)
-            candidates = [] if refusal else list(schedule.candidates(computed, pass_, device, layouts))
-            if not candidates:
-                refused.setdefault(refusal or NO_TILE, []).append(schedule.name)
-            losers = [candidate for candidate in candidates if candidate != chosen.candidate]
+            reason = schedule.supports(computed, pass_, device)
+            offered = [] if reason else list(candidates(schedule, computed, pass_, device, layouts))
+            if not offered:
+                reason = reason or why_none(schedule, computed, pass_, device, layouts)
+                refused.setdefault(reason, []).append(schedule.name)
+            losers = [candidate for candidate in offered if candidate != chosen.candidate]
             if losers:
                 best = min(losers, key=lambda candidate: candidate.seconds)
                 others = f" and {len(losers) - 1} more" if len(losers) > 1 else ""

@@ -21,6 +21,7 @@ from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
 from polyphase.plan import measured as tuning
 from polyphase.plan.rankings import kept
+from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -33,9 +34,6 @@ from polyphase.schedules.schedule import Candidate, Schedule
 # another schedule's.
 _CLEARLY = 0.97
 _CLEARLY_BY_OTHERS = {Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
-
-#: Why a schedule that computes a layer offers nothing for a call of it.
-NO_TILE = "no tile fits tensors of this size that lie as these do"
 
 
 @dataclass(frozen=True)
@@ -118,20 +116,20 @@ def plan(
         offers = _offers(schedules, problem, pass_, device, layouts)
         found = next(offers, None)
         if found is None:
-            reasons = "; ".join(f"{a.name}: {a.refusal(problem, pass_, device) or NO_TILE}" for a in SCHEDULES)
+            reasons = "; ".join(f"{a.name}: {refusal(a, problem, pass_, device, layouts)}" for a in SCHEDULES)
             raise UnsupportedError(f"no schedule computes the {pass_.value} of {given} on {device.arch}: {reasons}")
-        schedule, candidates = found
-        chosen = _by_size(schedule, candidates, pass_)
+        schedule, offered = found
+        chosen = _by_size(schedule, offered, pass_)
     kernels = [(schedule, candidate) for candidate in chosen]
     if measured is None and pass_ is not Pass.FORWARD:
-        firsts = [(each, next(candidates)) for each, candidates in offers]
+        firsts = [(each, next(offered)) for each, offered in offers]
         other, first = min(firsts, key=lambda each: each[1].seconds, default=kernels[0])
         if first.seconds < _CLEARLY_BY_OTHERS[pass_] * kernels[0][1].seconds:
             kernels = [(other, first), kernels[-1]]
     if not any(each.any_size for each, _ in kernels):
         for_others = (each for each in schedules if each.any_size)
-        other, candidates = next(_offers(for_others, problem, pass_, device, layouts))
-        kernels.append((other, next(candidates)))
+        other, offered = next(_offers(for_others, problem, pass_, device, layouts))
+        kernels.append((other, next(offered)))
     try:
         selected = tuple(
             Selection(each, candidate, each.launch(problem, pass_, device, layouts, candidate.variant))
@@ -166,11 +164,11 @@ def _offers(
 ) -> Iterator[tuple[Schedule, Iterator[Candidate]]]:
     """Those of ``schedules`` that can compute a pass, and what they offer; each is asked when its turn comes."""
     for schedule in schedules:
-        if schedule.refusal(problem, pass_, device) is None:
-            candidates = schedule.candidates(problem, pass_, device, layouts)
-            first = next(candidates, None)
+        if schedule.supports(problem, pass_, device) is None:
+            offered = candidates(schedule, problem, pass_, device, layouts)
+            first = next(offered, None)
             if first is not None:
-                yield schedule, itertools.chain([first], candidates)
+                yield schedule, itertools.chain([first], offered)
 
 
 @lru_cache(maxsize=4096)
@@ -183,27 +181,24 @@ def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> lis
         return min((_by_size(schedule, found, pass_)[0].seconds for _, found in offers), default=math.inf)
 
     about = f"schedules for the {pass_.value} of {sized!r} on {device!r}"
-    order = kept(about, SCHEDULES, lambda: sorted(SCHEDULES, key=seconds))
+    order = kept(about, lambda: SCHEDULES, lambda: sorted(SCHEDULES, key=seconds))
     return [*order, *(schedule for schedule in SCHEDULES if schedule not in order)]  # whatever the disk says
 
 
 def _measured(offers: Iterator[tuple[Schedule, Iterator[Candidate]]], choice: str) -> tuple[Schedule, Candidate] | None:
     """The candidate of that description, where it is offered."""
     found = (
-        (schedule, candidate)
-        for schedule, candidates in offers
-        for candidate in candidates
-        if candidate.describe() == choice
+        (schedule, candidate) for schedule, offered in offers for candidate in offered if candidate.describe() == choice
     )
     return next(found, None)
 
 
-def _by_size(schedule: Schedule, candidates: Iterator[Candidate], pass_: Pass) -> list[Candidate]:
+def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> list[Candidate]:
     """The first, which is what a layer has at most sizes; before it the fastest at this one, if it clearly is."""
-    first = next(candidates)
+    first = next(offered)
     if pass_ is not Pass.FORWARD and not schedule.adapts:
         return [first]
-    fastest = min(candidates, key=lambda each: each.seconds, default=first)
+    fastest = min(offered, key=lambda each: each.seconds, default=first)
     return [fastest, first] if fastest.seconds < _CLEARLY * first.seconds else [first]
 
 
@@ -214,8 +209,8 @@ def launches(
     problem, layouts = as_computed(problem, pass_, layouts)
     return [
         (candidate, schedule.launch(problem, pass_, device, layouts, candidate.variant))
-        for schedule, candidates in _offers(SCHEDULES, problem, pass_, device, layouts)
-        for candidate in candidates
+        for schedule, offered in _offers(SCHEDULES, problem, pass_, device, layouts)
+        for candidate in offered
     ]
 
 
@@ -227,8 +222,8 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     given = problem
     problem, layouts = as_computed(problem, pass_, None)
     firsts = [
-        schedule.launch(problem, pass_, device, layouts, next(candidates).variant)
-        for schedule, candidates in _offers(SCHEDULES, problem, pass_, device, layouts)
+        schedule.launch(problem, pass_, device, layouts, next(offered).variant)
+        for schedule, offered in _offers(SCHEDULES, problem, pass_, device, layouts)
     ]
     both = plan(given, pass_, device, by_prediction=True).launches
     one_way = [program.main.one_way for program in both if program.main.one_way is not None]

@@ -24,15 +24,15 @@ _FILES = [file for room in _ROOMS for file in _PACKAGE.glob(f"{room}/**/*.py")]
 _PLANNER = digest(_FILES) if _FILES else None
 
 
-def kept(about: str, offered: Sequence[_Variant], rank: Callable[[], list[_Variant]]) -> list[_Variant]:
-    """Some of what is ``offered``, in the order that ``rank`` gives, or gave an earlier process that ranked the same.
+def kept(about: str, configs: Callable[[], Sequence[_Variant]], rank: Callable[[], list[_Variant]]) -> list[_Variant]:
+    """Some of ``configs``, in the order that ``rank`` gives, or gave an earlier process that ranked the same.
 
     With ``POLYPHASE_TUNING=0`` in the environment nothing is read or written; nor where the disk does not let us.
     """
     if os.environ.get("POLYPHASE_TUNING") == "0" or _PLANNER is None:
         return rank()
     about = f"{about}, planner {_PLANNER}"
-    found = read(_FOLDER, about)
+    found, offered = read(_FOLDER, about), configs()
     if _are_places(found, len(offered)):
         return [offered[place] for place in found]
     ranking = rank()

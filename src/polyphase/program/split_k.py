@@ -1,4 +1,4 @@
-"""The split-K reduction, ``kernels/add_planes.cu``: adds up partial sums in a fixed order."""
+"""The split-K reduction, ``kernels/steps/reduce_splits.cu``: adds up partial sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -18,5 +18,6 @@ def reduce_splits(dtype: str, elements: int, splits: int) -> Step:
     """Adds up ``splits`` planes of partial sums of so many elements, in a fixed order: the result is in ``dtype``."""
     groups = next((count for count, many, few in _GROUPS if splits >= many and elements <= few), 1)
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
-    source, blocks = KernelSource("add_planes", dtype, False, constants), elements * groups / (_TOGETHER * _THREADS)
-    return plain_step(source, math.ceil(blocks), _THREADS, struct.pack("<q2i", elements, splits, groups))
+    source = KernelSource("reduce_splits", dtype, False, constants, folder="steps")
+    blocks = math.ceil(elements * groups / (_TOGETHER * _THREADS))
+    return plain_step(source, blocks, _THREADS, struct.pack("<q2i", elements, splits, groups))

@@ -1,4 +1,4 @@
-"""Layout transposes, ``kernels/turn_channels.cu``: contiguous to channels_last, and back."""
+"""Layout transposes, ``kernels/steps/transpose.cu``: contiguous to channels_last, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PIXELS, _CHANNELS = 64, 64  # of a block
 
 def transpose_source(dtype: str) -> KernelSource:
     """The kernel, for all tensors of a dtype."""
-    return KernelSource("turn_channels", dtype, False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)))
+    return KernelSource("transpose", dtype, False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)), folder="steps")
 
 
 def missing(channels: int) -> float:

@@ -1,11 +1,11 @@
-"""What a schedule tells the planner."""
+"""What a schedule tells the planner: what it supports, its configs, what they cost, and how they are launched."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import ConvTransposeProblem, Pass
@@ -14,10 +14,13 @@ from polyphase.program.program import Program
 if TYPE_CHECKING:
     from polyphase.problem.device import DeviceInfo
 
+#: Predicted seconds, and whether ``"bytes"`` or ``"instructions"`` bound them.
+Cost = tuple[float, str]
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """One variant of a schedule for a problem, with its predicted time and what bounds it."""
+    """One config of a schedule for a problem, with its predicted time and what bounds it."""
 
     schedule: str
     variant: Any
@@ -25,46 +28,100 @@ class Candidate:
     bound: str
 
     def describe(self) -> str:
-        """The variant in one line."""
+        """The config in one line."""
         settings = (f"{name}={value}" for name, value in self.variant._asdict().items())
         return f"{self.schedule}({', '.join(settings)})"
 
 
-class Schedule(Protocol):
-    """One way to compute a pass. ``any_size``: a layer that it does not refuse it computes at every size.
+class Schedule:
+    """One way to compute a pass. It says what a config costs; `polyphase.plan.shortlist` alone ranks configs.
 
-    ``adapts``: gradients, too, take another of its candidates where that is clearly faster at the size at hand.
+    A layer keeps a short list of configs whatever its batch and images, so that new sizes compile few kernels. The
+    list is made at a ranking size, `ranked_at`; other sizes may have a say.
+
+    ``any_size``: a layer that has a config has one at every size. ``adapts``: gradients, too, take another of the list
+    where that is clearly faster at the size at hand. ``offered``: the length of the list, at most. ``kept``: whether
+    making it takes longer than reading it from the disk. ``compared``: how many of the first are compared at `others`,
+    too. ``best``: how many are taken before those that are best at one of the sizes of `own`. ``prunes``: whether
+    `search` leaves out what is not asked for.
     """
 
     name: str
-    any_size: bool
-    adapts: bool
+    any_size = True
+    adapts = False
+    offered = 6
+    kept = False
+    compared = 0
+    best = 0
+    prunes = False
 
-    def __hash__(self) -> int: ...
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        """Why the schedule cannot compute the pass, or None where it can if a tile fits.
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        """Why the schedule cannot compute the pass, or None where it can."""
-
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Variants in rising order of predicted time, each predicted when it is asked for.
-
-        Which variants these are, and their order, does not depend on batch and image size, but on whether images are
-        tiny, are whole lines of memory, how even their rows are, and whether the cores take their pixels as they lie;
-        so new sizes compile few kernels.
+        Cheap: arithmetic on the problem alone. It neither ranks configs nor searches tiles.
         """
+        raise NotImplementedError
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        """Why there is no config of a layer that it supports."""
+        return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Hashable:
+        """The layer at the size at which its configs are ranked, as the schedule sees it.
+
+        Batch and image size do not matter but for what the list may depend on: whether images are tiny, are whole lines
+        of memory, how even their rows are, and whether TMA takes their pixels as operands. None where the schedule
+        cannot read or write tensors that lie as these do.
+        """
+        raise NotImplementedError
+
+    def configs(self, at: Any, pass_: Pass, device: DeviceInfo) -> Iterable[Any]:
+        """Every config of a layer, legal by construction. Of equal ones the planner prefers the first."""
+        raise NotImplementedError
+
+    def seconds(self, at: Any, pass_: Pass, device: DeviceInfo, config: Any) -> float:
+        """What configs are ranked by at a size: predicted seconds, infinite where no tile fits."""
+        raise NotImplementedError
+
+    def search(
+        self, at: Any, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
+    ) -> dict[Any, float]:
+        """Configs with their `seconds`, those that have a tile; of equal ones the planner prefers the first.
+
+        ``most``: how many of the fastest are needed, all where it is None. ``below``: slower ones are not needed. A
+        schedule with many configs uses both to leave out those that cannot be among them.
+        """
+        found = ((config, self.seconds(at, pass_, device, config)) for config in self.configs(at, pass_, device))
+        return {config: seconds for config, seconds in found if seconds < math.inf}
+
+    def others(self, at: Any) -> Sequence[Any]:
+        """Other sizes that have a say in what is best, each like a result of `ranked_at`."""
+        return ()
+
+    def score(self, at: Any, seconds: Sequence[float]) -> float:
+        """What the ``seconds`` at the ranking size and at those of `others` come to: the less the better."""
+        return sum(map(math.log, seconds))
+
+    def own(self, at: Any) -> Sequence[Any]:
+        """Sizes whose own best is offered, too, where what is offered already does not do as well there."""
+        return ()
+
+    def arranged(self, order: list[Any]) -> list[Any]:
+        """The order of what is offered, of configs in rising order of their `score`."""
+        return order
+
+    def refined(self, at: Any, device: DeviceInfo, config: Any) -> Any:
+        """A config of the list as it is offered."""
+        return config
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: Any
+    ) -> Cost | None:
+        """The predicted time of a config at the size at hand, and what bounds it; None where no tile fits."""
+        raise NotImplementedError
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: Any
     ) -> Program:
-        """The launch of one variant."""
-
-
-def first_candidates(
-    name: str, variants: Iterable[Any], predict: Callable[[Any], tuple[float, str] | None], count: int
-) -> Iterator[Candidate]:
-    """The first ``count`` of ``variants`` that ``predict`` has a time and a bound for: None where no tile fits."""
-    predicted = ((variant, predict(variant)) for variant in variants)
-    candidates = (Candidate(name, variant, *found) for variant, found in predicted if found is not None)
-    return itertools.islice(candidates, count)
+        """The program of one config."""
+        raise NotImplementedError

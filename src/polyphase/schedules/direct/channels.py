@@ -19,7 +19,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import slower_of
-from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import arranged, tiles_of, two_dimensions
 
 _THREADS = 256
@@ -30,7 +30,6 @@ _CHAIN_TERMS, _CHAIN_CHANNELS = 32, 4
 _MAX_SUMS = 96  # elements of a thread
 _MAX_WEIGHT_BYTES = 64 << 10
 _LANES = (32, 16, 8, 4, 2, 1)
-_OFFERED = 4
 
 # Measured over predicted work, where a group has several source channels, and where those are read one by one.
 _MEASURED_SEVERAL, _MEASURED_ONE_BY_ONE = 0.65, 1.1
@@ -45,14 +44,13 @@ class ChannelsVariant(NamedTuple):
     min_blocks: int
 
 
-class GatherChannels:
+class GatherChannels(Schedule):
     """A few neighbouring destination channels a thread, at a few neighbouring cells."""
 
     name = "gather_channels"
-    any_size = True
-    adapts = False
+    offered = 4
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:
             return "computes the forward pass and the input gradient only"
         if not problem.channels_last:
@@ -60,30 +58,39 @@ class GatherChannels:
         gather = Gather.of(problem, pass_, Layouts.dense(problem))
         if gather.dtype == "float32" and (terms := _terms(gather)) > _MAX_TERMS:
             return f"{terms} products are too many to be added up one after the other (at most {_MAX_TERMS})"
-        if not _variants(gather, device):
-            return (
-                f"its taps along the width do not unroll, to at most {_MAX_UNROLLED} products and {_MAX_SUMS} sums, "
-                f"or the weights of a block's channels exceed {_MAX_WEIGHT_BYTES} bytes"
-            )
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return (
+            f"its taps along the width do not unroll, to at most {_MAX_UNROLLED} products and {_MAX_SUMS} sums, "
+            f"or the weights of a block's channels exceed {_MAX_WEIGHT_BYTES} bytes"
+        )
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Gather | None:
         gather = Gather.of(problem, pass_, layouts)
-        if not (gather.src.channels_last and gather.dst.channels_last):
-            return
+        return gather if gather.src.channels_last and gather.dst.channels_last else None
+
+    def configs(self, at: Gather, pass_: Pass, device: DeviceInfo) -> Iterator[ChannelsVariant]:
+        return _variants(at, device)
+
+    def seconds(self, at: Gather, pass_: Pass, device: DeviceInfo, config: ChannelsVariant) -> float:
+        """Cycles by cell and channel, whatever the size of images."""
+        return _cycles(at, config) / (config.vector * config.cells)
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsVariant
+    ) -> Cost:
+        gather = Gather.of(problem, pass_, layouts)
         depths, heights, widths = gather.cells
         moving = problem.bytes / device.copy_bytes_per_second
-        for variant, cycles in _variants(gather, device):
-            lanes = round_up(_vectors(gather, variant), variant.lanes)
-            warps = lanes / 32 * problem.batch * depths * heights * math.ceil(widths / variant.cells)
-            work = warps * cycles / (device.multiprocessors * device.clock_hz)
-            if gather.src_channels > 1:
-                work *= _MEASURED_SEVERAL if _at_once(gather, variant.vector) > 1 else _MEASURED_ONE_BY_ONE
-            # Few warps are resident, so that neither hides behind the other as a whole.
-            seconds = (work**1.5 + moving**1.5) ** (1 / 1.5)
-            yield Candidate(self.name, variant, seconds, slower_of(work, moving)[1])
+        lanes = round_up(_vectors(gather, config), config.lanes)
+        warps = lanes / 32 * problem.batch * depths * heights * math.ceil(widths / config.cells)
+        work = warps * _cycles(gather, config) / (device.multiprocessors * device.clock_hz)
+        if gather.src_channels > 1:
+            work *= _MEASURED_SEVERAL if _at_once(gather, config.vector) > 1 else _MEASURED_ONE_BY_ONE
+        # Few warps are resident, so that neither hides behind the other as a whole.
+        seconds = (work**1.5 + moving**1.5) ** (1 / 1.5)
+        return seconds, slower_of(work, moving)[1]
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ChannelsVariant
@@ -169,9 +176,8 @@ def _weight_bytes(gather: Gather, vector: int, lanes: int) -> int:
     return gather.taps * gather.src_channels * lanes * vector * accumulator_bytes(gather.dtype)
 
 
-def _variants(gather: Gather, device: DeviceInfo) -> list[tuple[ChannelsVariant, float]]:
-    """The best variants of a layer with a warp's cycles for its cells, in rising order by cell and channel."""
-    found = []
+def _variants(gather: Gather, device: DeviceInfo) -> Iterator[ChannelsVariant]:
+    """Every variant of a layer whose taps unroll and whose weights fit."""
     for vector, cells in itertools.product((8, 4, 2, 1), (8, 4, 2, 1)):
         lanes = _lanes(gather, vector)
         width = gather.cell_axes[2]
@@ -182,13 +188,10 @@ def _variants(gather: Gather, device: DeviceInfo) -> list[tuple[ChannelsVariant,
         if max(_pixel(gather.src) * width.window(cells), _pixel(gather.dst) * width.dst * cells) >= 2**31:
             continue
         shared = device.shared_bytes_per_multiprocessor // (_weight_bytes(gather, vector, lanes) + 1024)
-        needed = _registers(gather, vector, cells)
         # With a few registers less the compiler often does without spills; else it settles for fewer blocks.
-        hoped = min(8, shared, _resident(needed - 16))
+        hoped = min(8, shared, _resident(_registers(gather, vector, cells) - 16))
         if hoped:
-            cycles = _cycles(gather, vector, cells, lanes) * (1 + 1 / max(1, min(hoped, _resident(needed))))
-            found.append((ChannelsVariant(vector, cells, lanes, hoped), cycles))
-    return sorted(found, key=lambda each: each[1] / (each[0].vector * each[0].cells))[:_OFFERED]
+            yield ChannelsVariant(vector, cells, lanes, hoped)
 
 
 def _lanes(gather: Gather, vector: int) -> int | None:
@@ -223,8 +226,15 @@ def _resident(registers: int) -> int:
     return REGISTERS // (_THREADS * round_up(registers, 8))
 
 
-def _cycles(gather: Gather, vector: int, cells: int, lanes: int) -> float:
-    """What a warp takes of a multiprocessor for its cells, were it never to wait for memory.
+def _cycles(gather: Gather, variant: ChannelsVariant) -> float:
+    """What a warp takes of a multiprocessor for its cells, beside as many others as are resident."""
+    vector, cells, lanes, hoped = variant
+    resident = max(1, min(hoped, _resident(_registers(gather, vector, cells))))
+    return _cycles_alone(gather, vector, cells, lanes) * (1 + 1 / resident)
+
+
+def _cycles_alone(gather: Gather, vector: int, cells: int, lanes: int) -> float:
+    """The same, were it never to wait for memory.
 
     Fitted to 765 measured times of 73 cases (docs/performance.md).
     """

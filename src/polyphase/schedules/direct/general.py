@@ -15,10 +15,11 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import cost_seconds
-from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.schedule import Cost, Schedule
 
 # Measured over predicted time of input gradients in channels_last (docs/performance.md).
 _MEASURED_INPUT_GRAD_LAST = 2.3
+_DST_TOGETHER = 4  # channels of a thread, where there are as many
 _STEP_CYCLES = 450.0  # of a thread, for a source element and its weights; measured on an H200
 
 
@@ -28,39 +29,49 @@ class GeneralVariant(NamedTuple):
     dst_per_thread: int
 
 
-class GatherGeneral:
+class GatherGeneral(Schedule):
     """One destination element a thread: any layer."""
 
     name = "gather_general"
-    any_size = True
-    adapts = False
     _THREADS = 256
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:
             return "computes the forward pass and the input gradient only"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        gather = Gather.of(problem, pass_, layouts)
-        result = []
-        for dst in (1, 4):
-            if dst > 1 and (gather.dst.channels_last or gather.dst_channels < dst):
-                continue
-            steps = gather.src_channels * gather.taps / gather.phases
-            threads = math.prod(gather.dst.shape) / dst
-            # Per step: the loop, one source element and `dst` weights; weights of neighbouring lanes lie apart.
-            instructions = 150 + steps * (14 + 4 * dst)
-            wavefronts = steps * (2 + 3 * dst)
-            cycles = threads / 32 * max(instructions / 4, wavefronts)
-            if problem.channels_last and not gather.forward:
-                cycles *= _MEASURED_INPUT_GRAD_LAST
-            seconds, bound = cost_seconds(problem, device, cycles)
-            seconds = max(seconds, steps * _STEP_CYCLES / device.clock_hz)  # where threads are few, one's own
-            result.append(Candidate(self.name, GeneralVariant(dst), seconds, bound))
-        yield from sorted(result, key=lambda candidate: (candidate.seconds, -candidate.variant.dst_per_thread))
+    def ranked_at(
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
+    ) -> tuple[ConvTransposeProblem, Layouts]:
+        return problem, layouts  # there are two configs: the size at hand can have the better one
+
+    def configs(
+        self, at: tuple[ConvTransposeProblem, Layouts], pass_: Pass, device: DeviceInfo
+    ) -> Iterator[GeneralVariant]:
+        gather = Gather.of(at[0], pass_, at[1])
+        if not gather.dst.channels_last and gather.dst_channels >= _DST_TOGETHER:
+            yield GeneralVariant(_DST_TOGETHER)
+        yield GeneralVariant(1)
+
+    def seconds(
+        self, at: tuple[ConvTransposeProblem, Layouts], pass_: Pass, device: DeviceInfo, config: GeneralVariant
+    ) -> float:
+        return self.cost(at[0], pass_, device, at[1], config)[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralVariant
+    ) -> Cost:
+        gather, dst = Gather.of(problem, pass_, layouts), config.dst_per_thread
+        steps = gather.src_channels * gather.taps / gather.phases
+        threads = math.prod(gather.dst.shape) / dst
+        # Per step: the loop, one source element and `dst` weights; weights of neighbouring lanes lie apart.
+        instructions = 150 + steps * (14 + 4 * dst)
+        wavefronts = steps * (2 + 3 * dst)
+        cycles = threads / 32 * max(instructions / 4, wavefronts)
+        if problem.channels_last and not gather.forward:
+            cycles *= _MEASURED_INPUT_GRAD_LAST
+        seconds, bound = cost_seconds(problem, device, cycles)
+        return max(seconds, steps * _STEP_CYCLES / device.clock_hz), bound  # where threads are few, one's own
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GeneralVariant

@@ -7,7 +7,6 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
@@ -28,7 +27,7 @@ from polyphase.schedules.direct.tiled_cost import (
     straight,
     thread_cycles,
 )
-from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import tiles_of, two_dimensions
 from polyphase.schedules.window_gemm.window import rows_as_one_channel
 
@@ -38,7 +37,6 @@ _MAX_ACCUMULATORS = 96
 _ROW_LANES = 32  # of several rows
 _MAX_OF_DOUBLES = 312  # registers by the estimate, with channels last: they fit all the same
 _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
-_OFFERED = 8
 _LAUNCH = 8000.0  # cycles that the launch takes, whatever there is to do
 
 # Measured over predicted time, by whether channels come last (docs/performance.md): the model ranks variants, and is
@@ -72,14 +70,13 @@ class _Layer:
         return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout
 
 
-class GatherTiled:
+class GatherTiled(Schedule):
     """All phases of a tile in one block, the kernel's taps unrolled."""
 
     name = "gather_tiled"
-    any_size = True
-    adapts = False
+    offered = 8
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:
             return "computes the forward pass and the input gradient only"
         gather = Gather.of(*_as_read(problem, pass_, Layouts.dense(problem)))
@@ -91,26 +88,42 @@ class GatherTiled:
             return "channels_last groups of less than 4 channels would leave its lanes far apart in memory"
         if gather.phases > MAX_PHASES:
             return f"{gather.phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
-        variants = _variants(_Layer(gather), device)
-        if not variants:
-            return "the halo of a tile does not fit the registers in flight"
-        if not any(_fits(gather, variant, _some_lanes(gather, variant), device) for variant in variants):
-            return f"the halo of a tile does not fit {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        memory = f"{device.shared_bytes_per_block} bytes of shared memory"
+        return f"the halo of a tile does not fit the registers in flight, or {memory}"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
+        return _Layer(Gather.of(*_as_read(problem, pass_, layouts)))
+
+    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> Iterator[TiledVariant]:
+        return (variant for variant, _ in _legal(at.gather, device))
+
+    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: TiledVariant) -> float:
+        """Cycles by cell and destination channel, whatever the size of images."""
+        return cycles_per_result(at.gather, config, Counts.of(at.gather, config))
+
+    def search(
+        self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
+    ) -> dict[TiledVariant, float]:
+        legal = _legal(at.gather, device)
+        return {variant: cycles_per_result(at.gather, variant, counts) for variant, counts in legal}
+
+    def arranged(self, order: list[TiledVariant]) -> list[TiledVariant]:
+        return order[: self.offered]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TiledVariant
+    ) -> Cost | None:
         problem, _, layouts = _as_read(problem, pass_, layouts)
         gather = Gather.of(problem, pass_, layouts)
-        measured = _measured(problem, gather)
-        for variant in _variants(_Layer(gather), device):
-            if _fits(gather, variant, _some_lanes(gather, variant), device):
-                items, counts = _items(problem, gather, variant), Counts.of(gather, variant)
-                cycles = measured * cycles_of_rounds(variant, counts, items, device.multiprocessors)
-                work = (cycles + _LAUNCH) / device.clock_hz
-                seconds, bound = slower_of(work, problem.bytes / device.copy_bytes_per_second)
-                yield Candidate(self.name, variant, seconds, bound)
+        if not _fits(gather, config, _some_lanes(gather, config), device):
+            return None
+        items, counts = _items(problem, gather, config), Counts.of(gather, config)
+        cycles = _measured(problem, gather) * cycles_of_rounds(config, counts, items, device.multiprocessors)
+        work = (cycles + _LAUNCH) / device.clock_hz
+        return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: TiledVariant
@@ -142,6 +155,7 @@ class GatherTiled:
                 DST_VECTOR=variant.dst_vector,
                 MIN_BLOCKS=variant.min_blocks,
             ),
+            fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )
         # Blocks go on to further items of their tile as long as the machine stays full: they know their way already.
         items = dst_blocks * gather.groups
@@ -298,13 +312,9 @@ def _items(problem: ConvTransposeProblem, gather: Gather, variant: TiledVariant)
     return tiles * problem.groups * blocks
 
 
-@lru_cache(maxsize=512)
-def _variants(layer: _Layer, device: DeviceInfo) -> tuple[TiledVariant, ...]:
-    """The best variants of a layer, in rising order of their cycles per cell and destination channel."""
-    gather = layer.gather
-    legal = list(legal_variants(gather, device)) or legal_variants(gather, device, short_rows=True)
-    scored = [(variant, cycles_per_result(gather, variant, counts)) for variant, counts in legal]
-    return tuple(variant for variant, _ in sorted(scored, key=lambda item: item[1])[:_OFFERED])
+def _legal(gather: Gather, device: DeviceInfo) -> list[tuple[TiledVariant, Counts]]:
+    """The `legal_variants`, those of short rows where there are no others."""
+    return list(legal_variants(gather, device)) or list(legal_variants(gather, device, short_rows=True))
 
 
 def legal_variants(

@@ -6,7 +6,6 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
@@ -20,7 +19,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
-from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, arranged, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import widest_piece
 
@@ -35,7 +34,6 @@ _CHAIN = 2048  # terms of a sum
 _SHARED_BYTES = 48 << 10  # of a block, where one row of its threads needs no more
 _LINES = 0.25  # cycles of a line of memory
 _LEAST_TILES = 4  # of a part
-_OFFERED = 4
 
 
 class ChannelsGradVariant(NamedTuple):
@@ -81,14 +79,14 @@ class ChannelsGradVariant(NamedTuple):
         return of_taps * problem.in_channels_per_group // self.in_held
 
 
-class WeightGradChannels:
+class WeightGradChannels(Schedule):
     """A few neighbouring output channels a thread, with all or some of their weights, at a part of the positions."""
 
     name = "weight_grad_channels"
-    any_size = True
     adapts = True
+    offered = 4
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.WEIGHT_GRAD:
             return "computes the weight gradient only"
         channels = max(problem.in_channels_per_group, problem.out_channels_per_group)
@@ -96,16 +94,34 @@ class WeightGradChannels:
             return f"groups of {channels} channels are not few (at most {_MAX_CHANNELS})"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return f"the sums of a row of taps fit neither a thread's registers nor straight-line code of {_MAX_UNROLLED}"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         x, grad = _sides(problem, layouts)
         if problem.channels_last and not (x.channels_last and grad.channels_last):
-            return
-        for variant in _ranked(standard(problem), device):
-            # The kernel has distances within a row as constants of 32 bits.
-            if max(_pixel(problem, x) * variant.positions, _pixel(problem, grad) * _window(problem, variant)) < 2**31:
-                yield Candidate(self.name, variant, *_estimate(problem, variant, device))
+            return None
+        return standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[ChannelsGradVariant]:
+        return sorted(_variants(at, device))
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ChannelsGradVariant) -> float:
+        return _estimate(at, config, device)[0]
+
+    def cost(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: ChannelsGradVariant,
+    ) -> Cost | None:
+        x, grad = _sides(problem, layouts)
+        # The kernel has distances within a row as constants of 32 bits.
+        if max(_pixel(problem, x) * config.positions, _pixel(problem, grad) * _window(problem, config)) >= 2**31:
+            return None
+        return _estimate(problem, config, device)
 
     def launch(
         self,
@@ -214,13 +230,6 @@ def _parts(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: 
 
     rounds = range(math.ceil(blocks / resident), math.ceil(blocks / resident) + 4)
     return min((min(most, max(1, count * resident // blocks)) for count in rounds), key=cost)
-
-
-@lru_cache(maxsize=512)
-def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[ChannelsGradVariant]:
-    """The best variants at the size of ``problem``."""
-    found = [(_estimate(problem, variant, device)[0], variant) for variant in _variants(problem, device)]
-    return [variant for _, variant in sorted(found)[:_OFFERED]]
 
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsGradVariant]:

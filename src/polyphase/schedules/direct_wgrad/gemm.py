@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
@@ -17,7 +17,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import cost_seconds
-from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, layer_constants
 
 _THREADS = 256
@@ -38,29 +38,50 @@ class WeightGradVariant(NamedTuple):
     min_blocks: int
 
 
-class WeightGrad:
+class _Product(NamedTuple):
+    """Rows and columns of a group's product, and registers of a sum."""
+
+    rows: int
+    columns: int
+    words: int
+
+
+class WeightGrad(Schedule):
     """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
 
     name = "weight_grad"
-    any_size = True
-    adapts = False
+    offered = 8
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         return None if pass_ is Pass.WEIGHT_GRAD else "computes the weight gradient only"
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        positions = problem.batch * math.prod(problem.input_size)
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Product:
         columns = problem.out_channels_per_group * problem.taps
-        for variant, cycles in _variants(
-            problem.in_channels_per_group, columns, problem.dtype, device.shared_bytes_per_block
-        ):
-            tiles, parts = _tiles(problem, variant), _parts(problem, variant, device)
-            measured = _MEASURED_CHANNELS_LAST if problem.channels_last else _MEASURED
-            idle = max(1.0, device.multiprocessors / (tiles * parts))  # multiprocessors without a block
-            seconds, bound = cost_seconds(problem, device, measured * idle * tiles * positions * cycles)
-            yield Candidate(self.name, variant, seconds + _LAUNCH, bound)
+        return _Product(problem.in_channels_per_group, columns, accumulator_bytes(problem.dtype) // 4)
+
+    def configs(self, at: _Product, pass_: Pass, device: DeviceInfo) -> Iterator[WeightGradVariant]:
+        return _variants(at, device.shared_bytes_per_block)
+
+    def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: WeightGradVariant) -> float:
+        """Cycles of a multiprocessor per position, whatever the size of images."""
+        tiles = math.ceil(at.rows / config.rows) * math.ceil(at.columns / config.columns)
+        return tiles * _cycles(config, at.words) / config.depth
+
+    def cost(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: WeightGradVariant,
+    ) -> Cost:
+        positions = problem.batch * math.prod(problem.input_size)
+        cycles = _cycles(config, accumulator_bytes(problem.dtype) // 4) / config.depth
+        tiles, parts = _tiles(problem, config), _parts(problem, config, device)
+        measured = _MEASURED_CHANNELS_LAST if problem.channels_last else _MEASURED
+        idle = max(1.0, device.multiprocessors / (tiles * parts))  # multiprocessors without a block
+        seconds, bound = cost_seconds(problem, device, measured * idle * tiles * positions * cycles)
+        return seconds + _LAUNCH, bound
 
     def launch(
         self,
@@ -124,46 +145,42 @@ def _shared_floats(variant: WeightGradVariant) -> int:
     return 2 * variant.depth * (row_pitch + column_pitch) + _THREADS * variant.thread_rows * variant.thread_columns
 
 
-@lru_cache(maxsize=512)
-def _variants(rows: int, columns: int, dtype: str, shared_bytes: int) -> tuple[tuple[WeightGradVariant, float], ...]:
-    """The best variants with their multiprocessor cycles per position and tile, in rising order of a layer's cost."""
-    scored = []
-    words = accumulator_bytes(dtype) // 4
-    for thread_rows in (1, 2, 4, 8):
-        for thread_columns in (1, 2, 4, 8):
-            for block_rows in (1, 2, 4, 8, 16, 32, 64, 128):
-                for block_columns in (4, 8, 16, 32, 64, 128):
-                    slice_threads = (block_rows // thread_rows) * (block_columns // thread_columns)
-                    if block_rows < thread_rows or block_columns < thread_columns or slice_threads > _THREADS:
-                        continue
-                    if block_rows > next_power_of_two(rows) or block_columns > max(4, next_power_of_two(columns)):
-                        continue
-                    k_slices = _THREADS // slice_threads
-                    for depth in (8, 16, 32, 64, 128):
-                        x_items = math.ceil(block_rows * depth / _THREADS)
-                        g_items = math.ceil(block_columns * depth / _THREADS)
-                        if depth % k_slices or x_items + g_items > 24:
-                            continue
-                        registers = words * (
-                            thread_rows * thread_columns + 2 * (thread_rows + thread_columns) + x_items + g_items
-                        )
-                        registers += 56 + 2 * g_items
-                        blocks = min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
-                        if blocks < 1:
-                            continue
-                        steps = depth // k_slices
-                        product = thread_rows * thread_columns * words
-                        reads = words * (max(1, thread_rows // 4) + max(1, thread_columns // 4))
-                        instructions = 70 + x_items * 8 + g_items * 9 + steps * (product + reads + 2)
-                        wavefronts = steps * 2 * reads + 3 * (x_items + g_items) + 4
-                        warps = _THREADS / 32
-                        cycles = max(instructions * warps / 4, wavefronts * warps) * (1.15 + 0.3 / blocks)
-                        variant = WeightGradVariant(
-                            block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks
-                        )
-                        if _shared_floats(variant) * 4 * words > shared_bytes:
-                            continue
-                        tiles = math.ceil(rows / block_rows) * math.ceil(columns / block_columns)
-                        scored.append((tiles * cycles / depth, cycles / depth, variant))
-    scored.sort(key=lambda item: item[0])
-    return tuple((variant, cycles) for _, cycles, variant in scored[:8])
+def _variants(product: _Product, shared_bytes: int) -> Iterator[WeightGradVariant]:
+    """Every variant whose registers and shared memory suffice for a block, and that is not mostly idle."""
+    rows = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= next_power_of_two(product.rows)]
+    columns = [count for count in (4, 8, 16, 32, 64, 128) if count <= max(4, next_power_of_two(product.columns))]
+    shapes = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), rows, columns)
+    for thread_rows, thread_columns, block_rows, block_columns in shapes:
+        slice_threads = (block_rows // thread_rows) * (block_columns // thread_columns)
+        if block_rows < thread_rows or block_columns < thread_columns or slice_threads > _THREADS:
+            continue
+        k_slices = _THREADS // slice_threads
+        for depth in (8, 16, 32, 64, 128):
+            x_items, g_items = _items(block_rows, depth), _items(block_columns, depth)
+            if depth % k_slices or x_items + g_items > 24:
+                continue
+            held = thread_rows * thread_columns + 2 * (thread_rows + thread_columns) + x_items + g_items
+            registers = product.words * held + 56 + 2 * g_items
+            blocks = min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
+            if blocks < 1:
+                continue
+            variant = WeightGradVariant(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
+            if _shared_floats(variant) * 4 * product.words <= shared_bytes:
+                yield variant
+
+
+def _items(side: int, depth: int) -> int:
+    """Elements of a stage that a thread loads of an operand."""
+    return math.ceil(side * depth / _THREADS)
+
+
+def _cycles(variant: WeightGradVariant, words: int) -> float:
+    """Predicted cycles of a multiprocessor for a stage of a tile."""
+    x_items, g_items = _items(variant.rows, variant.depth), _items(variant.columns, variant.depth)
+    steps = variant.depth // variant.k_slices
+    product = variant.thread_rows * variant.thread_columns * words
+    reads = words * (max(1, variant.thread_rows // 4) + max(1, variant.thread_columns // 4))
+    instructions = 70 + x_items * 8 + g_items * 9 + steps * (product + reads + 2)
+    wavefronts = steps * 2 * reads + 3 * (x_items + g_items) + 4
+    warps = _THREADS / 32
+    return max(instructions * warps / 4, wavefronts * warps) * (1.15 + 0.3 / variant.min_blocks)

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
-from polyphase.plan.rankings import kept
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
@@ -22,12 +21,11 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import widest_piece
 from polyphase.schedules.window_gemm.window import as_one_channel
 
-_OFFERED = 4
 _POSITIONS = 4  # that a thread takes at once
 _THREADS = (384, 512)  # of a block, about: one is resident
 _FEW_THREADS = 320  # that hide too little from one another
@@ -125,14 +123,15 @@ class _Tiling:
         return math.prod(self.tiles)
 
 
-class WeightGradWindows:
+class WeightGradWindows(Schedule):
     """A window of the output gradient for all taps, read by threads that own some channels and taps, in float32."""
 
     name = "weight_grad_windows"
-    any_size = True
     adapts = True
+    offered = 4
+    kept = True
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.WEIGHT_GRAD:
             return "computes the weight gradient only"
         if problem.dtype != "float32" or device.capability < 80:
@@ -145,24 +144,32 @@ class WeightGradWindows:
             return f"{columns} pairs of an output channel and a tap are too many (at most {_MOST_COLUMNS})"
         if _Layer.of(problem, Layouts.dense(problem)) is None:
             return "taps along the width do not lie side by side"
-        if not _ranked(standard(problem), device):
-            return "no tile fits shared memory, or no thread's taps its registers"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel."""
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return "no tile fits shared memory, or no thread's taps its registers"
 
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer | None:
+        if _Layer.of(problem, layouts) is None:
+            return None
+        problem = standard(problem)
+        return _Layer.of(problem, Layouts.dense(problem))
+
+    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[WindowsVariant]:
+        members = dict.fromkeys(_variants(at, 0 if device.has_wgmma else _SPARE))
+        return sorted([variant for variant in members if variant.threads >= _FEW_THREADS] or members)
+
+    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: WindowsVariant) -> float:
+        tiling = _tiling(at, config, device)
+        return math.inf if tiling is None else _estimate(at, config, tiling, device)[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WindowsVariant
+    ) -> Cost | None:
         layer = _Layer.of(problem, layouts)
-        if layer is None:
-            return iter(())
-
-        def predict(variant: WindowsVariant) -> tuple[float, str] | None:
-            tiling = _tiling(layer, variant, device)
-            return None if tiling is None else _estimate(layer, variant, tiling, device)
-
-        return first_candidates(self.name, _ranked(standard(problem), device), predict, _OFFERED)
+        assert layer is not None
+        tiling = _tiling(layer, config, device)
+        return None if tiling is None else _estimate(layer, config, tiling, device)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WindowsVariant
@@ -330,25 +337,6 @@ def _estimate(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: D
     planes = 8 * parts * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
     seconds = (work**_TOGETHER + moving**_TOGETHER) ** (1 / _TOGETHER)
     return seconds + planes + _END, slower_of(work, moving)[1]
-
-
-@lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[WindowsVariant]:
-    """Variants of a layer at a typical size, the fastest prediction first."""
-    layer = _Layer.of(problem, Layouts.dense(problem))
-    assert layer is not None
-    members = list(dict.fromkeys(_variants(layer, 0 if device.has_wgmma else _SPARE)))
-    members = [variant for variant in members if variant.threads >= _FEW_THREADS] or members
-    return kept(f"weight_grad_windows of {problem!r}, on {device!r}", members, lambda: _rank(layer, members, device))
-
-
-def _rank(layer: _Layer, members: list[WindowsVariant], device: DeviceInfo) -> list[WindowsVariant]:
-    scored = []
-    for variant in members:
-        tiling = _tiling(layer, variant, device)
-        if tiling is not None:
-            scored.append((_estimate(layer, variant, tiling, device)[0], variant))
-    return [variant for _, variant in sorted(scored)]
 
 
 def _variants(layer: _Layer, spare: int = 0) -> Iterator[WindowsVariant]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
@@ -18,7 +17,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, layer_constants
 from polyphase.schedules.window_gemm.window import rows_as_one_channel
 
@@ -42,14 +41,13 @@ class DotsVariant(NamedTuple):
 _VARIANTS = tuple(DotsVariant(in_tile) for in_tile in (16, 8, 4, 2, 1))
 
 
-class InputGradDots:
+class InputGradDots(Schedule):
     """The lanes of a warp go along the taps."""
 
     name = "input_grad_dots"
-    any_size = True
     adapts = True
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.INPUT_GRAD:
             return "computes the input gradient only"
         read = rows_as_one_channel(problem, Layouts.dense(problem))
@@ -59,18 +57,30 @@ class InputGradDots:
             return f"{read[0].taps} taps are fewer than the lanes of a warp"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel."""
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return "a tile meets more columns than it counts"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
+        if rows_as_one_channel(problem, layouts) is None:
+            return None
+        problem = standard(problem)
+        read = rows_as_one_channel(problem, Layouts.dense(problem))
+        return None if read is None else read[0]
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[DotsVariant]:
+        least = accumulator_bytes(at.dtype) // 4  # with fewer channels doubles would spill
+        most = 2 * max(least, at.in_channels_per_group)
+        return [each for each in _VARIANTS if least <= each.in_tile < most]
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: DotsVariant) -> float:
+        return _seconds(at, config, device)[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: DotsVariant
+    ) -> Cost | None:
         read = rows_as_one_channel(problem, layouts)
-        if read is None:
-            return iter(())
-
-        def predict(variant: DotsVariant) -> tuple[float, str] | None:
-            return _seconds(read[0], variant, device) if _is_countable(read[0], variant) else None
-
-        return first_candidates(self.name, _ranked(standard(problem), device), predict, len(_VARIANTS))
+        assert read is not None
+        return _seconds(read[0], config, device) if _is_countable(read[0], config) else None
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: DotsVariant
@@ -109,16 +119,6 @@ class InputGradDots:
             geometry=geometry,
         )
         return assemble(problem, pass_, main, splits=parts, may_split=True)
-
-
-def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[DotsVariant]:
-    """Variants of a layer of typical size, the fastest prediction first."""
-    read = rows_as_one_channel(problem, Layouts.dense(problem))
-    assert read is not None
-    problem, _ = read
-    least = accumulator_bytes(problem.dtype) // 4  # with fewer channels doubles would spill
-    variants = [each for each in _VARIANTS if least <= each.in_tile < 2 * max(least, problem.in_channels_per_group)]
-    return sorted(variants, key=lambda variant: _seconds(problem, variant, device)[0])
 
 
 def _is_countable(problem: ConvTransposeProblem, variant: DotsVariant) -> bool:

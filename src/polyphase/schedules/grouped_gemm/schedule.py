@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from polyphase.jit.source import Constant, KernelSource
-from polyphase.plan.rankings import kept
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
@@ -22,12 +21,11 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import Sharing, slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
 from polyphase.schedules.tiles import layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, Part, row_bytes, row_piece
 
-_OFFERED = 6
 _MAX_IN_CHANNELS = 64  # of a group
 _MAX_PRODUCTS = 320  # entries times column tiles: straight-line code
 _MAX_WEIGHT_BYTES = 96 << 10
@@ -110,14 +108,14 @@ class _Product(NamedTuple):
     weight_bytes: int
 
 
-class GatherGemm:
+class GatherGemm(Schedule):
     """All phases of a tile as one product of few rows, written as whole rows."""
 
     name = "gather_gemm"
-    any_size = True
-    adapts = False
+    kept = True
+    compared = 1 << 30  # all of them
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
             return "computes the forward pass only"
         if (reason := lacks_cores(problem, device)) is not None:
@@ -135,20 +133,36 @@ class GatherGemm:
             return f"{phases} elements of a cell are too many for straight-line code (at most {_MAX_PHASES})"
         if problem.taps > _MAX_PRODUCTS:
             return f"{problem.taps} taps are too many for straight-line code (at most {_MAX_PRODUCTS})"
-        if next(self.candidates(problem, pass_, device, Layouts.dense(problem)), None) is None:
-            return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel."""
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
 
-        def predict(variant: GatherGemmVariant) -> tuple[float, str] | None:
-            tiling = _tiling(problem, layouts, variant, device)
-            return None if tiling is None else _estimate(problem, variant, tiling, device)
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
+        return standard(problem)
 
-        return first_candidates(self.name, _ranked(standard(problem), device), predict, _OFFERED)
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GatherGemmVariant]:
+        return _variants(at, device)
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: GatherGemmVariant) -> float:
+        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
+        return math.inf if cost is None else cost[0]
+
+    def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
+        """Wide images, with long rows."""
+        wide = with_large_images(at)
+        return [] if wide == at else [wide]
+
+    def cost(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: GatherGemmVariant,
+    ) -> Cost | None:
+        tiling = _tiling(problem, layouts, config, device)
+        return None if tiling is None else _estimate(problem, config, tiling, device)
 
     def launch(
         self,
@@ -226,7 +240,7 @@ def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Step:
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    source = KernelSource("copy_weights", problem.dtype, False, constants)
+    source = KernelSource("copy_weights", problem.dtype, False, constants, folder="steps")
     return plain_step(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
 
 
@@ -456,25 +470,6 @@ def _at_once(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: 
     """Tiles, one of each block with the same output channels."""
     blocks = device.multiprocessors * variant.min_blocks // out_blocks(problem, variant.out_chunk)
     return max(1, min(tiling.total, blocks))
-
-
-def _seconds(problem: ConvTransposeProblem, variant: GatherGemmVariant, device: DeviceInfo) -> float:
-    """The prediction for dense tensors."""
-    layouts = Layouts.dense(problem)
-    tiling = _tiling(problem, layouts, variant, device)
-    return math.inf if tiling is None else _estimate(problem, variant, tiling, device)[0]
-
-
-@lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[GatherGemmVariant]:
-    """Variants of a layer of typical size, the fastest prediction first. Wide images, with long rows, have a say."""
-    offered = list(_variants(problem, device))
-    sizes = {problem, with_large_images(problem)}
-
-    def rank() -> list[GatherGemmVariant]:
-        return sorted(offered, key=lambda variant: math.prod(_seconds(size, variant, device) for size in sizes))
-
-    return kept(f"gather of {problem!r}, on {device!r}", offered, rank)
 
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GatherGemmVariant]:

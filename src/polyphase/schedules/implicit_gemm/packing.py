@@ -45,7 +45,7 @@ def packing_constants(gather: Gather, variant: GemmVariant, product: Product) ->
 
 
 def scales_bytes(gather: Gather, variant: GemmVariant, product: Product) -> int:
-    """What lies between counters and weights: ``SCALES_BYTES`` in kernels/common/bands.cuh."""
+    """What lies between counters and weights: ``SCALES_BYTES`` in kernels/operand/bands.cuh."""
     if not variant.scaled:
         return 0
     measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
@@ -61,7 +61,7 @@ def _packing_step(gather: Gather, variant: GemmVariant, product: Product) -> Ste
         blocks = gather.groups * product.line_groups * product.steps * math.ceil(sets / together)
         threads = min(256, round_up(together * rows, 32))
         constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
-        source = KernelSource("pack_taps", gather.dtype, False, tuple(constants))
+        source = KernelSource("pack_taps", gather.dtype, False, tuple(constants), folder="steps")
         return plain_step(source, blocks, threads)
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
@@ -77,7 +77,8 @@ def _packing_step(gather: Gather, variant: GemmVariant, product: Product) -> Ste
             break
     threads = min(256, max(64, round_up(channels * taps, 32)))
     constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps), ("SLAB_THREADS", threads)]
-    return plain_step(KernelSource("pack_weights", gather.dtype, False, tuple(constants)), blocks, threads)
+    source = KernelSource("pack_weights", gather.dtype, False, tuple(constants), folder="steps")
+    return plain_step(source, blocks, threads)
 
 
 def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Step:
@@ -104,7 +105,7 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
         MIN_BLOCKS=1,
     )
     known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
-    source = KernelSource("measure_scales", gather.dtype, False, known)
+    source = KernelSource("measure_scales", gather.dtype, False, known, folder="steps")
     return plain_step(source, blocks, _MEASURING_THREADS, padded(geometry), (WEIGHT, WORKSPACE, SRC))
 
 

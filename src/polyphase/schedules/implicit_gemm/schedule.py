@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
-from polyphase.jit.source import Constant, KernelSource
-from polyphase.plan.rankings import kept
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
@@ -41,14 +40,11 @@ from polyphase.schedules.implicit_gemm.tile import (
     shared_bytes,
     store_vector,
 )
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import lacks_cores
 
 _MAX_OPERATIONS = 512
 _MAX_TAPS = 4096
-_OFFERED = 10
-_BEST = 3  # of those, at the typical size
-_COMPARED = 64
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
 # best is offered, too. There are few images and many, small and large ones.
 _HAVING_A_SAY = {
@@ -67,22 +63,50 @@ _WITH_THEIR_OWN = {
         (64, (65536, 256, 64)),
     ),
 }
-_AS_GOOD = 0.99  # of the prediction at another size: what is offered already does there
 # By whether channels come last in the destination.
 _SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
 _ALL = 2**31 - 1
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
+# Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
+# The last serves kernels that NVRTC 13.0 lacks registers for on either side, whatever share the other one gives.
+_SHARES = ((-8, 2), (16, 2), (24, 2), (16, 1))
 _RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
 
-class ImplicitGemm:
+@dataclass(frozen=True)
+class _Layer:
+    """A layer at a size, of dense tensors; whether TMA brings pixels as operands, and float32 may become float16."""
+
+    problem: ConvTransposeProblem
+    src_channels_last: bool
+    boxes: bool
+    may_scale: bool
+
+    @cached_property
+    def gather(self) -> Gather:
+        """The forward pass."""
+        problem, dense = self.problem, Layouts.dense(self.problem)
+        if self.src_channels_last != problem.channels_last:
+            dense = replace(dense, input=dense_strides(problem.input_shape, self.src_channels_last))
+        return Gather.of(problem, Pass.FORWARD, dense)
+
+    def sized(self, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> list[_Layer]:
+        """The same with images of other sizes, those that are of the same kind."""
+        found = (replace(typical(self.problem, sides), batch=batch) for batch, sides in sizes)
+        return [replace(self, problem=sized) for sized in found if is_tiny(sized) is is_tiny(self.problem)]
+
+
+class ImplicitGemm(Schedule):
     """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
 
     name = "implicit_gemm"
-    any_size = True
-    adapts = False
+    offered = 10
+    kept = True
+    compared = 64
+    best = 3
+    prunes = False
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:
             return "computes the forward pass and the input gradient only"
         if pass_ is Pass.INPUT_GRAD and problem.mirrored() is None:
@@ -94,28 +118,54 @@ class ImplicitGemm:
             return f"{gather.taps} taps are too many to list (at most {_MAX_TAPS})"
         if gather.phases > MAX_PHASES:
             return f"{gather.phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
-        if next(self.candidates(problem, pass_, device, Layouts.dense(problem)), None) is None:
-            return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
         problem, gather = _as_forward(problem, pass_, layouts)
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)
-        last = gather.src.channels_last
-        by_boxes = may_take_operands(gather)
-
-        def predict(variant: GemmVariant) -> tuple[float, str] | None:
-            tile = best_tile(gather, variant, problem.batch, device)
-            return None if tile is None else estimate(gather, variant, tile, device, problem.bytes)
-
         # The gradients of an output's pixels often differ by far more than an input's pixels do, and would want several
-        # bands of magnitudes (kernels/common/scales.cuh).
-        order = ranked(sized, device, last, by_boxes, not gather.mirrored)
-        variants = (_with_long_pieces(sized, last, variant, device) for variant in order)
-        return first_candidates(self.name, variants, predict, _OFFERED)
+        # bands of magnitudes (kernels/operand/scales.cuh).
+        return _Layer(sized, gather.src.channels_last, may_take_operands(gather), not gather.mirrored)
+
+    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[GemmVariant]:
+        members = families(at.problem, device, at.src_channels_last, at.boxes, at.may_scale)
+        return [variant._replace(stages=count) for variant, stages in members for count in stages]
+
+    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: GemmVariant) -> float:
+        """Whatever the bytes."""
+        return _seconds(at.gather, config, device)
+
+    def search(
+        self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
+    ) -> dict[GemmVariant, float]:
+        """Each with the best of its stages."""
+        members = families(at.problem, device, at.src_channels_last, at.boxes, at.may_scale)
+        few = [each for each in members if Product.of(at.gather, each[0]).operations <= _MAX_OPERATIONS]
+        return _predictions(at.gather, few, device)
+
+    def others(self, at: _Layer) -> list[_Layer]:
+        return at.sized(_HAVING_A_SAY[is_tiny(at.problem)])
+
+    def score(self, at: _Layer, seconds: Sequence[float]) -> float:
+        """The others together have as much of a say."""
+        first, *others = map(math.log, seconds)
+        return first + sum(others) / max(1, len(others))
+
+    def own(self, at: _Layer) -> list[_Layer]:
+        """But images that TMA takes in another way than these: they have another list."""
+        found = at.sized(_WITH_THEIR_OWN[is_tiny(at.problem)])
+        return [each for each in found if not at.boxes or may_take_operands(each.gather)]
+
+    def refined(self, at: _Layer, device: DeviceInfo, config: GemmVariant) -> GemmVariant:
+        return _with_long_pieces(at, config, device)
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmVariant
+    ) -> Cost | None:
+        problem, gather = _as_forward(problem, pass_, layouts)
+        tile = best_tile(gather, config, problem.batch, device)
+        return None if tile is None else estimate(gather, config, tile, device, problem.bytes)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
@@ -146,8 +196,17 @@ class ImplicitGemm:
             _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
         )
         geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
+        operands = "float16" if variant.scaled else problem.dtype
+        transposed = variant.boxes and not gather.src.channels_last
         source = KernelSource(
-            self.name, problem.dtype, needs_wide_offsets(gather), self._constants(gather, variant, product)
+            self.name,
+            problem.dtype,
+            needs_wide_offsets(gather),
+            self._constants(gather, variant, product),
+            wgmma=(WgmmaForm(variant.pixels, operands, transpose_b=transposed),) if variant.wgmma else (),
+            fallbacks=tuple((("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES)
+            if variant.wgmma
+            else (),
         )
         packs = pack_weights(gather, variant, product, problem.batch)
         workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
@@ -181,6 +240,7 @@ class ImplicitGemm:
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
             ("GIVEN_REGISTERS", 0),
+            ("CHUNKS_AT_ONCE", 2),
             ("TURNING_GROUPS", variant.turning_groups),
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),
@@ -217,7 +277,7 @@ def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVari
 def _own_items(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
-    """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
+    """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
     sharing = _SHARING[gather.dst.channels_last]
     if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
         return _ALL
@@ -228,39 +288,20 @@ def _own_items(
 
 
 @lru_cache(maxsize=4096)
-def ranked(
-    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool, may_scale: bool = True
-) -> list[GemmVariant]:
-    """The variants that compute a layer of typical size: the best ones there, then those that other sizes want.
-
-    Some other sizes have half the say in what is best; more of them have their own best offered, where nothing before
-    does as well there. Behind these stand all others.
-    """
-    members = list(families(problem, device, src_channels_last, boxes, may_scale))
-    offered = [variant._replace(stages=count) for variant, stages in members for count in stages]
-    layout = f"input {'channels' if src_channels_last else 'pixels'} last"
-    about = f"{problem!r}, {layout}, boxes {boxes}, scaled {may_scale}, on {device!r}"
-    return kept(about, offered, lambda: _rank(problem, device, src_channels_last, boxes, members))
-
-
-@lru_cache(maxsize=4096)
-def _with_long_pieces(
-    problem: ConvTransposeProblem, src_channels_last: bool, variant: GemmVariant, device: DeviceInfo
-) -> GemmVariant:
+def _with_long_pieces(at: _Layer, variant: GemmVariant, device: DeviceInfo) -> GemmVariant:
     """The variant with the longest pieces of rows that leave it its tiles, at all sizes that have a say.
 
     For these it may give up stages, as long as its prediction hardly rises.
     """
-    longer_pieces = list(variant.with_longer_pieces(_sized_gather(problem, src_channels_last)))
+    longer_pieces = list(variant.with_longer_pieces(at.gather))
     if not longer_pieces:
         return variant
-    others = _sizes(problem, _HAVING_A_SAY[is_tiny(problem)])
-    gathers = [_sized_gather(sized, src_channels_last) for sized in (problem, *others)]
+    gathers = [each.gather for each in (at, *at.sized(_HAVING_A_SAY[is_tiny(at.problem)]))]
     tiles = [best_tile(gather, variant, gather.src.shape[0], device, _RESERVE) for gather in gathers]
     if tiles[0] is None:
         return variant
     most = _STAGES_COST * estimate(gathers[0], variant, tiles[0], device, 0)[0]
-    fewer_stages = [] if src_channels_last else [count for count in reversed(STAGES) if count < variant.stages]
+    fewer_stages = [] if at.src_channels_last else [count for count in reversed(STAGES) if count < variant.stages]
     for longer in longer_pieces:
         for count in (variant.stages, *fewer_stages):
             fewer = longer._replace(stages=count)
@@ -271,43 +312,7 @@ def _with_long_pieces(
     return variant
 
 
-def _sizes(
-    problem: ConvTransposeProblem, sizes: Sequence[tuple[int, tuple[int, int, int]]]
-) -> list[ConvTransposeProblem]:
-    found = (replace(typical(problem, sides), batch=batch) for batch, sides in sizes)
-    return [sized for sized in found if is_tiny(sized) is is_tiny(problem)]
-
-
 _Members = Sequence[tuple[GemmVariant, tuple[int, ...]]]
-
-
-def _rank(
-    problem: ConvTransposeProblem, device: DeviceInfo, src_channels_last: bool, boxes: bool, members: _Members
-) -> list[GemmVariant]:
-    def gather_of(sized: ConvTransposeProblem) -> Gather:
-        return _sized_gather(sized, src_channels_last)
-
-    members = [each for each in members if Product.of(gather_of(problem), each[0]).operations <= _MAX_OPERATIONS]
-    predicted = _predictions(gather_of(problem), members, device)
-    order = sorted(predicted, key=predicted.__getitem__)
-    compared, others = order[:_COMPARED], _sizes(problem, _HAVING_A_SAY[is_tiny(problem)])
-    scores = {variant: math.log(predicted[variant]) for variant in compared}
-    for gather in map(gather_of, others):
-        for variant in compared:
-            scores[variant] += math.log(_seconds(gather, variant, device)) / len(others)
-    order = sorted(compared, key=scores.__getitem__) + order[_COMPARED:]
-    chosen = order[:_BEST]
-    for gather in map(gather_of, _sizes(problem, _WITH_THEIR_OWN[is_tiny(problem)])):
-        if boxes and not may_take_operands(gather):
-            continue  # such images have another list
-        predicted = _predictions(gather, members, device)
-        fastest = min(predicted, key=predicted.__getitem__, default=None)
-        if fastest is None:
-            continue
-        before = min((_seconds(gather, variant, device) for variant in chosen), default=math.inf)
-        if predicted[fastest] < _AS_GOOD * before:
-            chosen.append(fastest)
-    return [*chosen, *(variant for variant in order if variant not in chosen)]
 
 
 def _predictions(gather: Gather, members: _Members, device: DeviceInfo) -> dict[GemmVariant, float]:
@@ -343,10 +348,3 @@ def _fastest(
             break
         fastest = seconds, fewer
     return fastest
-
-
-def _sized_gather(problem: ConvTransposeProblem, src_channels_last: bool) -> Gather:
-    dense = Layouts.dense(problem)
-    if src_channels_last != problem.channels_last:
-        dense = replace(dense, input=dense_strides(problem.input_shape, src_channels_last))
-    return Gather.of(problem, Pass.FORWARD, dense)

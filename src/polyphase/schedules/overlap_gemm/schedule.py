@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.jit.source import Constant, KernelSource
-from polyphase.plan.rankings import kept
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
@@ -22,13 +21,11 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather, Side, forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
 from polyphase.schedules.tiles import layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece, widest_piece
 
-_OFFERED = 6
-_COMPARED = 24  # variants that other sizes have a say in
 _TILES = 24  # that are compared for a variant
 # Batch and sides of images in one, two and three dimensions, besides those of `standard`, by whether images are tiny.
 _OTHER_SIZES = {True: ((128, (4, 2, 1)),), False: ((128, (1024, 32, 16)), (8, (16384, 256, 64)))}
@@ -89,14 +86,14 @@ class _Tiling:
         return images * slabs * columns
 
 
-class ScatterGemm:
+class ScatterGemm(Schedule):
     """One product of all pixels with all taps, whose columns are then added up where outputs overlap."""
 
     name = "scatter_gemm"
-    any_size = True
-    adapts = False
+    kept = True
+    compared = 24
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
             return "computes the forward pass only"
         if (reason := lacks_cores(problem, device)) is not None:
@@ -107,20 +104,29 @@ class ScatterGemm:
             return f"{problem.out_channels_per_group} output channels are many (here at most {_MAX_OUT_CHANNELS})"
         if (phases := math.prod(problem.stride)) > MAX_PHASES:
             return f"{phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
-        if next(self.candidates(problem, pass_, device, Layouts.dense(problem)), None) is None:
-            return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel."""
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
 
-        def predict(variant: ScatterVariant) -> tuple[float, str] | None:
-            tiling = _tiling(problem, layouts, variant, device)
-            return None if tiling is None else _estimate(problem, variant, tiling, device)
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
+        return standard(problem)
 
-        return first_candidates(self.name, _ranked(standard(problem), device), predict, _OFFERED)
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[ScatterVariant]:
+        return _variants(at, device)
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ScatterVariant) -> float:
+        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
+        return math.inf if cost is None else cost[0]
+
+    def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
+        return [replace(typical(at, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(at)]]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ScatterVariant
+    ) -> Cost | None:
+        tiling = _tiling(problem, layouts, config, device)
+        return None if tiling is None else _estimate(problem, config, tiling, device)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ScatterVariant
@@ -159,8 +165,10 @@ class ScatterGemm:
             ("PARTS", parts_of(problem)),
             ("MIN_BLOCKS", variant.min_blocks),
         )
+        columns = 8 * _column_tiles(problem, variant.out_chunk)
+        forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if variant.wgmma else ()
         main = Step(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+            source=KernelSource(self.name, problem.dtype, True, constants, forms),
             grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
@@ -327,29 +335,6 @@ def _estimate(
     halo = images * slabs * rows * round_up(width * size, 32) * tiling.total * channels
     floor = (problem.bytes + max(0, halo - size * math.prod(problem.input_shape))) / device.copy_bytes_per_second
     return slower_of(work, floor)
-
-
-@lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[ScatterVariant]:
-    """Variants of a layer of typical size, the fastest prediction first. Other sizes have a say among the first."""
-    offered = list(_variants(problem, device))
-    return kept(f"scatter of {problem!r}, on {device!r}", offered, lambda: _rank(problem, offered, device))
-
-
-def _rank(problem: ConvTransposeProblem, offered: list[ScatterVariant], device: DeviceInfo) -> list[ScatterVariant]:
-    scores = {variant: math.log(_seconds(problem, variant, device)) for variant in offered}
-    first = sorted(scores, key=scores.__getitem__)
-    compared, others = first[:_COMPARED], first[_COMPARED:]
-    for batch, sides in _OTHER_SIZES[is_tiny(problem)]:
-        for variant in compared:
-            scores[variant] += math.log(_seconds(replace(typical(problem, sides), batch=batch), variant, device))
-    return sorted(compared, key=scores.__getitem__) + others
-
-
-def _seconds(problem: ConvTransposeProblem, variant: ScatterVariant, device: DeviceInfo) -> float:
-    """The prediction for dense tensors."""
-    tiling = _tiling(problem, Layouts.dense(problem), variant, device)
-    return math.inf if tiling is None else _estimate(problem, variant, tiling, device)[0]
 
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ScatterVariant]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
@@ -18,13 +17,12 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
 from polyphase.schedules.tiles import layer_constants
 
 _MIN_PHASES = 16  # elements of a cell; `implicit_gemm` has straight-line code for fewer
 _MAX_COLUMNS = 1 << 18  # of a group: blocks are counted in 31 bits
-_OFFERED = 6
 _RUN = 8  # neighbouring outputs of a thread
 
 
@@ -56,20 +54,18 @@ class PhaseGemmVariant(NamedTuple):
 _SHAPES = ((2, 4, 4), (2, 4, 2), (4, 2, 2), (4, 2, 1), (8, 1, 1))  # warp rows, warp columns, row tiles
 _VARIANTS = tuple(
     PhaseGemmVariant(*shape, stage_steps, min_blocks)
+    for min_blocks in (2, 1)
     for shape in _SHAPES
     for stage_steps in (1, 2, 3, 4)
-    for min_blocks in (1, 2)
 )
 
 
-class PhaseGemm:
+class PhaseGemm(Schedule):
     """All elements of a cell as columns of one product."""
 
     name = "phase_gemm"
-    any_size = True
-    adapts = False
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
             return "computes the forward pass only"
         if (reason := lacks_cores(problem, device)) is not None:
@@ -80,16 +76,23 @@ class PhaseGemm:
             return f"{columns} columns of a group are too many (at most {_MAX_COLUMNS})"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel."""
-        return first_candidates(
-            self.name,
-            _ranked(standard(problem), device),
-            lambda variant: _estimate(problem, variant, device),
-            _OFFERED,
-        )
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
+        return standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[PhaseGemmVariant]:
+        return [
+            variant
+            for variant in _VARIANTS
+            if variant.stage_steps <= steps_of(at) and variant.min_blocks <= _resident(at, variant, device)
+        ]
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: PhaseGemmVariant) -> float:
+        return _estimate(at, config, device)[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PhaseGemmVariant
+    ) -> Cost:
+        return _estimate(problem, config, device)
 
     def launch(
         self,
@@ -210,14 +213,3 @@ def _resident(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: 
         if needed <= device.registers_of(32 * variant.warps * blocks) and shared <= device.shared_bytes_of(blocks)
     )
     return next(fitting, 0)
-
-
-@lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, device: DeviceInfo) -> list[PhaseGemmVariant]:
-    """Variants that fit, the fastest prediction first."""
-    fitting = [
-        variant
-        for variant in _VARIANTS
-        if variant.stage_steps <= steps_of(problem) and variant.min_blocks <= _resident(problem, variant, device)
-    ]
-    return sorted(fitting, key=lambda variant: (_estimate(problem, variant, device)[0], -variant.min_blocks))

@@ -6,10 +6,9 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.jit.source import KernelSource
+from polyphase.jit.source import KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -19,7 +18,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import OPERATION_BYTES, lacks_cores, parts_of
 from polyphase.schedules.tiles import layer_constants
 
@@ -42,7 +41,6 @@ _LINE_BYTES = 128  # of memory
 _LEAST_COPY = 8  # bytes of pixels that are brought ahead of time
 _PACK_THREADS, _PACK_COLUMNS = 128, 8
 _MOST_AT_ONCE = 8  # channels that a thread goes on by
-_OFFERED = 6
 
 
 class PixelGemmVariant(NamedTuple):
@@ -55,14 +53,12 @@ class PixelGemmVariant(NamedTuple):
     ahead: bool
 
 
-class PixelGemm:
+class PixelGemm(Schedule):
     """Pixels as rows of one product, whose channels stay in registers."""
 
     name = "pixel_gemm"
-    any_size = True
-    adapts = False
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
             return "computes the forward pass only"
         if (reason := lacks_cores(problem, device)) is not None:
@@ -83,20 +79,27 @@ class PixelGemm:
             return "tensors are channels last"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel, but for how even rows are, and `_cuts_lines`."""
+    def ranked_at(
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
+    ) -> tuple[ConvTransposeProblem, bool] | None:
+        """At a typical size, but for how even rows are, and `_cuts_lines`."""
         counted = _pixels(problem) + _tile(problem), _MOST_AT_ONCE * layouts.input[1], *layouts.output
-        if max(counted) >= 2**31:
-            return iter(())
-        cut = _cuts_lines(problem)
-        return first_candidates(
-            self.name,
-            _ranked(_like(problem), device, cut),
-            lambda variant: _estimate(problem, variant, device, cut),
-            _OFFERED,
-        )
+        return None if max(counted) >= 2**31 else (_like(problem), _cuts_lines(problem))
+
+    def configs(
+        self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo
+    ) -> Iterator[PixelGemmVariant]:
+        return _variants(at[0], device)
+
+    def seconds(
+        self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo, config: PixelGemmVariant
+    ) -> float:
+        return _estimate(at[0], config, device, at[1])[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PixelGemmVariant
+    ) -> Cost:
+        return _estimate(problem, config, device, _cuts_lines(problem))
 
     def launch(
         self,
@@ -123,10 +126,11 @@ class PixelGemm:
             ("SCALED", _scaled(problem)),
             ("MIN_BLOCKS", 1),
         )
+        operands = "float16" if _scaled(problem) else problem.dtype
         columns = problem.groups * chunks * variant.columns
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
-        pack = KernelSource("pack_columns", problem.dtype, False, packing)
+        pack = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
         packs = (plain_step(pack, columns // _PACK_COLUMNS, _PACK_THREADS),)
         main = Step(
             source=KernelSource(
@@ -145,6 +149,7 @@ class PixelGemm:
                     ("RUN", run),
                     ("WGMMA", True),
                 ),
+                wgmma=(WgmmaForm(variant.columns, operands, a_in_registers=True),),
             ),
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
@@ -170,7 +175,7 @@ def _tiles(problem: ConvTransposeProblem) -> int:
 
 
 def _scaled(problem: ConvTransposeProblem) -> bool:
-    """Whether the cores take float32 as float16, ``common/scaled_half.cuh``."""
+    """Whether the cores take float32 as float16, ``operand/scaled_half.cuh``."""
     return problem.dtype == "float32"
 
 
@@ -343,9 +348,3 @@ def _cuts_lines(problem: ConvTransposeProblem) -> bool:
     """Whether pixels that are copied 16 bytes at a time are no whole lines of memory."""
     image = math.prod(problem.input_size) * DTYPE_BYTES[problem.dtype]
     return _piece(problem, Layouts.dense(problem)) == 16 and image % _LINE_BYTES > 0
-
-
-@lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, device: DeviceInfo, cut: bool) -> list[PixelGemmVariant]:
-    """Variants that fit, the fastest prediction first."""
-    return sorted(_variants(problem, device), key=lambda variant: _estimate(problem, variant, device, cut)[0])

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.jit.source import Constant, KernelSource
-from polyphase.plan.rankings import kept
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
@@ -22,7 +21,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import affordable_planes, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import (
     MAX_SIDE,
@@ -40,7 +39,6 @@ from polyphase.schedules.window_gemm.window import Gradient, blocks_of, lanes_of
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
-_OFFERED = 6
 _MOST_STRIDED_TAPS = 24  # of a variant of many sums a thread, in float32
 _BUFFERS = (4, 3, 2)  # of stages; tried from the left
 _MAX_TAPS = 512
@@ -51,7 +49,7 @@ _SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2,
 
 
 class GradientVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``window_product.cuh`` says what the names mean."""
+    """The compile-time shape of a kernel; ``mainloop/window_mma.cuh`` says what the names mean."""
 
     row_tiles: int
     column_tiles: int
@@ -92,26 +90,37 @@ class _Tiling:
 class _GradientGemm(Gradient):
     """What the two kernels share."""
 
-    def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
         terms = problem.out_channels_per_group * problem.taps
         if self.pass_ is Pass.INPUT_GRAD and problem.dtype != "float32" and terms > _MOST_TERMS:
             return f"sums of {terms} terms lose too much in the cores (at most {_MOST_TERMS})"
-        if next(self.candidates(problem, self.pass_, device, Layouts.dense(problem)), None) is None:
-            return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel."""
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
+        return standard(problem)
 
-        def predict(variant: GradientVariant) -> tuple[float, str] | None:
-            tiling = _tiling(problem, pass_, layouts, variant, device)
-            return None if tiling is None else _estimate(problem, pass_, variant, tiling, device)
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GradientVariant]:
+        return [each._replace(buffers=count) for each in _variants(at, pass_, device) for count in _BUFFERS]
 
-        return first_candidates(self.name, _ranked(standard(problem), pass_, device), predict, _OFFERED)
+    def search(
+        self,
+        at: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        most: int | None = None,
+        below: float = math.inf,
+    ) -> dict[GradientVariant, float]:
+        """Each with as many stages as leave room for as many blocks as are to be resident."""
+        found = sorted(filter(None, (_deepest(at, pass_, each, device) for each in _variants(at, pass_, device))))
+        return {variant: seconds for seconds, variant in found}
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GradientVariant
+    ) -> Cost | None:
+        tiling = _tiling(problem, pass_, layouts, config, device)
+        return None if tiling is None else _estimate(problem, pass_, config, tiling, device)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GradientVariant
@@ -168,7 +177,6 @@ class InputGradGemm(_GradientGemm):
 
     pass_ = Pass.INPUT_GRAD
     name = "input_grad_gemm"
-    any_size = True
 
 
 class WeightGradGemm(_GradientGemm):
@@ -176,7 +184,6 @@ class WeightGradGemm(_GradientGemm):
 
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_gemm"
-    any_size = True
 
 
 def _sizes(tiling: _Tiling) -> tuple[int, int, int]:
@@ -315,30 +322,22 @@ def _estimate(
     return _PREFERENCE * seconds, bound
 
 
-@lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GradientVariant]:
-    """Variants of a layer at a typical size, the fastest prediction first."""
-    offered = [each._replace(buffers=count) for each in _variants(problem, pass_, device) for count in _BUFFERS]
-    about = f"{pass_.value} of {problem!r}, on {device!r}"
-    return kept(about, offered, lambda: _rank(problem, pass_, device))
-
-
-def _rank(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GradientVariant]:
+def _deepest(
+    problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, device: DeviceInfo
+) -> tuple[float, GradientVariant] | None:
+    """The variant with the most stages that leave room for its resident blocks, and its predicted seconds."""
     layouts = Layouts.dense(problem)
-    scored = []
-    for variant in _variants(problem, pass_, device):
-        for buffers in _BUFFERS:
-            deeper = variant._replace(buffers=buffers)
-            tiling = _tiling(problem, pass_, layouts, deeper, device)
-            if tiling is None:
-                continue
-            if not _fits(deeper, _tiles(problem, pass_, replace(layouts, aligned=False), deeper, (1, 1, 1, 1)), device):
-                continue  # where every element is copied by itself
-            shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
-            if shared <= device.shared_bytes_per_multiprocessor or buffers == _BUFFERS[-1]:
-                scored.append((_estimate(problem, pass_, deeper, tiling, device)[0], deeper))
-                break
-    return [variant for _, variant in sorted(scored)]
+    for buffers in _BUFFERS:
+        deeper = variant._replace(buffers=buffers)
+        tiling = _tiling(problem, pass_, layouts, deeper, device)
+        if tiling is None:
+            continue
+        if not _fits(deeper, _tiles(problem, pass_, replace(layouts, aligned=False), deeper, (1, 1, 1, 1)), device):
+            continue  # where every element is copied by itself
+        shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
+        if shared <= device.shared_bytes_per_multiprocessor or buffers == _BUFFERS[-1]:
+            return _estimate(problem, pass_, deeper, tiling, device)[0], deeper
+    return None
 
 
 def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GradientVariant]:

@@ -1,4 +1,4 @@
-"""What a kernel loads stage by stage, as ``common/stages.cuh`` takes it, and what its copies cost."""
+"""What a kernel loads stage by stage, as ``mainloop/multistage.cuh`` takes it, and what its copies cost."""
 
 from __future__ import annotations
 

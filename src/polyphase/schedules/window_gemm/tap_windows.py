@@ -1,4 +1,4 @@
-"""Windows of the output gradient that taps share; ``kernels/common/tap_windows.cuh`` says what they are."""
+"""Windows of the output gradient that taps share; ``kernels/operand/tap_windows.cuh`` says what they are."""
 
 from __future__ import annotations
 

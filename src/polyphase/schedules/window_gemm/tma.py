@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.jit.source import Constant, KernelSource
-from polyphase.plan.rankings import kept
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
@@ -23,13 +22,13 @@ from polyphase.program.step import Step, plain_step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes, engine_strides
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, affordable_planes, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
 from polyphase.schedules.window_gemm.window import Gradient, channel_pitch, lanes_of
 
-_OFFERED, _ALONE_OFFERED = 6, 2  # of variants, and of those among them whose taps share no windows
+_ALONE_OFFERED = 2  # of the variants that are offered, those whose taps share no windows
 _MAX_BOX_STEP = 8  # elements of the tensor from one of a box to the next
 _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a byte for each
 _MOST_COLUMNS = 256  # of an instruction
@@ -44,7 +43,7 @@ _SUM = 4e-6  # seconds to launch what adds up an input gradient's parts
 
 
 class BoxVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks.
+    """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
 
     A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
     ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
@@ -101,10 +100,9 @@ class BoxVariant(NamedTuple):
 class _GradientBoxes(Gradient):
     """What the two kernels share."""
 
-    any_size = True
     adapts = True
 
-    def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if not problem.channels_last:
@@ -115,29 +113,38 @@ class _GradientBoxes(Gradient):
                 return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
         if max(problem.stride) > _MAX_BOX_STEP:
             return f"the copy engine takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
-        if not _ranked(standard(problem), self.pass_, device):
-            return "no variant fits: the next group's channels lie within every box, and may be no numbers"
         return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return "no variant fits: the next group's channels lie within every box, and may be no numbers"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         """Those that boxes are of."""
         raise NotImplementedError
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel."""
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         read = [_pixel_strides(problem, layouts, output=True)]
         if pass_ is Pass.WEIGHT_GRAD:
             read.append(_pixel_strides(problem, layouts, output=False))
-        if None in read or layouts.input[1] != 1 or not layouts.aligned:
-            return iter(())
-        return first_candidates(
-            self.name,
-            _ranked(standard(problem), pass_, device),
-            lambda variant: _estimate(problem, pass_, variant, device),
-            _OFFERED,
-        )
+        return None if None in read or layouts.input[1] != 1 or not layouts.aligned else standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
+        return sorted(_variants(at, pass_, device))
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: BoxVariant) -> float:
+        return _estimate(at, pass_, config, device)[0]
+
+    def arranged(self, order: list[BoxVariant]) -> list[BoxVariant]:
+        """Some whose taps share no windows among the first: the others are of one tile, far from what images may be."""
+        alone = [variant for variant in order if variant.taps == ALONE]
+        first = order[: self.offered - _ALONE_OFFERED]
+        first += [variant for variant in alone[:_ALONE_OFFERED] if variant not in first]
+        return first + [variant for variant in order if variant not in first]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: BoxVariant
+    ) -> Cost:
+        return _estimate(problem, pass_, config, device)
 
     def _constants(
         self, problem: ConvTransposeProblem, variant: BoxVariant, row_pitch: int, column_pitch: int
@@ -195,6 +202,7 @@ class InputGradBoxes(_GradientBoxes):
                 problem.dtype,
                 True,
                 (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
+                (WgmmaForm(variant.columns, problem.dtype),),
             ),
             grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
@@ -235,8 +243,10 @@ class WeightGradBoxes(_GradientBoxes):
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
         )
+        both = WgmmaForm(variant.columns, problem.dtype, transpose_a=True, transpose_b=True)
+        forms = () if dict(constants)["BY_THREADS"] else (both,)
         main = Step(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+            source=KernelSource(self.name, problem.dtype, True, constants, forms),
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
@@ -258,7 +268,7 @@ def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Step:
         ("THREADS", _PACK_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    source = KernelSource("pack_channels", problem.dtype, False, constants)
+    source = KernelSource("pack_channels", problem.dtype, False, constants, folder="steps")
     return plain_step(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
 
 
@@ -437,7 +447,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
 def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
     """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
     columns, strips = variant.lines * variant.columns, variant.row_tiles  # of 16 rows
-    if variant.row_tiles == 1:  # box_product.cuh: ABREAST
+    if variant.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
         abreast = 4 if variant.columns % 32 == 0 else 2 if variant.columns % 16 == 0 else 1
         columns //= abreast
         strips = min(4, math.ceil(problem.in_channels_per_group / 16)) if abreast == 4 else abreast
@@ -495,22 +505,6 @@ def _parts(
     most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
     found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
     return (found, *seconds(found))
-
-
-@lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
-    """Variants of a layer at a typical size, the fastest prediction first."""
-    members = list(_variants(problem, pass_, device))
-
-    def rank() -> list[BoxVariant]:
-        ordered = sorted(members, key=lambda variant: (_estimate(problem, pass_, variant, device)[0], variant))
-        alone = [variant for variant in ordered if variant.taps == ALONE]
-        # Those whose taps share windows are of one tile, which may be far from what images are at other sizes.
-        first = ordered[: _OFFERED - _ALONE_OFFERED]
-        first += [variant for variant in alone[:_ALONE_OFFERED] if variant not in first]
-        return first + [variant for variant in ordered if variant not in first]
-
-    return kept(f"{pass_.value} by boxes of {problem!r}, on {device!r}", members, rank)
 
 
 def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[BoxVariant]:

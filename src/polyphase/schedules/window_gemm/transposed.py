@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -10,7 +9,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes
 from polyphase.program.transpose import missing
-from polyphase.schedules.schedule import Candidate
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.window_gemm.tma import BoxVariant, InputGradBoxes, WeightGradBoxes
 
 _MOST_BYTES = 512 << 20  # of the tensors in channels_last
@@ -19,34 +18,50 @@ _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 _TURN, _BANDWIDTH, _MISSING = 3e-6, 0.7, 0.65
 
 
-class _TurnedBoxes:
+class _TurnedBoxes(Schedule):
     """What the two have in common."""
 
     any_size = False
     adapts = True
-    name: str
+    kept = True
     _boxes: InputGradBoxes | WeightGradBoxes
     _reads: int  # tensors that are turned before; the result is turned after
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is self._boxes.pass_ and problem.channels_last:
             return "turns tensors that are channels first"
-        return self._boxes.refusal(_last(problem), pass_, device)
+        return self._boxes.supports(_last(problem), pass_, device)
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Those of the boxes, and the time that turning takes; none where it would take too much memory."""
-        size, (x, weight, y) = DTYPE_BYTES[problem.dtype], problem.elements
-        turned = size * (x + y + (weight if pass_ is Pass.WEIGHT_GRAD else 0))
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return self._boxes.nothing_fits(problem, device)
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
+        """None, too, where the tensors in channels_last would take too much memory."""
         written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
-        if turned > _MOST_BYTES or not written_dense:
-            return
+        if _turned_bytes(problem, pass_) > _MOST_BYTES or not written_dense:
+            return None
+        return self._boxes.ranked_at(_last(problem), pass_, self._layouts(problem, layouts))
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
+        return self._boxes.configs(at, pass_, device)
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: BoxVariant) -> float:
+        return self._boxes.seconds(at, pass_, device, config)
+
+    def arranged(self, order: list[BoxVariant]) -> list[BoxVariant]:
+        return self._boxes.arranged(order)
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: BoxVariant
+    ) -> Cost:
+        """What the boxes take, and the time that turning takes."""
+        size, (x, _, y) = DTYPE_BYTES[problem.dtype], problem.elements
         absent = size * (x * missing(problem.in_channels) + y * missing(problem.out_channels)) if size == 2 else 0.0
-        counted = 2 * (turned + _MISSING * absent)
-        seconds = (self._reads + 1) * _TURN + counted / (_BANDWIDTH * device.copy_bytes_per_second)
-        for each in self._boxes.candidates(_last(problem), pass_, device, self._layouts(problem, layouts)):
-            yield replace(each, schedule=self.name, seconds=each.seconds + seconds)
+        counted = 2 * (_turned_bytes(problem, pass_) + _MISSING * absent)
+        turning = (self._reads + 1) * _TURN + counted / (_BANDWIDTH * device.copy_bytes_per_second)
+        lie = self._layouts(problem, layouts)
+        seconds, bound = self._boxes.cost(_last(problem), pass_, device, lie, config)
+        return seconds + turning, bound
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
@@ -76,6 +91,12 @@ class WeightGradTurned(_TurnedBoxes):
     name = "weight_grad_turned"
     _boxes = WeightGradBoxes()
     _reads = 2
+
+
+def _turned_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
+    """Of the tensors in channels_last."""
+    x, weight, y = problem.elements
+    return DTYPE_BYTES[problem.dtype] * (x + y + (weight if pass_ is Pass.WEIGHT_GRAD else 0))
 
 
 def _last(problem: ConvTransposeProblem) -> ConvTransposeProblem:

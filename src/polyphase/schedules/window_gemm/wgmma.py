@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 
-from polyphase.jit.source import Constant, KernelSource
-from polyphase.plan.rankings import kept
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
@@ -21,7 +19,7 @@ from polyphase.program.step import Step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
-from polyphase.schedules.schedule import Candidate, first_candidates
+from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import affordable_planes, layer_constants
 from polyphase.schedules.window_gemm.wgmma_tile import (
@@ -36,9 +34,7 @@ from polyphase.schedules.window_gemm.wgmma_tile import (
 )
 from polyphase.schedules.window_gemm.window import Gradient, as_one_channel, blocks_of, channel_pitch
 
-_OFFERED = 6
-_RECONSIDERED = 16  # variants, at a second size
-_SMALLER = 1536, 24, 16  # its sides
+_SMALLER = 1536, 24, 16  # sides of images that have a say
 _BUFFERS = (6, 5, 4, 3)  # of stages; tried from the left
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 256  # columns by row tiles of a group
@@ -48,7 +44,9 @@ _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums 
 class _GradientWgmma(Gradient):
     """What the two kernels share."""
 
-    def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    compared = 16
+
+    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if problem.channels_last and (self.pass_ is Pass.INPUT_GRAD or DTYPE_BYTES[problem.dtype] != 2):
@@ -60,25 +58,49 @@ class _GradientWgmma(Gradient):
         row = problem.out_channels_per_group * problem.taps * DTYPE_BYTES[problem.dtype]
         if self.pass_ is Pass.INPUT_GRAD and row % 16:
             return f"an input channel's weights, {row} bytes, are no multiple of 16 bytes"
-        if not _ranked(standard(problem), self.pass_, device):
-            return f"no stage of {problem.taps} taps fits shared memory, or none whose rows the copy engine takes"
         return None
 
-    def candidates(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-    ) -> Iterator[Candidate]:
-        """Ranked at a typical size, so that a layer keeps its kernel where tiles of this size can be had."""
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return f"no stage of {problem.taps} taps fits shared memory, or none whose rows the copy engine takes"
 
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
+        return None if _as_read(problem, pass_, layouts) is None else standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgmmaVariant]:
+        """Of equal ones that of the most buffers first."""
+        found = [each._replace(buffers=count) for each in _variants(at, pass_) for count in _BUFFERS]
+        return sorted(found, key=lambda variant: (-variant.buffers, variant))
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: WgmmaVariant) -> float:
+        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
+        return math.inf if cost is None else cost[0]
+
+    def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
+        """A smaller one: tiles of one may not fit both."""
+        return [] if is_tiny(at) else [typical(at, _SMALLER)]
+
+    def score(self, at: ConvTransposeProblem, seconds: Sequence[float]) -> float:
+        """As if there were as many pixels of either size."""
+        (smaller,) = self.others(at)
+        share = math.prod(at.input_size) / math.prod(smaller.input_size)
+        return seconds[0] + share * seconds[1]
+
+    def arranged(self, order: list[WgmmaVariant]) -> list[WgmmaVariant]:
+        """Each with its best number of buffers alone."""
+        best: dict[WgmmaVariant, WgmmaVariant] = {}
+        for variant in order:
+            best.setdefault(variant._replace(buffers=0), variant)
+        return list(best.values())
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgmmaVariant
+    ) -> Cost | None:
         read = _as_read(problem, pass_, layouts)
         if read is None:
-            return iter(())
-        seen, lie = read
-
-        def predict(variant: WgmmaVariant) -> tuple[float, str] | None:
-            tiling = tiling_of(seen, pass_, lie, variant, device)
-            return None if tiling is None else _estimate(seen, pass_, variant, tiling, device)
-
-        return first_candidates(self.name, _ranked(standard(problem), pass_, device), predict, _OFFERED)
+            return None
+        problem, layouts = read
+        tiling = tiling_of(problem, pass_, layouts, config, device)
+        return None if tiling is None else _estimate(problem, pass_, config, tiling, device)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WgmmaVariant
@@ -128,8 +150,9 @@ class _GradientWgmma(Gradient):
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
         )
+        form = WgmmaForm(variant.columns, problem.dtype, a_in_registers=True, transpose_b=given.channels_last)
         main = Step(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+            source=KernelSource(self.name, problem.dtype, True, constants, (form,)),
             grid=(grid, 1, 1),
             block=128 * GROUPS + LOADERS,
             shared_bytes=shared_bytes_of(variant, tiling),
@@ -144,7 +167,6 @@ class InputGradWgmma(_GradientWgmma):
 
     pass_ = Pass.INPUT_GRAD
     name = "input_grad_wgmma"
-    any_size = True
 
 
 class WeightGradWgmma(_GradientWgmma):
@@ -215,51 +237,6 @@ def _estimate(
     work = rounds * (stages * stage + block) / device.clock_hz + end
     floor = problem.bytes / device.copy_bytes_per_second
     return slower_of(work, floor)
-
-
-@lru_cache(maxsize=1024)
-def _ranked(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgmmaVariant]:
-    """Variants of a layer at a typical size, the fastest prediction first."""
-    members = [each._replace(buffers=count) for each in _variants(problem, pass_) for count in _BUFFERS]
-    about = f"{pass_.value} by wgmma of {problem!r}, on {device!r}"
-    return kept(about, members, lambda: _rank(problem, pass_, device, members))
-
-
-def _rank(
-    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, members: list[WgmmaVariant]
-) -> list[WgmmaVariant]:
-    """By predictions at the typical size, and of the best at a smaller one: tiles of one may not fit both."""
-    seconds = _predictions(problem, pass_, device, members)
-    order = _fastest(seconds)
-    if not is_tiny(problem):
-        smaller = typical(problem, _SMALLER)
-        again = _predictions(smaller, pass_, device, order[:_RECONSIDERED])
-        share = math.prod(problem.input_size) / math.prod(smaller.input_size)
-        both = {each: seconds[each] + share * again[each] for each in again}
-        order = [*_fastest(both), *(each for each in order if each not in both)]
-    best: dict[WgmmaVariant, WgmmaVariant] = {}  # by all but its buffers
-    for variant in order:
-        best.setdefault(variant._replace(buffers=0), variant)
-    return list(best.values())
-
-
-def _predictions(
-    problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, variants: list[WgmmaVariant]
-) -> dict[WgmmaVariant, float]:
-    """Seconds, of the variants that there are at this size."""
-    read = _as_read(problem, pass_, Layouts.dense(problem))
-    if read is None:
-        return {}
-    seen, layouts = read
-    tilings = ((variant, tiling_of(seen, pass_, layouts, variant, device)) for variant in variants)
-    return {
-        variant: _estimate(seen, pass_, variant, tiling, device)[0] for variant, tiling in tilings if tiling is not None
-    }
-
-
-def _fastest(seconds: dict[WgmmaVariant, float]) -> list[WgmmaVariant]:
-    """The fastest first, of equal ones that of the most buffers."""
-    return sorted(seconds, key=lambda variant: (seconds[variant], -variant.buffers, variant))
 
 
 def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaVariant]:

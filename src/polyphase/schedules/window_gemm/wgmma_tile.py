@@ -46,7 +46,7 @@ _COPIED = {
 
 
 class WgmmaVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``window_wgmma.cuh`` says what the names mean. ``positions`` of a tile."""
+    """The compile-time shape of a kernel, as ``mainloop/window_wgmma.cuh`` has it. ``positions`` of a tile."""
 
     row_tiles: int
     columns: int
@@ -435,7 +435,7 @@ def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVaria
 
 
 def _copy_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
-    """The same for what loaders copy of a window (``window_rows.cuh``)."""
+    """The same for what loaders copy of a window (``operand/window_rows.cuh``)."""
     vector = PIECE_BYTES // DTYPE_BYTES[problem.dtype]
     pieces = tiling.window.rows * tiling.window.pieces
     apart = vector // math.gcd(vector, tiling.window.steps[3])  # channels that lie alike

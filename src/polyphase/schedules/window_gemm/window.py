@@ -11,29 +11,28 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.schedules.cells import Side
+from polyphase.schedules.schedule import Schedule
 from polyphase.schedules.tensor_cores import lacks_cores
 from polyphase.schedules.tiles import Four
 from polyphase.schedules.window_gemm.stages import Part, channel_piece, row_piece
 
 
-class Gradient:
+class Gradient(Schedule):
     """A schedule for one of the gradients."""
 
-    name: str
-    any_size: bool
-    adapts = False
     pass_: Pass
+    kept = True
 
-    def refusal(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not self.pass_:
             return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
         if (reason := lacks_cores(problem, device)) is not None:
             return reason
         if problem.dtype == "float32" and not problem.uses_tf32:
             return "float32 stays exact where TF32 is not allowed, or channels are few"
-        return self._refusal(problem, device)
+        return self._supports(problem, device)
 
-    def _refusal(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         """Its own reasons."""
         raise NotImplementedError
 
