@@ -24,6 +24,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts
 from polyphase.program.program import Launch
+from polyphase.program.struct_layout import Struct
 from polyphase.program.tensor_map import Boxes
 from polyphase.schedules.schedule import Schedule
 
@@ -48,6 +49,7 @@ class Layer:
 FILES: dict[str, str] = {}  # CUDA, by name
 KERNELS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}  # by architecture: name, constants, files
 BINDING = LAUNCHER = ""
+STRUCTS: dict[str, Struct] = {}  # the kernels' last parameters, by the kernel's name
 LAYERS: list[Layer] = []
 CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their place
 
@@ -118,6 +120,13 @@ def kernel_number(arch: str, source: KernelSource) -> int:
         + (", whose offsets take more than 32 bits" if source.wide_offsets else "")
         + ": emit it again for inputs as large"
     )
+
+
+def params_of(source: KernelSource) -> Struct:
+    """What a kernel takes as its last parameter. Raises `UnsupportedError` for one that is not in this file."""
+    if source.kernel not in STRUCTS:
+        raise UnsupportedError(f"this file has no {source.kernel}, which tensors of this size need: emit it for them")
+    return STRUCTS[source.kernel]
 
 
 # Calls: what is launched depends on the sizes of a call, and is remembered.
@@ -192,7 +201,8 @@ def prepare(
 
 def arguments(arch: str, launch: Launch) -> tuple[Any, ...]:
     """What the extension's ``launch`` takes before the tensors."""
-    number, boxes = kernel_number(arch, launch.source), b"".join(map(packed_boxes, launch.boxes))
+    number, places = kernel_number(arch, launch.source), params_of(launch.source).tensor_maps
+    boxes = b"".join(packed_boxes(*each) for each in zip(launch.boxes, places))
     return (number, launch.geometry, boxes, *launch.grid, launch.block, launch.shared_bytes)
 
 
@@ -201,10 +211,10 @@ _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 
 
-def packed_boxes(boxes: Boxes) -> bytes:
-    """``Boxes`` of binding.cpp."""
+def packed_boxes(boxes: Boxes, place: int) -> bytes:
+    """``Boxes`` of binding.cpp, whose tensor map lies ``place`` bytes into the kernel's last parameter."""
     kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
-    return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, 0)
+    return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, place)
 
 
 def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:

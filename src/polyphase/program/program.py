@@ -18,8 +18,8 @@ class Launch:
     ``in_parts``: whether an input's gradient comes in planes at some sizes of the layer, which lie as it does.
     ``planes_channels_last``: a weight's gradient comes in the order ``(C_in, *kernel_size, C_out / groups)``;
     ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
-    ``geometry`` is the kernel's last parameter; there is none where it is empty.
-    It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
+    ``geometry`` is the kernel's last parameter (`polyphase.program.params`); there is none where it is empty. Its
+    tensor maps, in their order those of ``boxes``, are left to be filled in.
     A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead. One
     of its own runs before that, and reads the kernel's source, too.
     ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back

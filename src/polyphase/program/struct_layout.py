@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,10 +24,18 @@ class Member(NamedTuple):
     length: int
 
 
-# The least and the most that integers hold, by their character.
+# The least and the most that numbers are, by their kind.
 _RANGES = {
-    character: (-(1 << bits - 1), (1 << bits - 1) - 1) if character.islower() else (0, (1 << bits) - 1)
-    for character, bits in zip("bBhHiIqQ", (8, 8, 16, 16, 32, 32, 64, 64))
+    "?": (0, 1),
+    "B": (0, (1 << 8) - 1),
+    "h": (-1 << 15, (1 << 15) - 1),
+    "H": (0, (1 << 16) - 1),
+    "i": (-1 << 31, (1 << 31) - 1),
+    "I": (0, (1 << 32) - 1),
+    "q": (-1 << 63, (1 << 63) - 1),
+    "Q": (0, (1 << 64) - 1),
+    "f": (float("-inf"), float("inf")),
+    "d": (float("-inf"), float("inf")),
 }
 # Structs that are not given by their members: one by a number; the other is left to the launcher.
 _DIVISOR, _TENSOR_MAP = "Divisor", "TensorMap"
@@ -51,6 +59,17 @@ class Struct:
         """The members that `pack` is given: all but tensor maps."""
         return {name: member for name, member in self.members.items() if not _is_tensor_map(member)}
 
+    @cached_property
+    def format(self) -> str:
+        """The numbers in it, and the bytes between them, as Python's `struct` writes it, but for the byte order."""
+        text, end = "", 0
+        for offset, kind, length in self.given.values():
+            text += f"{offset - end}x" + (
+                f"{length or 1}{kind}" if isinstance(kind, str) else kind.format * (length or 1)
+            )
+            end = struct.calcsize("<" + text)
+        return text + f"{self.size - end}x"
+
     def pack(self, **values: Any) -> bytes:
         """The bytes of the struct whose members have these values; padding and tensor maps are zeros.
 
@@ -62,64 +81,65 @@ class Struct:
             ValueError: an array has another length.
             ParamOverflowError: a member has no room for a number.
         """
-        buffer = bytearray(self.size)
-        self._fill(buffer, 0, values)
-        return bytes(buffer)
+        return struct.pack("<" + self.format, *self._numbers(values))
 
-    def read(self, packed: bytes, start: int = 0) -> dict[str, Any]:
-        """The values by which `pack` gives these bytes, from byte ``start`` on."""
-        values: dict[str, Any] = {}
-        for name, (offset, kind, length) in self.given.items():
-            at = start + offset
-            if isinstance(kind, str):
-                found: list[Any] = [*struct.unpack_from(f"<{length or 1}{kind}", packed, at)]
-            else:
-                found = [kind.read(packed, at + number * kind.size) for number in range(length or 1)]
-                if kind.name == _DIVISOR:
-                    found = [each["value"] for each in found]
-            values[name] = found if length else found[0]
-        return values
+    def read(self, packed: bytes) -> dict[str, Any]:
+        """The values by which `pack` gives these bytes."""
+        return self._values(iter(struct.unpack("<" + self.format, packed)))
 
-    def _fill(self, buffer: bytearray, start: int, values: Mapping[str, Any]) -> None:
+    def _numbers(self, values: Mapping[str, Any]) -> list[Any]:
+        """All numbers in it, in their order."""
         if values.keys() != self.given.keys():
             missing = [f"{name} is missing" for name in self.given if name not in values]
             unknown = [f"{name} is not one" for name in values if name not in self.given]
             members = ", ".join(self.given)
             raise TypeError(f"{self.name} has the members {members}: {', '.join(missing + unknown)}")
-        for name, (offset, kind, length) in self.given.items():
+        found: list[Any] = []
+        for name, (_, kind, length) in self.given.items():
             elements = values[name] if length else (values[name],)
             if length and len(elements) != length:
                 raise ValueError(f"{self.name}.{name} has {length} elements, given {len(elements)}: {elements!r}")
             if isinstance(kind, str):
-                for number in elements:
-                    self._check(name, kind, number)
-                struct.pack_into(f"<{length or 1}{kind}", buffer, start + offset, *elements)
+                self._check(name, kind, elements)
+                found += elements
+            elif kind.name == _DIVISOR:
+                self._check(name, "i", elements)
+                for element in elements:
+                    numbers = divisor(element)
+                    found += [numbers[each] for each in kind.members]
             else:
-                for index, element in enumerate(elements):
-                    kind._fill(buffer, start + offset + index * kind.size, self._members_of(name, kind, element))
+                for element in elements:
+                    found += kind._numbers(self._members_of(name, kind, element))
+        return found
 
-    def _check(self, name: str, kind: str, number: Any) -> None:
-        """Raises where a member of that kind cannot hold a number."""
-        if kind not in _RANGES:
-            if not isinstance(number, (int, float)):
-                raise TypeError(f"{self.name}.{name} is a number, given {number!r}")
-            return
+    def _check(self, name: str, kind: str, numbers: Any) -> None:
+        """Raises where a member of that kind cannot hold one of the numbers."""
+        wanted: Any = (int, float) if kind in "fd" else int
         least, most = _RANGES[kind]
-        if not isinstance(number, int):
-            raise TypeError(f"{self.name}.{name} is an integer, given {number!r}")
-        if not least <= number <= most:
-            raise ParamOverflowError(f"{self.name}.{name} holds {least} to {most}, given {number}")
+        for number in numbers:
+            if not isinstance(number, wanted):
+                raise TypeError(
+                    f"{self.name}.{name} takes {'floats' if kind in 'fd' else 'integers'}, given {number!r}"
+                )
+            if not least <= number <= most:
+                raise ParamOverflowError(f"{self.name}.{name} holds {least} to {most}, given {number}")
 
     def _members_of(self, name: str, kind: Struct, value: Any) -> Mapping[str, Any]:
         """The values of the members of a member, from what it is given as."""
-        if kind.name == _DIVISOR:
-            if not isinstance(value, int):
-                raise TypeError(f"{self.name}.{name} takes a number to divide by, given {value!r}")
-            return divisor(value)
         found = value.params() if hasattr(value, "params") else value
         if not isinstance(found, Mapping):
             raise TypeError(f"{self.name}.{name} takes the members of a {kind.name}, given {value!r}")
         return found
+
+    def _values(self, numbers: Iterator[Any]) -> dict[str, Any]:
+        """The values that have these numbers."""
+        values: dict[str, Any] = {}
+        for name, (_, kind, length) in self.given.items():
+            found = [next(numbers) if isinstance(kind, str) else kind._values(numbers) for _ in range(length or 1)]
+            if not isinstance(kind, str) and kind.name == _DIVISOR:
+                found = [each["value"] for each in found]
+            values[name] = found if length else found[0]
+        return values
 
 
 def _is_tensor_map(member: Member) -> bool:
