@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from helpers import TORCH, constants
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides, extent
+from polyphase.program.params import params_of
 from polyphase.program.program import Launch
 from polyphase.program.split_k import plane_sum
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
@@ -56,10 +57,9 @@ class Emulator:
         if 0 in launch.grid:
             return
         kernel = EmulatedKernel(launch.source.text, launch.source.kernel)
-        sizes = launch.geometry
-        maps = b"".join(map(tensor_map, launch.boxes))
-        sizes = maps + sizes[len(maps) :]
-        geometry = (ctypes.c_ubyte * len(sizes)).from_buffer_copy(sizes)
+        geometry = (ctypes.c_ubyte * len(launch.geometry)).from_buffer_copy(launch.geometry)
+        for boxes, place in zip(launch.boxes, params_of(launch.source).tensor_maps):
+            geometry[place : place + TENSOR_MAP_BYTES] = tensor_map(boxes)
         parameters = [*tensors, geometry] if launch.geometry else tensors
         arguments = (launch.grid, launch.block, launch.shared_bytes, parameters)
         if self.order is None:
@@ -211,10 +211,9 @@ def run(
     return dst.read()
 
 
-def items_of(launch: Launch) -> tuple[int, int]:
-    """How many items a launch of implicit_gemm has, and how many of these a block does not share."""
-    items, *_, own = struct.unpack_from("<11i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 35 * 4)
-    return items, own
+def params(launch: Launch) -> dict[str, Any]:
+    """What a launch's last parameter holds, by the names that the kernel has for it."""
+    return params_of(launch.source).read(launch.geometry)
 
 
 def operand_shapes(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:

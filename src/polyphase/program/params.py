@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from polyphase.problem.integers import round_up
-from polyphase.program.struct_layout import Member, Struct, divisor
+from polyphase.program.struct_layout import Member, Struct
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES
 
 if TYPE_CHECKING:
@@ -105,18 +105,3 @@ def _declarations(name: str, code: str, start: int) -> Iterator[tuple[str, str, 
             if declared is None or found is None:
                 raise ValueError(f"struct {name} has a member that is not understood: {' '.join(statement.split())}")
             yield " ".join(declared[2].split()), found[1], int(found[2] or 0), int(declared[1] or 1)
-
-
-def counter_bytes(count: int) -> int:
-    """What so many counters take in front of a kernel's weights (kernels/common/counters.cuh)."""
-    return round_up(4 * count, 128)
-
-
-def padded(geometry: bytes, multiple: int = 8) -> bytes:
-    """A kernel's parameter filled up to what its next member, or itself, is aligned to."""
-    return geometry + bytes(-len(geometry) % multiple)
-
-
-def packed_divisor(value: int) -> bytes:
-    """The kernel's ``Divisor``."""
-    return struct.pack("<iIi", *divisor(value).values())

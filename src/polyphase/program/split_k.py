@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import struct
 
 from polyphase.jit.source import KernelSource
+from polyphase.program.params import params_of
 from polyphase.program.program import Launch, plain_launch
 
 _THREADS = 256
@@ -19,4 +19,5 @@ def plane_sum(dtype: str, elements: int, planes: int) -> Launch:
     groups = next((count for count, many, few in _GROUPS if planes >= many and elements <= few), 1)
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
     source, blocks = KernelSource("add_planes", dtype, False, constants), elements * groups / (_TOGETHER * _THREADS)
-    return plain_launch(source, math.ceil(blocks), _THREADS, struct.pack("<q2i", elements, planes, groups))
+    geometry = params_of(source).pack(plane=elements, planes=planes, groups=groups)
+    return plain_launch(source, math.ceil(blocks), _THREADS, geometry)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import struct
 
 from polyphase.jit.source import KernelSource
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Strides
-from polyphase.program.params import packed_divisor
+from polyphase.program.params import params_of
 from polyphase.program.program import Launch, plain_launch
 from polyphase.schedules.cells import five
 
@@ -30,9 +29,10 @@ def turning(dtype: str, shape: tuple[int, ...], strides: Strides) -> Launch:
     """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost."""
     batch, channels, *sizes = five(shape)
     pixels = batch * math.prod(sizes)
-    geometry = struct.pack("<5q2i", *strides, channels, pixels) + b"".join(map(packed_divisor, sizes))
+    source = turn_source(dtype)
+    geometry = params_of(source).pack(stride=strides, channels=channels, pixels=pixels, sizes=sizes)
     blocks = math.ceil(pixels / _PIXELS) * math.ceil(channels / _CHANNELS)
-    return plain_launch(turn_source(dtype), blocks, _THREADS, geometry + bytes(-len(geometry) % 8))
+    return plain_launch(source, blocks, _THREADS, geometry)
 
 
 def turning_back(dtype: str, shape: tuple[int, ...]) -> Launch:

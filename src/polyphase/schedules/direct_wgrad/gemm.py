@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from polyphase.problem import ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import next_power_of_two
 from polyphase.problem.layouts import Layouts
+from polyphase.program.params import params_of
 from polyphase.program.program import Launch
 from polyphase.schedules.cells import Side, five
 from polyphase.schedules.cost import cost_seconds
@@ -92,8 +92,16 @@ class WeightGrad:
         )
         x = Side(five(problem.input_shape), layouts.input)
         grad = Side(five(problem.output_shape), layouts.output)
-        geometry = x.packed() + grad.packed()
-        geometry += struct.pack("<3i4x3q", problem.batch, problem.groups, parts, part_length, positions, weights)
+        geometry = params_of(source).pack(
+            x=x,
+            g=grad,
+            batch=problem.batch,
+            groups=problem.groups,
+            parts=parts,
+            part_length=part_length,
+            positions=positions,
+            plane=weights,
+        )
         return Launch(
             source=source,
             grid=(tiles * parts, 1, 1),
