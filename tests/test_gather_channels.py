@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
+from kernel_harness import H200, Emulator, assert_exact, offers, params, reference, run, strange_layouts
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
@@ -89,12 +88,12 @@ def test_layers_take_every_path() -> None:
         for _, found in strange_offers(problem, pass_):
             for candidate, launch in found:
                 variant, constants = candidate.variant, dict(launch.main.source.constants)
-                *_, n, d, h, w, _steps, vectors = struct.unpack_from("<11i", launch.main.geometry, 2 * 56)
+                n, d, h, w = params(launch)["tiles"]
                 facts = {
                     "several groups a vector": variant.vector > channels,
                     "several vectors a group": variant.vector < channels,
                     "source channels in vectors": constants["SRC_VECTOR"] > 1,
-                    "lanes that idle": vectors % variant.lanes != 0,
+                    "lanes that idle": params(launch)["vectors"] % variant.lanes != 0,
                     "several blocks of channels": launch.main.grid[0] > 1,
                     "tiles along n": n > 1,
                     "tiles along d": d > 1,
@@ -114,8 +113,7 @@ def test_blocks_go_on() -> None:
     layouts = Layouts.dense(problem)
     candidate = next(candidates(GatherChannels(), problem, Pass.FORWARD, few, layouts))
     launch = GatherChannels().launch(problem, Pass.FORWARD, few, layouts, candidate.variant)
-    *_, steps, _ = struct.unpack_from("<11i", launch.main.geometry, 2 * 56)
-    assert steps > 1
+    assert params(launch)["steps"] > 1
     assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 
 

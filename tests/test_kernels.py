@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import math
 import random
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from typing import Any
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import DTYPES, Emulator, assert_exact, formats, items_of, reference, run, strange_layouts
+from kernel_harness import DTYPES, Emulator, assert_exact, formats, params, reference, run, strange_layouts
 from polyphase.plan.planner import launches
 from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
+from polyphase.program.params import params_of
 from polyphase.program.program import Program
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES
 from polyphase.schedules import tiles as tiling
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import Sharing
@@ -131,8 +131,8 @@ def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeP
 
 def tiles(launch: Program) -> tuple[list[int], bool, bool]:
     """Tiles along n, d, h, w of a launch of gather_tiled, and whether source and destination rows are aligned."""
-    _, *numbers, _items, _per_block, source, rows = struct.unpack_from("<13i", launch.main.geometry, 2 * 56)
-    return numbers[4:], bool(source), bool(rows)
+    found = params(launch)
+    return found["tiles"], bool(found["aligned_src"]), bool(found["aligned_rows"])
 
 
 def wide_cases() -> Iterator[ParameterSet]:
@@ -224,8 +224,7 @@ def test_chains(buffers: int, slices: int, width: int) -> None:
     """Sums of many channels in several chains, of several items a block, in several orders of threads."""
     problem = make((9, 53, 5, width), 12, (5, 4), 2, 1, bias=True)
     candidate, launch = chained(problem, buffers, slices)
-    *_, per_block, _, _ = struct.unpack_from("<13i", launch.main.geometry, 2 * 56)
-    assert per_block > 1
+    assert params(launch)["items_per_block"] > 1
     assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None if width == 9 else 5))
 
 
@@ -258,8 +257,7 @@ def test_short_rows() -> None:
         assert found
         for number, candidate in enumerate(found[:3]):
             launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
-            _, *lanes = struct.unpack_from("<5i", launch.main.geometry, 2 * 56)
-            assert math.prod(lanes) <= candidate.variant.lanes
+            assert math.prod(params(launch)["lanes"]) <= candidate.variant.lanes
             assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(number))
 
 
@@ -287,10 +285,9 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == "weight_grad"]
     assert found[0][1].main.source == usual.main.source
     for candidate, launch in found[::4]:
-        *_, length, positions, _ = struct.unpack_from("<3i4x3q", launch.main.geometry, 2 * 56)
         assert 1 < launch.splits < usual.splits
-        assert length > 2048
-        assert positions % candidate.variant.depth
+        assert params(launch)["part_length"] > 2048
+        assert params(launch)["positions"] % candidate.variant.depth
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
 
@@ -375,17 +372,15 @@ class GemmCase:
     one_way: bool = False
 
     def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
-        few = replace(device, multiprocessors=self.numbers(device)[9] if self.variant.resident else 2)
+        few = replace(device, multiprocessors=self.params(device)["tile_items"] if self.variant.resident else 2)
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, few, self.layouts, self.variant)
         if self.one_way and launch.main.one_way is not None:
             launch = launch.with_main(replace(launch.main, source=launch.main.one_way))
         return [(Candidate("implicit_gemm", self.variant, 0.0, ""), launch)]
 
-    def numbers(self, device: DeviceInfo) -> list[int]:
-        """The kernel's `Geometry` behind the tensors; of divisors the value."""
-        launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant)
-        found = struct.unpack_from("<2i" + 11 * "iIi" + "10i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56)
-        return [*found[:2], *found[2:35:3], *found[35:]]
+    def params(self, device: DeviceInfo) -> dict[str, Any]:
+        """The kernel's parameters."""
+        return params(ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant))
 
     def kinds(self) -> set[tuple[object, ...]]:
         """What a sample should meet: settings with every instruction, layout and element size; and kinds of tiles."""
@@ -394,12 +389,12 @@ class GemmCase:
         settings = [setting for setting in each._asdict().items() if setting[0] != "pixels"]
         met: set[tuple[object, ...]] = {(each.wgmma, each.split, *setting) for setting in settings}
         met |= {(side, *setting) for side in ((src_last, dst_last), bits16) for setting in settings}
-        _, images, *rest, copy_bytes, store_vector, boxes, _, run = self.numbers(H200)
-        met |= {("tiles", axis, count > 1, src_last) for axis, count in enumerate(rest[3:7])}
+        found = self.params(H200)
+        met |= {("tiles", axis, count > 1, src_last) for axis, count in enumerate(found["tiles"])}
         return met | {
-            ("copy", copy_bytes, bits16, src_last),
-            ("store", store_vector, bits16, dst_last),
-            (images > 1, run > 0, boxes),
+            ("copy", found["copy_bytes"], bits16, src_last),
+            ("store", found["store_vector"], bits16, dst_last),
+            (found["images"] > 1, found["run"] > 0, found["boxes"]),
         }
 
 
@@ -572,7 +567,7 @@ def ring_case(name: str, device: DeviceInfo) -> GemmCase:
         case = gemm_case(replace(layer, batch=batch), **{"wgmma": True, **settings})
         ((_, launch),) = case.offers(device)
         product = Product.of(Gather.of(case.problem, Pass.FORWARD, case.layouts), case.variant)
-        items, own = items_of(launch)
+        items, own = params(launch)["items"], params(launch)["own"]
         taken = items - own * launch.main.grid[0] // case.variant.cluster
         taken //= product.row_groups if case.variant.resident else 1
         if taken > 1.2 * items_known(case.variant, product, case.variant.stages):
@@ -613,7 +608,7 @@ def test_tiles_of_one_stage_do_not_race() -> None:
 def of_several_tiles(layer: ConvTransposeProblem, variant_of: Callable[[ConvTransposeProblem], GemmCase]) -> GemmCase:
     """The variant on as few images as come in more tiles than twice the two that a block computes at a time."""
     cases = (variant_of(replace(layer, batch=batch)) for batch in (3, 6, 12, 24, 48, 96))
-    return next(case for case in cases if case.numbers(H200)[13] > 2 * 2)
+    return next(case for case in cases if case.params(H200)["items"] > 2 * 2)
 
 
 @pytest.mark.parametrize(("size", "copied"), [((4, 4), 16), ((3, 4), 8), ((2, 5), 4), ((3, 3), 2)])
@@ -622,9 +617,9 @@ def test_products_of_runs(size: tuple[int, int], copied: int, more_rows: int) ->
     """Tiles that hold images in part, copied in vectors of every size; none where the output has rows of its own."""
     problem = make((37, 40, *size), 70, 2, 2, 0, (more_rows, 0), bias=True, dtype="bfloat16")
     case = gemm_case(problem, wgmma=True, pixels=80, k_steps=1)
-    *_, copy_bytes, _, _, _, run = case.numbers(H200)
-    assert (run == 0) is bool(more_rows)
-    assert more_rows or copy_bytes == copied
+    found = case.params(H200)
+    assert (found["run"] == 0) is bool(more_rows)
+    assert more_rows or found["copy_bytes"] == copied
     for candidate, launch in case.offers(H200):
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(0))
 
@@ -790,9 +785,9 @@ BOXED = {
 
 def tile_of(case: GemmCase) -> dict[str, int]:
     """What `BOXED` says of tiles: boxes of a stage, whether they are runs, of several images, fewer than the halo."""
-    numbers = case.numbers(H200)
-    halo, boxes, box_pixels, run = numbers[14], *numbers[20:]
-    return {"boxes": boxes, "run": run > 0, "several": numbers[1] > 1, "zeros": halo > boxes * box_pixels}
+    found = case.params(H200)
+    zeros = found["halo"] > found["boxes"] * found["box_pixels"]
+    return {"boxes": found["boxes"], "run": found["run"] > 0, "several": found["images"] > 1, "zeros": zeros}
 
 
 def boxed(
@@ -846,7 +841,7 @@ def offers_boxes(problem: ConvTransposeProblem, **layout: bool) -> set[int]:
     for case in gemm_variants(problem):
         if (case.layouts.input, case.layouts.aligned) == (layouts.input, layouts.aligned):
             launch = ImplicitGemm().launch(problem, Pass.FORWARD, H200, case.layouts, case.variant)
-            assert bool(launch.main.boxes) is (case.numbers(H200)[20] > 0)
+            assert bool(launch.main.boxes) is (case.params(H200)["boxes"] > 0)
             found |= {case.variant.k_steps} if launch.main.boxes else set()
     return found
 
@@ -886,10 +881,8 @@ def test_boxes_of_strange_tensors(name: str) -> None:
 def test_boxes_begin_at_multiples_of_16_bytes() -> None:
     """The emulator does not let the copy engine begin elsewhere, which it cannot."""
     case, candidate, launch = boxed(*BOXED["one box"])
-    skew = TENSOR_MAP_BYTES + 2 * 56 + 39 * 4
-    assert struct.unpack_from("<i", launch.main.geometry, skew)[0] == case.numbers(H200)[17]
-    moved = struct.pack("<i", case.numbers(H200)[17] + 1)
-    geometry = launch.main.geometry[:skew] + moved + launch.main.geometry[skew + 4 :]
+    found = params(launch)
+    geometry = params_of(launch.main.source).pack(**{**found, "skew": found["skew"] + 1})
     launch = launch.with_main(replace(launch.main, geometry=geometry))
     with pytest.raises(emulator.EmulationError, match="__trap"):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import struct
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import random_problem
-from kernel_harness import formats, items_of
+from kernel_harness import formats, params
 from polyphase import UnsupportedError, runtime
 from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
 from polyphase.bench.operands import Operands, make_operands
@@ -27,9 +26,9 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.problem.layouts import Layouts, Strides
 from polyphase.problem.sizes import has_odd_rows, is_tiny
-from polyphase.program.params import packed_divisor
 from polyphase.program.program import Program
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.program.struct_layout import divisor
+from polyphase.program.tensor_map import Boxes
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
@@ -56,8 +55,8 @@ def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: Device
     if launch.main.source.kernel != "gather_tiled":
         return
     constants = dict(launch.main.source.constants)
-    _, *rest = struct.unpack_from("<13i", launch.main.geometry, 2 * 56)
-    lanes, tiles, (items, per_block) = rest[:4], rest[4:8], rest[8:10]
+    found = params(launch)
+    lanes, tiles, items, per_block = (found[name] for name in ("lanes", "tiles", "items", "items_per_block"))
     assert math.prod(lanes) <= constants["LANES"]
     forward = pass_ is Pass.FORWARD
     sizes = problem.output_size if forward else problem.input_size
@@ -288,8 +287,7 @@ def test_tiny_images_far_apart_share_no_tile() -> None:
     layouts = replace(Layouts.dense(problem), input=(256 * 520 * 524, 520 * 524, 0, 524, 1))
     for candidate, launch in plan.launches(problem, Pass.FORWARD, H200, layouts):
         if candidate.schedule == "implicit_gemm" and not launch.main.source.wide_offsets:
-            images = struct.unpack_from("<2i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56)[1]
-            assert images * layouts.input[0] < 2**31
+            assert params(launch)["images"] * layouts.input[0] < 2**31
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
@@ -356,7 +354,8 @@ def test_weight_gradient_parts_cover_every_position() -> None:
     for problem in (make((1, 3, 5), 4, 3), make((64, 3, 128, 128), 4, 3), make((2, 512, 9, 9), 512, 3)):
         offered = plan.launches(problem, Pass.WEIGHT_GRAD, H200)
         for candidate, launch in (each for each in offered if each[0].schedule == "weight_grad"):
-            _, _, parts, length, positions, weights = struct.unpack_from("<3i4x3q", launch.main.geometry, 2 * 56)
+            found = params(launch)
+            parts, length, positions, weights = (found[each] for each in ("parts", "part_length", "positions", "plane"))
             assert parts == launch.splits
             assert positions == problem.batch * math.prod(problem.input_size)
             assert weights == problem.elements[1]
@@ -444,7 +443,7 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
                     continue
                 assert candidate.schedule == "implicit_gemm"
                 assert_driver_takes(launch.main.boxes[0])
-                count, pixels = struct.unpack_from("<2i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56 + 42 * 4)
+                count, pixels = params(launch)["boxes"], params(launch)["box_pixels"]
                 assert count >= 1
                 stage = math.prod(launch.main.boxes[0].box) * DTYPE_BYTES[dtype]
                 assert stage == pixels * 32 * candidate.variant.k_steps * (2 if candidate.variant.scaled else 1)
@@ -478,8 +477,7 @@ def test_stores_are_as_wide_as_rows_allow(
         assert problem.output_size[1] == width
         for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
             if candidate.schedule == "implicit_gemm":
-                (found,) = struct.unpack_from("<i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56 + 41 * 4)
-                assert found == expected, candidate.describe()
+                assert params(launch)["store_vector"] == expected, candidate.describe()
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(-1, 1))
@@ -488,7 +486,7 @@ def test_stores_are_as_wide_as_rows_allow(
 @example(2**30 + 1, 1, -1)
 def test_division_by_a_reciprocal_rounds_down(value: int, number: int, beside: int) -> None:
     """Of any number, and of those beside a multiple of the divisor, as 64 bits have it in the kernel."""
-    stored, reciprocal, shift = struct.unpack("<iIi", packed_divisor(value))
+    stored, reciprocal, shift = divisor(value).values()
     multiple = number // value * value + beside
     for each in (number, multiple if 0 <= multiple < 2**31 else 0):
         assert each * reciprocal < 2**64
@@ -525,7 +523,7 @@ def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: 
     assert planned.launch is not None
     constants = dict(planned.launch.main.source.constants)
     variant = planned.candidate.variant
-    items, own = items_of(planned.launch)
+    items, own = params(planned.launch)["items"], params(planned.launch)["own"]
     clusters = planned.launch.main.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
+from kernel_harness import H200, Emulator, assert_exact, offers, params, reference, run, strange_layouts
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
@@ -90,9 +89,9 @@ def test_layers(problem: ConvTransposeProblem) -> None:
 
 def _counts(launch: Program) -> tuple[list[int], list[int], int, int]:
     """Walkers and tiles along n, d, h and w, tiles of a part, and of all."""
-    *_, wn, wd, wh, ww, n, d, w, h = struct.unpack_from("<12i", launch.main.geometry, 2 * 56)
-    length, total, _ = struct.unpack_from("<2iq", launch.main.geometry, 2 * 56 + 48)
-    return [wn, wd, wh, ww], [n, d, h, w], length, total
+    found = params(launch)
+    n, d, w, h = found["tiles"]
+    return found["walkers"], [n, d, h, w], found["part_length"], found["all_tiles"]
 
 
 def test_layers_take_every_path() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from functools import reduce
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulat
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.program.params import padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Gather, Side
@@ -120,14 +119,21 @@ class GatherChannels(Schedule):
         full = 6 * device.multiprocessors * variant.min_blocks
         steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
-        geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack("<11i", problem.batch, *lanes, *tiles, steps, _vectors(gather, variant))
+        geometry = params_of(source).pack(
+            src=gather.src,
+            dst=gather.dst,
+            batch=problem.batch,
+            lanes=lanes,
+            tiles=tiles,
+            steps=steps,
+            vectors=_vectors(gather, variant),
+        )
         main = Step(
             source=source,
             grid=(blocks, *two_dimensions(math.prod(tiles))),
             block=_THREADS,
             shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
-            geometry=padded(geometry),
+            geometry=geometry,
         )
         return assemble(problem, pass_, main)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Gather
@@ -86,7 +86,7 @@ class GatherGeneral(Schedule):
         blocks = math.ceil(gather.dst_channels / variant.dst_per_thread) * gather.groups
         threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])
         grid = math.ceil(threads / self._THREADS)
-        geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<2i", problem.batch, gather.groups)
+        geometry = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)
         main = Step(
             source=source,
             grid=(grid, 1, 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
@@ -12,7 +11,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted
 from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
@@ -107,9 +106,17 @@ class InputGradDots(Schedule):
                 ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
             ),
         )
-        geometry = g.packed() + x.packed()
-        geometry += struct.pack("<6i", problem.batch, problem.groups, tiles_w, tiles, parts, length)
-        geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
+        geometry = params_of(source).pack(
+            g=g,
+            x=x,
+            batch=problem.batch,
+            groups=problem.groups,
+            tiles_w=tiles_w,
+            tiles=tiles,
+            parts=parts,
+            part_size=length,
+            plane=problem.elements[0] if parts > 1 else 0,
+        )
         blocks = _blocks(problem, variant) * parts
         main = Step(
             source=source,

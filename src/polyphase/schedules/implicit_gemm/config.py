@@ -14,9 +14,8 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import SECTOR_BYTES
 from polyphase.problem.sizes import TINY, is_tiny
-from polyphase.program.params import counter_bytes
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.tensor_cores import parts_of
+from polyphase.schedules.tensor_cores import counter_bytes, parts_of
 
 ROWS = 64  # of a row block
 BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory

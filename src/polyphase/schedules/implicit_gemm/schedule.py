@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -13,10 +12,9 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import packed_divisor, padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import Sharing
 from polyphase.schedules.implicit_gemm.config import (
@@ -178,24 +176,6 @@ class ImplicitGemm(Schedule):
         items = math.ceil(tile.total / variant.cluster) * tile_items
         vector = store_vector(gather, variant, tile)
         clusters = _clusters(items, tile_items, device, variant)
-        geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack("<2i", problem.batch, tile.images)
-        geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
-        geometry += struct.pack(
-            "<11i",
-            items,
-            tile.halo,
-            tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
-            tile.allocated * CHUNK_BYTES,
-            tile.skew,
-            tile.copy_bytes,
-            vector,
-            tile.boxes,
-            tile.box_pixels,
-            tile.run,
-            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
-        )
-        geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
         operands = "float16" if variant.scaled else problem.dtype
         transposed = variant.boxes and not gather.src.channels_last
         source = KernelSource(
@@ -211,6 +191,27 @@ class ImplicitGemm(Schedule):
         packs = pack_weights(gather, variant, product, problem.batch)
         workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
         workspace += product.row_groups * product.weight_bytes(variant)
+        geometry = params_of(source).pack(
+            src=gather.src,
+            dst=gather.dst,
+            batch=problem.batch,
+            images=tile.images,
+            cells=tile.cells,
+            tiles=tile.tiles,
+            tile_items=tile_items,
+            pitch=tile.pitch,
+            items=items,
+            halo=tile.halo,
+            raw_pitch=tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
+            chunk_bytes=tile.allocated * CHUNK_BYTES,
+            skew=tile.skew,
+            copy_bytes=tile.copy_bytes,
+            store_vector=vector,
+            boxes=tile.boxes,
+            box_pixels=tile.box_pixels,
+            run=tile.run,
+            own=_own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
+        )
         main = Step(
             source=source,
             grid=(variant.cluster * clusters, 1, 1),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -16,7 +15,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
@@ -30,10 +29,10 @@ from polyphase.schedules.window_gemm.stages import (
     Part,
     channel_piece,
     copy_cycles,
-    packed_weight,
     row_bytes,
     row_piece,
     weight_part,
+    weight_rows,
 )
 from polyphase.schedules.window_gemm.window import Gradient, blocks_of, lanes_of, window_of
 
@@ -130,22 +129,21 @@ class _GradientGemm(Gradient):
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
+        params: dict[str, Any]
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
-            geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
-            geometry += struct.pack("<2i", problem.batch, problem.groups)
-            geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
-            geometry = padded(geometry)
-            geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
+            params = {
+                "x_part": tiling.operand,
+                "groups": problem.groups,
+                "part_length": length,
+                "all_tiles": tiling.total,
+                "plane": math.prod(problem.weight_shape),
+            }
             grid = blocks * planes
         else:
-            geometry = grad.packed() + packed_weight(problem, layouts) + x.packed()
-            geometry += tiling.operand.packed() + tiling.window.packed()
             pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
-            geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
-            planes = 1
-            grid = blocks * tiling.total
-        geometry = padded(geometry)
+            params = {"weight": weight_rows(problem, layouts), "weight_part": tiling.operand, "pairs": pairs}
+            planes, grid = 1, blocks * tiling.total
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
@@ -161,8 +159,21 @@ class _GradientGemm(Gradient):
             ("BUFFERS", variant.buffers),
             ("MIN_BLOCKS", variant.min_blocks),
         )
+        source = KernelSource(self.name, problem.dtype, True, constants)
+        geometry = params_of(source).pack(
+            x=x,
+            g=grad,
+            window=tiling.window,
+            batch=problem.batch,
+            lanes=tiling.lanes,
+            tiles=tiling.tiles,
+            skew=tiling.skew,
+            table_bytes=tiling.table_bytes,
+            stage_bytes=tiling.stage_bytes,
+            **params,
+        )
         main = Step(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+            source=source,
             grid=(grid, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_bytes(variant, tiling),
@@ -183,10 +194,6 @@ class WeightGradGemm(_GradientGemm):
 
     pass_ = Pass.WEIGHT_GRAD
     name = "weight_grad_gemm"
-
-
-def _sizes(tiling: _Tiling) -> tuple[int, int, int]:
-    return tiling.skew, tiling.table_bytes, tiling.stage_bytes
 
 
 def _parts(problem: ConvTransposeProblem, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> int:

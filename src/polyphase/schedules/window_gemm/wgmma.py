@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator, Sequence
 
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
@@ -13,10 +12,9 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
@@ -113,27 +111,12 @@ class _GradientWgmma(Gradient):
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
-        shared = (tiling.table, tiling.stage, tiling.window_at)
-        geometry = bytes(2 * TENSOR_MAP_BYTES) + x.packed() + grad.packed()
-        planes = 1
+        params: dict[str, int] = {}
+        planes, grid = 1, blocks * tiling.total
         if pass_ is Pass.WEIGHT_GRAD:
-            parts = _parts(problem, variant, tiling, device)
-            length, planes = parted(tiling.total, parts)
-            flush = max(1, _FLUSH * DTYPE_BYTES[problem.dtype] // (OPERATION_BYTES * tiling.steps))
-            geometry += tiling.window.packed() + tiling.runs.packed()
-            geometry += struct.pack("<2i8i", problem.batch, problem.groups, *tiling.lanes, *tiling.tiles)
-            geometry += struct.pack("<5i", tiling.joined, tiling.steps, flush, tiling.skew, tiling.box_bytes)
-            geometry += struct.pack("<i", tiling.runs.piece_bytes)
-            geometry += struct.pack("<3i", *shared)
-            geometry = padded(geometry)
-            geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
+            length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
+            params = _weight_grad_params(problem, tiling, length)
             grid = blocks * planes
-        else:
-            geometry += tiling.window.packed() + tiling.runs.packed()
-            geometry += struct.pack("<9i", problem.batch, *tiling.lanes, *tiling.tiles)
-            geometry += struct.pack("<5i", tiling.skew, tiling.box_bytes, *shared)
-            grid = blocks * tiling.total
-        geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_),
             ("WARPS", 4 * GROUPS + LOADERS // 32),
@@ -150,8 +133,24 @@ class _GradientWgmma(Gradient):
             ("WGMMA", True),
         )
         form = WgmmaForm(variant.columns, problem.dtype, a_in_registers=True, transpose_b=given.channels_last)
+        source = KernelSource(self.name, problem.dtype, True, constants, (form,))
+        geometry = params_of(source).pack(
+            x=x,
+            g=grad,
+            window=tiling.window,
+            runs=tiling.runs,
+            batch=problem.batch,
+            lanes=tiling.lanes,
+            tiles=tiling.tiles,
+            skew=tiling.skew,
+            box_bytes=tiling.box_bytes,
+            table_bytes=tiling.table,
+            stage_bytes=tiling.stage,
+            window_bytes=tiling.window_at,
+            **params,
+        )
         main = Step(
-            source=KernelSource(self.name, problem.dtype, True, constants, (form,)),
+            source=source,
             grid=(grid, 1, 1),
             block=128 * GROUPS + LOADERS,
             shared_bytes=shared_bytes_of(variant, tiling),
@@ -175,6 +174,20 @@ class WeightGradWgmma(_GradientWgmma):
     name = "weight_grad_wgmma"
     any_size = False
     adapts = True
+
+
+def _weight_grad_params(problem: ConvTransposeProblem, tiling: Tiling, length: int) -> dict[str, int]:
+    """What the weight gradient's parameters have beside the input gradient's; ``length`` of a part in tiles."""
+    return {
+        "groups": problem.groups,
+        "joined": tiling.joined,
+        "steps": tiling.steps,
+        "flush": max(1, _FLUSH * DTYPE_BYTES[problem.dtype] // (OPERATION_BYTES * tiling.steps)),
+        "piece_bytes": tiling.runs.piece_bytes,
+        "part_length": length,
+        "all_tiles": tiling.total,
+        "plane": math.prod(problem.weight_shape),
+    }
 
 
 def _as_read(

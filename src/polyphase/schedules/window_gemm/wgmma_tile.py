@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -71,8 +70,9 @@ class Runs:
     boxes: Boxes | None  # none where threads copy it
     piece_bytes: int = 0  # then, at once
 
-    def packed(self) -> bytes:
-        return struct.pack("<7i", *self.count, self.length, self.span, self.box_bytes)
+    def params(self) -> dict[str, Any]:
+        """The kernels' ``Runs``."""
+        return {"count": self.count, "length": self.length, "bytes": self.span, "box": self.box_bytes}
 
     @classmethod
     def of_boxes(cls, count: Four, boxes: Boxes) -> Runs:
@@ -99,8 +99,9 @@ class Window:
     steps: Four  # elements from one image, slab, row and channel to the next
     pieces: int
 
-    def packed(self) -> bytes:
-        return struct.pack("<9i", *self.extent, *self.steps, self.pieces)
+    def params(self) -> dict[str, Any]:
+        """The kernels' ``Window``."""
+        return {"extent": self.extent, "step": self.steps, "pieces": self.pieces}
 
     @property
     def rows(self) -> int:
