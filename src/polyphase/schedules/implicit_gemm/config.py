@@ -172,7 +172,11 @@ class GemmVariant(NamedTuple):
     @property
     def turning_groups(self) -> int:
         """Groups of warps that take turns to turn the copy engine's boxes around."""
-        return self.loader_threads // 128 if self.stages > 2 else 1
+        return self.turning_groups_of(self.stages)
+
+    def turning_groups_of(self, stages: int) -> int:
+        """The same of the variant with so many stages."""
+        return self.loader_threads // 128 if stages > 2 else 1
 
 
 @dataclass(frozen=True)

@@ -175,30 +175,48 @@ def best_tiles(
     gather: Gather, variant: GemmVariant, stages: Sequence[int], batch: int, device: DeviceInfo, reserve: int
 ) -> list[Tile | None]:
     """The `best_tile` of a variant with each of these ``stages`` in its own one's place; they rise."""
-    product, shared = Product.of(gather, variant), _SharedBytes(gather, variant)
-    # Chunks of a pixel lie in different banks, where they are copied together.
-    banks = 8 // min(8, 2 * variant.k_steps) if gather.src.channels_last and not variant.boxes else 0
-    transposed = variant.boxes and not gather.src.channels_last
-    if transposed and not may_take_operands(gather):
-        return [None] * len(stages)
-    engines = (True,) if variant.boxes else (True, False) if may_take_boxes(gather, variant) else (False,)
-    limits = []
-    for count in stages:
-        static = _static_shared_bytes(variant, product, count)
-        limit = device.shared_bytes_per_block - static - reserve
-        if static > _MAX_STATIC_SHARED or shared.least(count) > limit:
-            break  # nor do more stages fit
-        limits.append(limit)
-    found: list[Tile | None] = [None] * len(stages)
-    if limits:
-        kind = variant.taps_in_rows, variant.round_pixels(gather) if variant.whole_images else 0
-        tiles = iter(_tiles(gather, variant.cells, batch, banks, *kind, engines, transposed))
+    return Room(gather, variant, stages, device, reserve).tiles(gather, batch)
+
+
+class Room:
+    """The shared memory that a variant leaves for tiles with each of some ``stages``.
+
+    It is the same for images of all sizes, but for those within which offsets are wide.
+    """
+
+    def __init__(
+        self, gather: Gather, variant: GemmVariant, stages: Sequence[int], device: DeviceInfo, reserve: int
+    ) -> None:
+        product, self._shared = Product.of(gather, variant), _SharedBytes(gather, variant)
+        self._variant, self._stages, self._aligned = variant, stages, not reserve
+        self._cells = variant.cells
+        # Chunks of a pixel lie in different banks, where they are copied together.
+        last = gather.src.channels_last
+        self._banks = 8 // min(8, 2 * variant.k_steps) if last and not variant.boxes else 0
+        self._transposed = variant.boxes and not last
+        self._kind = variant.taps_in_rows, variant.round_pixels(gather) if variant.whole_images else 0
+        self._limits = []
+        for count in stages:
+            static = _static_shared_bytes(variant, product, count)
+            limit = device.shared_bytes_per_block - static - reserve
+            if static > _MAX_STATIC_SHARED or self._shared.least(count) > limit:
+                break  # nor do more stages fit
+            self._limits.append(limit)
+
+    def tiles(self, gather: Gather, batch: int) -> list[Tile | None]:
+        """The tile of least work that fits, with each of the stages."""
+        found: list[Tile | None] = [None] * len(self._stages)
+        if not self._limits or (self._transposed and not may_take_operands(gather)):
+            return found
+        boxes = self._variant.boxes
+        engines = (True,) if boxes else (True, False) if may_take_boxes(gather, self._variant) else (False,)
+        tiles = iter(_tiles(gather, self._cells, batch, self._banks, *self._kind, engines, self._transposed))
         tile = next(tiles, None)
-        for index, limit in enumerate(limits):
-            while tile is not None and shared.of(tile, stages[index], not reserve) > limit:
+        for index, limit in enumerate(self._limits):
+            while tile is not None and self._shared.of(tile, self._stages[index], self._aligned) > limit:
                 tile = next(tiles, None)
             found[index] = tile
-    return found
+        return found
 
 
 @lru_cache(maxsize=512)
