@@ -1,4 +1,4 @@
-"""The direct gather kernel for layers that unroll, ``kernels/gather_tiled.cu``: variants, tiles and launch."""
+"""The direct gather kernel for layers that unroll, ``kernels/direct_tiled.cu``: variants, tiles and launch."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class _Layer:
         return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout
 
 
-class GatherTiled(Schedule):
+class DirectTiled(Schedule):
     """All phases of a tile in one block, the kernel's taps unrolled."""
 
-    name = "gather_tiled"
+    name = "direct_tiled"
     offered = 8
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

@@ -1,4 +1,4 @@
-"""Direct kernel of the weight gradient: ``kernels/weight_grad.cu``, a matrix product along batch × input positions."""
+"""Weight gradient on CUDA cores, ``kernels/direct_wgrad_gemm.cu``: a matrix product along batch × input positions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAUNCH = 12e-6  # seconds, of its blocks' prologues and planes
 
 
 class WeightGradVariant(NamedTuple):
-    """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
+    """The compile-time shape of ``direct_wgrad_gemm.cu``; its file says what the names mean."""
 
     rows: int
     columns: int
@@ -46,10 +46,10 @@ class _Product(NamedTuple):
     words: int
 
 
-class WeightGrad(Schedule):
+class DirectWgradGemm(Schedule):
     """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
 
-    name = "weight_grad"
+    name = "direct_wgrad_gemm"
     offered = 8
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

@@ -1,4 +1,4 @@
-"""Layers with few channels in a group on tensor cores, ``kernels/gather_gemm.cu``."""
+"""Layers with few channels in a group on tensor cores, ``kernels/grouped_gemm.cu``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COPY_THREADS = 256
 
 
 class GatherGemmVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``gather_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``grouped_gemm.cu`` says what the names mean."""
 
     warps: int
     pixel_tiles: int
@@ -107,10 +107,10 @@ class _Product(NamedTuple):
     weight_bytes: int
 
 
-class GatherGemm(Schedule):
+class GroupedGemm(Schedule):
     """All phases of a tile as one product of few rows, written as whole rows."""
 
-    name = "gather_gemm"
+    name = "grouped_gemm"
     kept = True
     compared = 1 << 30  # all of them
 
@@ -124,7 +124,7 @@ class GatherGemm(Schedule):
         if (channels := problem.in_channels_per_group) > _MAX_IN_CHANNELS:
             return f"{channels} input channels in a group are many (here at most {_MAX_IN_CHANNELS})"
         if (channels := problem.out_channels_per_group) not in FEW_CHANNELS:
-            # `scatter_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more.
+            # `overlap_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more.
             many = "few" if channels < FEW_CHANNELS.start else "many"
             allowed = f"{FEW_CHANNELS.start} to {FEW_CHANNELS.stop - 1}"
             return f"{channels} output channels in a group are {many} (here {allowed})"

@@ -1,4 +1,4 @@
-"""Layers with few output channels on tensor cores, ``kernels/scatter_gemm.cu``."""
+"""Layers with few output channels on tensor cores, ``kernels/overlap_gemm.cu``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_OUT_CHANNELS = 16  # of a group; where there are more, `implicit_gemm` fill
 
 
 class ScatterVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``scatter_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``overlap_gemm.cu`` says what the names mean."""
 
     warps: int
     row_tiles: int
@@ -85,10 +85,10 @@ class _Tiling:
         return images * slabs * columns
 
 
-class ScatterGemm(Schedule):
+class OverlapGemm(Schedule):
     """One product of all pixels with all taps, whose columns are then added up where outputs overlap."""
 
-    name = "scatter_gemm"
+    name = "overlap_gemm"
     kept = True
     compared = 24
 

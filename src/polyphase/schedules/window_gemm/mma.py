@@ -1,4 +1,4 @@
-"""Both gradients on tensor cores, ``kernels/input_grad_gemm.cu`` and ``kernels/weight_grad_gemm.cu``."""
+"""Both gradients on tensor cores, ``kernels/window_dgrad_mma.cu`` and ``kernels/window_wgrad_mma.cu``."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _Tiling:
         return math.prod(self.tiles)
 
 
-class _GradientGemm(Gradient):
+class _WindowMma(Gradient):
     """What the two kernels share."""
 
     def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
@@ -182,18 +182,18 @@ class _GradientGemm(Gradient):
         return assemble(problem, pass_, main, splits=planes)
 
 
-class InputGradGemm(_GradientGemm):
+class WindowDgradMma(_WindowMma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
     pass_ = Pass.INPUT_GRAD
-    name = "input_grad_gemm"
+    name = "window_dgrad_mma"
 
 
-class WeightGradGemm(_GradientGemm):
+class WindowWgradMma(_WindowMma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
     pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_gemm"
+    name = "window_wgrad_mma"
 
 
 def _parts(problem: ConvTransposeProblem, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> int:

@@ -1,4 +1,4 @@
-"""Both gradients of tensors in channels_last, ``kernels/input_grad_boxes.cu`` and ``kernels/weight_grad_boxes.cu``."""
+"""Both gradients of tensors in channels_last, ``kernels/window_dgrad_tma.cu`` and ``kernels/window_wgrad_tma.cu``."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class BoxVariant(NamedTuple):
         return Windows(self.taps, self.lanes, self.pitch)
 
 
-class _GradientBoxes(Gradient):
+class _WindowTma(Gradient):
     """What the two kernels share."""
 
     adapts = True
@@ -168,11 +168,11 @@ class _GradientBoxes(Gradient):
         )
 
 
-class InputGradBoxes(_GradientBoxes):
+class WindowDgradTma(_WindowTma):
     """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
 
     pass_ = Pass.INPUT_GRAD
-    name = "input_grad_boxes"
+    name = "window_dgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"output": problem.out_channels_per_group}
@@ -215,11 +215,11 @@ class InputGradBoxes(_GradientBoxes):
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
 
 
-class WeightGradBoxes(_GradientBoxes):
+class WindowWgradTma(_WindowTma):
     """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
 
     pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_boxes"
+    name = "window_wgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}

@@ -147,8 +147,8 @@ __device__ __forceinline__ void store(const Geometry& g, const Item& item, const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_boxes(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
-                      const __grid_constant__ Geometry g) {
+    window_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
+                     const __grid_constant__ Geometry g) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) Ring ring;
   if (threadIdx.x == 0) ring.init(32, MULTIPLIERS / 32);
