@@ -159,7 +159,7 @@ class ScatterGemm(Schedule):
             ("ALONG_CHANNELS", _along_channels(problem, variant.out_chunk)),
             ("COLUMN_TILES", _column_tiles(problem, variant.out_chunk)),
             ("STEPS_HELD", variant.steps_held),
-            ("AHEAD", variant.ahead),
+            ("PREFETCH", variant.ahead),
             ("PITCH", variant.pitch),
             ("WGMMA", variant.wgmma),
             ("PARTS", parts_of(problem)),

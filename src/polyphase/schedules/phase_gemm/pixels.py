@@ -145,7 +145,7 @@ class PixelGemm(Schedule):
                     ("STAGE_STEPS", variant.stage_steps),
                     ("STAGES", variant.stages),
                     ("RESIDENT", variant.resident),
-                    ("AHEAD", ahead),
+                    ("PREFETCH", ahead),
                     ("RUN", run),
                     ("WGMMA", True),
                 ),
