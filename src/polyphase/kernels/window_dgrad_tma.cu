@@ -3,16 +3,16 @@
 //   gx[n, ci, i] = Σ over taps and output channels of   g[n, co, i·stride + tap·dilation - padding] · w[ci, co, tap]
 //
 // Index mapping. Rows of the product are a tile of input positions, columns COLUMNS input channels of one group; a
-// stage is one tap and as many output channels as STEPS operations take. For each tap the copy engine brings the tile's
+// stage is one tap and as many output channels as STEPS operations take. For each tap TMA brings the tile's
 // elements of the output gradient anew, every stride-th one, and zeros beside the tensor: no tap needs a thread. They
 // come from the L2 cache but for the first time.
 //
-// Blocks take items (column block fastest, then tile, then group, then part) in turns, and load the next while they
-// store one. Where items would be few, each is shared out in `parts` of its stages, whose sums are planes of float32
-// that another kernel adds up (steps/reduce_splits.cu).
+// Blocks take work tiles (column block fastest, then tile, then group, then part) in turns, and load the next while
+// they store one. Where work tiles would be few, each is shared out in `parts` of its stages, whose sums are planes of
+// float32 that another kernel adds up (steps/reduce_splits.cu).
 //
-// The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
-// beside them.
+// Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and where those are not all,
+// their sums beside them.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -23,13 +23,13 @@
 #include "ptx/tma.cuh"
 #include "mainloop/box_product.cuh"
 
-struct Geometry {
+struct Params {
   TensorMap grad_box, weight_box;
   Tensor5 x;
   int batch, groups;
   int lanes[4];          // positions of a tile along n, d, h, w; their product is at most the rows of a block
   int tiles[4];          // tiles along n, d, h, w
-  int parts, part_size;  // of an item, and stages of each but the last, which may have fewer
+  int parts, part_size;  // of a work tile, and stages of each but the last, which may have fewer
   long long plane;       // elements
 };
 
@@ -46,31 +46,34 @@ struct TapColumns {
 };
 
 // What a block computes at once.
-struct Item {
+struct WorkTile {
   int part, group, first_in;
   int first[4];  // position along n, d, h, w
 
-  __device__ __forceinline__ Item(const Geometry& g, int index) {
-    const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
+  __device__ __forceinline__ WorkTile(const Params& params, int index) {
+    const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
     first_in = index % COLUMN_BLOCKS * COLUMNS;
     index /= COLUMN_BLOCKS;
-    part = index / (tiles * g.groups);
-    group = index / tiles % g.groups;
-    tile_origin(g.tiles, g.lanes, index % tiles, first);
+    part = index / (tiles * params.groups);
+    group = index / tiles % params.groups;
+    tile_origin(params.tiles, params.lanes, index % tiles, first);
   }
-  static __device__ __forceinline__ int count(const Geometry& g) {
-    return g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3] * g.groups * COLUMN_BLOCKS * g.parts;
+  static __device__ __forceinline__ int count(const Params& params) {
+    return params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3] * params.groups * COLUMN_BLOCKS *
+           params.parts;
   }
-  __device__ __forceinline__ int first_stage(const Geometry& g) const { return part * g.part_size; }
-  __device__ __forceinline__ int stages(const Geometry& g) const { return min(g.part_size, STAGES - first_stage(g)); }
+  __device__ __forceinline__ int first_stage(const Params& params) const { return part * params.part_size; }
+  __device__ __forceinline__ int stages(const Params& params) const {
+    return min(params.part_size, STAGES - first_stage(params));
+  }
 };
 
 // The thread's row of a tile: its place in the tile along n, d, h, w, a byte each.
 constexpr unsigned NOWHERE = ~0u;
-__device__ __forceinline__ unsigned place_of(const Geometry& g, int row) {
+__device__ __forceinline__ unsigned place_of(const Params& params, int row) {
   int at[4];
-  decode(g.lanes, row, at);
-  return at[0] < g.lanes[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
+  decode(params.lanes, row, at);
+  return at[0] < params.lanes[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
 }
 
 // The sums of a row: `to` is the first of its columns in memory, of which `columns` exist, none or some.
@@ -99,34 +102,34 @@ __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int 
   }
 }
 
-// By one thread: the boxes of all stages of the block's items.
-__device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* grad, const scalar_t* weight, Ring& ring,
-                                           const unsigned char* buffers) {
+// By one thread: the boxes of all stages of the block's work tiles.
+__device__ __forceinline__ void load_items(const Params& params, const scalar_t* grad, const scalar_t* weight,
+                                           PipelineBarriers<BUFFERS>& ring, const unsigned char* buffers) {
   griddepcontrol_wait();
-  Turn turn;
-  const int items = Item::count(g), step = gridDim.x;
-  const int bytes = g.lanes[0] * g.lanes[1] * g.lanes[2] * g.lanes[3] * ROW_PITCH;
+  PipelineState<BUFFERS> state;
+  const int items = WorkTile::count(params), step = gridDim.x;
+  const int bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * params.lanes[3] * ROW_PITCH;
 #pragma unroll 1
   for (int index = blockIdx.x; index < items; index += step) {
-    const Item item(g, index);
-    const int first = item.first_stage(g), end = first + item.stages(g);
+    const WorkTile work(params, index);
+    const int first = work.first_stage(params), end = first + work.stages(params);
     int chunk = first % CHUNKS, tap = first / CHUNKS;
 #pragma unroll 1
     for (int stage = first; stage < end; ++stage) {
       const int width = tap % AXIS_W.kernel, line = tap / AXIS_W.kernel;
       const int height = line % AXIS_H.kernel, depth = line / AXIS_H.kernel;
-      const unsigned to = shared_address(buffers + turn.index * stage_bytes<TapColumns>());
-      const unsigned full = shared_address(ring.full + turn.index);
-      const int from[5] = {item.group * OUT_CHANNELS + chunk * CHANNELS,
-                           item.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
-                           item.first[2] * AXIS_H.stride + src_offset(AXIS_H, height),
-                           item.first[1] * AXIS_D.stride + src_offset(AXIS_D, depth), item.first[0]};
-      const int weights[5] = {chunk * CHANNELS, item.group * IN_CHANNELS + item.first_in, tap, 0, 0};
-      mbarrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
-      tma_load_box(to, g.grad_box, grad, from, bytes, full);
-      tma_load_box(to + A_BYTES, g.weight_box, weight, weights, TapColumns::BYTES, full);
+      const unsigned to = shared_address(buffers + state.index * stage_bytes<TapColumns>());
+      const unsigned full = shared_address(ring.full + state.index);
+      const int from[5] = {work.group * OUT_CHANNELS + chunk * CHANNELS,
+                           work.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
+                           work.first[2] * AXIS_H.stride + src_offset(AXIS_H, height),
+                           work.first[1] * AXIS_D.stride + src_offset(AXIS_D, depth), work.first[0]};
+      const int weights[5] = {chunk * CHANNELS, work.group * IN_CHANNELS + work.first_in, tap, 0, 0};
+      mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
+      tma_load_box(to, params.grad_box, grad, from, bytes, full);
+      tma_load_box(to + A_BYTES, params.weight_box, weight, weights, TapColumns::BYTES, full);
       mbarrier_arrive(full);
-      turn.next();
+      state.next();
       if (++chunk == CHUNKS) chunk = 0, ++tap;
     }
   }
@@ -134,32 +137,32 @@ __device__ __forceinline__ void load_items(const Geometry& g, const scalar_t* gr
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_dgrad_tma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                     scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+                     scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  __shared__ __align__(8) Ring ring;
-  if (threadIdx.x == 0) ring.init(1, MULTIPLIERS / 32);
+  __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
+  if (threadIdx.x == 0) ring.init(1, CONSUMER_THREADS / 32);
   __syncthreads();
 
-  const int items = Item::count(g), step = gridDim.x;
-  Turn turn;
-  if (threadIdx.x < MULTIPLIERS) {
-    registers_change<true>();
+  const int items = WorkTile::count(params), step = gridDim.x;
+  PipelineState<BUFFERS> state;
+  if (threadIdx.x < CONSUMER_THREADS) {
+    reallocate_registers<true>();
     unsigned places[ROW_TILES][2];
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(g, Sums::row(i / 2, i % 2 * 2));
+    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(params, Sums::row(i / 2, i % 2 * 2));
 #pragma unroll 1
     for (int index = blockIdx.x; index < items; index += step) {
-      const Item item(g, index);
-      const int stages = item.stages(g);
+      const WorkTile work(params, index);
+      const int stages = work.stages(params);
       Sums sums, total;
       if (FLUSH < STAGES) {
 #pragma unroll 1
         for (int stage = 0; stage < stages; stage += FLUSH) {
-          sums.multiply<TapColumns>(min(FLUSH, stages - stage), ring, turn, shared_memory);
+          sums.multiply<TapColumns>(min(FLUSH, stages - stage), ring, state, shared_memory);
           total.take(sums, stage == 0);
         }
       } else {
-        sums.multiply<TapColumns>(stages, ring, turn, shared_memory);
+        sums.multiply<TapColumns>(stages, ring, state, shared_memory);
       }
       const Sums& all = FLUSH < STAGES ? total : sums;
 #pragma unroll
@@ -167,19 +170,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const unsigned place = places[i / 2][i % 2];
         int at[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) at[j] = item.first[j] + (int)(place >> (24 - 8 * j) & 255);
-        const bool exists =
-            place != NOWHERE && at[0] < g.batch && at[1] < g.x.size[0] && at[2] < g.x.size[1] && at[3] < g.x.size[2];
-        const long long to = item.group * IN_CHANNELS + item.first_in + (exists ? offset_of(g.x, at) : 0);
-        const int columns = exists ? IN_CHANNELS - item.first_in : 0;
-        if (ELEMENT == sizeof(float) || g.parts > 1)
-          store_row(all.of[i / 2], i % 2, (float*)dst + item.part * g.plane + to, columns);
+        for (int j = 0; j < 4; ++j) at[j] = work.first[j] + (int)(place >> (24 - 8 * j) & 255);
+        const bool exists = place != NOWHERE && at[0] < params.batch && at[1] < params.x.size[0] &&
+                            at[2] < params.x.size[1] && at[3] < params.x.size[2];
+        const long long to = work.group * IN_CHANNELS + work.first_in + (exists ? offset_of(params.x, at) : 0);
+        const int columns = exists ? IN_CHANNELS - work.first_in : 0;
+        if (ELEMENT == sizeof(float) || params.parts > 1)
+          store_row(all.of[i / 2], i % 2, (float*)dst + work.part * params.plane + to, columns);
         else
           store_row(all.of[i / 2], i % 2, dst + to, columns);
       }
     }
   } else {
-    registers_change<false>();
-    if (threadIdx.x == MULTIPLIERS) load_items(g, grad, weight, ring, shared_memory);
+    reallocate_registers<false>();
+    if (threadIdx.x == CONSUMER_THREADS) load_items(params, grad, weight, ring, shared_memory);
   }
 }

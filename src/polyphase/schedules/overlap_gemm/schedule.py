@@ -143,7 +143,7 @@ class OverlapGemm(Schedule):
             ("ALONG_CHANNELS", _along_channels(problem, variant.out_chunk)),
             ("COLUMN_TILES", _column_tiles(problem, variant.out_chunk)),
             ("STEPS_HELD", variant.steps_held),
-            ("AHEAD", variant.ahead),
+            ("PREFETCH", variant.ahead),
             ("PITCH", variant.pitch),
             ("WGMMA", variant.wgmma),
             ("PARTS", parts_of(problem)),

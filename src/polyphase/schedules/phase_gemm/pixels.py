@@ -134,7 +134,7 @@ class PhaseGemmPixels(Schedule):
             ("STAGE_STEPS", variant.stage_steps),
             ("STAGES", variant.stages),
             ("RESIDENT", variant.resident),
-            ("AHEAD", ahead),
+            ("PREFETCH", ahead),
             ("RUN", run),
             ("WGMMA", True),
         )
