@@ -621,6 +621,7 @@ def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.min_blocks == 1
 
 
+@pytest.mark.nvrtc
 def test_the_compiler_does_spill(directory: Path) -> None:
     """A tile that asks for more resident blocks than its registers allow gets fewer, from the real compiler."""
     problem = ConvTransposeProblem.make((1, 4, 8, 8), 8, 3)
@@ -634,6 +635,7 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     assert 1 <= report.source.min_blocks < source.min_blocks
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",
     [
@@ -655,6 +657,8 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
     assert [report for report in reports if not report.clean] == []
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",
     [
@@ -675,6 +679,7 @@ def test_no_product_of_odd_layers_spills(directory: Path, problem: ConvTranspose
     assert any(dict(report.source.constants)["GIVEN_REGISTERS"] for report in reports if report.source)
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("channels", "out_channels", "size", "bias"),
     [(256, 256, 14, True), (250, 200, 60, False), (154, 200, 30, True), (217, 200, 30, False)],
@@ -693,6 +698,7 @@ def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, b
     assert [report for report in reports if not report.clean] == []
 
 
+@pytest.mark.nvrtc
 def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     """Taps in rows, channels last: a lane adds up neighbouring channels together, fewer of them at a wide stride."""
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 16, 16, 8, dtype="bfloat16", channels_last=True)
@@ -702,6 +708,7 @@ def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     assert report.clean, report
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("shape", "channels", "kernel"),
     [((4, 48, 32, 32), 24, (4, 2, 1)), ((16, 128, 256, 256), 64, (2, 2)), ((4, 512, 16, 16), 100, (4, 4))],
@@ -718,6 +725,7 @@ def test_stores_leave_sums_in_registers(
     assert report.clean, report
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("shape", "channels", "kernel", "dilation"),
     [((4, 48, 61, 61), 64, ((3, 5), (2, 3)), 1), ((4, 48, 61, 61), 128, (3, (2, 5)), 2)],
@@ -737,6 +745,7 @@ def test_long_pieces_leave_sums_in_registers(
     assert report.clean, (most, report)
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("layer", "dtype", "kinds"),
     [
@@ -760,6 +769,7 @@ def test_no_fence_among_the_products_of_a_stage(layer: str, dtype: str, kinds: i
         assert words.count(FENCE) == kinds, source.specialisation
 
 
+@pytest.mark.nvrtc
 def test_reports() -> None:
     problem = ConvTransposeProblem.make((1, 2, 8, 8), 2, 3, 2, bias=True)
     for pass_ in Pass:

@@ -102,6 +102,7 @@ def passes() -> Iterator[ParameterSet]:
             yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("problem", "pass_"), list(passes()))
 def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One of every schedule."""
@@ -145,6 +146,7 @@ def wide_cases() -> Iterator[ParameterSet]:
                     yield pytest.param(problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("layer", "pass_"), list(wide_cases()))
 def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
     """Quad loads and vector stores, where images allow them and where not; the kernels are those of every width."""
@@ -454,6 +456,7 @@ def gemm_variants(
             yield GemmCase(problem, layouts, each)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", list(gemm_cases(1, share=2)))
 def test_products(case: GemmCase) -> None:
     """Settings of implicit_gemm beyond what the planner likes best for small layers; on a GPU it is many more."""
@@ -462,6 +465,7 @@ def test_products(case: GemmCase) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("split", ["turns", "rows", "cells"])
 @pytest.mark.parametrize("name", ["1-D, wide cells", "1-D, cells of four", "wide cells"])
@@ -800,6 +804,7 @@ def boxed(
     return case, *case.offers(H200)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
     case, candidate, launch = boxed(*BOXED[name])
