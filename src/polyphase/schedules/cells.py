@@ -203,5 +203,7 @@ def forward_gather(problem: ConvTransposeProblem, layouts: Layouts) -> Gather:
 def five(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
     """A shape ``(N, C, *spatial)`` as ``(N, C, D, H, W)``."""
     batch, channels, *spatial = shape
+    if len(spatial) == 2:
+        return batch, channels, 1, spatial[0], spatial[1]
     depth, height, width = [1] * (3 - len(spatial)) + spatial
     return batch, channels, depth, height, width
