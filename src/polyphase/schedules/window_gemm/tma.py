@@ -453,12 +453,6 @@ def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[floa
     return strips * columns / 8, 4 * strips + columns / 4
 
 
-def _block_cycles(pass_: Pass, variant: BoxVariant) -> float:
-    """The same for what a block does once, or for a tile, whose sums it stores so many times."""
-    costs = _COSTS[pass_]
-    return stores * variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
-
-
 @lru_cache(maxsize=4096)
 def _input_parts(
     problem: ConvTransposeProblem, variant: BoxVariant, items: int, device: DeviceInfo
@@ -466,7 +460,8 @@ def _input_parts(
     """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
     costs, places = _COSTS[Pass.INPUT_GRAD], device.multiprocessors * variant.resident
     stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant)
-    once, moved = _block_cycles(Pass.INPUT_GRAD, variant), problem.elements[0]
+    once = variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
+    moved = problem.elements[0]
 
     def seconds(parts: int) -> tuple[float, float]:
         rounds = items * parts / places
