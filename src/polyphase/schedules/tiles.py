@@ -27,8 +27,9 @@ def two_dimensions(blocks: int) -> tuple[int, int]:
 
 def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
     """Tiles of ``extent`` along n, d, h and w that images of three ``sizes`` come to."""
-    n, d, h, w = (math.ceil(size / side) for size, side in zip((batch, *sizes), extent))
-    return n, d, h, w
+    depth, height, width = sizes
+    n, d, h, w = extent
+    return -(-batch // n), -(-depth // d), -(-height // h), -(-width // w)
 
 
 def best_first(bounds: Iterable[float], work_of: Callable[[int], float | None]) -> Iterator[int]:

@@ -28,6 +28,7 @@ from polyphase.schedules.implicit_gemm.config import (
 _MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
 _MAX_STATIC_SHARED = 48 << 10
 _MAX_BOX_SIDE = 256
+_PER_PIXEL = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}  # of a copy's bytes: what it costs beside a cell
 
 
 class Tile(NamedTuple):
@@ -255,8 +256,10 @@ def _tiles(
             if not engine or box_strides(gather) is not None
             for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
         ]
+    works = [_work(tile, capacity) for tile in offered]
     found: list[Tile] = []
-    for tile in sorted(offered, key=lambda tile: _work(tile, capacity)):
+    for place in sorted(range(len(offered)), key=works.__getitem__):
+        tile = offered[place]
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
     return found
@@ -270,9 +273,10 @@ def _addressable(gather: Gather) -> int:
 
 def _work(tile: Tile, capacity: int) -> float:
     """What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
-    per_pixel = 0.1 if tile.boxes else {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
-    rows = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0  # short rows move parts of memory's lines
-    return tile.total * (capacity + per_pixel * tile.halo) * rows
+    images, slabs, rows, columns = tile.tiles
+    per_pixel = 0.1 if tile.boxes else _PER_PIXEL[tile.copy_bytes]
+    parts = 1 + 8 / tile.cells[2] if columns > 1 else 1.0  # short rows move parts of memory's lines
+    return images * slabs * rows * columns * (capacity + per_pixel * tile.halo) * parts
 
 
 def _runs(

@@ -237,6 +237,7 @@ class _Cut:
         self._short = [each for each in lanes if each[3] < least]
         # What the work is not less than: that of the products, as if nothing had to be loaded.
         stage, sizes = _product_cycles(problem, pass_, variant), five(problem.input_shape)[2:]
+        self._operand = variant.rows * _depth(problem, pass_, variant) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
         self._bounds = [math.prod(tiles_of(problem.batch, sizes, each)) * stage for each in self._long]
 
     def best(self, variant: GradientVariant, device: DeviceInfo) -> _Tiling | None:
@@ -263,9 +264,9 @@ class _Cut:
         """Those of the most images that fit."""
         problem, (images, depth, height, width) = self._layer[0], lanes
         _, *extent = extent_of_window(problem, lanes)
-        least = variant.buffers * variant.out_chunk * math.prod(extent) * DTYPE_BYTES[problem.dtype]  # of an image
+        window = variant.out_chunk * math.prod(extent) * DTYPE_BYTES[problem.dtype]  # of an image
         while images:
-            if images * least <= device.shared_bytes_per_block:
+            if variant.buffers * (self._operand + images * window) <= device.shared_bytes_per_block:
                 tiling = self.tiling((images, depth, height, width))
                 if _fits(variant, tiling, device):
                     return tiling

@@ -466,12 +466,6 @@ def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[floa
     return strips * columns / 8, 4 * strips + columns / 4
 
 
-def _block_cycles(pass_: Pass, variant: BoxVariant, stores: int = 1) -> float:
-    """The same for what a block does once, or for a tile, whose sums it stores so many times."""
-    costs = _COSTS[pass_]
-    return stores * variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
-
-
 @lru_cache(maxsize=4096)
 def _input_parts(
     problem: ConvTransposeProblem, variant: BoxVariant, items: int, device: DeviceInfo
@@ -479,7 +473,8 @@ def _input_parts(
     """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
     costs, places = _COSTS[Pass.INPUT_GRAD], device.multiprocessors * variant.resident
     stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant)
-    once, moved = _block_cycles(Pass.INPUT_GRAD, variant), problem.elements[0]
+    once = variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
+    moved = problem.elements[0]
 
     def seconds(parts: int) -> tuple[float, float]:
         rounds = items * parts / places
@@ -504,11 +499,12 @@ def _parts(
     costs, stage = _COSTS[Pass.WEIGHT_GRAD], _stage_cycles(problem, Pass.WEIGHT_GRAD, variant)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
     flush = max(1, _FLUSH // math.prod(variant.lanes))
+    results, once = variant.rows * variant.block_columns, costs.item / variant.resident
 
     def seconds(parts: int) -> tuple[float, float]:
-        stages = math.ceil(tiles / parts)
-        block = stages * stage + _block_cycles(Pass.WEIGHT_GRAD, variant, math.ceil(stages / flush))
-        cycles = math.ceil(blocks * parts / places) * block * variant.resident
+        stages = -(-tiles // parts)
+        block = stages * stage + (-(-stages // flush) * results * costs.result + once)
+        cycles = -(-blocks * parts // places) * block * variant.resident
         alone = parts == 1 and (size == 4 or stages <= flush)
         moved = weights * (4 if alone else 8 * parts + size)
         end = 0.0 if alone else costs.launch / 2 / device.clock_hz

@@ -219,10 +219,14 @@ def _parts(problem: ConvTransposeProblem, variant: WgmmaVariant, tiling: Tiling,
     blocks = blocks_of(problem, Pass.WEIGHT_GRAD, variant.columns, variant.out_chunk)
     most = max(1, min(affordable_planes(problem), tiling.total // 8, 4 * device.multiprocessors // blocks))
 
-    def rounds(parts: int) -> float:
-        return math.ceil(blocks * parts / device.multiprocessors) * (math.ceil(tiling.total / parts) + 4)
+    def cost(parts: int) -> tuple[int, int]:
+        return -(-blocks * parts // device.multiprocessors) * (-(-tiling.total // parts) + 4), parts
 
-    return min(range(1, most + 1), key=lambda parts: (rounds(parts), parts))
+    # In as many rounds of blocks there are as many parts as may be, but for those that leave stages as long.
+    rounds = range(1, -(-blocks * most // device.multiprocessors) + 1)
+    fullest = (min(most, max(1, count * device.multiprocessors // blocks)) for count in rounds)
+    lengths = {max(1, -(-tiling.total // parts)) for parts in fullest}
+    return min((max(1, -(-tiling.total // length)) for length in lengths), key=cost)
 
 
 # Cycles for a block, and each of its results; fitted with those of a stage (`gradient_wgmma_tile`).

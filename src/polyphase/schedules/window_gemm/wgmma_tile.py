@@ -378,24 +378,41 @@ def _conflicts(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps: F
 
     ``steps`` are the elements from one image, slab, row and channel of the window to the next.
     """
-    rows_are_taps, size = pass_ is Pass.WEIGHT_GRAD, DTYPE_BYTES[problem.dtype]
-    paired = rows_are_taps and in_pairs(problem)
     image, slab, row, channel = steps
     of_d, of_h, of_w = problem.axes3
-    positions = _places(lanes, (image, of_d.stride * slab, of_h.stride * row, of_w.stride))
-    kernel = (_FOUND, of_d.kernel, of_h.kernel, of_w.kernel)
-    taps = _places(kernel, (channel, of_d.dilation * slab, of_h.dilation * row, of_w.dilation))
-    return _passes(taps, positions, size, paired) if rows_are_taps else _passes(positions, taps, size, paired)
+    positions = _first_places(lanes, (image, of_d.stride * slab, of_h.stride * row, of_w.stride))
+    kernel = _FOUND, of_d.kernel, of_h.kernel, of_w.kernel
+    taps = _first_places(kernel, (channel, of_d.dilation * slab, of_h.dilation * row, of_w.dilation))
+    size = DTYPE_BYTES[problem.dtype]
+    if pass_ is Pass.WEIGHT_GRAD:
+        return _passes(taps, positions, size, in_pairs(problem))
+    return _passes(positions, taps, size, False)
+
+
+_FOUND = 32  # positions, and taps, that stand for all
+_Places = tuple[tuple[int, int], ...]  # a box's extent along each dimension, and its step
+
+
+def _first_places(counts: Four, steps: Four) -> _Places:
+    """What decides where the first places of a box lie, in order: from the innermost dimension on, as many as do."""
+    found: list[tuple[int, int]] = []
+    room = _FOUND
+    for count, step in zip(reversed(counts), reversed(steps)):
+        if count > 1:
+            found.append((min(count, room), step))
+            room = -(-room // count)
+            if room == 1:
+                break
+    return tuple(found)
 
 
 @lru_cache(maxsize=16384)
-def _passes(of_rows: tuple[int, ...], of_k: tuple[int, ...], size: int, paired: bool) -> float:
-    """The same of the places of some rows and of some of their elements."""
-    of_rows = of_rows[:: 2 if paired else 1]
-    of_k = of_k[:: 4 // size]
+def _passes(rows: _Places, k: _Places, size: int, paired: bool) -> float:
+    """The same of rows, and of their elements, that lie at such places."""
+    of_rows, of_k = _places(rows)[:: 2 if paired else 1], _places(k)[:: 4 // size]
     reads = 0
-    for first, k in itertools.product((0, 8), (0, 8)):
-        words = {(i + j) * size // 4 for i in of_rows[first : first + 8] for j in of_k[k : k + 4]}
+    for first, beyond in itertools.product((0, 8), (0, 8)):
+        words = {(i + j) * size // 4 for i in of_rows[first : first + 8] for j in of_k[beyond : beyond + 4]}
         if paired and size == 4:  # words that are read together
             words |= {word + 1 for word in words}
         banks = bytearray(32)
@@ -405,19 +422,12 @@ def _passes(of_rows: tuple[int, ...], of_k: tuple[int, ...], size: int, paired: 
     return reads / 4
 
 
-_FOUND = 32  # positions, and taps, that stand for all
-
-
-def _places(counts: Four, steps: Four) -> tuple[int, ...]:
-    """Where the first places of a box lie, in order, whose dimensions have such steps."""
+def _places(box: _Places) -> list[int]:
+    """The first of them, in order."""
     found = [0]
-    for count, step in zip(reversed(counts), reversed(steps)):
-        if count > 1:
-            along = range(0, min(count, -(-_FOUND // len(found))) * step, step) if step else [0] * count
-            found = [place + further for further in along for place in found]
-            if len(found) >= _FOUND:
-                break
-    return tuple(found[:_FOUND])
+    for count, step in box:
+        found = [place + further * step for further in range(count) for place in found]
+    return found[:_FOUND]
 
 
 def _input_runs(
