@@ -11,17 +11,20 @@ the thread waits for them, not before. Matrix instructions find their operands b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import itertools
+import os
 import platform
 import re
 import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ ORDERS: tuple[str | int, ...] = ("forward", "reversed", 1, 2)
 MAX_THREADS, MAX_SHARED_BYTES, MAX_GRID = 1024, 227 * 1024, (2**31 - 1, 65535, 65535)
 
 _HERE = Path(__file__).parent
+_CACHE = _HERE.parent.parent / "build/emulator"
 _WGMMA_FORMS = "ptx/wgmma_forms.cuh"
 _FORM = re.compile(
     r"void wgmma\(float \(&sums\)\[(?P<count>\d+)\], (?P<a>const unsigned \(&a\)\[4\]|unsigned long long a),"
@@ -129,42 +133,84 @@ def _gcc(*arguments: str | Path) -> None:
 
 
 @functools.cache
-def _runtime() -> tuple[Path, Any, tempfile.TemporaryDirectory[str]]:
-    """A folder that lives as long as the process, and the compiled runtime, which every kernel's library refers to.
+def _runtime() -> tuple[Path, Any]:
+    """The folder of all that is compiled here, and the compiled runtime, which every kernel's library refers to.
 
-    The folder has the header of all kernels, too, compiled.
+    The folder has the header of all kernels, too, compiled ahead. It is found before the header itself.
     """
-    folder = tempfile.TemporaryDirectory(prefix="emulator-")
-    path = Path(folder.name) / "runtime.so"
-    _gcc(*_COMMON, "-O2", "-shared", _HERE / "runtime.cpp", "-o", path)
-    # Compiled ahead, found before the header itself: a third of the time that a kernel takes.
-    _gcc(*_COMMON, *_KERNEL, "-x", "c++-header", _HERE / "cuda_shim.h", "-o", path.parent / "cuda_shim.h.gch")
-    launch = ctypes.PyDLL(str(path), ctypes.RTLD_GLOBAL).emulator_launch  # PyDLL keeps the GIL: one grid at a time
+    folder = _CACHE / _machine()
+    _forget_old(folder)
+
+    def make(made: Path) -> None:
+        _gcc(*_COMMON, "-O2", "-shared", _HERE / "runtime.cpp", "-o", made / "runtime.so")
+        _gcc(*_COMMON, *_KERNEL, "-x", "c++-header", _HERE / "cuda_shim.h", "-o", made / "cuda_shim.h.gch")
+
+    path = _made_once(folder / "runtime", make)
+    launch = ctypes.PyDLL(
+        str(path / "runtime.so"), ctypes.RTLD_GLOBAL
+    ).emulator_launch  # keeps the GIL: a grid at a time
     launch.restype = ctypes.c_char_p
-    return path.parent, launch, folder
+    return folder, launch
 
 
 @functools.cache
 def _compile(source: str, name: str) -> Path:
-    folder = _runtime()[0] / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.cu").write_text(
-        _DYNAMIC_SHARED.sub(r"\1* const& \2 = reinterpret_cast<\1* const&>(emulator::dynamic_shared);", source),
-        encoding="utf-8",
-    )
-    (folder / "emulated.cpp").write_text(  # the namespace keeps the source's names from clashing with the headers'
-        f'#include "cuda_shim.h"\nnamespace {{\n#include "{name}.cu"\n}}\n'
-        f'extern "C" const emulator::Program emulated = emulator::Emulated<&{name}>::program;\n'
-    )
-    flags = (*_KERNEL, _UNCHECKED) if any(line in source for line in _HALF) else _KERNEL
-    _gcc(f"-I{_runtime()[0]}", *_COMMON, *flags, "-c", folder / "emulated.cpp", "-o", folder / "kernel.o")
-    # Linked without -fsanitize: the runtime answers for the sanitizer's library.
-    _gcc("-shared", "-Wl,-Bsymbolic", folder / "kernel.o", "-o", folder / "kernel.so")
-    return folder / "kernel.so"
+    folder, _ = _runtime()
+
+    def make(made: Path) -> None:
+        (made / f"{name}.cu").write_text(
+            _DYNAMIC_SHARED.sub(r"\1* const& \2 = reinterpret_cast<\1* const&>(emulator::dynamic_shared);", source),
+            encoding="utf-8",
+        )
+        (made / "emulated.cpp").write_text(  # the namespace keeps the source's names from clashing with the headers'
+            f'#include "cuda_shim.h"\nnamespace {{\n#include "{name}.cu"\n}}\n'
+            f'extern "C" const emulator::Program emulated = emulator::Emulated<&{name}>::program;\n'
+        )
+        flags = (*_KERNEL, _UNCHECKED) if any(line in source for line in _HALF) else _KERNEL
+        _gcc(f"-I{folder / 'runtime'}", *_COMMON, *flags, "-c", made / "emulated.cpp", "-o", made / "kernel.o")
+        # Linked without -fsanitize: the runtime answers for the sanitizer's library.
+        _gcc("-shared", "-Wl,-Bsymbolic", made / "kernel.o", "-o", made / "kernel.so")
+        (made / "kernel.o").unlink()
+
+    return _made_once(folder / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:16]}", make) / "kernel.so"
+
+
+def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """The folder that ``make`` fills, whole, once for all processes and sessions; meanwhile other processes wait."""
+    import fcntl  # which Linux has
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as made:
+                whole = Path(made) / folder.name
+                whole.mkdir()
+                make(whole)
+                whole.rename(folder)
+        os.utime(folder)
+    return folder
+
+
+def _machine() -> str:
+    """What else decides what g++ makes: its version, the processor (-march=native), options, the emulator's files."""
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    flags = re.search(r"^flags.*$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    parts = [version, flags[0] if flags else "", *_COMMON, *_KERNEL]
+    parts += [(_HERE / name).read_text(encoding="utf-8") for name in ("__init__.py", "cuda_shim.h", "runtime.cpp")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _forget_old(current: Path) -> None:
+    """Removes what no test has asked for in a week."""
+    for folder in (*_CACHE.glob("*"), *current.glob("*-*")):
+        with contextlib.suppress(OSError):
+            if folder != current and time.time() - folder.stat().st_mtime > 7 * 86400:
+                shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
 
 
 class EmulatedKernel:
-    """The kernel ``name`` of a CUDA C++ ``source``, compiled for the CPU (once per process and source)."""
+    """The kernel ``name`` of a CUDA C++ ``source``, compiled for the CPU (once; it is kept in build/emulator)."""
 
     def __init__(self, source: str, name: str) -> None:
         self.name = name

@@ -1,10 +1,9 @@
-"""Layers with few output channels on tensor cores, ``kernels/scatter_gemm.cu``."""
+"""Layers with few output channels on tensor cores, ``kernels/overlap_gemm.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,7 +15,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather, Side, forward_gather
@@ -34,7 +33,7 @@ _MAX_OUT_CHANNELS = 16  # of a group; where there are more, `implicit_gemm` fill
 
 
 class ScatterVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``scatter_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``overlap_gemm.cu`` says what the names mean."""
 
     warps: int
     row_tiles: int
@@ -86,10 +85,10 @@ class _Tiling:
         return images * slabs * columns
 
 
-class ScatterGemm(Schedule):
+class OverlapGemm(Schedule):
     """One product of all pixels with all taps, whose columns are then added up where outputs overlap."""
 
-    name = "scatter_gemm"
+    name = "overlap_gemm"
     kept = True
     compared = 24
 
@@ -134,21 +133,6 @@ class ScatterGemm(Schedule):
         tiling = _tiling(problem, layouts, variant, device)
         assert tiling is not None
         gather = forward_gather(problem, layouts)
-        run = problem.axes3[2].stride
-        geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack(
-            "<21i",
-            problem.batch,
-            *tiling.lanes,
-            *tiling.tiles,
-            *tiling.window,
-            *tiling.first,
-            tiling.band,
-            tiling.ring,
-            tiling.whole,
-            run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
-        )
-        geometry = padded(geometry)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
@@ -167,8 +151,23 @@ class ScatterGemm(Schedule):
         )
         columns = 8 * _column_tiles(problem, variant.out_chunk)
         forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if variant.wgmma else ()
+        source = KernelSource(self.name, problem.dtype, True, constants, forms)
+        run = problem.axes3[2].stride
+        geometry = params_of(source).pack(
+            x=gather.src,
+            y=gather.dst,
+            batch=problem.batch,
+            lanes=tiling.lanes,
+            tiles=tiling.tiles,
+            extent=tiling.window,
+            first=tiling.first,
+            band=tiling.band,
+            ring=tiling.ring,
+            whole=tiling.whole,
+            vectors=run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
+        )
         main = Step(
-            source=KernelSource(self.name, problem.dtype, True, constants, forms),
+            source=source,
             grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),

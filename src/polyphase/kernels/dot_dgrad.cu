@@ -137,8 +137,8 @@ __device__ __forceinline__ void multiply(const Params& params, const int (&first
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    input_grad_dots(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                    scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+    dot_dgrad(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+              scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile_blocks = ceil_div(params.tiles, WARPS);
   int block = blockIdx.x;

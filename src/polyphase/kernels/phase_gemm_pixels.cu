@@ -496,8 +496,9 @@ struct Sums {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    pixel_gemm(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
-               const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const __grid_constant__ Params params) {
+    phase_gemm_pixels(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
+                      const scalar_t* __restrict__ bias, scalar_t* __restrict__ y,
+                      const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ Shared shared;
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);

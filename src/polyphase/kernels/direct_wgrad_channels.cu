@@ -202,8 +202,8 @@ struct Sums {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_channels(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
-                         const Params params) {
+    direct_wgrad_channels(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
+                          const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int first_vector = blockIdx.x % params.vector_blocks * LANES;
   const int first_share = blockIdx.x / params.vector_blocks % SHARE_BLOCKS * BLOCK_SHARES;

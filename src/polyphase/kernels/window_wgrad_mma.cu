@@ -35,7 +35,7 @@ constexpr int FLUSH = ceil_div(2048, POSITIONS);
 static_assert(CHUNK_TAPS <= COLUMNS, "a block computes all taps of its channels");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+    window_wgrad_mma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
                      const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;

@@ -509,7 +509,7 @@ __device__ __forceinline__ void store_channels(const Params& params, const Place
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_tiled(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
+    direct_tiled(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int thread = threadIdx.x;

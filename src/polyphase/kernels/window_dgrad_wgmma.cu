@@ -39,8 +39,8 @@ constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
 static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    input_grad_wgmma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                     scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+    window_dgrad_wgmma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+                       scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) WindowBarriers ring;
   __shared__ int positions[ROWS];

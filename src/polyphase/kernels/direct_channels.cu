@@ -155,7 +155,7 @@ struct Sums {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_channels(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
+    direct_channels(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
                     const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
   extern __shared__ __align__(32) unsigned char shared_memory[];
   accum_t* weights = (accum_t*)shared_memory;

@@ -1,4 +1,4 @@
-// Direct kernel of the forward pass and the input gradient for every layer that gather_tiled does not unroll: kernels
+// Direct kernel of the forward pass and the input gradient for every layer that direct_tiled does not unroll: kernels
 // of thousands of taps, large strides. No limits, no shared memory, no barrier.
 //
 //   destination[n, cd, o] = bias[cd] + Σ source[n, cs, (position of o) + …] · w[cs, cd, tap]
@@ -22,7 +22,7 @@ constexpr int THREADS = 256;
 constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, DST_PER_THREAD);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
+    direct_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
                    const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
   long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
   int block = 0, group = 0;

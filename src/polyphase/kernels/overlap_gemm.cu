@@ -501,7 +501,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, const scalar_
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    scatter_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
+    overlap_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
                  scalar_t* __restrict__ y, const Params params) {
   extern __shared__ __align__(16) char shared_memory[];
   int block = blockIdx.x;

@@ -227,8 +227,8 @@ struct Sums {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_windows(const float* __restrict__ x, const float* __restrict__ grad, float* __restrict__ partial,
-                        const Params params) {
+    direct_wgrad_windows(const float* __restrict__ x, const float* __restrict__ grad, float* __restrict__ partial,
+                         const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   float* const buffers = (float*)shared_memory;
   int block = blockIdx.x;

@@ -136,7 +136,7 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    input_grad_boxes(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+    window_dgrad_tma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
                      scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;

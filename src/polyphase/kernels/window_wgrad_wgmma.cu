@@ -47,8 +47,8 @@ constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS), ROW_BLOCKS = ceil_
 static_assert(OUT_CHUNK * TAPS <= ROWS, "a block computes all taps of its channels");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
-                      const __grid_constant__ Params params) {
+    window_wgrad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+                       const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) WindowBarriers ring;
   int block = blockIdx.x;

@@ -28,8 +28,8 @@ struct Params {
 constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), STAGES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    input_grad_gemm(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                    scalar_t* __restrict__ dst, const Params params) {
+    window_dgrad_mma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+                     scalar_t* __restrict__ dst, const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;

@@ -708,8 +708,8 @@ __device__ __forceinline__ void store_tiles(const Params& params, const Barriers
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
-    gather_gemm(const scalar_t* __restrict__ x, const scalar_t* weight,  // which may be written while this begins
-                const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const Params params) {
+    grouped_gemm(const scalar_t* __restrict__ x, const scalar_t* weight,  // which may be written while this begins
+                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const Params params) {
   extern __shared__ __align__(128) char shared_memory[];
   const Share share(params);
   const int channels = OUT_CHANNELS - share.first_out, first_bias = share.group * OUT_CHANNELS + share.first_out;
