@@ -357,113 +357,6 @@ __device__ __forceinline__ void init_barriers(const Params& params, const TileSc
   scheduler.begin();
 }
 
-#if SCALED
-typedef Scales WeightScales;
-#else
-struct WeightScales {};
-#endif
-
-// A thread of a consumer warpgroup.
-__device__ __forceinline__ void multiply_work_tiles(const Params& params, const TileScheduler& scheduler,
-                                                    Shared& shared, const unsigned char* packed,
-                                                    const WeightScales& scales, const scalar_t* bias, scalar_t* dst,
-                                                    unsigned char* shared_memory, int stage_bytes,
-                                                    unsigned char* resident, unsigned char* store_memory, unsigned full,
-                                                    unsigned empty, unsigned order, int warp_group) {
-  const int thread = threadIdx.x;
-  PipelineState<STAGES> slot;
-  Sums sums, totals;  // the latter for PARTS = 2
-  const int position = PING_PONG ? warp_group : 0;
-  const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
-  slot.skip(position * scheduler.stages());
-  unsigned order_parity = 0;
-#if BULK_COPY
-  if (RESIDENT) {
-    const unsigned resident_full = shared_address(&shared.resident);
-    if (thread == 0) {
-      griddepcontrol_wait();
-      tma_load_bytes(shared_address(resident),
-                     packed + (long long)((int)blockIdx.x % params.tile_items) * RESIDENT_WEIGHTS, RESIDENT_WEIGHTS,
-                     resident_full);
-      mbarrier_arrive(resident_full);
-    }
-    mbarrier_wait(resident_full, 0);
-  }
-#endif
-  Cursor now;
-  for (now.skip(scheduler, position * scheduler.stages()); now.index < params.items;
-       now.skip(scheduler, CONSUMERS / SHARERS * scheduler.stages())) {
-    WorkTile work;
-    work.locate(params, now.index, row_part);
-    int counts[ROW_BLOCKS];
-#pragma unroll
-    for (int i = 0; i < ROW_BLOCKS; ++i)
-      counts[i] = ALIKE ? 0 : __shfl_sync(~0u, shared.counts[work.line_group * ROW_BLOCKS + i], 0);
-    const int kind = STRAIGHT && !ALIKE ? kind_of(counts) : 0;
-    int previous = -1;
-    // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
-    if (PING_PONG) mbarrier_wait(order + 8 * position, order_parity ^ (position == 0));
-    order_parity ^= 1;
-    if constexpr (PARTS == 2) for_each([](float& sum, float& total) { total = 0, clear(sum); }, sums, totals);
-#pragma unroll 1
-    for (int band = 1;; ++band) {
-#pragma unroll 1
-      for (int stage = 0; stage < TILE_STAGES; ++stage) {
-        mbarrier_wait(full + 8 * slot.index, slot.parity);
-        const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
-        const unsigned weights =
-            RESIDENT ? shared_address(resident) + row_part * (int)TILE_WEIGHT_BYTES + stage * WEIGHT_STAGE
-                     : held + row_part * WEIGHT_STAGE;
-        const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
-        const Operands operands{stage + band - 1, weights, pixels, shared.operations + work.line_group * OPERATIONS};
-        multiply_kind(kind, params, operands, counts, sums, totals);
-        if constexpr (PARTS == 2) {
-          wgmma_wait<0>();
-          for_each(promote, sums, totals);
-        } else {
-          wgmma_wait<1>();
-        }
-        if (previous >= 0) release(empty + 8 * previous);
-        previous = slot.index;
-        slot.skip(1);
-      }
-#if SCALED
-      if (band < scheduler.bands) {
-        wgmma_wait<0>();
-        for_each([](float& sum, float& total) { (PARTS == 2 ? total : sum) *= power_of_two(127 - BAND); }, sums,
-                 totals);
-        continue;
-      }
-#endif
-      break;
-    }
-    const int first_channel = work.group * DST_CHANNELS;
-    const Epilogue store(params, work, sums, cell_part * GROUP_CELLS,
-                         dst + work.n * params.dst.stride[0] + first_channel * params.dst.stride[1],
-                         bias + first_channel, store_memory);
-#if SCALED
-    const float* const of_rows = scales.rows() + (long long)work.row_group * (ROW_BLOCKS * ROWS);
-    RowFactors rows;
-    if (!TAPS_IN_ROWS) rows.load(of_rows);  // else a register spills
-#endif
-    wgmma_wait<0>();
-    if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
-    release(empty + 8 * previous);
-#if SCALED
-    if (TAPS_IN_ROWS) rows.load(of_rows);
-    rows.unscale(sums, scheduler.scale);
-#endif
-    if (PING_PONG) {
-      slot.skip(scheduler.stages());
-      if (thread % 128 == 0) mbarrier_arrive(order + 8 * (CONSUMERS - 1 - position));
-    }
-    // Always true without clusters; without the branch the assembler reads sums ahead of the wait, and then makes
-    // every product wait for the one before.
-    if (work.n < params.batch) store();
-  }
-  if (CLUSTER > 1) cluster_sync();  // others may still be to give slots back here
-}
-
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER)
 #else
@@ -491,10 +384,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   TileScheduler scheduler{params, (unsigned*)packed, shared.queue};
   packed += COUNTER_BYTES;
 #if SCALED
-  const WeightScales scales((unsigned char*)packed);
+  const Scales scales((unsigned char*)packed);
   packed += SCALES_BYTES;
-#else
-  const WeightScales scales{};
 #endif
   if (thread == 0) init_barriers(params, scheduler, shared, full, empty, order);
   const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(params) / (int)sizeof(scalar_t);
@@ -619,7 +510,96 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     if (loader_thread == 0) scheduler.settle(ahead.ordinal);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    multiply_work_tiles(params, scheduler, shared, packed, scales, bias, dst, shared_memory, stage_bytes, resident,
-                        store_memory, full, empty, order, warp_group);
+    PipelineState<STAGES> slot;
+    Sums sums, totals;  // the latter for PARTS = 2
+    const int position = PING_PONG ? warp_group : 0;
+    const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
+    slot.skip(position * scheduler.stages());
+    unsigned order_parity = 0;
+#if BULK_COPY
+    if (RESIDENT) {
+      const unsigned resident_full = shared_address(&shared.resident);
+      if (thread == 0) {
+        griddepcontrol_wait();
+        tma_load_bytes(shared_address(resident),
+                       packed + (long long)((int)blockIdx.x % params.tile_items) * RESIDENT_WEIGHTS, RESIDENT_WEIGHTS,
+                       resident_full);
+        mbarrier_arrive(resident_full);
+      }
+      mbarrier_wait(resident_full, 0);
+    }
+#endif
+    Cursor now;
+    for (now.skip(scheduler, position * scheduler.stages()); now.index < params.items;
+         now.skip(scheduler, CONSUMERS / SHARERS * scheduler.stages())) {
+      WorkTile work;
+      work.locate(params, now.index, row_part);
+      int counts[ROW_BLOCKS];
+#pragma unroll
+      for (int i = 0; i < ROW_BLOCKS; ++i)
+        counts[i] = ALIKE ? 0 : __shfl_sync(~0u, shared.counts[work.line_group * ROW_BLOCKS + i], 0);
+      const int kind = STRAIGHT && !ALIKE ? kind_of(counts) : 0;
+      int previous = -1;
+      // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
+      if (PING_PONG) mbarrier_wait(order + 8 * position, order_parity ^ (position == 0));
+      order_parity ^= 1;
+      if constexpr (PARTS == 2) for_each([](float& sum, float& total) { total = 0, clear(sum); }, sums, totals);
+#pragma unroll 1
+      for (int band = 1;; ++band) {
+#pragma unroll 1
+        for (int stage = 0; stage < TILE_STAGES; ++stage) {
+          mbarrier_wait(full + 8 * slot.index, slot.parity);
+          const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
+          const unsigned weights =
+              RESIDENT ? shared_address(resident) + row_part * (int)TILE_WEIGHT_BYTES + stage * WEIGHT_STAGE
+                       : held + row_part * WEIGHT_STAGE;
+          const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
+          const Operands operands{stage + band - 1, weights, pixels, shared.operations + work.line_group * OPERATIONS};
+          multiply_kind(kind, params, operands, counts, sums, totals);
+          if constexpr (PARTS == 2) {
+            wgmma_wait<0>();
+            for_each(promote, sums, totals);
+          } else {
+            wgmma_wait<1>();
+          }
+          if (previous >= 0) release(empty + 8 * previous);
+          previous = slot.index;
+          slot.skip(1);
+        }
+#if SCALED
+        if (band < scheduler.bands) {
+          wgmma_wait<0>();
+          for_each([](float& sum, float& total) { (PARTS == 2 ? total : sum) *= power_of_two(127 - BAND); }, sums,
+                   totals);
+          continue;
+        }
+#endif
+        break;
+      }
+      const int first_channel = work.group * DST_CHANNELS;
+      const Epilogue store(params, work, sums, cell_part * GROUP_CELLS,
+                           dst + work.n * params.dst.stride[0] + first_channel * params.dst.stride[1],
+                           bias + first_channel, store_memory);
+#if SCALED
+      const float* const of_rows = scales.rows() + (long long)work.row_group * (ROW_BLOCKS * ROWS);
+      RowFactors rows;
+      if (!TAPS_IN_ROWS) rows.load(of_rows);  // else a register spills
+#endif
+      wgmma_wait<0>();
+      if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
+      release(empty + 8 * previous);
+#if SCALED
+      if (TAPS_IN_ROWS) rows.load(of_rows);
+      rows.unscale(sums, scheduler.scale);
+#endif
+      if (PING_PONG) {
+        slot.skip(scheduler.stages());
+        if (thread % 128 == 0) mbarrier_arrive(order + 8 * (CONSUMERS - 1 - position));
+      }
+      // Always true without clusters; without the branch the assembler reads sums ahead of the wait, and then makes
+      // every product wait for the one before.
+      if (work.n < params.batch) store();
+    }
+    if (CLUSTER > 1) cluster_sync();  // others may still be to give slots back here
   }
 }
