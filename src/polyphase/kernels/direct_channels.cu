@@ -26,6 +26,7 @@
 #include "core/geometry.cuh"
 #include "core/taps.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "operand/rounding.cuh"
 
 struct Params {
@@ -92,15 +93,6 @@ struct Sums {
   typedef accum_t Phase[CELLS][VECTOR];
   Phase values[DST_W];
 
-  __device__ __forceinline__ void start(const accum_t (&bias)[VECTOR]) {
-#pragma unroll
-    for (int phase = 0; phase < DST_W; ++phase)
-#pragma unroll
-      for (int cell = 0; cell < CELLS; ++cell)
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) values[phase][cell][i] = bias[i];
-  }
-
   // All taps of a row of the kernel. `weights` are those of its first tap and the first source channel held.
   __device__ __forceinline__ void add(const Row& row, const accum_t* weights) {
 #pragma unroll
@@ -139,7 +131,7 @@ struct Sums {
     }
   }
 
-  __device__ __forceinline__ void store(scalar_t* to, int columns) const {
+  __device__ __forceinline__ void store(scalar_t* to, int columns, const ChannelTerms (&terms)[VECTOR]) const {
 #pragma unroll
     for (int cell = 0; cell < CELLS; ++cell)
 #pragma unroll
@@ -148,7 +140,7 @@ struct Sums {
         if (column >= columns) continue;
         Vector<scalar_t, VECTOR> vector;
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) narrow(values[phase][cell][i], vector.value[i]);
+        for (int i = 0; i < VECTOR; ++i) narrow(finish(values[phase][cell][i], terms[i]), vector.value[i]);
         *(Vector<scalar_t, VECTOR>*)(to + column * DST_PIXEL) = vector;
       }
   }
@@ -177,9 +169,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     return;
 
   const int channel = vector * VECTOR;
-  accum_t biases[VECTOR];
+  ChannelTerms terms[VECTOR];
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) biases[i] = HAS_BIAS ? widen(read(bias + channel + i)) : (accum_t)0;
+  for (int i = 0; i < VECTOR; ++i) terms[i] = channel_terms(bias, channel + i);
   weights += lane * VECTOR;
   const int column = w * SRC_W + first_offset(AXIS_W);
   src += n * params.src.stride[0] + (long long)column * SRC_PIXEL + channel / DST_CHANNELS * SRC_CHANNELS;
@@ -189,8 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int step = 0; step < params.steps && h < params.dst.size[1]; ++step, h += params.lanes[2]) {
     const Progression at_h = TapsH::at(h);
-    Sums sums;
-    sums.start(biases);
+    Sums sums = {};
     int src_d = at_d.src;
 #pragma unroll 1
     for (int kd = at_d.tap; kd < AXIS_D.kernel; kd += TapsD::TAP_STEP, src_d += TapsD::SRC_STEP) {
@@ -209,6 +200,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
       }
     }
-    sums.store(dst + h * params.dst.stride[3], columns);
+    sums.store(dst + h * params.dst.stride[3], columns, terms);
   }
 }

@@ -11,6 +11,7 @@
 #include "core/geometry.cuh"
 #include "core/taps.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "operand/rounding.cuh"
 
 struct Params {
@@ -85,5 +86,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < DST_PER_THREAD; ++i)
     if (first_dst + i < DST_CHANNELS)
-      narrow(sum[i] + (HAS_BIAS ? widen(read(bias + first_channel + i)) : (accum_t)0), dst[i * params.dst.stride[1]]);
+      narrow(finish(sum[i], channel_terms(bias, first_channel + i)), dst[i * params.dst.stride[1]]);
 }

@@ -32,6 +32,7 @@
 #include "core/geometry.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/registers.cuh"
 #include "operand/rounding.cuh"
@@ -428,7 +429,7 @@ __device__ __forceinline__ void describe_row(const Params& params, const Place& 
 // With WHOLE all that the warp's lanes own exists, and it need not be asked for each element.
 template <bool WHOLE>
 __device__ __forceinline__ void store_rows(const Params& params, const Place& place, const Accumulators& acc,
-                                           scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels,
+                                           scalar_t* dst, const ChannelTerms (&terms)[DST_PER_THREAD], int channels,
                                            accum_t* staging, const Element* elements, int in_warp) {
   const bool vectors = VECTORS && params.aligned_rows;
   constexpr bool KEPT = WHOLE && RUN <= 8;  // few enough for registers
@@ -449,8 +450,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Place& pl
           scalar_t* const line = plane + d * params.dst.stride[2] + row * params.dst.stride[3];
           accum_t value[RUN];
 #pragma unroll
-          for (int i = 0; i < RUN; ++i)
-            value[i] = HAS_BIAS ? acc.sum[cell_h][d][h][i][channel] + bias[channel] : acc.sum[cell_h][d][h][i][channel];
+          for (int i = 0; i < RUN; ++i) value[i] = finish(acc.sum[cell_h][d][h][i][channel], terms[channel]);
           if (RUN == 1 || vectors) {
             typedef Vector<scalar_t, RUN == 1 || VECTORS ? RUN : 1> Run;
             Run run;
@@ -483,7 +483,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const Place& pl
 
 // Channels last: a thread's channels are neighbours already.
 __device__ __forceinline__ void store_channels(const Params& params, const Place& place, const Accumulators& acc,
-                                               scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels) {
+                                               scalar_t* dst, const ChannelTerms (&terms)[DST_PER_THREAD],
+                                               int channels) {
 #pragma unroll
   for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
 #pragma unroll
@@ -502,7 +503,7 @@ __device__ __forceinline__ void store_channels(const Params& params, const Place
             Vector<scalar_t, DST_VECTOR> vector;
 #pragma unroll
             for (int i = 0; i < DST_VECTOR; ++i)
-              narrow(acc.sum[cell_h][d][h][w][first + i] + bias[first + i], vector.value[i]);
+              narrow(finish(acc.sum[cell_h][d][h][w][first + i], terms[first + i]), vector.value[i]);
             *(Vector<scalar_t, DST_VECTOR>*)(pixel + first) = vector;
           }
         }
@@ -613,20 +614,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
     if (CHAINED || SRC_SLICES > 1) acc.reduce(sums, src_slice);
     if (src_slice == 0 && channels > 0) {
-      accum_t biases[DST_PER_THREAD];
+      ChannelTerms terms[DST_PER_THREAD];
 #pragma unroll
-      for (int i = 0; i < DST_PER_THREAD; ++i)
-        biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
+      for (int i = 0; i < DST_PER_THREAD; ++i) terms[i] = channel_terms(bias, first_channel + i, i < channels);
       scalar_t* const item_dst = dst + first_channel * params.dst.stride[1];
       if (STAGES > 4) place.init(params, tile, lane);  // again, so that its registers serve the stages
       accum_t* const staging = rows + warp * (32 * RUN);
       const Element* const of_warp = elements + lane / 32 * (32 * RUN);
       if (DST_CHANNELS_LAST)
-        store_channels(params, place, acc, item_dst, biases, channels);
+        store_channels(params, place, acc, item_dst, terms, channels);
       else if (RUN > 1 && !VECTORS && whole)
-        store_rows<true>(params, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
+        store_rows<true>(params, place, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
       else
-        store_rows<false>(params, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
+        store_rows<false>(params, place, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
     }
     if (++dst_block == DST_BLOCKS) dst_block = 0, ++group;
   }

@@ -40,6 +40,7 @@
 #include "ptx/registers.cuh"
 #include "operand/split.cuh"
 #include "mainloop/multistage.cuh"
+#include "epilogue/finish.cuh"
 #include "epilogue/staged_rows.cuh"
 #include "core/phase_taps.cuh"
 
@@ -291,10 +292,10 @@ struct Row {
   }
 };
 
-// One output, without the tensor cores. `x` is the group's first channel and `weight` is of the output's.
-__device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x, const scalar_t* weight, float bias,
+// The sum of one output, without the tensor cores. `x` is the group's first channel and `weight` is of the output's.
+__device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x, const scalar_t* weight,
                                        const int (&cell)[4], int phase_d, int phase_h, int phase_w) {
-  float value = bias;
+  float value = 0;
 #pragma unroll 1
   for (int tap = 0; tap < TAPS; ++tap) {
     const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
@@ -332,8 +333,8 @@ struct Outputs {
     for (int i = 0; i < 4; ++i) whole = whole && params.shift[i] % 2 == 0 && params.pitch[i] % 2 == 0;
   }
 
-  __device__ __forceinline__ float start(int channel) const {
-    return HAS_BIAS ? widen(read(bias + min(channel, channels - 1))) : 0.f;
+  __device__ __forceinline__ ChannelTerms terms(int channel) const {
+    return channel_terms(bias, min(channel, channels - 1));
   }
 
   // Whether all of them can be trusted.
@@ -369,9 +370,9 @@ struct Outputs {
 #pragma unroll
       for (int d = 0; d < 4; ++d) cell[d] += first[d];
       if (cell[0] >= params.batch) continue;
-      narrow(
-          plain(params.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, start(row.channel), cell, row.d, row.h, row.w),
-          *to);
+      narrow(finish(plain(params.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, cell, row.d, row.h, row.w),
+                    terms(row.channel)),
+             *to);
     }
   }
 
@@ -379,8 +380,8 @@ struct Outputs {
   // Whether a thread holds all elements of two cells' rows, which are put there two at a time.
   static constexpr bool CELLS_AT_ONCE = OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
 
-  __device__ __forceinline__ float finish(float sum, float bias, float& doubt) const {
-    const float value = HAS_BIAS ? sum + bias : sum;
+  __device__ __forceinline__ float doubted(float sum, ChannelTerms terms, float& doubt) const {
+    const float value = finish(sum, terms);
     doubt = fmaf(value, 0.f, doubt);
     return value;
   }
@@ -395,13 +396,13 @@ struct Outputs {
       const int first = i / OUT_CHUNK * (STRIDE * OUT_CHUNK) + i % OUT_CHUNK;  // row of the first phase and lane
       const Pair& pair = pairs[4 * j + threadIdx.x % 4];
       const Row row(first / 16, first / 8 % 2);
-      const float bias = start(row.channel);
+      const ChannelTerms of_channel = terms(row.channel);
       scalar_t* const to = staged + find_place(origin + pair.place + row.place(params));
       alignas(2 * ELEMENT) scalar_t values[2 * STRIDE];
 #pragma unroll
       for (int k = 0; k < 2 * STRIDE; ++k) {
         const int at = first + k % STRIDE * OUT_CHUNK;
-        narrow(finish(sums.of[at / 16][j][at / 8 % 2 * 2 + k / STRIDE], bias, doubt), values[k]);
+        narrow(doubted(sums.of[at / 16][j][at / 8 % 2 * 2 + k / STRIDE], of_channel, doubt), values[k]);
       }
       if (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0)) {
 #pragma unroll
@@ -417,7 +418,7 @@ struct Outputs {
   // Half `i` of the rows of all blocks.
   __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const Sums& sums, int i, float& doubt) const {
     const Row row(i / 2, i % 2);
-    const float bias = start(row.channel);
+    const ChannelTerms of_channel = terms(row.channel);
     const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
 #pragma unroll
     for (int j = 0; j < PIXEL_TILES; ++j) {
@@ -425,11 +426,12 @@ struct Outputs {
       scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const float value = finish(sums.of[i / 2][j][i % 2 * 2 + k], bias, doubt);
+        const float value = doubted(sums.of[i / 2][j][i % 2 * 2 + k], of_channel, doubt);
         if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
 #pragma unroll
         for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
-          if (ALONG_W.number[w] < 0 && first && w < pair.width[k]) narrow(bias, to[k * AXIS_W.stride + w - row.w]);
+          if (ALONG_W.number[w] < 0 && first && w < pair.width[k])
+            narrow(finish_empty(of_channel), to[k * AXIS_W.stride + w - row.w]);
       }
     }
   }
@@ -442,7 +444,7 @@ __device__ __forceinline__ void fill_bare_rows(const Params& params, const scala
   const int pitch = bare_pitch(params.lanes[3] * AXIS_W.stride);
   for (int i = threadIdx.x; i < params.bare_bytes / ELEMENT; i += BLOCK) {
     scalar_t value = zero<scalar_t>();
-    if (HAS_BIAS) value = read(bias + min(i / pitch, channels - 1));
+    if (HAS_BIAS) narrow(finish_empty(channel_terms(bias, min(i / pitch, channels - 1))), value);
     bare[i] = value;
   }
 }

@@ -26,6 +26,7 @@
 #include "core/geometry.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/wgmma.cuh"
@@ -331,17 +332,15 @@ struct Reads {
 // The outputs of one cell and channel, of which `columns` and so on lie in the image from the first on. Whether none of
 // them is NaN.
 __device__ __forceinline__ bool store_cell(const Params& params, const float* product, const Reads<AXIS_D.kernel>& d,
-                                           const Reads<AXIS_H.kernel>& h, const Reads<AXIS_W.kernel>& w, float bias,
-                                           scalar_t* to, int slabs, int rows, int columns) {
+                                           const Reads<AXIS_H.kernel>& h, const Reads<AXIS_W.kernel>& w,
+                                           ChannelTerms terms, scalar_t* to, int slabs, int rows, int columns) {
   bool numbers = true;
 #pragma unroll
   for (int phase_d = 0; phase_d < AXIS_D.stride; ++phase_d)
 #pragma unroll
     for (int phase_h = 0; phase_h < AXIS_H.stride; ++phase_h) {
       if (phase_d >= slabs || phase_h >= rows) continue;
-      float value[RUN];
-#pragma unroll
-      for (int i = 0; i < RUN; ++i) value[i] = bias;
+      float value[RUN] = {};
 #pragma unroll
       for (int tap = 0; tap < TAPS; ++tap) {
         const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
@@ -351,7 +350,7 @@ __device__ __forceinline__ bool store_cell(const Params& params, const float* pr
           value[phase_of(AXIS_W, kw)] += product[tap * PITCH + d.at[kd] + h.at[kh] + w.at[kw]];
       }
 #pragma unroll
-      for (int i = 0; i < RUN; ++i) numbers = numbers && value[i] == value[i];
+      for (int i = 0; i < RUN; ++i) value[i] = finish(value[i], terms), numbers = numbers && value[i] == value[i];
       scalar_t* const row = to + phase_d * params.y.stride[2] + phase_h * params.y.stride[3];
       if (VECTORS && params.vectors) {
         Vector<scalar_t, VECTORS ? RUN : 1> run;
@@ -371,15 +370,15 @@ __device__ __forceinline__ bool store_cell(const Params& params, const float* pr
 // first weight of the channel.
 __device__ __forceinline__ void store_cell_plainly(const Params& params, const scalar_t* x, const scalar_t* weight,
                                                    const Reads<AXIS_D.kernel>& d, const Reads<AXIS_H.kernel>& h,
-                                                   const Reads<AXIS_W.kernel>& w, float bias, scalar_t* to, int slabs,
-                                                   int rows, int columns) {
+                                                   const Reads<AXIS_W.kernel>& w, ChannelTerms terms, scalar_t* to,
+                                                   int slabs, int rows, int columns) {
   constexpr int OUTPUTS = AXIS_D.stride * AXIS_H.stride * AXIS_W.stride;
 #pragma unroll 1
   for (int output = 0; output < OUTPUTS; ++output) {
     const int phase_d = output / (AXIS_H.stride * AXIS_W.stride), phase_h = output / AXIS_W.stride % AXIS_H.stride;
     const int phase_w = output % AXIS_W.stride;
     if (phase_d >= slabs || phase_h >= rows || phase_w >= columns) continue;
-    float value = bias;
+    float value = 0;
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) {
       const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
@@ -394,7 +393,8 @@ __device__ __forceinline__ void store_cell_plainly(const Params& params, const s
       for (int in = 0; in < IN_CHANNELS; ++in)
         value += widen(pixel[in * params.x.stride[1]]) * widen(weight[in * WEIGHT_STRIDE_IN + tap * WEIGHT_STRIDE_TAP]);
     }
-    narrow(value, to[phase_d * params.y.stride[2] + phase_h * params.y.stride[3] + phase_w * params.y.stride[4]]);
+    narrow(finish(value, terms),
+           to[phase_d * params.y.stride[2] + phase_h * params.y.stride[3] + phase_w * params.y.stride[4]]);
   }
 }
 
@@ -428,11 +428,11 @@ __device__ __forceinline__ void store_rows(const Params& params, const float* pr
     scalar_t* to = y + offset_of(params.y, cell) + (first_out + first_channel) * params.y.stride[1];
 #pragma unroll 1
     for (int channel = first_channel; channel < behind; ++channel, to += params.y.stride[1]) {
-      const float start = HAS_BIAS ? widen(read(bias + first_out + channel)) : 0.f;
+      const ChannelTerms terms = channel_terms(bias, first_out + channel);
       const bool numbers =
-          store_cell(params, of_image + channel * (TAPS * PITCH), d, h, w, start, to, slabs, rows, columns);
+          store_cell(params, of_image + channel * (TAPS * PITCH), d, h, w, terms, to, slabs, rows, columns);
       if (EXACT && !numbers)
-        store_cell_plainly(params, pixel, weight + (first_out + channel) * WEIGHT_STRIDE_OUT, d, h, w, start, to, slabs,
+        store_cell_plainly(params, pixel, weight + (first_out + channel) * WEIGHT_STRIDE_OUT, d, h, w, terms, to, slabs,
                            rows, columns);
     }
   }

@@ -24,6 +24,7 @@
 #include "core/geometry.cuh"
 #include "core/taps.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 #include "operand/split.cuh"
@@ -319,9 +320,8 @@ struct Outputs {
       if (!has(column, o)) continue;
       const float value = widen(*element);
       if (value == value) continue;
-      narrow(plain(x + cell.image * params.x.stride[0], weight + column.channel * WEIGHT_STRIDE_OUT, o) +
-                 (HAS_BIAS ? widen(read(bias + column.channel)) : 0.f),
-             *element);
+      const float sum = plain(x + cell.image * params.x.stride[0], weight + column.channel * WEIGHT_STRIDE_OUT, o);
+      narrow(finish(sum, channel_terms(bias, column.channel)), *element);
     }
   }
 
@@ -399,11 +399,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 
   const int first = first_column + my_columns + lane % 4 * RUN;
-  float biases[RUN];
+  ChannelTerms terms[RUN];
 #pragma unroll
   for (int i = 0; i < RUN; ++i) {
     const Column column(RUNS ? first : first + i);
-    biases[i] = HAS_BIAS && column.exists ? widen(read(bias + column.channel)) : 0.f;
+    terms[i] = channel_terms(bias, column.channel, column.exists);
   }
   unsigned to_mend = 0;  // rows
 #pragma unroll
@@ -415,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     bool numbers = true;
 #pragma unroll
     for (int j = 0; j < RUN; ++j) {
-      const float value = sums.of[i / 2][j / 2][i % 2 * 2 + j % 2] + biases[j];
+      const float value = finish(sums.of[i / 2][j / 2][i % 2 * 2 + j % 2], terms[j]);
       numbers = numbers && value == value;
       narrow(value, values[j]);
     }

@@ -32,6 +32,7 @@
 #include "core/pipeline.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -399,7 +400,8 @@ struct Terms {
     const int column = chunk * COLUMNS + (int)threadIdx.x % COLUMNS;
     const float* const factors = (const float*)(packed + (long long)params.groups * CHUNKS * CHUNK_BYTES);
     if (SCALED) next[0] = read(factors + group * (CHUNKS * COLUMNS) + column);
-    if (HAS_BIAS) next[TERMS - 1] = widen(read(bias + group * OUT_CHANNELS + min(column / TAPS, OUT_CHANNELS - 1)));
+    const int channel = group * OUT_CHANNELS + min(column / TAPS, OUT_CHANNELS - 1);
+    if (HAS_BIAS) next[TERMS - 1] = channel_terms(bias, channel).bias;
   }
   // What was loaded; seen after the group's threads have met.
   __device__ __forceinline__ void publish(unsigned first, int chunk) const {
@@ -422,8 +424,8 @@ struct TwoTerms {
   __device__ __forceinline__ float output(float sum, float unscale, int column) const {
     if (SCALED) sum *= unscale;
     const float* const terms = of.value + column * TERMS;
-    if (SCALED) return HAS_BIAS ? fmaf(sum, terms[0], terms[1]) : sum * terms[0];
-    return HAS_BIAS ? sum + terms[0] : sum;
+    if (SCALED) sum *= terms[0];  // a power of two: exact
+    return finish(sum, {HAS_BIAS ? terms[TERMS - 1] : 0.f});
   }
 };
 

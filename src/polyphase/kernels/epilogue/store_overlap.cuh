@@ -13,6 +13,7 @@
 #include "specialisation.cuh"
 #include "core/row_blocks.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/named_barrier.cuh"
 #include "mainloop/gemm_tile.cuh"
 
@@ -140,16 +141,17 @@ struct Epilogue {
   __device__ __forceinline__ int channels_behind(int first) const {
     return min(first + ROUND_CHANNELS, DST_CHANNELS - work.channel_group * GROUP_CHANNELS);
   }
-  // Bias of the channels from `channel` to before `behind`.
-  __device__ __forceinline__ void read_bias(float (&of)[CHANNELS], int channel, int behind) const {
+  // Those of the channels from `channel` to before `behind`.
+  __device__ __forceinline__ void read_terms(ChannelTerms (&of)[CHANNELS], int channel, int behind) const {
 #pragma unroll
-    for (int i = 0; i < CHANNELS; ++i) of[i] = HAS_BIAS && channel + i < behind ? widen(read(bias + channel + i)) : 0.f;
+    for (int i = 0; i < CHANNELS; ++i) of[i] = channel_terms(bias, channel + i, channel + i < behind);
   }
-  static __device__ __forceinline__ void start(float (&value)[CHANNELS][DST_W], const float (&bias_of)[CHANNELS]) {
+  static __device__ __forceinline__ void finish_all(float (&value)[CHANNELS][DST_W],
+                                                    const ChannelTerms (&terms)[CHANNELS]) {
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i)
 #pragma unroll
-      for (int j = 0; j < DST_W; ++j) value[i][j] = bias_of[i];
+      for (int j = 0; j < DST_W; ++j) value[i][j] = finish(value[i][j], terms[i]);
   }
 
   // Where a cell lies: in the image; its first pixel among the columns, or with WHOLE_IMAGES its own; its first element
@@ -207,13 +209,14 @@ struct Epilogue {
       scalar_t* to =
           cell.to + first_channel * params.dst.stride[1] + DEPTH * params.dst.stride[2] + HEIGHT * params.dst.stride[3];
       const int behind = channels_behind(first_channel);
-      float bias_of[CHANNELS];
-      read_bias(bias_of, first_channel, behind);
+      ChannelTerms terms[CHANNELS], next[CHANNELS];
+      read_terms(next, first_channel, behind);
 #pragma unroll 1
       for (int channel = first_channel; channel < behind; channel += CHANNELS) {
-        float value[CHANNELS][DST_W];
-        start(value, bias_of);
-        read_bias(bias_of, channel + CHANNELS, behind);  // of the next ones, on its way meanwhile
+        float value[CHANNELS][DST_W] = {};
+#pragma unroll
+        for (int i = 0; i < CHANNELS; ++i) terms[i] = next[i];
+        read_terms(next, channel + CHANNELS, behind);  // of the next ones, on its way meanwhile
 #pragma unroll
         for (int i = 0; i < ALONG_D * ALONG_H; ++i) {
           const int depth_tap = first_tap(AXIS_D, DEPTH) + i / ALONG_H * tap_step(AXIS_D);
@@ -233,6 +236,7 @@ struct Epilogue {
                     pixels[(first + i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
               }
         }
+        finish_all(value, terms);
         write(value, to, cell.columns, behind - channel);
         row += CHANNELS * ROWS_OF_CHANNEL * PARTIAL_PITCH;
         to += CHANNELS * params.dst.stride[1];
@@ -250,9 +254,10 @@ struct Epilogue {
       if (owned || height >= cell.rows || depth >= cell.slabs) continue;
 #pragma unroll 1
       for (int channel = first_channel; channel < channels_behind(first_channel); channel += CHANNELS) {
-        float value[CHANNELS][DST_W], bias_of[CHANNELS];
-        read_bias(bias_of, channel, channels_behind(first_channel));
-        start(value, bias_of);
+        float value[CHANNELS][DST_W] = {};
+        ChannelTerms terms[CHANNELS];
+        read_terms(terms, channel, channels_behind(first_channel));
+        finish_all(value, terms);
         scalar_t* const line = cell.to + depth * params.dst.stride[2] + height * params.dst.stride[3];
         write(value, line + channel * params.dst.stride[1], cell.columns, channels_behind(first_channel) - channel);
       }

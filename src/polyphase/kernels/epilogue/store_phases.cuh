@@ -6,6 +6,7 @@
 #include "specialisation.cuh"
 #include "core/row_blocks.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
@@ -63,11 +64,11 @@ struct Epilogue {
   const Params& params;
   const WorkTile& work;
   const Sums& sums;
-  int first_cell;                   // of the warpgroup, among the tile's
-  scalar_t* dst;                    // the work tile's first channel, the tile's first batch entry
-  scalar_t* staging;                // of the warp, or the warpgroup
-  Place* places;                    // of the warpgroup's cells
-  float starts[CHANNEL_BLOCKS][2];  // the bias of the thread's rows
+  int first_cell;                         // of the warpgroup, among the tile's
+  scalar_t* dst;                          // the work tile's first channel, the tile's first batch entry
+  scalar_t* staging;                      // of the warp, or the warpgroup
+  Place* places;                          // of the warpgroup's cells
+  ChannelTerms terms[CHANNEL_BLOCKS][2];  // of the thread's rows
 
   __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
                                       scalar_t* dst, const scalar_t* bias, unsigned char* memory)
@@ -84,8 +85,8 @@ struct Epilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int of = channel(block, lane() / 4 + 8 * half);
-        starts[block][half] = HAS_BIAS && of < DST_CHANNELS ? widen(read(bias + of)) : 0.f;
-        load_now(starts[block][half]);
+        terms[block][half] = channel_terms(bias, of, of < DST_CHANNELS);
+        load_now(terms[block][half].bias);
       }
   }
 
@@ -114,16 +115,16 @@ struct Epilogue {
   // The 2 · COLUMNS elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and
   // is bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
   template <int LINE, int I = 0>
-  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half, float start) const {
+  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half,
+                                      ChannelTerms terms) const {
     constexpr bool owned = LINE >= 0 && (WIDTH_PARTS > 1 || has_taps(AXIS_W, I % COLUMNS));
     constexpr int index = owned_before(AXIS_W, I % COLUMNS);
-    value[I] = start;
+    value[I] = finish_empty(terms);
     if constexpr (owned) {
       const float (&sum)[SUMS] = sums[(block * LINES + LINE) * LINE_PHASES + index][j / (PIXELS / 8)];
-      value[I] = sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
-      if (HAS_BIAS) value[I] += start;
+      value[I] = finish(sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS], terms);
     }
-    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, start);
+    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, terms);
   }
   static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
@@ -222,7 +223,7 @@ struct Epilogue {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2 * COLUMNS];
           alignas(16) scalar_t narrowed[2 * COLUMNS];
-          run<LINE>(value, block, piece * (PIECE / 8) + j, half, starts[block][half]);
+          run<LINE>(value, block, piece * (PIECE / 8) + j, half, terms[block][half]);
 #pragma unroll
           for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
 #pragma unroll
@@ -281,7 +282,7 @@ struct Epilogue {
           float value[2][2 * DST_W];
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, starts[block][half]);
+            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, terms[block][half]);
 #pragma unroll
           for (int cell = 0; cell < 2; ++cell) {
             Vector<scalar_t, 2> pair;
