@@ -1,4 +1,4 @@
-"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/pixel_gemm.cu``."""
+"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/phase_gemm_pixels.cu``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST_AT_ONCE = 8  # channels that a thread goes on by
 
 
 class PixelGemmVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``pixel_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``phase_gemm_pixels.cu`` says what the names mean."""
 
     columns: int
     stage_steps: int
@@ -52,10 +52,10 @@ class PixelGemmVariant(NamedTuple):
     ahead: bool
 
 
-class PixelGemm(Schedule):
+class PhaseGemmPixels(Schedule):
     """Pixels as rows of one product, whose channels stay in registers."""
 
-    name = "pixel_gemm"
+    name = "phase_gemm_pixels"
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
@@ -134,7 +134,7 @@ class PixelGemm(Schedule):
             ("STAGE_STEPS", variant.stage_steps),
             ("STAGES", variant.stages),
             ("RESIDENT", variant.resident),
-            ("AHEAD", ahead),
+            ("PREFETCH", ahead),
             ("RUN", run),
             ("WGMMA", True),
         )
