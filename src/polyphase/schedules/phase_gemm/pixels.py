@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from polyphase.jit.source import KernelSource, WgmmaForm
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -114,18 +114,13 @@ class PhaseGemmPixels(Schedule):
         units, chunks = _tiles(problem) * problem.groups, _chunks(problem, variant.columns)
         blocks = max(1, min(units * chunks, device.multiprocessors))
         rounds, rest = divmod(units, blocks)
-        share = math.ceil(rest * chunks / blocks)
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("COLUMN_TILES", variant.columns // 8),
             ("SCALED", _scaled(problem)),
             ("MIN_BLOCKS", 1),
         )
-        operands = "float16" if _scaled(problem) else problem.dtype
         columns = problem.groups * chunks * variant.columns
-        packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
-        pack = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
-        packs = (plain_step(pack, columns // _PACK_COLUMNS, _PACK_THREADS),)
         multiplying = (
             *constants,
             ("PARTS", 1),
@@ -138,6 +133,7 @@ class PhaseGemmPixels(Schedule):
             ("RUN", run),
             ("WGMMA", True),
         )
+        operands = "float16" if _scaled(problem) else problem.dtype
         forms = (WgmmaForm(variant.columns, operands, a_in_registers=True),)
         source = KernelSource(self.name, problem.dtype, True, multiplying, forms)
         geometry = params_of(source).pack(
@@ -148,7 +144,7 @@ class PhaseGemmPixels(Schedule):
             groups=problem.groups,
             rounds=rounds,
             units=units,
-            share=share,
+            share=math.ceil(rest * chunks / blocks),
             piece=piece,
             vector=min(2 * run, _vector(problem, layouts)),
             x_stride=layouts.input[1],
@@ -162,7 +158,15 @@ class PhaseGemmPixels(Schedule):
             geometry=geometry,
         )
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
+        packs = (_pack_columns(problem, constants, columns),)
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
+
+
+def _pack_columns(problem: ConvTransposeProblem, constants: tuple[tuple[str, Constant], ...], columns: int) -> Step:
+    """What packs the weights of so many columns for a kernel with such constants."""
+    packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
+    source = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
+    return plain_step(source, columns // _PACK_COLUMNS, _PACK_THREADS)
 
 
 def _like(problem: ConvTransposeProblem) -> ConvTransposeProblem:
