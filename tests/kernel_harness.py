@@ -25,6 +25,7 @@ from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides, extent
+from polyphase.program.params import params_of
 from polyphase.program.program import Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, Step, X
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
@@ -56,10 +57,9 @@ class Emulator:
         if 0 in step.grid:
             return
         kernel = EmulatedKernel(text_of(step.source), step.source.kernel)
-        sizes = step.geometry
-        maps = b"".join(map(tensor_map, step.boxes))
-        sizes = maps + sizes[len(maps) :]
-        geometry = (ctypes.c_ubyte * len(sizes)).from_buffer_copy(sizes)
+        geometry = (ctypes.c_ubyte * len(step.geometry)).from_buffer_copy(step.geometry)
+        for boxes, place in zip(step.boxes, params_of(step.source).tensor_maps):
+            geometry[place : place + TENSOR_MAP_BYTES] = tensor_map(boxes)
         parameters = [*tensors, geometry] if step.geometry else tensors
         arguments = (step.grid, step.block, step.shared_bytes, parameters)
         if self.order is None:
@@ -185,10 +185,9 @@ def run(
     return found.view(problem.weight_shape)
 
 
-def items_of(launch: Program) -> tuple[int, int]:
-    """How many items a launch of implicit_gemm has, and how many of these a block does not share."""
-    items, *_, own = struct.unpack_from("<11i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56 + 35 * 4)
-    return items, own
+def params(launch: Program) -> dict[str, Any]:
+    """What the last parameter of a program's main kernel holds, by the names that the kernel has for it."""
+    return params_of(launch.main.source).read(launch.main.geometry)
 
 
 def operand_shapes(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:

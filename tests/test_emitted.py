@@ -23,6 +23,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import typical
+from polyphase.program.params import params_of
 from polyphase.program.program import Program
 from polyphase.program.step import Step
 from polyphase.program.tensor_map import Boxes
@@ -104,7 +105,8 @@ def model_problem(module: Any) -> ConvTransposeProblem:
 def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Step) -> None:
     number, geometry, boxes, *grid, block, shared_bytes = given
     assert (tuple(grid), block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
-    assert (geometry, boxes) == (expected.geometry, b"".join(map(packed_boxes, expected.boxes)))
+    places = params_of(expected.source).tensor_maps
+    assert (geometry, boxes) == (expected.geometry, b"".join(map(packed_boxes, expected.boxes, places)))
     name, generated, files = module.KERNELS[arch][number]
     assert (name, files) == (expected.source.kernel, expected.source.files)
     lines = zip(
@@ -217,7 +219,8 @@ def test_boxes_are_packed_by_the_numbers_of_the_driver() -> None:
         steps = 1, 1, 2, 8, 1
         boxes = Boxes(dtype, (1, 2, 3, 4, 5), (6, 7, 8, 2**39), (10, 11, 12, 13, 14), 64, tf32, 1, steps)
         spans = 10, 11, 23, 97, 14
-        assert struct.unpack(BOXES, packed_boxes(boxes)) == (*range(1, 9), 2**39, *spans, *steps, number, 2, 1, 0)
+        expected = (*range(1, 9), 2**39, *spans, *steps, number, 2, 1, 256)
+        assert struct.unpack(BOXES, packed_boxes(boxes, 256)) == expected
 
 
 @needs_emulator
@@ -240,21 +243,21 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="CUDA error 1"):
         binding.launch(2, b"abcd", b"", 1, 1, 1, 32, 13, [first, second])
 
-    geometry, boxes = bytes(range(132)), Boxes("float32", (9, 8, 7, 6, 2**33), (16, 32, 48, 2**38), (4,) * 5, 64, True)
+    geometry, boxes = bytes(range(196)), Boxes("float32", (9, 8, 7, 6, 2**33), (16, 32, 48, 2**38), (4,) * 5, 64, True)
     boxes = replace(boxes, steps=(1, 2, 1, 1, 1))
-    binding.launch(1, geometry, packed_boxes(boxes), 1, 1, 1, 32, 0, [first])
+    binding.launch(1, geometry, packed_boxes(boxes, 64), 1, 1, 1, 32, 0, [first])
     assert binding.encoded() == [
         *(1, 0, 11, 5, first.data_ptr()),
         *(*boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps),
         *(0, 2, 2, 0),
     ]
-    assert binding.geometry() == b"m" * 128 + geometry[128:]
-    assert geometry == bytes(range(132))
-    with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes.* take 128 .* given 127 bytes and 132"):
-        binding.launch(1, geometry, packed_boxes(boxes)[1:], 1, 1, 1, 32, 0, [first])
-    with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes.* take 128 .* given 128 bytes and 4"):
-        binding.launch(2, b"abcd", packed_boxes(boxes), 1, 1, 1, 32, 0, [first, second])
-    refused = packed_boxes(boxes)[:-12] + struct.pack("<3I", 4, 0, 0)
+    assert binding.geometry() == geometry[:64] + b"m" * 128 + geometry[192:]
+    assert geometry == bytes(range(196))
+    with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes each, given 127"):
+        binding.launch(1, geometry, packed_boxes(boxes, 64)[1:], 1, 1, 1, 32, 0, [first])
+    with pytest.raises(RuntimeError, match=r"a tensor map takes 128 bytes from 128 on, and .* parameter has 196"):
+        binding.launch(1, geometry, packed_boxes(boxes, 128), 1, 1, 1, 32, 0, [first])
+    refused = packed_boxes(boxes, 64)[:-12] + struct.pack("<3I", 4, 0, 64)
     with pytest.raises(RuntimeError, match=r"no tensor map, error 1: data type 11, sizes \[9, .*\], .* swizzle 4, add"):
         binding.launch(1, geometry, refused, 1, 1, 1, 32, 0, [first])
 
@@ -263,10 +266,10 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_binding_is_built_with_cuda_11(small: Any, tmp_path: Path) -> None:
     binding = binding_on_the_cpu(small.BINDING, tmp_path, 11070)
-    boxes = packed_boxes(Boxes("float16", (8,) * 5, (16,) * 4, (8,) * 5, 16, False))
-    binding.launch(1, bytes(132), b"", 1, 1, 1, 32, 0, [torch.rand(3)])
+    boxes = packed_boxes(Boxes("float16", (8,) * 5, (16,) * 4, (8,) * 5, 16, False), 0)
+    binding.launch(1, bytes(196), b"", 1, 1, 1, 32, 0, [torch.rand(3)])
     with pytest.raises(RuntimeError, match="knows no tensor maps: both must be of CUDA 12 or newer"):
-        binding.launch(1, bytes(132), boxes, 1, 1, 1, 32, 0, [torch.rand(3)])
+        binding.launch(1, bytes(196), boxes, 1, 1, 1, 32, 0, [torch.rand(3)])
 
 
 # What it refuses

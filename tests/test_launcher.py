@@ -21,6 +21,7 @@ from polyphase.jit.source import KernelSource
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.program.params import params_of
 from polyphase.program.step import Step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
 
@@ -203,12 +204,14 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tensor_map, "encode", encode)
     monkeypatch.setattr(launcher, "_MOST_MAPS", 2)
     executable = launcher.Executable(launch, "sm_90a", 0)
+    (place,) = params_of(launch.source).tensor_maps
 
     def call(*pointers: int) -> None:
         executable(0, *pointers)
         geometry = executable._local.keep[0].raw
-        assert geometry[:TENSOR_MAP_BYTES] == bytes([pointers[0]]) * TENSOR_MAP_BYTES
-        assert geometry[TENSOR_MAP_BYTES:] == launch.geometry[TENSOR_MAP_BYTES:]
+        end = place + TENSOR_MAP_BYTES
+        assert geometry[place:end] == bytes([pointers[0]]) * TENSOR_MAP_BYTES
+        assert geometry[:place] + geometry[end:] == launch.geometry[:place] + launch.geometry[end:]
 
     for pointers, known in (
         ((1, 2, 3, 4), [1]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import struct
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import random_problem
-from kernel_harness import formats, items_of
+from kernel_harness import formats, params
 from polyphase import UnsupportedError, runtime
 from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
 from polyphase.bench.operands import Operands, make_operands
@@ -27,9 +26,9 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.problem.layouts import Layouts, Strides
 from polyphase.problem.sizes import has_odd_rows, is_tiny
-from polyphase.program.params import packed_divisor
 from polyphase.program.program import Program
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.program.struct_layout import divisor
+from polyphase.program.tensor_map import Boxes
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
@@ -53,11 +52,11 @@ def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: Device
     assert all(blocks <= most for blocks, most in zip(launch.main.grid, MOST_BLOCKS))
     assert launch.main.shared_bytes <= device.shared_bytes_per_block
     assert launch.splits >= 1
-    if launch.main.source.kernel != "gather_tiled":
+    if launch.main.source.kernel != "direct_tiled":
         return
     constants = dict(launch.main.source.constants)
-    _, *rest = struct.unpack_from("<13i", launch.main.geometry, 2 * 56)
-    lanes, tiles, (items, per_block) = rest[:4], rest[4:8], rest[8:10]
+    found = params(launch)
+    lanes, tiles, items, per_block = (found[name] for name in ("lanes", "tiles", "items", "items_per_block"))
     assert math.prod(lanes) <= constants["LANES"]
     forward = pass_ is Pass.FORWARD
     sizes = problem.output_size if forward else problem.input_size
@@ -253,11 +252,11 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             assert launch is not None
             assert_launchable(sized, pass_, H200, launch)
             computed, _ = plan.as_computed(sized, pass_, None)
-            by_engine = chosen.schedule == "weight_grad_wgmma"
+            by_engine = chosen.schedule == "window_wgrad_wgmma"
             assert not by_engine or chosen.other is not None
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.schedule.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
-            cells = chosen.schedule == "pixel_gemm"
+            cells = chosen.schedule == "phase_gemm_pixels"
             single = pass_ is Pass.FORWARD and has_odd_rows(computed)
             by = "" if pass_ is Pass.FORWARD else chosen.schedule
             kind = computed == sized, is_tiny(computed), odd, cells, single, by
@@ -288,8 +287,7 @@ def test_tiny_images_far_apart_share_no_tile() -> None:
     layouts = replace(Layouts.dense(problem), input=(256 * 520 * 524, 520 * 524, 0, 524, 1))
     for candidate, launch in plan.launches(problem, Pass.FORWARD, H200, layouts):
         if candidate.schedule == "implicit_gemm" and not launch.main.source.wide_offsets:
-            images = struct.unpack_from("<2i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56)[1]
-            assert images * layouts.input[0] < 2**31
+            assert params(launch)["images"] * layouts.input[0] < 2**31
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
@@ -355,8 +353,9 @@ def test_an_empty_batch_launches_no_gather() -> None:
 def test_weight_gradient_parts_cover_every_position() -> None:
     for problem in (make((1, 3, 5), 4, 3), make((64, 3, 128, 128), 4, 3), make((2, 512, 9, 9), 512, 3)):
         offered = plan.launches(problem, Pass.WEIGHT_GRAD, H200)
-        for candidate, launch in (each for each in offered if each[0].schedule == "weight_grad"):
-            _, _, parts, length, positions, weights = struct.unpack_from("<3i4x3q", launch.main.geometry, 2 * 56)
+        for candidate, launch in (each for each in offered if each[0].schedule == "direct_wgrad_gemm"):
+            found = params(launch)
+            parts, length, positions, weights = (found[each] for each in ("parts", "part_length", "positions", "plane"))
             assert parts == launch.splits
             assert positions == problem.batch * math.prod(problem.input_size)
             assert weights == problem.elements[1]
@@ -444,7 +443,7 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
                     continue
                 assert candidate.schedule == "implicit_gemm"
                 assert_driver_takes(launch.main.boxes[0])
-                count, pixels = struct.unpack_from("<2i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56 + 42 * 4)
+                count, pixels = params(launch)["boxes"], params(launch)["box_pixels"]
                 assert count >= 1
                 stage = math.prod(launch.main.boxes[0].box) * DTYPE_BYTES[dtype]
                 assert stage == pixels * 32 * candidate.variant.k_steps * (2 if candidate.variant.scaled else 1)
@@ -478,8 +477,7 @@ def test_stores_are_as_wide_as_rows_allow(
         assert problem.output_size[1] == width
         for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
             if candidate.schedule == "implicit_gemm":
-                (found,) = struct.unpack_from("<i", launch.main.geometry, TENSOR_MAP_BYTES + 2 * 56 + 41 * 4)
-                assert found == expected, candidate.describe()
+                assert params(launch)["store_vector"] == expected, candidate.describe()
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(-1, 1))
@@ -488,7 +486,7 @@ def test_stores_are_as_wide_as_rows_allow(
 @example(2**30 + 1, 1, -1)
 def test_division_by_a_reciprocal_rounds_down(value: int, number: int, beside: int) -> None:
     """Of any number, and of those beside a multiple of the divisor, as 64 bits have it in the kernel."""
-    stored, reciprocal, shift = struct.unpack("<iIi", packed_divisor(value))
+    stored, reciprocal, shift = divisor(value).values()
     multiple = number // value * value + beside
     for each in (number, multiple if 0 <= multiple < 2**31 else 0):
         assert each * reciprocal < 2**64
@@ -498,10 +496,10 @@ def test_division_by_a_reciprocal_rounds_down(value: int, number: int, beside: i
 
 @pytest.mark.parametrize(("dtype", "shared"), [("float32", True), ("bfloat16", False)])
 def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
-    """Of gather_gemm: KernelBench 75, whose tiles in bfloat16 are short."""
+    """Of grouped_gemm: KernelBench 75, whose tiles in bfloat16 are short."""
     (layer,) = (each.problem for each in suite("all") if each.name == "KernelBench 75")
     planned = plan.plan(replace(layer, dtype=dtype, tf32=True), Pass.FORWARD, H200, by_prediction=True)
-    assert planned.schedule == "gather_gemm"
+    assert planned.schedule == "grouped_gemm"
     assert planned.launch is not None
     assert (len(planned.launch.steps) > 1) is shared
 
@@ -525,7 +523,7 @@ def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: 
     assert planned.launch is not None
     constants = dict(planned.launch.main.source.constants)
     variant = planned.candidate.variant
-    items, own = items_of(planned.launch)
+    items, own = params(planned.launch)["items"], params(planned.launch)["own"]
     clusters = planned.launch.main.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared
@@ -608,9 +606,9 @@ def refusals(text: str) -> list[tuple[str, str]]:
 )
 def test_refusals_have_reasons_and_another_schedule(problem: ConvTransposeProblem, reason: str) -> None:
     chosen = plan.plan(problem, Pass.FORWARD, H200)
-    assert chosen.schedule == ("gather_channels" if problem.channels_last else "gather_general")
+    assert chosen.schedule == ("direct_channels" if problem.channels_last else "direct_general")
     text = explain(problem, H200)
-    (found,) = {why for name, why in refusals(text) if name == "gather_tiled" and "taps only" not in why
+    (found,) = {why for name, why in refusals(text) if name == "direct_tiled" and "taps only" not in why
                 and reason in why}  # fmt: skip
     assert reason in found
 
@@ -664,8 +662,8 @@ def test_explanations_name_winner_losers_and_reasons() -> None:
             assert line.startswith(f"  loses: {best.seconds * 1e3:9.3f} ms")
             assert line.endswith(f"{len(found) - 1} more") is (len(found) > 1)
         assert paragraph.count("  loses: ") == len(losers)
-    assert ("weight_grad", "computes the weight gradient only") in refusals(text)
-    assert ("gather_tiled", "computes the forward pass and the input gradient only") in refusals(text)
+    assert ("direct_wgrad_gemm", "computes the weight gradient only") in refusals(text)
+    assert ("direct_tiled", "computes the forward pass and the input gradient only") in refusals(text)
 
 
 def test_other_devices_are_portable() -> None:
@@ -737,4 +735,4 @@ def test_vast_strides_are_not_unrolled(layout: bool) -> None:
     """Elements without taps are stored too: straight-line code for millions of them would never compile."""
     stride, dilation = (200, 200, 32), (1, 8, 30)
     problem = ConvTransposeProblem.make((2, 1, 8, 8, 8), 2, (2, 9, 1), stride, dilation=dilation, channels_last=layout)
-    assert plan.plan(problem, Pass.FORWARD, H200).schedule == "gather_general"
+    assert plan.plan(problem, Pass.FORWARD, H200).schedule == "direct_general"

@@ -36,12 +36,15 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import typical
+from polyphase.program import params
 
 _HERE = Path(__file__).parent
 _SUPPORT = support.__name__
 # What runs an emitted file calls these by name, or PyTorch does.
 _CALLED = {"launch", "forward", "backward"}
-_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "LAYERS", "CLASSES"}
+_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "STRUCTS", "LAYERS", "CLASSES"}
+# The structs of kernels are read in their sources by the first, and looked up by the second in an emitted file.
+_READ, _LOOKED_UP = (params.__name__, "params_of"), (_SUPPORT, "params_of")
 
 # A loader may leave its module out of sys.modules, where dataclasses look it up.
 _LISTED = """\
@@ -92,25 +95,25 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         layers.append(support.Layer(problem, choices))
     settled_kernels = {arch: _settled(sources, arch, remarks) for arch, sources in kernels.items()}
 
+    all_sources = [source for sources in settled_kernels.values() for source in sources]
+    structs = {source.kernel: params.params_of(source) for source in all_sources}
     literals = _Literals()
-    literals.of(layers)  # notes what it names
-    roots = literals.roots | {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
-    found = collect([*roots, (_SUPPORT, "use_kernels")], _CALLED, {(_SUPPORT, name) for name in _FILLED_IN})
-    found.imports["sys"] = "import sys"
-    names = distinct_names(found, model.defined | set(model.imported))
-    _check_names(model, found)
+    literals.of([layers, structs])  # notes what it names
+    found, names = _collected(model, literals.roots)
     parts = [
         _header(model, title, command, plans),
         _imports(found, names),
         _LISTED,
         _section("The kernels, as they are in polyphase/kernels"),
-        _files([source for sources in settled_kernels.values() for source in sources]),
+        _files(all_sources),
         _section("What each of them is made from: its name, what is generated for it, its files in order"),
         _kernels(settled_kernels),
         _section("From Python to a launch, in C++"),
         _raw("LAUNCHER", (_HERE / "launcher.cuh").read_text(encoding="utf-8")),
         _raw("BINDING", (_HERE / "binding.cpp").read_text(encoding="utf-8")),
         *_host(found, names),
+        _section("What the kernels take as their last parameter, as read in their sources"),
+        f"STRUCTS = {literals.of(structs, names)}",
         _section("What was emitted: layers, and what computes their passes"),
         f"LAYERS = {literals.of(layers, names)}",
         _classes(model, names),
@@ -120,6 +123,19 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _model_new(names),
     ]
     return Emitted("\n\n".join(parts) + "\n", plans, remarks)
+
+
+def _collected(model: Model, roots: set[Key]) -> tuple[Found, dict[Key, str]]:
+    """The host code that ``roots``, and all that runs, use; and what has another name in the file."""
+    modules = {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
+    given = {_READ, *((_SUPPORT, name) for name in _FILLED_IN)}
+    found = collect([*roots, *modules, (_SUPPORT, "use_kernels"), _LOOKED_UP], _CALLED, given)
+    found.imports["sys"] = "import sys"
+    names = distinct_names(found, model.defined | set(model.imported))
+    if _LOOKED_UP in names:
+        names[_READ] = names[_LOOKED_UP]
+    _check_names(model, found)
+    return found, names
 
 
 def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Selection, list[KernelSource]]:

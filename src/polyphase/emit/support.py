@@ -25,6 +25,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts
 from polyphase.program.program import Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, Step, X
+from polyphase.program.struct_layout import Struct
 from polyphase.program.tensor_map import Boxes
 from polyphase.schedules.schedule import Schedule
 
@@ -50,6 +51,7 @@ FILES: dict[str, str] = {}  # CUDA, by path
 # By architecture: each kernel's name, the files that are generated for it, and the paths of all its files in order.
 KERNELS: dict[str, list[tuple[str, dict[str, str], tuple[str, ...]]]] = {}
 BINDING = LAUNCHER = ""
+STRUCTS: dict[str, Struct] = {}  # the kernels' last parameters, by the kernel's name
 LAYERS: list[Layer] = []
 CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their place
 
@@ -123,6 +125,13 @@ def kernel_number(arch: str, source: KernelSource) -> int:
     )
 
 
+def params_of(source: KernelSource) -> Struct:
+    """What a kernel takes as its last parameter. Raises `UnsupportedError` for one that is not in this file."""
+    if source.kernel not in STRUCTS:
+        raise UnsupportedError(f"this file has no {source.kernel}, which tensors of this size need: emit it for them")
+    return STRUCTS[source.kernel]
+
+
 # Calls: what is launched depends on the sizes of a call, and is remembered.
 
 
@@ -192,7 +201,8 @@ def prepare(
 
 def arguments(arch: str, step: Step) -> tuple[Any, ...]:
     """What the extension's ``launch`` takes before the tensors."""
-    number, boxes = kernel_number(arch, step.source), b"".join(map(packed_boxes, step.boxes))
+    number, places = kernel_number(arch, step.source), params_of(step.source).tensor_maps
+    boxes = b"".join(packed_boxes(*each) for each in zip(step.boxes, places))
     return (number, step.geometry, boxes, *step.grid, step.block, step.shared_bytes)
 
 
@@ -201,10 +211,10 @@ _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 
 
-def packed_boxes(boxes: Boxes) -> bytes:
-    """``Boxes`` of binding.cpp."""
+def packed_boxes(boxes: Boxes, place: int) -> bytes:
+    """``Boxes`` of binding.cpp, whose tensor map lies ``place`` bytes into the kernel's last parameter."""
     kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
-    return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, 0)
+    return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, place)
 
 
 def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:

@@ -18,6 +18,7 @@ from polyphase.errors import CompilationError, PolyphaseError
 from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel, is_cached
 from polyphase.jit.source import KernelSource
 from polyphase.problem.device import capability_of
+from polyphase.program.params import params_of
 from polyphase.program.program import Program
 from polyphase.program.step import Step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES
@@ -41,6 +42,7 @@ class Executable:
         self._empty = 0 in step.grid
         self._geometry = step.geometry
         self._boxes = step.boxes
+        self._places = params_of(step.source).tensor_maps if step.boxes else ()
         self._maps: list[dict[int, bytes]] = [{} for _ in step.boxes]
         self._pointers = len(step.operands)
         self._pack = struct.Struct(f"{self._pointers}Q").pack_into
@@ -99,7 +101,7 @@ class Executable:
                 maps.clear()
             encoded = maps[address] = encode(self._boxes[index], address)
         geometry, _ = self._local.keep
-        ctypes.memmove(ctypes.byref(geometry, index * TENSOR_MAP_BYTES), encoded, TENSOR_MAP_BYTES)
+        ctypes.memmove(ctypes.byref(geometry, self._places[index]), encoded, TENSOR_MAP_BYTES)
         self._local.mapped[index] = address
 
     def _overlapping(self) -> Any:

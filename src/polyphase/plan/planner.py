@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -27,6 +26,7 @@ from polyphase.problem.device import PORTABLE, DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import compared
 from polyphase.program.program import Program
+from polyphase.program.struct_layout import ParamOverflowError
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.schedule import Candidate, Schedule
 
@@ -135,7 +135,7 @@ def plan(
             Selection(each, candidate, each.launch(problem, pass_, device, layouts, candidate.variant))
             for each, candidate in kernels
         )
-    except struct.error:  # numbers that a kernel's parameter has no room for
+    except ParamOverflowError:  # numbers that a kernel's parameter has no room for
         raise UnsupportedError(f"{given} has more positions than the kernels count: {2**31 - 1}") from None
     return Plan(given, pass_, selected, measured is not None)
 

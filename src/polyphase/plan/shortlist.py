@@ -106,6 +106,8 @@ def _rank(schedule: Schedule, at: Any, pass_: Pass, device: DeviceInfo) -> list[
     """The first configs: by their predictions at the ranking size, then by those at all that have a say."""
     predicted = schedule.search(at, pass_, device, schedule.compared or None)
     order = sorted(predicted, key=predicted.__getitem__)
+    if schedule.prunes:
+        order = order[: schedule.compared]  # of those behind them some are missing
     if sizes := schedule.others(at):
         compared, others = order[: schedule.compared], order[schedule.compared :]
         scores = {}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import struct
 
 from polyphase.jit.source import KernelSource
+from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
 
 _THREADS = 256
@@ -20,4 +20,5 @@ def reduce_splits(dtype: str, elements: int, splits: int) -> Step:
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
     source = KernelSource("reduce_splits", dtype, False, constants, folder="steps")
     blocks = math.ceil(elements * groups / (_TOGETHER * _THREADS))
-    return plain_step(source, blocks, _THREADS, struct.pack("<q2i", elements, splits, groups))
+    geometry = params_of(source).pack(plane=elements, planes=splits, groups=groups)
+    return plain_step(source, blocks, _THREADS, geometry)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import struct
 
 from polyphase.jit.source import KernelSource
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Strides, five
-from polyphase.program.params import packed_divisor
+from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
 
 _THREADS = 256
@@ -29,9 +28,10 @@ def to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides) -> St
     """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost."""
     batch, channels, *sizes = five(shape)
     pixels = batch * math.prod(sizes)
-    geometry = struct.pack("<5q2i", *strides, channels, pixels) + b"".join(map(packed_divisor, sizes))
+    source = transpose_source(dtype)
+    geometry = params_of(source).pack(stride=strides, channels=channels, pixels=pixels, sizes=sizes)
     blocks = math.ceil(pixels / _PIXELS) * math.ceil(channels / _CHANNELS)
-    return plain_step(transpose_source(dtype), blocks, _THREADS, geometry + bytes(-len(geometry) % 8))
+    return plain_step(source, blocks, _THREADS, geometry)
 
 
 def to_contiguous(dtype: str, shape: tuple[int, ...]) -> Step:

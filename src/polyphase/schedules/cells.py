@@ -9,9 +9,9 @@ depends on timing. `polyphase.schedules.direct.tiled` unrolls the whole kernel f
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from polyphase.jit.source import Constant
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
@@ -33,9 +33,9 @@ class Side:
         """Whether neighbouring channels are neighbours in memory."""
         return channels_innermost(self.shape[1], self.strides)
 
-    def packed(self) -> bytes:
+    def params(self) -> dict[str, Any]:
         """The kernels' ``Tensor5``."""
-        return struct.pack("<5q4i", *self.strides, *self.shape[2:], self.shape[1])
+        return {"stride": self.strides, "size": self.shape[2:], "channels": self.shape[1]}
 
 
 class CellAxis:
@@ -136,7 +136,7 @@ class Gather:
 
     @cached_property
     def split(self) -> int:
-        """Residues by which ``gather_tiled.cu`` splits a row of the source in shared memory."""
+        """Residues by which ``direct_tiled.cu`` splits a row of the source in shared memory."""
         step = self.cell_axes[2].src
         return step if step == 2 or step % 4 == 0 else 1
 

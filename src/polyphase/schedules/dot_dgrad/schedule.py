@@ -1,9 +1,8 @@
-"""The input gradient of layers with long kernels, as dot products, ``kernels/input_grad_dots.cu``."""
+"""The input gradient of layers with long kernels, as dot products, ``kernels/dot_dgrad.cu``."""
 
 from __future__ import annotations
 
 import math
-import struct
 from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
@@ -12,7 +11,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted
 from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
@@ -28,7 +27,7 @@ _RESIDENT = 2  # blocks, by their registers
 
 
 class DotsVariant(NamedTuple):
-    """The compile-time shape of ``input_grad_dots.cu``: input channels of a warp, which has 32 sums."""
+    """The compile-time shape of ``dot_dgrad.cu``: input channels of a warp, which has 32 sums."""
 
     in_tile: int
 
@@ -41,10 +40,10 @@ class DotsVariant(NamedTuple):
 _VARIANTS = tuple(DotsVariant(in_tile) for in_tile in (16, 8, 4, 2, 1))
 
 
-class InputGradDots(Schedule):
+class DotDgrad(Schedule):
     """The lanes of a warp go along the taps."""
 
-    name = "input_grad_dots"
+    name = "dot_dgrad"
     adapts = True
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -107,9 +106,17 @@ class InputGradDots(Schedule):
                 ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
             ),
         )
-        geometry = g.packed() + x.packed()
-        geometry += struct.pack("<6i", problem.batch, problem.groups, tiles_w, tiles, parts, length)
-        geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
+        geometry = params_of(source).pack(
+            g=g,
+            x=x,
+            batch=problem.batch,
+            groups=problem.groups,
+            tiles_w=tiles_w,
+            tiles=tiles,
+            parts=parts,
+            part_size=length,
+            plane=problem.elements[0] if parts > 1 else 0,
+        )
         blocks = _blocks(problem, variant) * parts
         main = Step(
             source=source,

@@ -14,9 +14,8 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import SECTOR_BYTES
 from polyphase.problem.sizes import TINY, is_tiny
-from polyphase.program.params import counter_bytes
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.tensor_cores import parts_of
+from polyphase.schedules.tensor_cores import counter_bytes, parts_of
 
 ROWS = 64  # of a row block
 BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
@@ -173,7 +172,11 @@ class GemmVariant(NamedTuple):
     @property
     def turning_groups(self) -> int:
         """Groups of warps that take turns to turn the copy engine's boxes around."""
-        return self.loader_threads // 128 if self.stages > 2 else 1
+        return self.turning_groups_of(self.stages)
+
+    def turning_groups_of(self, stages: int) -> int:
+        """The same of the variant with so many stages."""
+        return self.loader_threads // 128 if stages > 2 else 1
 
 
 @dataclass(frozen=True)

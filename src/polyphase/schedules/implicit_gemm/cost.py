@@ -9,7 +9,7 @@ from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import slower_of
-from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
+from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, STAGES, GemmVariant, Product, Taps
 from polyphase.schedules.implicit_gemm.tile import Tile
 
 
@@ -66,30 +66,206 @@ def estimate(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, layer_bytes: int
 ) -> tuple[float, str]:
     """Predicted seconds of a variant, and whether ``layer_bytes`` or instructions bound it."""
-    product = Product.of(gather, variant)
-    multiply, load, moved, slots = _main_loop(gather, variant, tile, product)
-    main = _norm(_COSTS.overlap, multiply, load, moved, slots)
-    store = _store(gather, variant, tile, product)
-    item = main + store
-    tiles = math.ceil(tile.total / variant.cluster) * variant.cluster
-    waves = tiles * product.row_groups / variant.row_parts / device.multiprocessors
-    if waves < 8:
-        waves = math.ceil(waves)
-    if variant.split == "turns" and (waves > 1 or variant.whole_images):
-        item, waves = _norm(_COSTS.turns, main, (multiply + store) / 2), max(waves, 2)
-    resident = variant.row_parts * product.weight_bytes(variant) * _COSTS.moved if variant.resident else 0
-    busy = (waves * item + resident + _COSTS.launch) / device.clock_hz
-    if variant.row_columns(gather) < gather.axes[2].stride:
-        written = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype]
-        busy += _COSTS.parts_of_sectors * written / device.copy_bytes_per_second
-    one_tap = all((a.kernel, a.padding, a.dilation) == (a.stride, 0, 1) for a in gather.axes)
-    bandwidth = _COSTS.bandwidth_one_tap if one_tap and not gather.src.channels_last else _COSTS.bandwidth
-    floor = layer_bytes / (bandwidth * device.copy_bytes_per_second)
-    seconds, bound = slower_of(busy, floor)
-    return seconds + (_measure(gather, device) if variant.scaled else 0), bound
+    return Work(gather, variant).estimate(gather, variant.stages, tile, device, layer_bytes)
 
 
-def _measure(gather: Gather, device: DeviceInfo) -> float:
+class Work:
+    """What blocks of a variant do, whatever its stages: the same for images of all sizes.
+
+    A planner asks one of them for many tiles, so that what they have in common is counted once.
+    """
+
+    def __init__(self, gather: Gather, variant: GemmVariant) -> None:
+        product, size = Product.of(gather, variant), DTYPE_BYTES[gather.dtype]
+        last = gather.src.channels_last
+        self.variant, self.product = variant, product
+        raw = size // variant.operand_bytes(gather.dtype)  # bytes for each of an operand
+        in_place = last or variant.boxes
+        self._stages, chunks = product.stages(variant), 2 * variant.k_steps
+        self._pixel_bytes = self._stages * chunks * CHUNK_BYTES  # of each pixel of a halo
+        self._packed = variant.row_parts * product.weight_bytes(variant)
+        self._weight_bytes = 0 if variant.resident else self._packed
+        self.once = (self._packed * _COSTS.moved if variant.resident else 0) + _COSTS.launch
+
+        instructions = product.steps * product.operations * variant.pixel_blocks * variant.sharers
+        instructions *= 3 if variant.parts == 2 else 1
+        self._operand_bytes = instructions * 2 * CHUNK_BYTES * (ROWS + variant.pixels)
+        passes = 1 if variant.boxes or (size == 2 and in_place) else 1 + 2 * raw
+        self._passes = passes * (1 if variant.parts == 1 else 4 / 3)
+        self._shared = _COSTS.shared_boxes if variant.boxes and last else _COSTS.shared
+        self._products = instructions * variant.pixels / 2
+        self._instruction = 1 if variant.wgmma else _COSTS.other_instruction
+        self._issue = _COSTS.issue * instructions
+        self._wait = _COSTS.wait * self._stages * variant.sharers
+        self._raw = raw
+        self._own_weights = self._weight_bytes / variant.cluster
+        slot = _COSTS.slot_in_place if in_place else _COSTS.slot
+        self._slots = self._stages * (slot + (_COSTS.slot_shared if variant.cluster > 1 else 0))
+        self._taken = variant.loader_groups if in_place and not variant.boxes else 0  # stages that are never free
+        self._chunks, self._size, self._in_place = chunks, size, last
+        self._stage_channels = variant.stage_channels(gather.dtype)
+        self._count_stores(gather)
+        one_tap = all((a.kernel, a.padding, a.dilation) == (a.stride, 0, 1) for a in gather.axes)
+        self._bandwidth = _COSTS.bandwidth_one_tap if one_tap and not last else _COSTS.bandwidth
+        self.in_sectors = variant.row_columns(gather) < gather.axes[2].stride
+
+    def estimate(
+        self, gather: Gather, stages: int, tile: Tile, device: DeviceInfo, layer_bytes: int
+    ) -> tuple[float, str]:
+        """Predicted seconds with so many stages, and whether ``layer_bytes`` or instructions bound it."""
+        variant = self.variant
+        multiply, moved = self._multiply(tile.halo), self._moved(tile.halo)
+        load = self._stages * self._load(tile, stages)
+        slots = (self._slots + _COSTS.slot_use * multiply) / (stages - self._taken)
+        main = _norm(_COSTS.overlap, multiply, load, moved, slots)
+        store = self._store(tile)
+        item = main + store
+        tiles = math.ceil(tile.total / variant.cluster) * variant.cluster
+        waves = tiles * self.product.row_groups / variant.row_parts / device.multiprocessors
+        if waves < 8:
+            waves = math.ceil(waves)
+        if variant.split == "turns" and (waves > 1 or variant.whole_images):
+            item, waves = _norm(_COSTS.turns, main, (multiply + store) / 2), max(waves, 2)
+        busy = (waves * item + self.once) / device.clock_hz
+        if self.in_sectors:
+            busy += sectors(gather, device)
+        floor = layer_bytes / (self._bandwidth * device.copy_bytes_per_second)
+        seconds, bound = slower_of(busy, floor)
+        return seconds + (measure(gather, device) if variant.scaled else 0), bound
+
+    def least(self, halo: float, stages: int, boxes: bool) -> tuple[float, float]:
+        """Cycles of an item of so many pixels that no tile falls below, and of one whose stores others hide.
+
+        ``stages`` are the most that there may be, ``boxes``: whether TMA may bring pixels that are then transposed.
+        """
+        multiply = self._multiply(halo)
+        slots = (self._slots + _COSTS.slot_use * multiply) / (stages - self._taken)
+        load = self._stages * self._least_load(halo, boxes)
+        main = _norm(_COSTS.overlap, multiply, load, self._moved(halo), slots)
+        store = self._least_store(halo)
+        return main + store, _norm(_COSTS.turns, main, (multiply + store) / 2)
+
+    def _multiply(self, halo: float) -> float:
+        """Cycles of an item's products."""
+        shared = self._operand_bytes + self._passes * (self._pixel_bytes * halo) + self._weight_bytes
+        shared *= self._shared
+        return max(self._products, shared) * self._instruction + self._issue + self._wait
+
+    def _moved(self, halo: float) -> float:
+        """Cycles of an item's bytes from the L2 cache."""
+        return (self._raw * (self._pixel_bytes * halo) + self._own_weights) * _COSTS.moved
+
+    def _load(self, tile: Tile, stages: int) -> float:
+        """Cycles until a stage is loaded, of as many as are loaded at a time."""
+        variant, size, chunks = self.variant, self._size, self._chunks
+        if variant.boxes:
+            return _COSTS.stage_boxes + _COSTS.box_pixel * max(tile.halo, tile.boxes * tile.box_pixels)
+        warps = variant.loader_threads // 32
+        if tile.boxes:
+            pieces = math.ceil(tile.halo * size / 128) * chunks * variant.parts
+            groups = variant.turning_groups_of(stages)
+            turn = _COSTS.turn_scaled if variant.scaled else _COSTS.turn
+            return (_COSTS.stage_turned + turn * math.ceil(pieces / ((warps - 1) // groups))) / groups
+        warps //= variant.loader_groups
+        vectors = tile.halo / (tile.copy_bytes // size)
+        if self._in_place:
+            pieces = CHUNK_BYTES // tile.copy_bytes
+            copies = _COSTS.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
+        else:
+            copies = _COSTS.copy_rows * math.ceil(vectors / 32) * self._stage_channels / warps
+        in_place = size == 2 and self._in_place
+        turned = 0 if in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
+        latency = _COSTS.stage_in_place if self._in_place else _COSTS.stage
+        convert = _COSTS.convert_scaled if variant.scaled else _COSTS.convert
+        return (latency + copies + convert * turned) / variant.loader_groups
+
+    def _least_load(self, halo: float, boxes: bool) -> float:
+        """The same for so many pixels, if copies were of no whole pieces."""
+        variant, size, chunks = self.variant, self._size, self._chunks
+        if variant.boxes:
+            return _COSTS.stage_boxes + _COSTS.box_pixel * halo
+        all_warps = variant.loader_threads // 32
+        warps = all_warps // variant.loader_groups
+        if self._in_place:
+            copies = _COSTS.copy_pixels * halo * chunks / 32 / warps
+        else:
+            copies = _COSTS.copy_rows * halo * size / CHUNK_BYTES / 32 * self._stage_channels / warps
+        turned = 0.0 if size == 2 and self._in_place else halo / 32 * chunks / warps * variant.parts
+        latency = _COSTS.stage_in_place if self._in_place else _COSTS.stage
+        convert = _COSTS.convert_scaled if variant.scaled else _COSTS.convert
+        by_threads = (latency + copies + convert * turned) / variant.loader_groups
+        if not boxes or self._in_place or not variant.wgmma:
+            return by_threads
+        pieces = halo * size / 128 * chunks * variant.parts
+        turn = _COSTS.turn_scaled if variant.scaled else _COSTS.turn
+        by_groups = (
+            (_COSTS.stage_turned + turn * pieces / ((all_warps - 1) // groups)) / groups
+            for groups in {variant.turning_groups_of(count) for count in STAGES}
+        )
+        return min(by_threads, *by_groups)
+
+    def _count_stores(self, gather: Gather) -> None:
+        """What an item's stores take, but for what depends on its tile."""
+        variant, product, stride = self.variant, self.product, gather.axes[2].stride
+        self._scattered = self._edges = 0.0
+        if variant.taps_in_rows:
+            channels = min(gather.dst_channels, variant.channel_blocks * variant.row_channels) * variant.row_parts
+            rows = Taps.of(gather.axes).rows(channels, variant.lines)
+            self._outputs = channels * gather.phases / product.line_groups
+            self._partial = _COSTS.partial * rows * variant.cells
+            if gather.dst.channels_last and gather.dst_channels > 1:
+                self._scattered = variant.sets_at_once(gather)
+            return
+        owned = product.row_blocks // variant.channel_blocks * product.line_groups
+        self._values = variant.group_cells / 2 * product.row_blocks * gather.phases / owned
+        if gather.dst.channels_last:
+            self._value = _COSTS.value_pixels
+        elif stride & (stride - 1):
+            self._value = _COSTS.value_rows * _COSTS.odd_stride * (2 + self._size / 2)
+        else:
+            self._value = _COSTS.value_rows
+        self._edges = 0 if gather.dst.channels_last else stride * self._size
+        if product.line_groups > 1:
+            self._partial = _COSTS.partial_pixels if gather.dst.channels_last else _COSTS.partial_lines
+        else:
+            self._partial = 1.0
+        self._crowding = 1 + _COSTS.crowding * (variant.loader_threads / 128 - 1)
+
+    def _store(self, tile: Tile) -> float:
+        """Cycles of an item's stores."""
+        variant = self.variant
+        if variant.taps_in_rows:
+            outputs = self._outputs
+            if self._scattered:
+                outputs *= tile.tile_cells * _COSTS.scattered / self._scattered
+            elif variant.whole_images:
+                outputs *= tile.tile_cells * _COSTS.output
+            else:  # a lane has one cell of as many as there are lanes
+                lanes = 128 * variant.sharers // variant.row_parts
+                outputs *= math.ceil(tile.tile_cells / lanes) * lanes * _COSTS.lane_output
+            return self._partial + outputs
+        value = self._value
+        if self._edges and tile.tiles[3] > 1:
+            value *= 1 + _COSTS.edges / (tile.cells[2] * self._edges)
+        return self._values * (value * self._partial) * self._crowding
+
+    def _least_store(self, cells: float) -> float:
+        """The same for so many cells, if no lane were idle."""
+        if not self.variant.taps_in_rows:
+            return self._values * (self._value * self._partial) * self._crowding
+        output = _COSTS.output if self.variant.whole_images else _COSTS.lane_output
+        if self._scattered:
+            output = _COSTS.scattered / self._scattered
+        return self._partial + self._outputs * cells * output
+
+
+def sectors(gather: Gather, device: DeviceInfo) -> float:
+    """Seconds beside a layer's, where row groups share sectors of its output."""
+    written = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype]
+    return _COSTS.parts_of_sectors * written / device.copy_bytes_per_second
+
+
+def measure(gather: Gather, device: DeviceInfo) -> float:
     """Seconds to find what pixels and weights are multiplied by."""
     read = math.prod(gather.src.shape) + gather.groups * gather.src_channels * gather.dst_channels * gather.taps
     return _COSTS.measure + read * DTYPE_BYTES[gather.dtype] / (_COSTS.measured * device.copy_bytes_per_second)
@@ -97,85 +273,3 @@ def _measure(gather: Gather, device: DeviceInfo) -> float:
 
 def _norm(exponent: float, *parts: float) -> float:
     return float(sum(part**exponent for part in parts) ** (1 / exponent))
-
-
-def _main_loop(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> tuple[float, float, float, float]:
-    """Cycles of an item's products, of its loading, of its bytes from the L2 cache, and of waiting for free stages."""
-    size = DTYPE_BYTES[gather.dtype]
-    raw = size // variant.operand_bytes(gather.dtype)  # bytes for each of an operand
-    in_place = gather.src.channels_last or variant.boxes
-    stages = product.stages(variant)
-    chunks = 2 * variant.k_steps
-    weight_bytes = 0 if variant.resident else variant.row_parts * product.weight_bytes(variant)
-    pixel_bytes = stages * tile.halo * chunks * CHUNK_BYTES
-
-    instructions = product.steps * product.operations * variant.pixel_blocks * variant.sharers
-    instructions *= 3 if variant.parts == 2 else 1
-    operand_bytes = instructions * 2 * CHUNK_BYTES * (ROWS + variant.pixels)
-    passes = (1 if variant.boxes or (size == 2 and in_place) else 1 + 2 * raw) * (1 if variant.parts == 1 else 4 / 3)
-    shared = operand_bytes + passes * pixel_bytes + weight_bytes
-    shared *= _COSTS.shared_boxes if variant.boxes and gather.src.channels_last else _COSTS.shared
-    products = max(instructions * variant.pixels / 2, shared) * (1 if variant.wgmma else _COSTS.other_instruction)
-    multiply = products + _COSTS.issue * instructions + _COSTS.wait * stages * variant.sharers
-
-    load = stages * _load(gather, variant, tile)
-    free = variant.stages - (variant.loader_groups if in_place and not variant.boxes else 0)
-    slot = _COSTS.slot_in_place if in_place else _COSTS.slot
-    slot += _COSTS.slot_shared if variant.cluster > 1 else 0
-    slots = (stages * slot + _COSTS.slot_use * multiply) / free
-    return multiply, load, (raw * pixel_bytes + weight_bytes / variant.cluster) * _COSTS.moved, slots
-
-
-def _load(gather: Gather, variant: GemmVariant, tile: Tile) -> float:
-    """Cycles until a stage is loaded, of as many as are loaded at a time."""
-    size = DTYPE_BYTES[gather.dtype]
-    in_place, chunks = gather.src.channels_last, 2 * variant.k_steps
-    if variant.boxes:
-        return _COSTS.stage_boxes + _COSTS.box_pixel * max(tile.halo, tile.boxes * tile.box_pixels)
-    warps = variant.loader_threads // 32
-    if tile.boxes:
-        pieces = math.ceil(tile.halo * size / 128) * chunks * variant.parts
-        turners = (warps - 1) // variant.turning_groups
-        turn = _COSTS.turn_scaled if variant.scaled else _COSTS.turn
-        return (_COSTS.stage_turned + turn * math.ceil(pieces / turners)) / variant.turning_groups
-    warps //= variant.loader_groups
-    vectors = tile.halo / (tile.copy_bytes // size)
-    if in_place:
-        pieces = CHUNK_BYTES // tile.copy_bytes
-        copies = _COSTS.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
-    else:
-        copies = _COSTS.copy_rows * math.ceil(vectors / 32) * variant.stage_channels(gather.dtype) / warps
-    turned = 0 if size == 2 and in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * variant.parts
-    latency = _COSTS.stage_in_place if in_place else _COSTS.stage
-    convert = _COSTS.convert_scaled if variant.scaled else _COSTS.convert
-    return (latency + copies + convert * turned) / variant.loader_groups
-
-
-def _store(gather: Gather, variant: GemmVariant, tile: Tile, product: Product) -> float:
-    """Cycles of an item's stores."""
-    stride, size = gather.axes[2].stride, DTYPE_BYTES[gather.dtype]
-    if variant.taps_in_rows:
-        channels = min(gather.dst_channels, variant.channel_blocks * variant.row_channels) * variant.row_parts
-        rows = Taps.of(gather.axes).rows(channels, variant.lines)
-        outputs = channels * gather.phases / product.line_groups
-        if gather.dst.channels_last and gather.dst_channels > 1:
-            outputs *= tile.tile_cells * _COSTS.scattered / variant.sets_at_once(gather)
-        elif variant.whole_images:
-            outputs *= tile.tile_cells * _COSTS.output
-        else:  # a lane has one cell of as many as there are lanes
-            lanes = 128 * variant.sharers // variant.row_parts
-            outputs *= math.ceil(tile.tile_cells / lanes) * lanes * _COSTS.lane_output
-        return _COSTS.partial * rows * variant.cells + outputs
-    owned = product.row_blocks // variant.channel_blocks * product.line_groups
-    values = variant.group_cells / 2 * product.row_blocks * gather.phases / owned
-    if gather.dst.channels_last:
-        value = _COSTS.value_pixels
-    elif stride & (stride - 1):
-        value = _COSTS.value_rows * _COSTS.odd_stride * (2 + size / 2)
-    else:
-        value = _COSTS.value_rows
-    if not gather.dst.channels_last and tile.tiles[3] > 1:
-        value *= 1 + _COSTS.edges / (tile.cells[2] * stride * size)
-    if product.line_groups > 1:
-        value *= _COSTS.partial_pixels if gather.dst.channels_last else _COSTS.partial_lines
-    return values * value * (1 + _COSTS.crowding * (variant.loader_threads / 128 - 1))

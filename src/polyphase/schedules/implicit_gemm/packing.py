@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import struct
 
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem.integers import round_up
-from polyphase.program.params import packed_divisor, padded
+from polyphase.program.params import params_of
 from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step, plain_step
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
@@ -93,10 +92,7 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
     most = max(_MEASURING_LANES, _MEASURING_THREADS * _MEASURED_CHANNELS // gather.src_channels)
     while 2 * lanes <= min(most, _MEASURING_THREADS) and lanes * vector < pixels:
         lanes *= 2
-    geometry = gather.src.packed()
     runs = math.ceil(pixels / (lanes * vector))
-    geometry += b"".join(map(packed_divisor, (1, *sizes, runs)))
-    geometry += struct.pack("<4i", batch * gather.groups * runs, pixels, lanes, vector)
     blocks = _PIXEL_PARTS + _weight_tiles(gather) * _weight_parts(gather)
     constants = gather.constants(
         SCALED=True,
@@ -106,7 +102,16 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
     )
     known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
     source = KernelSource("measure_scales", gather.dtype, False, known, folder="steps")
-    return plain_step(source, blocks, _MEASURING_THREADS, padded(geometry), (WEIGHT, WORKSPACE, SRC))
+    geometry = params_of(source).pack(
+        src=gather.src,
+        sizes=(1, *sizes),
+        runs=runs,
+        all_runs=batch * gather.groups * runs,
+        pixels=pixels,
+        lanes=lanes,
+        vector=vector,
+    )
+    return plain_step(source, blocks, _MEASURING_THREADS, geometry, (WEIGHT, WORKSPACE, SRC))
 
 
 def _measured(gather: Gather) -> dict[str, Constant]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -13,10 +12,9 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import packed_divisor, padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import Sharing
 from polyphase.schedules.implicit_gemm.config import (
@@ -29,10 +27,10 @@ from polyphase.schedules.implicit_gemm.config import (
 )
 from polyphase.schedules.implicit_gemm.cost import estimate
 from polyphase.schedules.implicit_gemm.packing import pack_weights, packing_constants, scales_bytes
+from polyphase.schedules.implicit_gemm.search import RESERVE, Members
 from polyphase.schedules.implicit_gemm.tile import (
     Tile,
     best_tile,
-    best_tiles,
     boxes,
     may_take_operands,
     needs_wide_offsets,
@@ -43,7 +41,6 @@ from polyphase.schedules.implicit_gemm.tile import (
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import lacks_cores
 
-_MAX_OPERATIONS = 512
 _MAX_TAPS = 4096
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
 # best is offered, too. There are few images and many, small and large ones.
@@ -70,7 +67,6 @@ _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: ti
 # Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
 # The last serves kernels that NVRTC 13.0 lacks registers for on either side, whatever share the other one gives.
 _SHARES = ((-8, 2), (16, 2), (24, 2), (16, 1))
-_RESERVE = 2 << 10  # left where variants are compared, so that they fit at other sizes, too
 
 
 @dataclass(frozen=True)
@@ -90,6 +86,10 @@ class _Layer:
             dense = replace(dense, input=dense_strides(problem.input_shape, self.src_channels_last))
         return Gather.of(problem, Pass.FORWARD, dense)
 
+    def members(self, device: DeviceInfo) -> Members:
+        """Its variants. The typical size stands for all: it decides no more than whether images are tiny."""
+        return Members.of(standard(self.problem), device, self.src_channels_last, self.boxes, self.may_scale)
+
     def sized(self, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> list[_Layer]:
         """The same with images of other sizes, those that are of the same kind."""
         found = (replace(typical(self.problem, sides), batch=batch) for batch, sides in sizes)
@@ -104,7 +104,7 @@ class ImplicitGemm(Schedule):
     kept = True
     compared = 64
     best = 3
-    prunes = False
+    prunes = True
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.WEIGHT_GRAD:
@@ -134,15 +134,13 @@ class ImplicitGemm(Schedule):
 
     def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: GemmVariant) -> float:
         """Whatever the bytes."""
-        return _seconds(at.gather, config, device)
+        return at.members(device).at(at.gather)[config._replace(stages=0)].seconds(at.gather, config.stages)
 
     def search(
         self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
     ) -> dict[GemmVariant, float]:
         """Each with the best of its stages."""
-        members = families(at.problem, device, at.src_channels_last, at.boxes, at.may_scale)
-        few = [each for each in members if Product.of(at.gather, each[0]).operations <= _MAX_OPERATIONS]
-        return _predictions(at.gather, few, device)
+        return at.members(device).fastest(at.gather, most, below)
 
     def others(self, at: _Layer) -> list[_Layer]:
         return at.sized(_HAVING_A_SAY[is_tiny(at.problem)])
@@ -178,24 +176,6 @@ class ImplicitGemm(Schedule):
         items = math.ceil(tile.total / variant.cluster) * tile_items
         vector = store_vector(gather, variant, tile)
         clusters = _clusters(items, tile_items, device, variant)
-        geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack("<2i", problem.batch, tile.images)
-        geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
-        geometry += struct.pack(
-            "<11i",
-            items,
-            tile.halo,
-            tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
-            tile.allocated * CHUNK_BYTES,
-            tile.skew,
-            tile.copy_bytes,
-            vector,
-            tile.boxes,
-            tile.box_pixels,
-            tile.run,
-            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
-        )
-        geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
         operands = "float16" if variant.scaled else problem.dtype
         transposed = variant.boxes and not gather.src.channels_last
         source = KernelSource(
@@ -211,6 +191,27 @@ class ImplicitGemm(Schedule):
         packs = pack_weights(gather, variant, product, problem.batch)
         workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
         workspace += product.row_groups * product.weight_bytes(variant)
+        geometry = params_of(source).pack(
+            src=gather.src,
+            dst=gather.dst,
+            batch=problem.batch,
+            images=tile.images,
+            cells=tile.cells,
+            tiles=tile.tiles,
+            tile_items=tile_items,
+            pitch=tile.pitch,
+            items=items,
+            halo=tile.halo,
+            raw_pitch=tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
+            chunk_bytes=tile.allocated * CHUNK_BYTES,
+            skew=tile.skew,
+            copy_bytes=tile.copy_bytes,
+            store_vector=vector,
+            boxes=tile.boxes,
+            box_pixels=tile.box_pixels,
+            run=tile.run,
+            own=_own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
+        )
         main = Step(
             source=source,
             grid=(variant.cluster * clusters, 1, 1),
@@ -234,14 +235,14 @@ class ImplicitGemm(Schedule):
             ("PIXELS", variant.pixels),
             ("PIXEL_BLOCKS", variant.pixel_blocks),
             ("CONSUMERS", CONSUMERS),
-            ("SPLIT_ROWS", variant.split == "rows"),
-            ("TAKE_TURNS", variant.split == "turns"),
+            ("COOPERATIVE", variant.split == "rows"),
+            ("PING_PONG", variant.split == "turns"),
             ("RESIDENT", variant.resident),
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
             ("GIVEN_REGISTERS", 0),
             ("CHUNKS_AT_ONCE", 2),
-            ("TURNING_GROUPS", variant.turning_groups),
+            ("TRANSPOSE_GROUPS", variant.turning_groups),
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),
             ("STORE_VECTOR", 0),
@@ -297,7 +298,7 @@ def _with_long_pieces(at: _Layer, variant: GemmVariant, device: DeviceInfo) -> G
     if not longer_pieces:
         return variant
     gathers = [each.gather for each in (at, *at.sized(_HAVING_A_SAY[is_tiny(at.problem)]))]
-    tiles = [best_tile(gather, variant, gather.src.shape[0], device, _RESERVE) for gather in gathers]
+    tiles = [best_tile(gather, variant, gather.src.shape[0], device, RESERVE) for gather in gathers]
     if tiles[0] is None:
         return variant
     most = _STAGES_COST * estimate(gathers[0], variant, tiles[0], device, 0)[0]
@@ -306,45 +307,7 @@ def _with_long_pieces(at: _Layer, variant: GemmVariant, device: DeviceInfo) -> G
         for count in (variant.stages, *fewer_stages):
             fewer = longer._replace(stages=count)
             sized = zip(gathers, tiles)
-            same = all(best_tile(each, fewer, each.src.shape[0], device, _RESERVE) == tile for each, tile in sized)
+            same = all(best_tile(each, fewer, each.src.shape[0], device, RESERVE) == tile for each, tile in sized)
             if same and estimate(gathers[0], fewer, tiles[0], device, 0)[0] <= most:
                 return fewer
     return variant
-
-
-_Members = Sequence[tuple[GemmVariant, tuple[int, ...]]]
-
-
-def _predictions(gather: Gather, members: _Members, device: DeviceInfo) -> dict[GemmVariant, float]:
-    """Seconds, whatever the bytes, of those variants that have a tile, each with the best of its stages."""
-    found = {}
-    for variant, stages in members:
-        tiles = best_tiles(gather, variant, stages, gather.src.shape[0], device, _RESERVE)
-        if (fastest := _fastest(gather, variant, stages, tiles, device)) is not None:
-            found[fastest[1]] = fastest[0]
-    return found
-
-
-def _seconds(gather: Gather, variant: GemmVariant, device: DeviceInfo) -> float:
-    """Of one variant; infinite where it has no tile."""
-    tile = best_tile(gather, variant, gather.src.shape[0], device, _RESERVE)
-    return math.inf if tile is None else estimate(gather, variant, tile, device, 0)[0]
-
-
-def _fastest(
-    gather: Gather, variant: GemmVariant, stages: Sequence[int], tiles: Sequence[Tile | None], device: DeviceInfo
-) -> tuple[float, GemmVariant] | None:
-    """The prediction, whatever the bytes, for the best of these ``stages`` and its variant; None where no tile fits."""
-    fastest, before = None, None
-    for count, tile in zip(reversed(stages), reversed(tiles)):
-        if tile is None:
-            continue
-        if tile is before:
-            break  # fewer stages only pay for a better tile
-        before = tile
-        fewer = variant._replace(stages=count)
-        seconds = estimate(gather, fewer, tile, device, 0)[0]
-        if fastest is not None and seconds >= fastest[0]:
-            break
-        fastest = seconds, fewer
-    return fastest

@@ -1,9 +1,8 @@
-"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/pixel_gemm.cu``."""
+"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/phase_gemm_pixels.cu``."""
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
-from polyphase.program.params import packed_divisor, padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
@@ -44,7 +43,7 @@ _MOST_AT_ONCE = 8  # channels that a thread goes on by
 
 
 class PixelGemmVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``pixel_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``phase_gemm_pixels.cu`` says what the names mean."""
 
     columns: int
     stage_steps: int
@@ -53,10 +52,10 @@ class PixelGemmVariant(NamedTuple):
     ahead: bool
 
 
-class PixelGemm(Schedule):
+class PhaseGemmPixels(Schedule):
     """Pixels as rows of one product, whose channels stay in registers."""
 
-    name = "pixel_gemm"
+    name = "phase_gemm_pixels"
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
@@ -116,10 +115,6 @@ class PixelGemm(Schedule):
         blocks = max(1, min(units * chunks, device.multiprocessors))
         rounds, rest = divmod(units, blocks)
         share = math.ceil(rest * chunks / blocks)
-        geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<i", _pixels(problem))
-        geometry += b"".join(packed_divisor(count) for count in (*gather.src.shape[2:], problem.groups))
-        geometry += struct.pack("<4i", rounds, units, share, piece)
-        geometry += struct.pack("<6i", min(2 * run, _vector(problem, layouts)), layouts.input[1], *layouts.output[1:])
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("COLUMN_TILES", variant.columns // 8),
@@ -128,34 +123,45 @@ class PixelGemm(Schedule):
         )
         operands = "float16" if _scaled(problem) else problem.dtype
         columns = problem.groups * chunks * variant.columns
-        workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
         pack = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
         packs = (plain_step(pack, columns // _PACK_COLUMNS, _PACK_THREADS),)
+        multiplying = (
+            *constants,
+            ("PARTS", 1),
+            ("ROW_TILES", _row_tiles(problem)),
+            ("HAS_BIAS", problem.bias),
+            ("STAGE_STEPS", variant.stage_steps),
+            ("STAGES", variant.stages),
+            ("RESIDENT", variant.resident),
+            ("PREFETCH", ahead),
+            ("RUN", run),
+            ("WGMMA", True),
+        )
+        forms = (WgmmaForm(variant.columns, operands, a_in_registers=True),)
+        source = KernelSource(self.name, problem.dtype, True, multiplying, forms)
+        geometry = params_of(source).pack(
+            x=gather.src,
+            y=gather.dst,
+            pixels=_pixels(problem),
+            sizes=gather.src.shape[2:],
+            groups=problem.groups,
+            rounds=rounds,
+            units=units,
+            share=share,
+            piece=piece,
+            vector=min(2 * run, _vector(problem, layouts)),
+            x_stride=layouts.input[1],
+            y_stride=layouts.output[1:],
+        )
         main = Step(
-            source=KernelSource(
-                self.name,
-                problem.dtype,
-                True,
-                (
-                    *constants,
-                    ("PARTS", 1),
-                    ("ROW_TILES", _row_tiles(problem)),
-                    ("HAS_BIAS", problem.bias),
-                    ("STAGE_STEPS", variant.stage_steps),
-                    ("STAGES", variant.stages),
-                    ("RESIDENT", variant.resident),
-                    ("AHEAD", ahead),
-                    ("RUN", run),
-                    ("WGMMA", True),
-                ),
-                wgmma=(WgmmaForm(variant.columns, operands, a_in_registers=True),),
-            ),
+            source=source,
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
             shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, ahead),
-            geometry=padded(geometry),
+            geometry=geometry,
         )
+        workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
 
 

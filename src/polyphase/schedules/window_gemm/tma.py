@@ -1,10 +1,9 @@
-"""Both gradients of tensors in channels_last, ``kernels/input_grad_boxes.cu`` and ``kernels/weight_grad_boxes.cu``."""
+"""Both gradients of tensors in channels_last, ``kernels/window_dgrad_tma.cu`` and ``kernels/window_wgrad_tma.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,10 +15,10 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
 from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import padded
+from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, plain_step
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes, engine_strides
+from polyphase.program.tensor_map import Boxes, engine_strides
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost
@@ -97,7 +96,7 @@ class BoxVariant(NamedTuple):
         return Windows(self.taps, self.lanes, self.pitch)
 
 
-class _GradientBoxes(Gradient):
+class _WindowTma(Gradient):
     """What the two kernels share."""
 
     adapts = True
@@ -163,18 +162,17 @@ class _GradientBoxes(Gradient):
             ("COLUMN_PITCH", column_pitch),
             ("TRANSPOSED", transposed),
             ("BUFFERS", variant.buffers),
-            ("PARTS", 1),
             ("MIN_BLOCKS", variant.resident),
             ("WGMMA", True),
             ("BY_THREADS", transposed and DTYPE_BYTES[problem.dtype] == 4),
         )
 
 
-class InputGradBoxes(_GradientBoxes):
+class WindowDgradTma(_WindowTma):
     """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
 
     pass_ = Pass.INPUT_GRAD
-    name = "input_grad_boxes"
+    name = "window_dgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"output": problem.out_channels_per_group}
@@ -188,36 +186,40 @@ class InputGradBoxes(_GradientBoxes):
         dense = layouts.input == dense_strides(problem.input_shape, True)
         length, parts = parted(stages, _input_parts(problem, variant, items, device)[0] if dense else 1)
         x = Side(five(problem.input_shape), layouts.input)
-        geometry = bytes(2 * TENSOR_MAP_BYTES) + x.packed()
-        geometry += struct.pack("<12i", problem.batch, problem.groups, *lanes, *tiles, parts, length)
-        geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
         pitch = variant.depth_bytes
         flush = _FLUSH * DTYPE_BYTES[problem.dtype] // pitch if _is_long(problem) else stages
         packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
         packs = (_pack(problem, pass_),) if packed else ()
         workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
+        constants = (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush))
+        form = WgmmaForm(variant.columns, problem.dtype)
+        source = KernelSource(self.name, problem.dtype, True, constants, (form,))
+        geometry = params_of(source).pack(
+            x=x,
+            batch=problem.batch,
+            groups=problem.groups,
+            lanes=lanes,
+            tiles=tiles,
+            parts=parts,
+            part_size=length,
+            plane=problem.elements[0] if parts > 1 else 0,
+        )
         main = Step(
-            source=KernelSource(
-                self.name,
-                problem.dtype,
-                True,
-                (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
-                (WgmmaForm(variant.columns, problem.dtype),),
-            ),
+            source=source,
             grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
-            geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
+            geometry=geometry,
             boxes=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
 
 
-class WeightGradBoxes(_GradientBoxes):
+class WindowWgradTma(_WindowTma):
     """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
 
     pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_boxes"
+    name = "window_wgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
@@ -231,11 +233,7 @@ class WeightGradBoxes(_GradientBoxes):
         planes = _parts(problem, variant, total, device)[0]
         flush = max(1, _FLUSH // math.prod(lanes))
         narrowed = planes == 1 and total <= flush
-        geometry = bytes(2 * TENSOR_MAP_BYTES) + struct.pack("<3i", problem.groups, *blocks)
         items = math.prod(blocks) * problem.groups * planes
-        geometry += struct.pack("<12i", *lanes, *tiles, *_digits(planes, tiles))
-        geometry = padded(geometry + struct.pack("<4i", planes, flush, narrowed, items))
-        geometry += struct.pack("<2q", total, problem.elements[1])
         of_x, windows = channel_pitch(problem, problem.in_channels_per_group), variant.windows
         boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
         constants = (
@@ -245,12 +243,26 @@ class WeightGradBoxes(_GradientBoxes):
         )
         both = WgmmaForm(variant.columns, problem.dtype, transpose_a=True, transpose_b=True)
         forms = () if dict(constants)["BY_THREADS"] else (both,)
+        source = KernelSource(self.name, problem.dtype, True, constants, forms)
+        geometry = params_of(source).pack(
+            groups=problem.groups,
+            blocks=blocks,
+            lanes=lanes,
+            tiles=tiles,
+            ahead=_digits(planes, tiles),
+            parts=planes,
+            flush=flush,
+            narrowed=narrowed,
+            items=items,
+            all_tiles=total,
+            plane=problem.elements[1],
+        )
         main = Step(
-            source=KernelSource(self.name, problem.dtype, True, constants, forms),
+            source=source,
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
-            geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
+            geometry=geometry,
             boxes=(
                 _pixel_boxes(problem, layouts, lanes, of_x, output=False),
                 _pixel_boxes(problem, layouts, boxes, windows.pitch, tensor=1),
@@ -454,12 +466,6 @@ def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[floa
     return strips * columns / 8, 4 * strips + columns / 4
 
 
-def _block_cycles(pass_: Pass, variant: BoxVariant, stores: int = 1) -> float:
-    """The same for what a block does once, or for a tile, whose sums it stores so many times."""
-    costs = _COSTS[pass_]
-    return stores * variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
-
-
 @lru_cache(maxsize=4096)
 def _input_parts(
     problem: ConvTransposeProblem, variant: BoxVariant, items: int, device: DeviceInfo
@@ -467,7 +473,8 @@ def _input_parts(
     """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
     costs, places = _COSTS[Pass.INPUT_GRAD], device.multiprocessors * variant.resident
     stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant)
-    once, moved = _block_cycles(Pass.INPUT_GRAD, variant), problem.elements[0]
+    once = variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
+    moved = problem.elements[0]
 
     def seconds(parts: int) -> tuple[float, float]:
         rounds = items * parts / places
@@ -492,11 +499,12 @@ def _parts(
     costs, stage = _COSTS[Pass.WEIGHT_GRAD], _stage_cycles(problem, Pass.WEIGHT_GRAD, variant)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
     flush = max(1, _FLUSH // math.prod(variant.lanes))
+    results, once = variant.rows * variant.block_columns, costs.item / variant.resident
 
     def seconds(parts: int) -> tuple[float, float]:
-        stages = math.ceil(tiles / parts)
-        block = stages * stage + _block_cycles(Pass.WEIGHT_GRAD, variant, math.ceil(stages / flush))
-        cycles = math.ceil(blocks * parts / places) * block * variant.resident
+        stages = -(-tiles // parts)
+        block = stages * stage + (-(-stages // flush) * results * costs.result + once)
+        cycles = -(-blocks * parts // places) * block * variant.resident
         alone = parts == 1 and (size == 4 or stages <= flush)
         moved = weights * (4 if alone else 8 * parts + size)
         end = 0.0 if alone else costs.launch / 2 / device.clock_hz

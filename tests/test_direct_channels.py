@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,12 +11,12 @@ import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import H200, Emulator, assert_exact, offers, reference, run, strange_layouts
+from kernel_harness import H200, Emulator, assert_exact, offers, params, reference, run, strange_layouts
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
-from polyphase.schedules.direct.channels import GatherChannels
+from polyphase.schedules.direct.channels import DirectChannels
 from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -54,7 +53,7 @@ def cases() -> Iterator[ParameterSet]:
     for name, problem in LAYERS.items():
         for pass_ in PASSES:
             for dtype in ("float32", "bfloat16", "float64"):
-                if refusal(GatherChannels(), replace(problem, dtype=dtype), pass_, H200):  # a long sum of float32
+                if refusal(DirectChannels(), replace(problem, dtype=dtype), pass_, H200):  # a long sum of float32
                     assert (name, pass_, dtype) == ("groups of eight and sixteen", Pass.INPUT_GRAD, "float32")
                     continue
                 yield pytest.param(replace(problem, dtype=dtype), pass_, id=f"{name}-{pass_.value}-{dtype}")
@@ -63,7 +62,7 @@ def cases() -> Iterator[ParameterSet]:
 def strange_offers(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[tuple[Layouts, Offers]]:
     """What is offered for tensors of each kind; of float64 for dense ones alone."""
     for layouts in strange_layouts(problem) if problem.dtype != "float64" else [Layouts.dense(problem)]:
-        yield layouts, offers(GatherChannels(), problem, pass_, layouts)
+        yield layouts, offers(DirectChannels(), problem, pass_, layouts)
 
 
 @pytest.mark.sampled(5)
@@ -90,12 +89,12 @@ def test_layers_take_every_path() -> None:
         for _, found in strange_offers(problem, pass_):
             for candidate, launch in found:
                 variant, constants = candidate.variant, dict(launch.main.source.constants)
-                *_, n, d, h, w, _steps, vectors = struct.unpack_from("<11i", launch.main.geometry, 2 * 56)
+                n, d, h, w = params(launch)["tiles"]
                 facts = {
                     "several groups a vector": variant.vector > channels,
                     "several vectors a group": variant.vector < channels,
                     "source channels in vectors": constants["SRC_VECTOR"] > 1,
-                    "lanes that idle": vectors % variant.lanes != 0,
+                    "lanes that idle": params(launch)["vectors"] % variant.lanes != 0,
                     "several blocks of channels": launch.main.grid[0] > 1,
                     "tiles along n": n > 1,
                     "tiles along d": d > 1,
@@ -113,10 +112,9 @@ def test_blocks_go_on() -> None:
     problem = make((2, 64, 37, 40), 64, 3, 2, 1, groups=64, bias=True, channels_last=True)
     few = replace(H200, multiprocessors=1)
     layouts = Layouts.dense(problem)
-    candidate = next(candidates(GatherChannels(), problem, Pass.FORWARD, few, layouts))
-    launch = GatherChannels().launch(problem, Pass.FORWARD, few, layouts, candidate.variant)
-    *_, steps, _ = struct.unpack_from("<11i", launch.main.geometry, 2 * 56)
-    assert steps > 1
+    candidate = next(candidates(DirectChannels(), problem, Pass.FORWARD, few, layouts))
+    launch = DirectChannels().launch(problem, Pass.FORWARD, few, layouts, candidate.variant)
+    assert params(launch)["steps"] > 1
     assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 
 
@@ -126,7 +124,7 @@ def test_pixels_far_apart() -> None:
     dense = Layouts.dense(problem)
     for apart, offered in ((2**26, True), (2**31, False)):
         layouts = replace(dense, input=(*dense.input[:4], apart))
-        assert bool(offers(GatherChannels(), problem, layouts=layouts)) == offered
+        assert bool(offers(DirectChannels(), problem, layouts=layouts)) == offered
 
 
 def test_float32_is_exact() -> None:
@@ -134,7 +132,7 @@ def test_float32_is_exact() -> None:
     problem = make((2, 32, 9, 12), 64, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4, channels_last=True)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, launch = offers(GatherChannels(), problem)[0]
+    _, launch = offers(DirectChannels(), problem)[0]
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 8e-8
@@ -142,7 +140,7 @@ def test_float32_is_exact() -> None:
 
 def test_refusals() -> None:
     depthwise = make((2, 64, 9, 11), 64, 3, groups=64)
-    schedule = GatherChannels()
+    schedule = DirectChannels()
     assert refusal(schedule, replace(depthwise, channels_last=True), Pass.FORWARD, H200) is None
     assert "forward pass and the input gradient" in (refusal(schedule, depthwise, Pass.WEIGHT_GRAD, H200) or "")
     assert "side by side" in (refusal(schedule, depthwise, Pass.FORWARD, H200) or "")
