@@ -208,14 +208,23 @@ class Room:
                 break  # nor do more stages fit
             self._limits.append((limit, self._shared.most_allocated(count, limit, self._aligned)))
 
+    @property
+    def most_stages(self) -> int:
+        """Of those that leave room for any tile; 0 where none do."""
+        return self._stages[len(self._limits) - 1] if self._limits else 0
+
+    def offered(self, gather: Gather, batch: int) -> Tiles:
+        """All tiles, whether they fit or not; none where no stages leave room."""
+        if not self._limits or (self._transposed and not may_take_operands(gather)):
+            return Tiles([], 0)
+        boxes = self._variant.boxes
+        engines = (True,) if boxes else (True, False) if may_take_boxes(gather, self._variant) else (False,)
+        return _tiles(gather, self._cells, batch, self._banks, *self._kind, engines, self._transposed)
+
     def tiles(self, gather: Gather, batch: int) -> list[Tile | None]:
         """The tile of least work that fits, with each of the stages."""
         found: list[Tile | None] = [None] * len(self._stages)
-        if not self._limits or (self._transposed and not may_take_operands(gather)):
-            return found
-        boxes = self._variant.boxes
-        engines = (True,) if boxes else (True, False) if may_take_boxes(gather, self._variant) else (False,)
-        tiles = iter(_tiles(gather, self._cells, batch, self._banks, *self._kind, engines, self._transposed))
+        tiles = iter(self.offered(gather, batch).found)
         tile = next(tiles, None)
         for index, (limit, most) in enumerate(self._limits):
             while tile is not None and (
@@ -224,6 +233,13 @@ class Room:
                 tile = next(tiles, None)
             found[index] = tile
         return found
+
+
+class Tiles(NamedTuple):
+    """Tiles of at most so many cells: those of least work first, then of less memory. ``fewest`` of them is a layer."""
+
+    found: list[Tile]
+    fewest: int
 
 
 @lru_cache(maxsize=512)
@@ -236,8 +252,8 @@ def _tiles(
     most_pixels: int,
     engines: tuple[bool, ...],
     transposed: bool,
-) -> list[Tile]:
-    """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
+) -> Tiles:
+    """Tiles of at most ``capacity`` cells, those in their halo included.
 
     ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
     copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
@@ -245,8 +261,9 @@ def _tiles(
     """
     if most_pixels:
         if math.prod(gather.src.shape[2:]) > most_pixels:
-            return []
-        return list(_whole_images(gather, capacity, batch, banks, engines, transposed))
+            return Tiles([], 0)
+        found = list(_whole_images(gather, capacity, batch, banks, engines, transposed))
+        return Tiles(found, min((tile.total for tile in found), default=0))
     images = _addressable(gather)
     offered = [*_runs(gather, capacity, batch, banks, images, engines, transposed)]
     if not offered and not transposed:
@@ -257,12 +274,12 @@ def _tiles(
             for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
         ]
     works = [_work(tile, capacity) for tile in offered]
-    found: list[Tile] = []
+    found = []
     for place in sorted(range(len(offered)), key=works.__getitem__):
         tile = offered[place]
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
-    return found
+    return Tiles(found, min((tile.total for tile in found), default=0))
 
 
 def _addressable(gather: Gather) -> int:
