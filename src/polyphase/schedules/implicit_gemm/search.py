@@ -15,7 +15,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import GemmVariant, families
 from polyphase.schedules.implicit_gemm.cost import Work, measure, sectors
-from polyphase.schedules.implicit_gemm.tile import Room, box_strides, needs_wide_offsets
+from polyphase.schedules.implicit_gemm.cuts import box_strides
+from polyphase.schedules.implicit_gemm.tile import Room, needs_wide_offsets
 
 _MAX_OPERATIONS = 512
 _ROUNDING = 1 - 1e-9  # a bound is summed up in another order than a prediction
