@@ -1,4 +1,4 @@
-"""Writes the tables of figures in README.md and docs/performance.md again, from the records in benchmarks/results.
+"""Writes the tables of figures in README.md and docs again, from the records in benchmarks/results.
 
     PYTHONPATH=src python benchmarks/tables.py            # after a new record
     PYTHONPATH=src python benchmarks/tables.py --check    # exit status 1 where a table is not that of the record
@@ -9,6 +9,7 @@ no word around it.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -19,6 +20,13 @@ from polyphase.bench.records import PASS_TITLES, Record, geometric_mean, read_cs
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+#: The records of one GPU, all formats and passes, in which losses and what is far from its floor are looked for.
+ON_H200 = (
+    "h200.csv", "h200-gradients.csv", "h200-channels-last.csv", "h200-gradients-channels-last.csv", "h200-models.csv",
+)  # fmt: skip
+FARTHEST, MOST_MEMORY = 10, 4  # rows of these tables
+LEAST_FLOOR_MS = 0.01  # a launch takes as long as shorter ones
 
 #: What bounds a layer: the class, its layers as the table names them, and as the records do.
 CLASSES = [
@@ -157,8 +165,80 @@ def models() -> Iterable[list[str]]:
 def against_the_faster(record: Record) -> list[str]:
     """Times of polyphase and of PyTorch's two ways, and the speed-up over the faster one."""
     found = (record.ms, record.torch_default_ms, record.torch_benchmark_ms)
-    speedups = (record.speedup, record.benchmark_speedup)
-    return [*(ms(time, fine=True) for time in found), times(min(filter(None, speedups)))]
+    return [*(ms(time, fine=True) for time in found), times(of_the_faster(record))]
+
+
+def channels_last_means() -> Iterable[list[str]]:
+    """Geometric means in channels_last, against PyTorch in the same format."""
+    found = records("h200-channels-last.csv", "h200-gradients-channels-last.csv")
+    for of in sorted(summaries(found), key=lambda of: (list(PASS_TITLES).index(of.pass_name), of.dtype == "bfloat16")):
+        measured = [each for each in found if (each.pass_name, each.dtype) == (of.pass_name, of.dtype)]
+        faster = sum((record.speedup or 0.0) >= 1 for record in measured)
+        yield [
+            PASS_TITLES[of.pass_name], of.dtype, f"{of.times_floor:.1f}", f"{of.speedup:.2f}",
+            f"{faster} of {len(measured)}", f"{of.benchmark_speedup:.2f}, on {of.benchmarked - of.slower}",
+        ]  # fmt: skip
+
+
+def losses() -> Iterable[list[str]]:
+    """Where PyTorch's faster way is faster than polyphase, the worst first."""
+    found = [record for record in records(*ON_H200) if of_the_faster(record) < 0.995]
+    for record in sorted(found, key=of_the_faster):
+        best = min(filter(None, (record.torch_default_ms, record.torch_benchmark_ms)))
+        yield [
+            record.layer, PASS_TITLES[record.pass_name], record.dtype, record.layout, ms(record.ms, fine=True),
+            ms(best, fine=True), times(of_the_faster(record)), f"{record.times_floor:.1f}",
+        ]  # fmt: skip
+
+
+def farthest() -> Iterable[list[str]]:
+    """What is farthest from its floor, launches of a few microseconds left out."""
+    long = [record for record in records(*ON_H200) if (record.floor_ms or 0.0) >= LEAST_FLOOR_MS]
+    found = sorted(long, key=lambda record: -(record.times_floor or 0.0))
+    for record in found[:FARTHEST]:
+        yield [
+            record.layer, PASS_TITLES[record.pass_name], record.dtype, record.layout, ms(record.floor_ms, fine=True),
+            ms(record.ms, fine=True), f"{record.times_floor:.1f}", times(of_the_faster(record)),
+        ]  # fmt: skip
+
+
+def of_the_faster(record: Record) -> float:
+    """The speed-up over PyTorch's faster way."""
+    return min(filter(None, (record.speedup, record.benchmark_speedup)))
+
+
+def workspaces() -> Iterable[list[str]]:
+    """The forward passes that allocate most beside their result."""
+    found = records("h200.csv", "h200-models.csv")
+    for record in sorted(found, key=lambda record: -(record.workspace_megabytes or 0.0))[:MOST_MEMORY]:
+        megabytes = (record.workspace_megabytes, record.torch_workspace_megabytes)
+        yield [record.layer, record.dtype, *(f"{amount or 0.0:.1f}" for amount in megabytes)]
+
+
+def sources() -> Iterable[list[str]]:
+    """What each record was measured on, and by which command."""
+    for path in sorted(RESULTS.glob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        commits = sorted({row["commit"][:7] for row in rows})
+        library = f"torch {rows[0]['torch']}" + (f", cuDNN {rows[0]['cudnn']}" if rows[0].get("cudnn") else "")
+        yield [
+            linked(path.name), rows[0].get("gpu") or "CPU", library,
+            ", ".join(commits), rows[-1]["date"][:10], f"`{rows[0]['command']}`",
+        ]  # fmt: skip
+
+
+def linked(name: str) -> str:
+    """A record's name, for a page in docs."""
+    return f"[{name}](../benchmarks/results/{name})"
+
+
+def ceilings() -> Iterable[list[str]]:
+    """What the GPU of each record was measured to reach."""
+    for name in (*ON_H200, "h100-80gb-hbm3.csv"):
+        record = records(name)[0]
+        copy, products = record.ceilings.split("; products ")
+        yield [linked(name), record.gpu, copy.removeprefix("copy "), products]
 
 
 def classes() -> Iterable[list[str]]:
@@ -187,7 +267,8 @@ def portable() -> Iterable[list[str]]:
 
 _BOTH = ("polyphase", "PyTorch", "speed-up")
 _THREE = ("polyphase", "PyTorch", "benchmark mode", "speed-up")
-_NOTEBOOK = "docs/performance.md"
+_CASE = ("layer", "pass", "dtype", "format")
+_PERFORMANCE, _LAYERS = "docs/performance.md", "docs/layers.md"
 
 
 def paired(first: tuple[str, ...], columns: tuple[str, ...], floor: bool = True) -> tuple[str, ...]:
@@ -198,19 +279,32 @@ def paired(first: tuple[str, ...], columns: tuple[str, ...], floor: bool = True)
 
 TABLES = [
     TableOf("README.md", paired(("layer, forward",), _BOTH), headline),
+    TableOf(_PERFORMANCE, ("record", "GPU", "copy", "products"), ceilings),
     TableOf(
-        _NOTEBOOK,
+        _PERFORMANCE,
         (
             "pass", "dtype", "× floor", "PyTorch's × floor", "speed-up", "layers where polyphase is faster",
             "than benchmark mode",
         ),
         means,
     ),
-    TableOf(_NOTEBOOK, paired(("layer", "pass"), _BOTH), every_pass),
-    TableOf(_NOTEBOOK, ("layer", *_BOTH, "error", "kernel"), strict),
-    TableOf(_NOTEBOOK, paired(("layer",), _THREE), models),
-    TableOf(_NOTEBOOK, paired(("class", "layers"), ("× floor", "speed-up"), floor=False), classes),
-    TableOf(_NOTEBOOK, ("layer", "forward", "input gradient", "weight gradient"), portable),
+    TableOf(
+        _PERFORMANCE,
+        (
+            "pass, channels_last", "dtype", "× floor", "speed-up", "layers where polyphase is faster",
+            "than benchmark mode",
+        ),
+        channels_last_means,
+    ),
+    TableOf(_PERFORMANCE, paired(("class", "layers"), ("× floor", "speed-up"), floor=False), classes),
+    TableOf(_PERFORMANCE, (*_CASE, "polyphase", "PyTorch's faster way", "speed-up", "× floor"), losses),
+    TableOf(_PERFORMANCE, (*_CASE, "floor", "polyphase", "× floor", "speed-up over the faster way"), farthest),
+    TableOf(_PERFORMANCE, ("layer", "dtype", "polyphase's workspace, MB", "PyTorch's, MB"), workspaces),
+    TableOf(_LAYERS, paired(("layer", "pass"), _BOTH), every_pass),
+    TableOf(_LAYERS, ("layer", *_BOTH, "error", "kernel"), strict),
+    TableOf(_LAYERS, paired(("layer",), _THREE), models),
+    TableOf(_LAYERS, ("layer", "forward", "input gradient", "weight gradient"), portable),
+    TableOf(_LAYERS, ("record", "GPU", "versions", "commit", "date", "command"), sources),
 ]  # fmt: skip
 
 

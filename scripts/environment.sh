@@ -5,8 +5,9 @@
 # environment that is active, or a GPU machine with a PyTorch of its own and no network. Else .venv is made and filled
 # with the package and its EXTRA, and taken from then on where $PYTHON is not set.
 
-# The PyTorch of machines that have neither one nor an NVIDIA GPU. Pinned, as the newest one may come for CUDA alone,
-# gigabytes of it, where this one can be had for the CPU.
+# The PyTorch of machines that have neither one nor an NVIDIA GPU: its build for the CPU, which is found where pip is told
+# of it, by its settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) or by $TORCH_INDEX, the address of PyTorch's index of CPU
+# wheels. What PyPI itself has under this number is for CUDA on Linux, gigabytes of it.
 CPU_TORCH=2.13.0
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -28,6 +29,7 @@ prepare() {
     local installed=$venv/polyphase-$extra.toml
     if ! cmp --silent "$root/pyproject.toml" "$installed"; then
       make_venv "$base"
+      say "What .venv lacks of polyphase's dependencies [$extra] will be downloaded: about 200 MB, 500 MB on disk"
       "$python" -m pip install --editable "${root}[$extra]"
       cp "$root/pyproject.toml" "$installed"
     fi
@@ -49,10 +51,32 @@ make_venv() {
       "$base" -m venv "$venv"
     fi
   fi
-  if ! can_import "$python" torch && ! nvidia-smi > /dev/null 2>&1; then
-    "$python" -m pip install "torch==$CPU_TORCH"
+  if can_import "$python" torch; then return; fi
+  if nvidia-smi > /dev/null 2>&1; then
+    say "PyTorch will be downloaded, for CUDA: about 3 GB, 5 GB on disk"
+  else
+    install_cpu_torch
   fi
 }
+
+install_cpu_torch() {
+  local answer index=()
+  if [[ -n ${TORCH_INDEX:-} ]]; then index=(--extra-index-url "$TORCH_INDEX"); fi
+  if [[ $(uname -s) == Linux ]]; then # other systems' builds are for the CPU, and have no such name
+    say "PyTorch's build for the CPU will be downloaded, torch $CPU_TORCH+cpu: about 200 MB, 800 MB on disk"
+    if answer=$("$python" -m pip install --quiet ${index[@]+"${index[@]}"} "torch==$CPU_TORCH+cpu" 2>&1); then return; fi
+    if [[ $answer != *"No matching distribution found for torch=="* ]]; then
+      say "$answer"
+      exit 1
+    fi
+    say "pip finds no such build. Instead PyPI's torch $CPU_TORCH will be downloaded, which where it is for CUDA is about" \
+      "3 GB, 5 GB on disk. To have the small one, stop this, and name PyTorch's index of CPU wheels (pytorch.org says" \
+      "where it is) in \$TORCH_INDEX"
+  fi
+  "$python" -m pip install ${index[@]+"${index[@]}"} "torch==$CPU_TORCH"
+}
+
+say() { printf '%s\n' "$*" >&2; }
 
 # Whether an interpreter is new enough, and can import these modules, a PyTorch that is new enough among them.
 can_import() {

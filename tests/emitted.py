@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import include_paths
 
-from emulator import EmulatedKernel
+from emulator import EmulatedKernel, assembled
 from kernel_harness import tensor_map
 from polyphase.emit import file as emit_file
 from polyphase.emit.model import Model, model_of_file, model_of_layer
@@ -58,7 +58,10 @@ from torch.nn import Module as Layer
 
 def Side(channels: int) -> Layer:
     """The transposed convolution that makes the first step, and the last: try: except it."""
-    return nn.ConvTranspose2d(channels, 4, 2, stride=2)
+    return params_of(nn.ConvTranspose2d(channels, 4, 2, stride=2))
+
+def params_of(layer: Layer) -> Layer:
+    return layer
 
 class Model(nn.Module):
     def __init__(self, channels: int | None = 3) -> None:
@@ -127,7 +130,6 @@ class Extension:
     def __init__(self, module: Any, arch: str) -> None:
         self.kernels = module.KERNELS[arch]
         self.files = module.FILES
-        self.shared = module.SHARED_FILES
         self.launches: list[str] = []
         self.boxes: list[Boxes] = []
 
@@ -143,17 +145,15 @@ class Extension:
         shared_bytes: int,
         tensors: Sequence[Tensor | None],
     ) -> None:
-        name, specialisation, files = self.kernels[number]
+        name, generated, files = self.kernels[number]
         self.launches.append(name)
-        texts = [self.files[file] for file in self.shared], [self.files[file] for file in files]
-        kernel = EmulatedKernel("\n".join([*texts[0], specialisation, *texts[1]]), name)
-        for i, packed in enumerate(struct.iter_unpack(BOXES, boxes)):
+        kernel = EmulatedKernel(assembled(files, {**self.files, **generated}), name)
+        for *packed, place in struct.iter_unpack(BOXES, boxes):
             self.boxes.append(unpacked_boxes(packed))
             tensor = tensors[self.boxes[-1].tensor]
             assert tensor is not None
             assert tensor.data_ptr() % 16 == 0
-            at = i * TENSOR_MAP_BYTES
-            geometry = geometry[:at] + tensor_map(self.boxes[-1]) + geometry[at + TENSOR_MAP_BYTES :]
+            geometry = geometry[:place] + tensor_map(self.boxes[-1]) + geometry[place + TENSOR_MAP_BYTES :]
         sizes = (ctypes.c_ubyte * len(geometry)).from_buffer_copy(geometry)
         parameters = [*tensors, sizes] if geometry else tensors
         kernel.launch((grid_x, grid_y, grid_z), block, shared_bytes, parameters)
@@ -162,9 +162,9 @@ class Extension:
 BOXES = "<9Q14I"
 
 
-def unpacked_boxes(numbers: tuple[int, ...]) -> Boxes:
-    """What binding.cpp is told of boxes."""
-    *dimensions, kind, swizzle, tensor, _ = numbers
+def unpacked_boxes(numbers: Sequence[int]) -> Boxes:
+    """What binding.cpp is told of boxes, but for the place of their tensor map."""
+    *dimensions, kind, swizzle, tensor = numbers
     sizes, strides, spans, steps = dimensions[:5], dimensions[5:9], dimensions[9:14], dimensions[14:]
     dtype = {6: "float16", 7: "float32", 9: "bfloat16", 11: "float32"}[kind]
     box = ((span - 1) // step + 1 for span, step in zip(spans, steps))
@@ -214,7 +214,7 @@ _MAIN = """
 #include "binding.cpp"
 // Kernel 1 has room for a tensor map.
 std::size_t pointers_of(std::size_t number) { return number; }
-std::size_t geometry_bytes_of(std::size_t number) { return number == 1 ? 132 : 4; }
+std::size_t geometry_bytes_of(std::size_t number) { return number == 1 ? 196 : 4; }
 std::vector<int64_t> launched, encoded;
 std::string geometry;
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,

@@ -12,23 +12,23 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
-from emulator import EmulatedKernel
+from emulator import EmulatedKernel, text_of
 from helpers import TORCH, constants
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides, extent
-from polyphase.program.program import Launch
-from polyphase.program.split_k import plane_sum
+from polyphase.program.params import params_of
+from polyphase.program.program import Program
+from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, Step, X
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
-from polyphase.program.transpose import turning, turning_back
 from polyphase.schedules.schedule import Candidate, Schedule
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -38,11 +38,11 @@ GUARD = 256
 
 
 class Executor(Protocol):
-    """Where a launch runs, but for its prologue: its tensors lie on ``device``, None is a null pointer."""
+    """Where a step runs: its operands lie on ``device``, None is a null pointer."""
 
     device: torch.device
 
-    def __call__(self, launch: Launch, tensors: Sequence[Tensor | None]) -> None: ...
+    def __call__(self, step: Step, tensors: Sequence[Tensor | None]) -> None: ...
 
 
 class Emulator:
@@ -53,16 +53,15 @@ class Emulator:
     def __init__(self, order: str | int | None = "forward") -> None:
         self.order = order
 
-    def __call__(self, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
-        if 0 in launch.grid:
+    def __call__(self, step: Step, tensors: Sequence[Tensor | None]) -> None:
+        if 0 in step.grid:
             return
-        kernel = EmulatedKernel(launch.source.text, launch.source.kernel)
-        sizes = launch.geometry
-        maps = b"".join(map(tensor_map, launch.boxes))
-        sizes = maps + sizes[len(maps) :]
-        geometry = (ctypes.c_ubyte * len(sizes)).from_buffer_copy(sizes)
-        parameters = [*tensors, geometry] if launch.geometry else tensors
-        arguments = (launch.grid, launch.block, launch.shared_bytes, parameters)
+        kernel = EmulatedKernel(text_of(step.source), step.source.kernel)
+        geometry = (ctypes.c_ubyte * len(step.geometry)).from_buffer_copy(step.geometry)
+        for boxes, place in zip(step.boxes, params_of(step.source).tensor_maps):
+            geometry[place : place + TENSOR_MAP_BYTES] = tensor_map(boxes)
+        parameters = [*tensors, geometry] if step.geometry else tensors
+        arguments = (step.grid, step.block, step.shared_bytes, parameters)
         if self.order is None:
             kernel.launch_in_every_order(*arguments)
         else:
@@ -70,7 +69,7 @@ class Emulator:
 
 
 def tensor_map(boxes: Boxes) -> bytes:
-    """The emulator's ``TensorMap`` (kernels/common/async.cuh)."""
+    """The emulator's ``TensorMap`` (tests/emulator/ptx/tma.cuh)."""
     assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in boxes.strides)
     assert all(0 < side <= 256 for side in boxes.spans)
     assert all(0 < step <= 8 for step in boxes.steps)
@@ -89,10 +88,10 @@ class Gpu:
         self.device = torch.device("cuda", index)
         self.arch = DeviceInfo.of(self.device).arch
 
-    def __call__(self, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
+    def __call__(self, step: Step, tensors: Sequence[Tensor | None]) -> None:
         from polyphase.jit.launcher import Executable
 
-        executable = Executable(launch, self.arch, self.device.index, len(tensors))
+        executable = Executable(step, self.arch, self.device.index)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         executable(stream, *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
 
@@ -140,82 +139,55 @@ class Buffer:
 def run(
     problem: ConvTransposeProblem,
     pass_: Pass,
-    launch: Launch,
+    program: Program,
     layouts: Layouts,
     operands: tuple[Tensor, Tensor],
     bias: Tensor | None = None,
     executor: Executor | None = None,
     guard: int = GUARD,
 ) -> Tensor:
-    """The pass computed by ``launch``'s kernel, on the host; ``operands`` as the pass takes them, in their shapes."""
+    """The pass computed by a program, on the host; ``operands`` as the pass takes them, in their shapes."""
     executor = executor or Emulator()
     dtype = DTYPES[problem.dtype]
-    offset = 0 if layouts.aligned else 1
 
-    def place(values: Tensor, strides: Strides) -> Tensor:
-        return Buffer(tuple(values.shape), strides, dtype, executor.device, values, offset, guard).tensor
+    def place(values: Tensor, strides: Strides) -> Buffer:
+        offset = 0 if layouts.aligned else 1
+        return Buffer(tuple(values.shape), strides, dtype, executor.device, values, offset, guard)
 
-    def turned(number: int, values: Tensor, strides: Strides) -> Tensor:
-        """An operand where it lies, or channels innermost, as the launch has it."""
-        placed, shape = place(values, strides), tuple(values.shape)
-        if number >= launch.turned:
-            return placed
-        found = Buffer(shape, dense_strides(shape, channels_last=True), dtype, executor.device, None, 0, guard)
-        executor(turning(problem.dtype, shape, strides), [placed, found.tensor])
-        found.read()
-        return found.tensor
+    def flat(elements: int, dtype: torch.dtype) -> Buffer:
+        return Buffer((1, elements), (elements, 1, 0, 0, 0), dtype, executor.device, None, 0, guard)
 
+    first, second = operands
+    buffers: dict[str, Any] = {BIAS: None if bias is None else place(bias.reshape(1, -1), (0, 1, 0, 0, 0))}
     if pass_ is Pass.WEIGHT_GRAD:
-        x, grad = turned(0, operands[0], layouts.input), turned(1, operands[1], layouts.output)
-        inputs, outputs, *kernel = problem.weight_shape
-        last = launch.planes_channels_last
-        planes = (launch.planes, inputs, *kernel, outputs) if last else (launch.planes, inputs, outputs, *kernel)
-        accumulator = dtype if launch.narrowed or dtype == torch.float64 else torch.float32
-        flat_planes = (launch.planes, problem.elements[1])
-        partial = Buffer(flat_planes, (problem.elements[1], 1, 0, 0, 0), accumulator, executor.device, None, 0, guard)
-        executor(launch, [x, grad, partial.tensor])
-        found = partial.read().view(planes).sum(0).to(dtype)
-        return found.movedim(-1, 1) if last else found
-    forward = pass_ is Pass.FORWARD
-    src = turned(0, operands[0], layouts.input if forward else layouts.output)
-    weight = operands[1].movedim(1, -1) if layouts.weight_channels_last else operands[1]
-    flat_weight = place(weight.reshape(1, -1), (0, 1, 0, 0, 0))
-    shape, strides = (problem.output_shape, layouts.output) if forward else (problem.input_shape, layouts.input)
-    dst = Buffer(shape, strides, dtype, executor.device, None, 0, guard)
-    computed = dst
-    if launch.turned:
-        computed = Buffer(shape, dense_strides(shape, channels_last=True), dtype, executor.device, None, 0, guard)
-    flat_bias = None if bias is None else place(bias.reshape(1, -1), (0, 1, 0, 0, 0))
-    workspace = None
-    if launch.prologue is not None:
-        size = launch.workspace_bytes
-        workspace = Buffer((1, size), (size, 1, 0, 0, 0), torch.uint8, executor.device, None, 0, guard)
-        if launch.prologue.prologue is not None:
-            executor(launch.prologue.prologue, [flat_weight, workspace.tensor, src])
-        executor(replace(launch.prologue, prologue=None), [flat_weight, workspace.tensor])
-        flat_weight = workspace.tensor
-    partial = computed
-    if launch.planes > 1:
-        planes, elements = launch.planes, problem.elements[0]
-        accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-        partial = Buffer((planes, elements), (elements, 1, 0, 0, 0), accumulator, executor.device, None, 0, guard)
-    executor(replace(launch, prologue=None), [src, flat_weight, flat_bias, partial.tensor])
-    if workspace is not None:
-        workspace.read()
-    if partial is not computed:
-        assert launch.in_parts
-        partial.read()
-        executor(plane_sum(problem.dtype, problem.elements[0], launch.planes), [partial.tensor, computed.tensor])
-    if launch.turned:
-        computed.read()
-        executor(turning_back(problem.dtype, shape), [computed.tensor, dst.tensor])
-    return dst.read()
+        buffers |= {X: place(first, layouts.input), GRAD: place(second, layouts.output)}
+        buffers[DST] = dst = flat(problem.elements[1], dtype)
+    else:
+        forward = pass_ is Pass.FORWARD
+        read, written = (layouts.input, layouts.output) if forward else (layouts.output, layouts.input)
+        weight = second.movedim(1, -1) if layouts.weight_channels_last else second
+        buffers |= {SRC: place(first, read), WEIGHT: place(weight.reshape(1, -1), (0, 1, 0, 0, 0))}
+        shape = problem.output_shape if forward else problem.input_shape
+        buffers[DST] = dst = Buffer(shape, written, dtype, executor.device, None, 0, guard)
+    for each in program.buffers:
+        buffers[each.name] = flat(each.elements, torch.uint8 if each.dtype == "uint8" else DTYPES[each.dtype])
+    for step in program.steps:
+        given = [buffers[name] for name in step.operands]
+        executor(step, [None if buffer is None else buffer.tensor for buffer in given])
+    for each in program.buffers:
+        buffers[each.name].read()  # its guards
+    found = dst.read()
+    if pass_ is not Pass.WEIGHT_GRAD:
+        return found
+    inputs, outputs, *kernel = problem.weight_shape
+    if program.dst_channels_last:
+        return found.view(inputs, *kernel, outputs).movedim(-1, 1)
+    return found.view(problem.weight_shape)
 
 
-def items_of(launch: Launch) -> tuple[int, int]:
-    """How many items a launch of implicit_gemm has, and how many of these a block does not share."""
-    items, *_, own = struct.unpack_from("<11i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 35 * 4)
-    return items, own
+def params(launch: Program) -> dict[str, Any]:
+    """What the last parameter of a program's main kernel holds, by the names that the kernel has for it."""
+    return params_of(launch.main.source).read(launch.main.geometry)
 
 
 def operand_shapes(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -263,7 +235,7 @@ def assert_exact(
     problem: ConvTransposeProblem,
     pass_: Pass,
     candidate: Candidate,
-    launch: Launch,
+    launch: Program,
     layouts: Layouts | None = None,
     executor: Executor | None = None,
     guard: int = GUARD,
@@ -309,7 +281,7 @@ H200 = DeviceInfo.for_arch("sm_90a")
 
 def offers(
     schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass = Pass.FORWARD, layouts: Layouts | None = None
-) -> list[tuple[Candidate, Launch]]:
+) -> list[tuple[Candidate, Program]]:
     """What a schedule offers, and its launches."""
     layouts = layouts or Layouts.dense(problem)
     assert refusal(schedule, problem, pass_, H200) is None
@@ -337,7 +309,7 @@ def assert_one_variant_exact(schedule: Schedule, problem: ConvTransposeProblem, 
     assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
 
 
-def assert_rounds_to_nearest(problem: ConvTransposeProblem, pass_: Pass, launch: Launch) -> None:
+def assert_rounds_to_nearest(problem: ConvTransposeProblem, pass_: Pass, launch: Program) -> None:
     """The cores truncate: operands that were not rounded would be off by up to twice as much, all in one direction."""
     generator = torch.Generator().manual_seed(5)
     first, second = (
@@ -348,10 +320,10 @@ def assert_rounds_to_nearest(problem: ConvTransposeProblem, pass_: Pass, launch:
     exact = reference(problem, pass_, operands)
     error = (found - exact) / exact
     assert error.abs().max() < 2**-11
-    assert error.mean().abs() < 2**-15, launch.source.kernel
+    assert error.mean().abs() < 2**-15, launch.main.source.kernel
 
 
-def choices(schedule: Schedule, problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Launch]]:
+def choices(schedule: Schedule, problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Program]]:
     """A variant on tensors of one kind, every third of them dense; on a GPU it is all variants and kinds."""
     all_layouts, number = list(strange_layouts(problem)), zlib.crc32(str(problem).encode())
     layouts = all_layouts[max(0, number % 6 - 1)]

@@ -17,7 +17,7 @@ from polyphase.plan.planner import launches
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
+from polyphase.program.program import Program
 from polyphase.schedules.schedule import Candidate
 
 make = ConvTransposeProblem.make
@@ -43,7 +43,7 @@ SAMPLE = (
 )
 
 
-def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candidate, Launch, Layouts]]:
+def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candidate, Program, Layouts]]:
     """The best variant of every schedule, the best that sums source channels in slices, that multiplies halves."""
     for problem in SAMPLE:
         for formatted in formats(problem):
@@ -54,7 +54,7 @@ def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candi
                     for candidate, launch in launches(formatted, pass_, device, layouts):
                         sliced, scaled = (getattr(candidate.variant, name, 0) for name in ("src_slices", "scaled"))
                         kind = candidate.schedule, sliced > 1, scaled
-                        if kind not in seen and (layouts.aligned or candidate.schedule == "gather_tiled"):
+                        if kind not in seen and (layouts.aligned or candidate.schedule == "direct_tiled"):
                             yield formatted, pass_, candidate, launch, layouts
                         seen.add(kind)
 

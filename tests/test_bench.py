@@ -486,7 +486,7 @@ def test_tables_of_the_docs_are_those_of_the_records() -> None:
 def test_another_csv_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("layer,ms\na,1\n")
-    with pytest.raises(ValueError, match="no column schedule"):
+    with pytest.raises(ValueError, match="no column algorithm"):
         read_csv(path)
 
 

@@ -55,7 +55,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "explain", "tune", "emit", "env", "compile"])
+@pytest.mark.parametrize("command", ["check", "bench", "explain", "plans", "tune", "emit", "env", "compile", "diff"])
 def test_every_command_explains_itself(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0
@@ -157,7 +157,7 @@ def test_bench_prints_writes_and_draws(tmp_path: Path) -> None:
     assert all(record.ms and record.torch_default_ms and record.torch_benchmark_ms for record in measured)
     assert all((record.torch_channels_last_ms is None) == (record.layer != LAYER or record.layout != "nchw")
                for record in measured)  # fmt: skip
-    assert measured[0].schedule == "portable"
+    assert measured[0].algorithm == "portable"
     assert measured[0].torch == torch.__version__
     assert "PyTorch has no channels_last for one spatial dimension" in told(result)
     assert "times as fast as PyTorch's benchmark mode, slower on" in told(result)
@@ -371,9 +371,9 @@ def test_compile_with_the_real_compiler(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     lines = {line["kernel"]: line for line in csv.DictReader((tmp_path / "kernels.csv").open())}
-    assert set(lines) == {"weight_grad", "weight_grad_channels", "weight_grad_windows", "add_planes"}
+    assert set(lines) == {"direct_wgrad_gemm", "direct_wgrad_channels", "direct_wgrad_windows", "reduce_splits"}
     assert int(lines["weight_grad"]["registers"]) > 16
-    assert int(lines["weight_grad_channels"]["shared"]) > 0  # the winner
+    assert int(lines["direct_wgrad_channels"]["shared"]) > 0  # the winner
 
 
 def test_compile_without_a_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

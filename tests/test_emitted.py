@@ -17,13 +17,15 @@ import emulator
 from emitted import BOXES, BY_BOXES, LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
 from polyphase.emit import support
 from polyphase.emit.support import packed_boxes
-from polyphase.jit.source import SETTLED
+from polyphase.jit.source import SPECIALISATION
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import typical
-from polyphase.program.program import Launch
+from polyphase.program.params import params_of
+from polyphase.program.program import Program
+from polyphase.program.step import Step
 from polyphase.program.tensor_map import Boxes
 
 # Its input gradient comes in planes.
@@ -64,10 +66,10 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
             for pass_ in Pass:
                 expected = expected_launch(other, pass_, arch, aligned=True)
                 for aligned in (True, False):
-                    copies = not aligned and bool(expected.boxes)
+                    copies = not aligned and bool(expected.main.boxes)
                     if not aligned and not copies:
                         unaligned = expected_launch(other, pass_, arch, aligned=False)
-                        copies = unaligned.source != expected.source
+                        copies = unaligned.main.source != expected.main.source
                         expected = expected if copies else unaligned
                     call = module.prepare(
                         module.Pass[pass_.name],
@@ -77,18 +79,19 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
                         torch.device("cpu"),
                         aligned,
                     )
-                    assert (call.planes, call.workspace_bytes) == (expected.planes, expected.workspace_bytes), name
-                    assert call.copies == copies
-                    compare(module, arch, call.launch, expected)
-                    for prologue, wanted in zip(call.prologues, expected.prologues, strict=True):
-                        compare(module, arch, prologue, wanted)
+                    wanted = [(each.name, each.elements, getattr(torch, each.dtype)) for each in expected.buffers]
+                    assert call.buffers == wanted, name
+                    assert (call.copies, call.channels_last) == (copies, expected.dst_channels_last)
+                    assert [operands for _, operands in call.steps] == [step.operands for step in expected.steps]
+                    for (arguments, _), step in zip(call.steps, expected.steps, strict=True):
+                        compare(module, arch, arguments, step)
                     compared += 1
-                    by_boxes += bool(expected.boxes)
+                    by_boxes += bool(expected.main.boxes)
     assert compared > 500
     assert (by_boxes > 20) == (arch == "sm_90a")
 
 
-def expected_launch(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Launch:
+def expected_launch(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Program:
     device, problem = DeviceInfo.for_arch(arch), problem.of_pass(pass_)
     serving = next(each for each in plan(typical(problem), pass_, device).selected if each.schedule.any_size)
     layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
@@ -99,14 +102,18 @@ def model_problem(module: Any) -> ConvTransposeProblem:
     return ConvTransposeProblem(**vars(module.LAYERS[0].problem) | {})
 
 
-def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Launch) -> None:
+def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Step) -> None:
     number, geometry, boxes, *grid, block, shared_bytes = given
     assert (tuple(grid), block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
-    assert (geometry, boxes) == (expected.geometry, b"".join(map(packed_boxes, expected.boxes)))
-    name, specialisation, files = module.KERNELS[arch][number]
+    places = params_of(expected.source).tensor_maps
+    assert (geometry, boxes) == (expected.geometry, b"".join(map(packed_boxes, expected.boxes, places)))
+    name, generated, files = module.KERNELS[arch][number]
     assert (name, files) == (expected.source.kernel, expected.source.files)
-    lines = zip(specialisation.strip().splitlines(), expected.source.specialisation.strip().splitlines(), strict=True)
-    assert all(ours == theirs or any(name in ours for name in SETTLED) for ours, theirs in lines)
+    lines = zip(
+        generated[SPECIALISATION].strip().splitlines(), expected.source.specialisation.strip().splitlines(), strict=True
+    )
+    settled = expected.source.settled_constants
+    assert all(ours == theirs or any(f" {name} =" in ours for name in settled) for ours, theirs in lines)
 
 
 def test_a_size_without_a_kernel_is_an_error() -> None:
@@ -136,6 +143,7 @@ def both(module: Any) -> tuple[nn.Module, nn.Module]:
     return models[0], models[1]
 
 
+@pytest.mark.sampled(3)
 @needs_emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("layer", [*LAYERS[:6], BY_BOXES, IN_PARTS])
@@ -167,7 +175,8 @@ def test_it_computes_the_layer_and_its_gradients(layer: str, arch: str) -> None:
         for exact, ours in zip(*results, strict=True):
             assert torch.equal(exact.to(dtype), ours)
     if layer == IN_PARTS and arch == "sm_90a":
-        assert any(call.planes > 1 for (pass_, *_), call in module._calls.items() if pass_ is module.Pass.INPUT_GRAD)
+        calls = [call for (pass_, *_), call in module._calls.items() if pass_ is module.Pass.INPUT_GRAD]
+        assert any("partials" in [name for name, *_ in call.buffers] for call in calls)
 
 
 @needs_emulator
@@ -210,7 +219,8 @@ def test_boxes_are_packed_by_the_numbers_of_the_driver() -> None:
         steps = 1, 1, 2, 8, 1
         boxes = Boxes(dtype, (1, 2, 3, 4, 5), (6, 7, 8, 2**39), (10, 11, 12, 13, 14), 64, tf32, 1, steps)
         spans = 10, 11, 23, 97, 14
-        assert struct.unpack(BOXES, packed_boxes(boxes)) == (*range(1, 9), 2**39, *spans, *steps, number, 2, 1, 0)
+        expected = (*range(1, 9), 2**39, *spans, *steps, number, 2, 1, 256)
+        assert struct.unpack(BOXES, packed_boxes(boxes, 256)) == expected
 
 
 @needs_emulator
@@ -233,21 +243,21 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="CUDA error 1"):
         binding.launch(2, b"abcd", b"", 1, 1, 1, 32, 13, [first, second])
 
-    geometry, boxes = bytes(range(132)), Boxes("float32", (9, 8, 7, 6, 2**33), (16, 32, 48, 2**38), (4,) * 5, 64, True)
+    geometry, boxes = bytes(range(196)), Boxes("float32", (9, 8, 7, 6, 2**33), (16, 32, 48, 2**38), (4,) * 5, 64, True)
     boxes = replace(boxes, steps=(1, 2, 1, 1, 1))
-    binding.launch(1, geometry, packed_boxes(boxes), 1, 1, 1, 32, 0, [first])
+    binding.launch(1, geometry, packed_boxes(boxes, 64), 1, 1, 1, 32, 0, [first])
     assert binding.encoded() == [
         *(1, 0, 11, 5, first.data_ptr()),
         *(*boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps),
         *(0, 2, 2, 0),
     ]
-    assert binding.geometry() == b"m" * 128 + geometry[128:]
-    assert geometry == bytes(range(132))
-    with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes.* take 128 .* given 127 bytes and 132"):
-        binding.launch(1, geometry, packed_boxes(boxes)[1:], 1, 1, 1, 32, 0, [first])
-    with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes.* take 128 .* given 128 bytes and 4"):
-        binding.launch(2, b"abcd", packed_boxes(boxes), 1, 1, 1, 32, 0, [first, second])
-    refused = packed_boxes(boxes)[:-12] + struct.pack("<3I", 4, 0, 0)
+    assert binding.geometry() == geometry[:64] + b"m" * 128 + geometry[192:]
+    assert geometry == bytes(range(196))
+    with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes each, given 127"):
+        binding.launch(1, geometry, packed_boxes(boxes, 64)[1:], 1, 1, 1, 32, 0, [first])
+    with pytest.raises(RuntimeError, match=r"a tensor map takes 128 bytes from 128 on, and .* parameter has 196"):
+        binding.launch(1, geometry, packed_boxes(boxes, 128), 1, 1, 1, 32, 0, [first])
+    refused = packed_boxes(boxes, 64)[:-12] + struct.pack("<3I", 4, 0, 64)
     with pytest.raises(RuntimeError, match=r"no tensor map, error 1: data type 11, sizes \[9, .*\], .* swizzle 4, add"):
         binding.launch(1, geometry, refused, 1, 1, 1, 32, 0, [first])
 
@@ -256,10 +266,10 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_binding_is_built_with_cuda_11(small: Any, tmp_path: Path) -> None:
     binding = binding_on_the_cpu(small.BINDING, tmp_path, 11070)
-    boxes = packed_boxes(Boxes("float16", (8,) * 5, (16,) * 4, (8,) * 5, 16, False))
-    binding.launch(1, bytes(132), b"", 1, 1, 1, 32, 0, [torch.rand(3)])
+    boxes = packed_boxes(Boxes("float16", (8,) * 5, (16,) * 4, (8,) * 5, 16, False), 0)
+    binding.launch(1, bytes(196), b"", 1, 1, 1, 32, 0, [torch.rand(3)])
     with pytest.raises(RuntimeError, match="knows no tensor maps: both must be of CUDA 12 or newer"):
-        binding.launch(1, bytes(132), boxes, 1, 1, 1, 32, 0, [torch.rand(3)])
+        binding.launch(1, bytes(196), boxes, 1, 1, 1, 32, 0, [torch.rand(3)])
 
 
 # What it refuses

@@ -28,7 +28,7 @@ from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.direct.general import GatherGeneral, GeneralVariant
+from polyphase.schedules.direct.general import DirectGeneral, GeneralVariant
 from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from processes import environment, run_python
@@ -42,7 +42,7 @@ def small_source(kernel_size: int = 1) -> KernelSource:
     """A kernel that compiles in a twentieth of a second; another one for every ``kernel_size``."""
     problem = ConvTransposeProblem.make((1, 1, 4), 1, kernel_size)
     device = DeviceInfo.for_arch(ARCH)
-    return GatherGeneral().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralVariant(1)).source
+    return DirectGeneral().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralVariant(1)).main.source
 
 
 SOURCE = small_source()
@@ -427,7 +427,7 @@ def test_compile_failures_show_the_log_and_the_source(directory: Path) -> None:
     assert "error: expected a" in failure.log
     assert "THIS IS NO NAME" in failure.log
     assert failure.log in str(failure)
-    assert "gather_general could not be compiled for sm_90a" in str(failure)
+    assert "direct_general could not be compiled for sm_90a" in str(failure)
     assert failure.source_path is not None
     assert failure.source_path in str(failure)
     assert Path(failure.source_path).read_text(encoding="utf-8") == source.text
@@ -581,7 +581,7 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
         return b"", f"{8 if tried[-1][1] else 0} bytes spill stores"
 
     monkeypatch.setattr(compiler, "_compile", pretend)
-    straight = SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True)
+    straight = replace(SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True), fallbacks=((("STRAIGHT", False),),))
     source, _, _ = compiler._compile_without_spills(straight, ARCH)
     assert tried == [(2, True), (1, True), (1, False)]
     assert source == straight.with_constants(MIN_BLOCKS=1, STRAIGHT=False)
@@ -590,20 +590,29 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spills", "chosen"), [((8, 0), -8), ((8, 24, 0), 16), ((16, 24, 8, 32), 16), ((8, 8, 8, 8), 24)]
+    ("spills", "chosen"),
+    [
+        ((8, 0), (-8, 2)),
+        ((8, 24, 0), (16, 2)),
+        ((32, 24, 12, 320, 0), (16, 1)),
+        ((16, 24, 8, 32, 12), (16, 2)),
+        ((8, 8, 8, 8, 8), (16, 1)),
+    ],
 )
 def test_registers_change_hands_rather_than_spill(
-    spills: tuple[int, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+    spills: tuple[int, ...], chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between those who load and those who multiply; where all spill, those that spill least."""
     left = list(spills)
     monkeypatch.setattr(compiler, "_compile", lambda *_: (b"", f"{left.pop(0)} bytes spill stores"))
-    source = SOURCE.with_constants(MIN_BLOCKS=1, WGMMA=True, GIVEN_REGISTERS=0)
+    shares = [(("GIVEN_REGISTERS", count),) for count in (-8, 16, 24)]
+    fallbacks = (*shares, (("GIVEN_REGISTERS", 16), ("CHUNKS_AT_ONCE", 1)))
+    source = replace(SOURCE.with_constants(MIN_BLOCKS=1, GIVEN_REGISTERS=0, CHUNKS_AT_ONCE=2), fallbacks=fallbacks)
     found, _, log = compiler._compile_without_spills(source, ARCH)
-    assert found == source.with_constants(GIVEN_REGISTERS=chosen)
+    assert found == source.with_constants(GIVEN_REGISTERS=chosen[0], CHUNKS_AT_ONCE=chosen[1])
     assert log == f"{min(spills)} bytes spill stores"
     assert not left
-    assert source.with_constants(WGMMA=False).sparing is None
+    assert list(replace(source, fallbacks=()).attempts()) == [replace(source, fallbacks=())]
 
 
 def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -612,12 +621,13 @@ def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.min_blocks == 1
 
 
+@pytest.mark.nvrtc
 def test_the_compiler_does_spill(directory: Path) -> None:
     """A tile that asks for more resident blocks than its registers allow gets fewer, from the real compiler."""
     problem = ConvTransposeProblem.make((1, 4, 8, 8), 8, 3)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    launch = next(launch for candidate, launch in offers if candidate.schedule == "gather_tiled")
-    source = launch.source.with_constants(MIN_BLOCKS=2048 // launch.block)  # 32 registers for each thread
+    launch = next(launch for candidate, launch in offers if candidate.schedule == "direct_tiled")
+    source = launch.main.source.with_constants(MIN_BLOCKS=2048 // launch.main.block)  # 32 registers for each thread
     _, log = compiler._compile(source, ARCH)
     assert compiler._number(log, r"(\d+) bytes spill stores") > 0
     report = compiler.resources_of(source, ARCH)
@@ -625,6 +635,7 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     assert 1 <= report.source.min_blocks < source.min_blocks
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",
     [
@@ -640,12 +651,14 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
     """In channels_last, where the compiler takes more registers than the estimate says."""
     offers = launches(replace(problem, channels_last=True), Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     reports = [
-        compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.schedule == "gather_tiled"
+        compiler.resources_of(launch.main.source, ARCH) for found, launch in offers if found.schedule == "direct_tiled"
     ]
     assert len(reports) > 3
     assert [report for report in reports if not report.clean] == []
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",
     [
@@ -660,12 +673,13 @@ def test_no_product_of_odd_layers_spills(directory: Path, problem: ConvTranspose
     """Forward passes of `implicit_gemm`, of which some would if registers had the shares that most want."""
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a"))
     best = [launch for candidate, launch in offers if candidate.schedule == "implicit_gemm"][:3]
-    sources = [source for launch in best for source in (launch.source, launch.one_way) if source is not None]
+    sources = [source for launch in best for source in (launch.main.source, launch.main.one_way) if source is not None]
     reports = [compiler.resources_of(source, "sm_90a") for source in sources]
     assert all(report.clean for report in reports), reports
     assert any(dict(report.source.constants)["GIVEN_REGISTERS"] for report in reports if report.source)
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("channels", "out_channels", "size", "bias"),
     [(256, 256, 14, True), (250, 200, 60, False), (154, 200, 30, True), (217, 200, 30, False)],
@@ -675,20 +689,26 @@ def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, b
     """Where the kernel is the stride, all channels of a thread's pixels."""
     problem = ConvTransposeProblem.make((512, channels, size, size), out_channels, 2, 2, bias=bias, dtype="bfloat16")
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    reports = [compiler.resources_of(launch.source, ARCH) for found, launch in offers if found.schedule == "pixel_gemm"]
+    reports = [
+        compiler.resources_of(launch.main.source, ARCH)
+        for found, launch in offers
+        if found.schedule == "phase_gemm_pixels"
+    ]
     assert len(reports) > 1
     assert [report for report in reports if not report.clean] == []
 
 
+@pytest.mark.nvrtc
 def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     """Taps in rows, channels last: a lane adds up neighbouring channels together, fewer of them at a wide stride."""
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 16, 16, 8, dtype="bfloat16", channels_last=True)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     launch = next(launch for candidate, launch in offers if getattr(candidate.variant, "taps_in_rows", False))
-    report = compiler.resources_of(launch.source, ARCH)
+    report = compiler.resources_of(launch.main.source, ARCH)
     assert report.clean, report
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("shape", "channels", "kernel"),
     [((4, 48, 32, 32), 24, (4, 2, 1)), ((16, 128, 256, 256), 64, (2, 2)), ((4, 512, 16, 16), 100, (4, 4))],
@@ -701,10 +721,11 @@ def test_stores_leave_sums_in_registers(
     problem = ConvTransposeProblem.make(shape, channels, *kernel, bias=True, dtype="bfloat16")
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     launch = next(launch for candidate, launch in offers if candidate.schedule == "implicit_gemm")
-    report = compiler.resources_of(launch.source, ARCH)
+    report = compiler.resources_of(launch.main.source, ARCH)
     assert report.clean, report
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("shape", "channels", "kernel", "dilation"),
     [((4, 48, 61, 61), 64, ((3, 5), (2, 3)), 1), ((4, 48, 61, 61), 128, (3, (2, 5)), 2)],
@@ -720,10 +741,11 @@ def test_long_pieces_leave_sums_in_registers(
     longer = [each for variant in found if variant.wgmma for each in variant.with_longer_pieces(gather)]
     most = max(longer, key=lambda each: each.group_cells * implicit_gemm_variant.Product.of(gather, each).row_blocks)
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
-    report = compiler.resources_of(launch.source, ARCH)
+    report = compiler.resources_of(launch.main.source, ARCH)
     assert report.clean, (most, report)
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("layer", "dtype", "kinds"),
     [
@@ -739,14 +761,15 @@ def test_no_fence_among_the_products_of_a_stage(layer: str, dtype: str, kinds: i
     problem = replace(parse_layer(layer), dtype=dtype)
     launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH)).launch
     assert launch is not None
-    assert launch.one_way is not None
-    for source in (launch.source, launch.one_way):
+    assert launch.main.one_way is not None
+    for source in (launch.main.source, launch.main.one_way):
         assert source.kernel == "implicit_gemm"
         binary = compiler.compile_kernel(source, ARCH)
         words = [binary[i : i + 8] for i in range(0, len(binary), 8)]
         assert words.count(FENCE) == kinds, source.specialisation
 
 
+@pytest.mark.nvrtc
 def test_reports() -> None:
     problem = ConvTransposeProblem.make((1, 2, 8, 8), 2, 3, 2, bias=True)
     for pass_ in Pass:
@@ -754,8 +777,8 @@ def test_reports() -> None:
         reports = [compiler.resources_of(source, ARCH) for source in kernel_sources(problem, pass_, device)]
         offered = [launch for _, launch in launches(problem, pass_, device)]
         kernels = {report.kernel for report in reports}
-        assert {launch.source.kernel for launch in offered} <= kernels
-        sums = {"add_planes"} if pass_ is Pass.WEIGHT_GRAD else set()
+        assert {launch.main.source.kernel for launch in offered} <= kernels
+        sums = {"reduce_splits"} if pass_ is Pass.WEIGHT_GRAD else set()
         assert kernels - sums <= {source.kernel for launch in offered for source in launch.sources}
         assert sums <= kernels
         for report in reports:

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import math
 import random
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from typing import Any
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import DTYPES, Emulator, assert_exact, formats, items_of, reference, run, strange_layouts
+from kernel_harness import DTYPES, Emulator, assert_exact, formats, params, reference, run, strange_layouts
 from polyphase.plan.planner import launches
 from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES
+from polyphase.program.params import params_of
+from polyphase.program.program import Program
 from polyphase.schedules import tiles as tiling
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import Sharing
-from polyphase.schedules.direct.tiled import GatherTiled, legal_variants
+from polyphase.schedules.direct.tiled import DirectTiled, legal_variants
 from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
 from polyphase.schedules.implicit_gemm import schedule as implicit_gemm
 from polyphase.schedules.implicit_gemm import tile as implicit_gemm_tile
@@ -81,9 +81,9 @@ WIDE_LAYERS = {
 WIDTHS = (8, 12, 16, 40, 132, 135)
 
 
-def one_each(found: list[tuple[Candidate, Launch]], seed: int) -> list[tuple[Candidate, Launch]]:
+def one_each(found: list[tuple[Candidate, Program]], seed: int) -> list[tuple[Candidate, Program]]:
     """Of every schedule the planner's best variant or another; of implicit_gemm the best, see below."""
-    by_schedule: dict[str, list[tuple[Candidate, Launch]]] = {}
+    by_schedule: dict[str, list[tuple[Candidate, Program]]] = {}
     for candidate, launch in found:
         offers = by_schedule.setdefault(candidate.schedule, [])
         if candidate.schedule != "implicit_gemm" or not offers:
@@ -102,6 +102,7 @@ def passes() -> Iterator[ParameterSet]:
             yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("problem", "pass_"), list(passes()))
 def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One of every schedule."""
@@ -114,7 +115,7 @@ def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
 
 def best(
     schedule: str, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None = None
-) -> tuple[Candidate, Launch]:
+) -> tuple[Candidate, Program]:
     """A schedule's first variant, whether the planner takes it or another's."""
     return next(each for each in launches(problem, pass_, H200, layouts) if each[0].schedule == schedule)
 
@@ -129,10 +130,10 @@ def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeP
     return replace(layer, input_size=(height, columns), output_padding=(0, width - axis.output_size(columns)))
 
 
-def tiles(launch: Launch) -> tuple[list[int], bool, bool]:
-    """Tiles along n, d, h, w of a launch of gather_tiled, and whether source and destination rows are aligned."""
-    _, *numbers, _items, _per_block, source, rows = struct.unpack_from("<13i", launch.geometry, 2 * 56)
-    return numbers[4:], bool(source), bool(rows)
+def tiles(launch: Program) -> tuple[list[int], bool, bool]:
+    """Tiles along n, d, h, w of a launch of direct_tiled, and whether source and destination rows are aligned."""
+    found = params(launch)
+    return found["tiles"], bool(found["aligned_src"]), bool(found["aligned_rows"])
 
 
 def wide_cases() -> Iterator[ParameterSet]:
@@ -145,6 +146,7 @@ def wide_cases() -> Iterator[ParameterSet]:
                     yield pytest.param(problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("layer", "pass_"), list(wide_cases()))
 def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
     """Quad loads and vector stores, where images allow them and where not; the kernels are those of every width."""
@@ -154,8 +156,8 @@ def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
         problem = wide(layer, pass_, width)
         for aligned in (True, False):
             layouts = replace(Layouts.dense(problem), aligned=aligned)
-            candidate, launch = best("gather_tiled", problem, pass_, layouts)
-            sources.add(launch.source)
+            candidate, launch = best("direct_tiled", problem, pass_, layouts)
+            sources.add(launch.main.source)
             seed = zlib.crc32(f"{problem} {pass_} {aligned}".encode())
             assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
     assert len(sources) == 1
@@ -168,7 +170,7 @@ def test_wide_images_meet_every_path() -> None:
         for formatted in formats(layer):
             for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
                 for width in WIDTHS:
-                    candidate, launch = best("gather_tiled", wide(formatted, pass_, width), pass_)
+                    candidate, launch = best("direct_tiled", wide(formatted, pass_, width), pass_)
                     (_, _, along_h, along_w), source, rows = tiles(launch)
                     met.add(("copied", candidate.variant.asynchronous, source))
                     met.add(("along h", along_h > 1, formatted.channels_last, source))
@@ -183,12 +185,12 @@ def test_wide_images_meet_every_path() -> None:
 
 
 ORDERED = {
-    "gather_tiled, source slices": (make((1, 20, 5, 9), 1, 3, 1, 1, bias=True), Pass.FORWARD),
-    "gather_tiled, turned rows": (make((2, 3, 7, 9), 4, 3, 3, 1), Pass.FORWARD),
-    "gather_tiled, quads": (make((1, 8, 6, 20), 8, 4, 2, 1, channels_last=True), Pass.FORWARD),
-    "gather_tiled, input gradient": (make((1, 6, 6, 10), 20, 4, 2, 1), Pass.INPUT_GRAD),
-    "gather_general": (make((1, 3, 4, 5), 5, 3, 2), Pass.FORWARD),
-    "weight_grad": (make((3, 3, 9, 10), 4, 3, 2), Pass.WEIGHT_GRAD),
+    "direct_tiled, source slices": (make((1, 20, 5, 9), 1, 3, 1, 1, bias=True), Pass.FORWARD),
+    "direct_tiled, turned rows": (make((2, 3, 7, 9), 4, 3, 3, 1), Pass.FORWARD),
+    "direct_tiled, quads": (make((1, 8, 6, 20), 8, 4, 2, 1, channels_last=True), Pass.FORWARD),
+    "direct_tiled, input gradient": (make((1, 6, 6, 10), 20, 4, 2, 1), Pass.INPUT_GRAD),
+    "direct_general": (make((1, 3, 4, 5), 5, 3, 2), Pass.FORWARD),
+    "direct_wgrad_gemm": (make((3, 3, 9, 10), 4, 3, 2), Pass.WEIGHT_GRAD),
 }
 
 
@@ -204,8 +206,8 @@ def test_no_races(name: str) -> None:
     assert offers
 
 
-def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[Candidate, Launch]:
-    """A variant of gather_tiled with these buffers and source slices whose sums are cut into several chains."""
+def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[Candidate, Program]:
+    """A variant of direct_tiled with these buffers and source slices whose sums are cut into several chains."""
     layouts = Layouts.dense(problem)
     variant = next(
         variant
@@ -213,8 +215,8 @@ def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[C
         if (variant.buffers, variant.src_slices) == (buffers, slices) and counts.chain < counts.stages
     )._replace(min_blocks=1)
     small = replace(H200, multiprocessors=1)  # so that blocks go on to further items
-    launch = GatherTiled().launch(problem, Pass.FORWARD, small, layouts, variant)
-    return Candidate("gather_tiled", variant, 0.0, ""), launch
+    launch = DirectTiled().launch(problem, Pass.FORWARD, small, layouts, variant)
+    return Candidate("direct_tiled", variant, 0.0, ""), launch
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
@@ -224,8 +226,7 @@ def test_chains(buffers: int, slices: int, width: int) -> None:
     """Sums of many channels in several chains, of several items a block, in several orders of threads."""
     problem = make((9, 53, 5, width), 12, (5, 4), 2, 1, bias=True)
     candidate, launch = chained(problem, buffers, slices)
-    *_, per_block, _, _ = struct.unpack_from("<13i", launch.geometry, 2 * 56)
-    assert per_block > 1
+    assert params(launch)["items_per_block"] > 1
     assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None if width == 9 else 5))
 
 
@@ -254,12 +255,11 @@ def test_short_rows() -> None:
     """Where a row of all lanes has too wide a halo tiles have rows of few, of small images too."""
     for size in ((9, 70), (1, 300), (3, 2)):
         problem = make((2, 3, *size), 3, 8, 4, 2, groups=3)
-        found = list(candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
+        found = list(candidates(DirectTiled(), problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
         assert found
         for number, candidate in enumerate(found[:3]):
-            launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
-            _, *lanes = struct.unpack_from("<5i", launch.geometry, 2 * 56)
-            assert math.prod(lanes) <= candidate.variant.lanes
+            launch = DirectTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
+            assert math.prod(params(launch)["lanes"]) <= candidate.variant.lanes
             assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(number))
 
 
@@ -269,9 +269,9 @@ def test_few_output_channels_are_columns(dtype: str) -> None:
     problem = make((2, 10, 5, 6), 3, 4, 2, 1, 1, dtype=dtype, channels_last=True)
     read = set()
     for number, layouts in enumerate(strange_layouts(problem)):
-        candidate, *_ = candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, layouts)
-        launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
-        channels = dict(launch.source.constants)["SRC_CHANNELS"]
+        candidate, *_ = candidates(DirectTiled(), problem, Pass.INPUT_GRAD, H200, layouts)
+        launch = DirectTiled().launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
+        channels = dict(launch.main.source.constants)["SRC_CHANNELS"]
         assert layouts.weight_channels_last or channels == 3
         read.add(channels)
         assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, executor=Emulator(number))
@@ -282,15 +282,14 @@ def test_few_output_channels_are_columns(dtype: str) -> None:
 def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight gradients over more positions than are summed in one chain, in parts that end with a partial stage."""
     problem = make((3, 2, 67, 61), 3, 2, 2, dtype=dtype)
-    _, usual = best("weight_grad", problem, Pass.WEIGHT_GRAD)
+    _, usual = best("direct_wgrad_gemm", problem, Pass.WEIGHT_GRAD)
     monkeypatch.setattr(tiling, "_MAX_PLANES_BYTES", 2 * 8 * problem.elements[1])  # few parts, long ones
-    found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == "weight_grad"]
-    assert found[0][1].source == usual.source
+    found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == "direct_wgrad_gemm"]
+    assert found[0][1].main.source == usual.main.source
     for candidate, launch in found[::4]:
-        *_, length, positions, _ = struct.unpack_from("<3i4x3q", launch.geometry, 2 * 56)
-        assert 1 < launch.planes < usual.planes
-        assert length > 2048
-        assert positions % candidate.variant.depth
+        assert 1 < launch.splits < usual.splits
+        assert params(launch)["part_length"] > 2048
+        assert params(launch)["positions"] % candidate.variant.depth
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
 
@@ -299,24 +298,25 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_offsets(dtype: str, pass_: Pass) -> None:
     """The variant for tensors beyond 4 GiB, on a small one: its offsets have 64 bits everywhere."""
     problem = make((2, 3, 5, 7), 4, 3, 2, 1, dtype=dtype, bias=True)
-    schedule = "weight_grad" if pass_ is Pass.WEIGHT_GRAD else "gather_tiled"
+    schedule = "direct_wgrad_gemm" if pass_ is Pass.WEIGHT_GRAD else "direct_tiled"
     candidate, launch = best(schedule, problem, pass_)
     beyond = replace(problem, batch=1, input_size=(2**16, 2**15))
     _, huge = best(schedule, beyond, pass_)
-    assert huge.source.wide_offsets
-    if huge.source == launch.source:  # of kernels that know no other
+    assert huge.main.source.wide_offsets
+    if huge.main.source == launch.main.source:  # of kernels that know no other
         return
-    assert replace(huge.source, wide_offsets=False) == launch.source
+    assert replace(huge.main.source, wide_offsets=False) == launch.main.source
     # Where each element of a row goes is twice as long.
-    extra = launch.block * candidate.variant.cells_w * problem.stride[-1] * 8
-    wide_launch = replace(launch, source=huge.source, shared_bytes=launch.shared_bytes + extra)
+    extra = launch.main.block * candidate.variant.cells_w * problem.stride[-1] * 8
+    wide_main = replace(launch.main, source=huge.main.source, shared_bytes=launch.main.shared_bytes + extra)
+    wide_launch = launch.with_main(wide_main)
     assert_exact(problem, pass_, candidate, wide_launch, executor=Emulator(7))
 
 
 def test_offsets_widen_at_4_gib() -> None:
     """A 3-D image of one channel beyond 4 GiB needs 64 bits for offsets within a tile; one just below does not."""
     sizes = (1024, 1024, 1023), (1024, 1024, 1024)
-    sources = [best("gather_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].source for size in sizes]
+    sources = [best("direct_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].main.source for size in sizes]
     assert [source.wide_offsets for source in sources] == [False, True]
     for below, beyond in pairwise(sources):
         assert replace(beyond, wide_offsets=False) == below
@@ -373,18 +373,16 @@ class GemmCase:
     variant: GemmVariant
     one_way: bool = False
 
-    def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
-        few = replace(device, multiprocessors=self.numbers(device)[9] if self.variant.resident else 2)
+    def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
+        few = replace(device, multiprocessors=self.params(device)["tile_items"] if self.variant.resident else 2)
         launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, few, self.layouts, self.variant)
-        if self.one_way and launch.one_way is not None:
-            launch = replace(launch, source=launch.one_way)
+        if self.one_way and launch.main.one_way is not None:
+            launch = launch.with_main(replace(launch.main, source=launch.main.one_way))
         return [(Candidate("implicit_gemm", self.variant, 0.0, ""), launch)]
 
-    def numbers(self, device: DeviceInfo) -> list[int]:
-        """The kernel's `Geometry` behind the tensors; of divisors the value."""
-        launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant)
-        found = struct.unpack_from("<2i" + 11 * "iIi" + "10i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56)
-        return [*found[:2], *found[2:35:3], *found[35:]]
+    def params(self, device: DeviceInfo) -> dict[str, Any]:
+        """The kernel's parameters."""
+        return params(ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant))
 
     def kinds(self) -> set[tuple[object, ...]]:
         """What a sample should meet: settings with every instruction, layout and element size; and kinds of tiles."""
@@ -393,12 +391,12 @@ class GemmCase:
         settings = [setting for setting in each._asdict().items() if setting[0] != "pixels"]
         met: set[tuple[object, ...]] = {(each.wgmma, each.split, *setting) for setting in settings}
         met |= {(side, *setting) for side in ((src_last, dst_last), bits16) for setting in settings}
-        _, images, *rest, copy_bytes, store_vector, boxes, _, run = self.numbers(H200)
-        met |= {("tiles", axis, count > 1, src_last) for axis, count in enumerate(rest[3:7])}
+        found = self.params(H200)
+        met |= {("tiles", axis, count > 1, src_last) for axis, count in enumerate(found["tiles"])}
         return met | {
-            ("copy", copy_bytes, bits16, src_last),
-            ("store", store_vector, bits16, dst_last),
-            (images > 1, run > 0, boxes),
+            ("copy", found["copy_bytes"], bits16, src_last),
+            ("store", found["store_vector"], bits16, dst_last),
+            (found["images"] > 1, found["run"] > 0, found["boxes"]),
         }
 
 
@@ -458,6 +456,7 @@ def gemm_variants(
             yield GemmCase(problem, layouts, each)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", list(gemm_cases(1, share=2)))
 def test_products(case: GemmCase) -> None:
     """Settings of implicit_gemm beyond what the planner likes best for small layers; on a GPU it is many more."""
@@ -466,6 +465,7 @@ def test_products(case: GemmCase) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("split", ["turns", "rows", "cells"])
 @pytest.mark.parametrize("name", ["1-D, wide cells", "1-D, cells of four", "wide cells"])
@@ -504,7 +504,7 @@ def test_shared_memory_is_what_the_kernel_takes(name: str, settings: dict[str, o
     shared = implicit_gemm_tile._static_shared_bytes(case.variant, product, case.variant.stages)
     stored = implicit_gemm_tile._store_bytes(gather, case.variant)
     alignment = 1024 if case.variant.boxes else 128
-    text = f"""{launch.source.text}
+    text = f"""{emulator.text_of(launch.main.source)}
 static_assert(round_up((int)sizeof(Shared), {alignment}) == {shared}, "Shared");
 static_assert(STORE_BYTES == {stored}, "STORE_BYTES");
 """
@@ -526,7 +526,7 @@ def test_products_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, channels_la
     problem = make((3, 20, 7, 13), 16, 3, 2, 1, 1, bias=True, channels_last=channels_last, tf32=True)
     case = gemm_case(problem, wgmma=True, row_channels=row_channels)
     for candidate, launch in case.offers(H200):
-        assert launch.source.wide_offsets
+        assert launch.main.source.wide_offsets
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(1))
 
 
@@ -537,7 +537,7 @@ def test_products_stored_in_pieces(stride: int, piece_bytes: int, cells: int, wi
     problem = make((2, 12, 3, width), 64, 3, (2, stride), 1, 1, dilation=(1, 2), tf32=True)
     case = gemm_case(problem, wgmma=True, split="turns", piece_bytes=piece_bytes)
     for candidate, launch in case.offers(H200):
-        assert dict(launch.source.constants)["PIECE"] == cells
+        assert dict(launch.main.source.constants)["PIECE"] == cells
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(2))
 
 
@@ -571,8 +571,8 @@ def ring_case(name: str, device: DeviceInfo) -> GemmCase:
         case = gemm_case(replace(layer, batch=batch), **{"wgmma": True, **settings})
         ((_, launch),) = case.offers(device)
         product = Product.of(Gather.of(case.problem, Pass.FORWARD, case.layouts), case.variant)
-        items, own = items_of(launch)
-        taken = items - own * launch.grid[0] // case.variant.cluster
+        items, own = params(launch)["items"], params(launch)["own"]
+        taken = items - own * launch.main.grid[0] // case.variant.cluster
         taken //= product.row_groups if case.variant.resident else 1
         if taken > 1.2 * items_known(case.variant, product, case.variant.stages):
             return case
@@ -612,7 +612,7 @@ def test_tiles_of_one_stage_do_not_race() -> None:
 def of_several_tiles(layer: ConvTransposeProblem, variant_of: Callable[[ConvTransposeProblem], GemmCase]) -> GemmCase:
     """The variant on as few images as come in more tiles than twice the two that a block computes at a time."""
     cases = (variant_of(replace(layer, batch=batch)) for batch in (3, 6, 12, 24, 48, 96))
-    return next(case for case in cases if case.numbers(H200)[13] > 2 * 2)
+    return next(case for case in cases if case.params(H200)["items"] > 2 * 2)
 
 
 @pytest.mark.parametrize(("size", "copied"), [((4, 4), 16), ((3, 4), 8), ((2, 5), 4), ((3, 3), 2)])
@@ -621,9 +621,9 @@ def test_products_of_runs(size: tuple[int, int], copied: int, more_rows: int) ->
     """Tiles that hold images in part, copied in vectors of every size; none where the output has rows of its own."""
     problem = make((37, 40, *size), 70, 2, 2, 0, (more_rows, 0), bias=True, dtype="bfloat16")
     case = gemm_case(problem, wgmma=True, pixels=80, k_steps=1)
-    *_, copy_bytes, _, _, _, run = case.numbers(H200)
-    assert (run == 0) is bool(more_rows)
-    assert more_rows or copy_bytes == copied
+    found = case.params(H200)
+    assert (found["run"] == 0) is bool(more_rows)
+    assert more_rows or found["copy_bytes"] == copied
     for candidate, launch in case.offers(H200):
         assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(0))
 
@@ -651,7 +651,7 @@ def test_rounds_of_images(name: str) -> None:
     settings = {"channel_blocks": 2, "whole_images": True, "wgmma": True, **settings}
     case = next(case for case in gemm_variants(layer, **settings) if case.layouts == Layouts.dense(layer))
     for candidate, launch in case.offers(H200):
-        assert dict(launch.source.constants)["SETS"] == sets
+        assert dict(launch.main.source.constants)["SETS"] == sets
         for order in ("reversed", 3):
             assert_exact(layer, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
@@ -789,14 +789,14 @@ BOXED = {
 
 def tile_of(case: GemmCase) -> dict[str, int]:
     """What `BOXED` says of tiles: boxes of a stage, whether they are runs, of several images, fewer than the halo."""
-    numbers = case.numbers(H200)
-    halo, boxes, box_pixels, run = numbers[14], *numbers[20:]
-    return {"boxes": boxes, "run": run > 0, "several": numbers[1] > 1, "zeros": halo > boxes * box_pixels}
+    found = case.params(H200)
+    zeros = found["halo"] > found["boxes"] * found["box_pixels"]
+    return {"boxes": found["boxes"], "run": found["run"] > 0, "several": found["images"] > 1, "zeros": zeros}
 
 
 def boxed(
     problem: ConvTransposeProblem, settings: dict[str, object], wanted: dict[str, int]
-) -> tuple[GemmCase, Candidate, Launch]:
+) -> tuple[GemmCase, Candidate, Program]:
     """The first variant with such settings that has such tiles, the problem in its own format; its launch."""
     dense = Layouts.dense(problem)
     cases = gemm_variants(problem, **settings)
@@ -804,10 +804,11 @@ def boxed(
     return case, *case.offers(H200)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
     case, candidate, launch = boxed(*BOXED[name])
-    (boxes,) = launch.boxes
+    (boxes,) = launch.main.boxes
     last, operands = case.problem.channels_last, name.startswith("operands")
     assert case.variant.boxes is (last or operands)
     assert boxes.swizzle == (32 * case.variant.k_steps if last else 128 if operands else 16)
@@ -845,8 +846,8 @@ def offers_boxes(problem: ConvTransposeProblem, **layout: bool) -> set[int]:
     for case in gemm_variants(problem):
         if (case.layouts.input, case.layouts.aligned) == (layouts.input, layouts.aligned):
             launch = ImplicitGemm().launch(problem, Pass.FORWARD, H200, case.layouts, case.variant)
-            assert bool(launch.boxes) is (case.numbers(H200)[20] > 0)
-            found |= {case.variant.k_steps} if launch.boxes else set()
+            assert bool(launch.main.boxes) is (case.params(H200)["boxes"] > 0)
+            found |= {case.variant.k_steps} if launch.main.boxes else set()
     return found
 
 
@@ -885,10 +886,9 @@ def test_boxes_of_strange_tensors(name: str) -> None:
 def test_boxes_begin_at_multiples_of_16_bytes() -> None:
     """The emulator does not let the copy engine begin elsewhere, which it cannot."""
     case, candidate, launch = boxed(*BOXED["one box"])
-    skew = TENSOR_MAP_BYTES + 2 * 56 + 39 * 4
-    assert struct.unpack_from("<i", launch.geometry, skew)[0] == case.numbers(H200)[17]
-    moved = struct.pack("<i", case.numbers(H200)[17] + 1)
-    launch = replace(launch, geometry=launch.geometry[:skew] + moved + launch.geometry[skew + 4 :])
+    found = params(launch)
+    geometry = params_of(launch.main.source).pack(**{**found, "skew": found["skew"] + 1})
+    launch = launch.with_main(replace(launch.main, geometry=geometry))
     with pytest.raises(emulator.EmulationError, match="__trap"):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
 
@@ -906,7 +906,7 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
     problem = make((1, 20, 4, width), 16, 4, 2, 1, tf32=parts == 1, channels_last=channels_last)
     case = gemm_case(problem, parts=parts)
     ((_, launch),) = case.offers(H200)
-    assert bool(launch.boxes) is (parts == 1 if channels_last else width == 8)
+    assert bool(launch.main.boxes) is (parts == 1 if channels_last else width == 8)
     torch.manual_seed(3)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
     out = run(problem, Pass.FORWARD, launch, case.layouts, (x, w)).double()
@@ -929,7 +929,7 @@ def test_chains_of_two_parts_end_within_a_stage(channels: int) -> None:
     """21 operations of a row block are more than the 16 of a chain (CHAIN in implicit_gemm.cu)."""
     case = gemm_case(make((1, 20, 5, 19), channels, (3, 7), bias=True), parts=2, wgmma=True, k_steps=1)
     ((candidate, launch),) = case.offers(H200)
-    assert dict(launch.source.constants)["OPERATIONS"] // case.variant.channel_blocks == 21
+    assert dict(launch.main.source.constants)["OPERATIONS"] // case.variant.channel_blocks == 21
     assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
 
 
@@ -949,7 +949,7 @@ def test_products_of_every_kind_of_line_groups(layer: ConvTransposeProblem, dtyp
 
 
 @pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
-@pytest.mark.parametrize("schedule", ["gather_tiled", "gather_general"])
+@pytest.mark.parametrize("schedule", ["direct_tiled", "direct_general"])
 @pytest.mark.parametrize("as_pytorch", [False, True])
 def test_direct_kernels_round_where_they_are_told_to(
     schedule: str, as_pytorch: bool, channels_last: bool, width: int
@@ -966,5 +966,5 @@ def test_direct_kernels_round_where_they_are_told_to(
     scale = reference(problem, Pass.FORWARD, (x.abs(), w.abs()), bias.abs())
     assert bool(((out - expected).abs() <= 2**-20 * scale).all())
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
-        rounded = dict(best(schedule, problem, pass_)[1].source.constants)["ROUNDED"]
+        rounded = dict(best(schedule, problem, pass_)[1].main.source.constants)["ROUNDED"]
         assert rounded is (as_pytorch and pass_ is Pass.FORWARD)

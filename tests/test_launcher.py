@@ -21,7 +21,8 @@ from polyphase.jit.source import KernelSource
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.program.program import Launch
+from polyphase.program.params import params_of
+from polyphase.program.step import Step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
 
 THREADS = 4
@@ -91,16 +92,17 @@ def test_only_a_kernel_that_waits_by_itself_may_start_early(
     monkeypatch: pytest.MonkeyPatch, arch: str, version: int, overlaps: bool
 ) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3, dtype="float16")
-    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(arch)).launch
-    assert launch is not None
-    assert launch.prologue is not None
-    launch = replace(launch, boxes=())  # which the real driver encodes
+    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(arch)).launch
+    assert program is not None
+    assert len(program.steps) == 2
+    program = program.with_main(replace(program.main, boxes=()))  # which the real driver encodes
     driver = FakeDriver(version)
     use(monkeypatch, driver)
-    executable = launcher.Executable(launch, arch, 0, 4)
-    executable.prologue(7, 1, 2)
-    assert not driver.overlapping, "the prologue reads what the kernel before it has written"
-    executable(7, 1, 2, 3, 4)
+    pack, main = launcher.executables(program, arch, 0)
+    pack(7, 1, 2)
+    assert not driver.overlapping, "packing reads what the kernel before it has written"
+    main(7, 1, 2, 3, 4)
+    launch = program.main
     assert [config.hStream for config in driver.overlapping] == [7] * overlaps
     for config in driver.overlapping:
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
@@ -111,8 +113,9 @@ def test_only_a_kernel_that_waits_by_itself_may_start_early(
 
 def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3)
-    launch = plan(problem, Pass.WEIGHT_GRAD, DeviceInfo.for_arch("sm_90a")).launch
-    assert launch is not None
+    program = plan(problem, Pass.WEIGHT_GRAD, DeviceInfo.for_arch("sm_90a")).launch
+    assert program is not None
+    launch = program.main
     assert launch.shared_bytes > 48 << 10
     driver, together = FakeDriver(), threading.Barrier(THREADS)
 
@@ -127,7 +130,7 @@ def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.Monk
 
     def call() -> None:
         try:
-            launcher.Executable(launch, "sm_90a", 0, 3)(0, 1, 2, 3)
+            launcher.Executable(launch, "sm_90a", 0)(0, 1, 2, 3)
         except Exception as error:
             failures.append(error)
 
@@ -137,7 +140,7 @@ def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.Monk
     for thread in threads:
         thread.join()
     assert not failures
-    launcher.Executable(launch, "sm_90a", 0, 3)(0, 1, 2, 3)  # and so does who comes later
+    launcher.Executable(launch, "sm_90a", 0)(0, 1, 2, 3)  # and so does who comes later
     assert next(driver.handles) == 2, "the kernel was loaded more than once"
 
 
@@ -145,7 +148,7 @@ def test_a_prologue_is_compiled_beside_its_kernel(monkeypatch: pytest.MonkeyPatc
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3, dtype="float16")
     launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
     assert launch is not None
-    assert launch.prologue is not None
+    assert len(launch.steps) == 2
     use(monkeypatch, FakeDriver())
     together, compiled = threading.Barrier(2), []
 
@@ -156,7 +159,7 @@ def test_a_prologue_is_compiled_beside_its_kernel(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     for _ in range(2):
-        assert launcher.Executable(launch, "sm_90a", 0, 4).prologue is not None
+        assert len(launcher.executables(launch, "sm_90a", 0)) == 2
         assert sorted(compiled) == ["implicit_gemm", "pack_weights"]
 
 
@@ -173,18 +176,18 @@ def test_a_prologue_that_does_not_compile_is_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     with pytest.raises(CompilationError, match="no"):
-        launcher.Executable(launch, "sm_90a", 0, 4)
+        launcher.executables(launch, "sm_90a", 0)
 
 
 # Tensor maps
 
 
-def launch_of_boxes() -> Launch:
+def launch_of_boxes() -> Step:
     problem = ConvTransposeProblem.make((8, 64, 32, 32), 64, 3, dtype="float16", channels_last=True)
     launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
     assert launch is not None
-    assert launch.boxes
-    return launch
+    assert launch.main.boxes
+    return launch.main
 
 
 def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +203,15 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
     use(monkeypatch, FakeDriver())
     monkeypatch.setattr(tensor_map, "encode", encode)
     monkeypatch.setattr(launcher, "_MOST_MAPS", 2)
-    executable = launcher.Executable(launch, "sm_90a", 0, 4)
+    executable = launcher.Executable(launch, "sm_90a", 0)
+    (place,) = params_of(launch.source).tensor_maps
 
     def call(*pointers: int) -> None:
         executable(0, *pointers)
         geometry = executable._local.keep[0].raw
-        assert geometry[:TENSOR_MAP_BYTES] == bytes([pointers[0]]) * TENSOR_MAP_BYTES
-        assert geometry[TENSOR_MAP_BYTES:] == launch.geometry[TENSOR_MAP_BYTES:]
+        end = place + TENSOR_MAP_BYTES
+        assert geometry[place:end] == bytes([pointers[0]]) * TENSOR_MAP_BYTES
+        assert geometry[:place] + geometry[end:] == launch.geometry[:place] + launch.geometry[end:]
 
     for pointers, known in (
         ((1, 2, 3, 4), [1]),
@@ -227,7 +232,7 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_map_without_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeDriver())
     monkeypatch.setattr(tensor_map, "encode", lambda boxes, address: pytest.fail("a map that nobody reads"))
-    launcher.Executable(replace(launch_of_boxes(), boxes=()), "sm_90a", 0, 4)(0, 1, 2, 3, 4)
+    launcher.Executable(replace(launch_of_boxes(), boxes=()), "sm_90a", 0)(0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +276,7 @@ def test_a_map_that_the_driver_refuses_is_a_named_error(monkeypatch: pytest.Monk
     use(monkeypatch, FakeDriver())
     refusal = driver.CUresult.CUDA_ERROR_INVALID_VALUE
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *arguments: (refusal, None))
-    executable = launcher.Executable(launch, "sm_90a", 0, 4)
+    executable = launcher.Executable(launch, "sm_90a", 0)
     for _ in range(2):  # a map that was not made is not taken for one that was
         with pytest.raises(PolyphaseError, match=r"the driver makes no tensor map of Boxes\(.*INVALID_VALUE"):
             executable(0, 1 << 40, 2, 3, 4)
@@ -334,10 +339,10 @@ def test_a_graph_is_captured_with_the_kernel_that_is_loaded(
     launched, compiled = [], []
     there = set(chosen.other.sources)
     if one_way:
-        assert chosen.other.one_way is not None
-        there = {chosen.other.one_way, *chosen.other.sources} - {chosen.other.source}
+        assert chosen.other.main.one_way is not None
+        there = {chosen.other.main.one_way, *chosen.other.sources} - {chosen.other.main.source}
     monkeypatch.setattr(runtime, "DeviceInfo", SimpleNamespace(of=lambda _: device))
-    monkeypatch.setattr(runtime, "Executable", lambda launch, *_: launched.append(launch.source))
+    monkeypatch.setattr(runtime, "executables", lambda program, *_: launched.append(program.main.source) or [])
     monkeypatch.setattr(runtime, "compile_meanwhile", lambda source, *_: compiled.append(source))
     for module in (runtime, launcher):
         monkeypatch.setattr(module, "is_loaded", lambda source, *_: source in there)
@@ -346,16 +351,19 @@ def test_a_graph_is_captured_with_the_kernel_that_is_loaded(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     x, weight = torch.empty(problem.input_shape), torch.empty(problem.weight_shape)
     runtime._prepare(Pass.FORWARD, problem, x, None, weight)
-    first, second = (each.one_way or each.source for each in chosen.launches)
+    first, second = (each.main.one_way or each.main.source for each in chosen.launches)
     assert launched == [second if capturing else first]
-    assert {chosen.launch.source, chosen.other.source} <= set(compiled)  # but what is loaded, which the real one knows
+    assert {chosen.launch.main.source, chosen.other.main.source} <= set(
+        compiled
+    )  # but what is loaded, which the real one knows
 
 
 def test_the_kernel_that_can_be_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one for tensors that lie alike, unless the one for all is here, on the disk, or on its way."""
     problem = ConvTransposeProblem.make((4, 64, 32, 32), 64, 4, 2, 1, tf32=True)
-    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
-    assert launch is not None
+    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
+    assert program is not None
+    launch = program.main
     assert launch.one_way is not None
     loaded: set[KernelSource] = set()
     cached: set[KernelSource] = set()
@@ -364,7 +372,7 @@ def test_the_kernel_that_can_be_there_first(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launcher, "_meanwhile", {})
 
     def soonest() -> KernelSource:
-        return launcher.soonest(launch, "sm_90a", 0).source
+        return launcher.soonest(program, "sm_90a", 0).main.source
 
     assert soonest() == launch.one_way
     launcher._meanwhile[launch.source, "sm_90a"] = Future()
@@ -377,4 +385,4 @@ def test_the_kernel_that_can_be_there_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert soonest() == launch.source
     loaded |= {launch.source, launch.one_way}
     assert soonest() == launch.source
-    assert launcher.soonest(replace(launch, one_way=None), "sm_90a", 0).source == launch.source
+    assert launcher.soonest(program.with_main(replace(launch, one_way=None)), "sm_90a", 0).main.source == launch.source

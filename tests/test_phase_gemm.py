@@ -50,6 +50,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
@@ -74,11 +75,11 @@ def test_layers_take_every_path() -> None:
                 "several stages a reach": variant.stage_steps < steps_of(problem),
                 "several reaches": math.prod(map(_reach, problem.axes)) > 1,
                 "tiles of columns": columns > 1,
-                "tiles of cells": launch.grid[0] > columns * problem.groups,
+                "tiles of cells": launch.main.grid[0] > columns * problem.groups,
                 "four row tiles": variant.row_tiles == 4,
                 "one row tile": variant.row_tiles == 1,
                 "a single column of warps": variant.warp_columns == 1,
-                "channels innermost": ("CHANNELS_INNERMOST", True) in launch.source.constants,
+                "channels innermost": ("CHANNELS_INNERMOST", True) in launch.main.source.constants,
             }
             taken |= set(facts.items())
     assert taken == {(fact, value) for fact in facts for value in (False, True)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import struct
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import random_problem
-from kernel_harness import formats, items_of
+from kernel_harness import formats, params
 from polyphase import UnsupportedError, runtime
 from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
 from polyphase.bench.operands import Operands, make_operands
@@ -27,9 +26,9 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo, _of_cuda
 from polyphase.problem.layouts import Layouts, Strides
 from polyphase.problem.sizes import has_odd_rows, is_tiny
-from polyphase.program.params import packed_divisor
-from polyphase.program.program import Launch
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.program.program import Program
+from polyphase.program.struct_layout import divisor
+from polyphase.program.tensor_map import Boxes
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
@@ -48,17 +47,17 @@ LAYERS = [layer for layer in every_layer() if layer not in MODELS]
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 
 
-def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, launch: Launch) -> None:
-    assert launch.block % 32 == 0
-    assert 32 <= launch.block <= 1024
-    assert all(blocks <= most for blocks, most in zip(launch.grid, MOST_BLOCKS))
-    assert launch.shared_bytes <= device.shared_bytes_per_block
-    assert launch.planes >= 1
-    if launch.source.kernel != "gather_tiled":
+def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, launch: Program) -> None:
+    assert launch.main.block % 32 == 0
+    assert 32 <= launch.main.block <= 1024
+    assert all(blocks <= most for blocks, most in zip(launch.main.grid, MOST_BLOCKS))
+    assert launch.main.shared_bytes <= device.shared_bytes_per_block
+    assert launch.splits >= 1
+    if launch.main.source.kernel != "direct_tiled":
         return
-    constants = dict(launch.source.constants)
-    _, *rest = struct.unpack_from("<13i", launch.geometry, 2 * 56)
-    lanes, tiles, (items, per_block) = rest[:4], rest[4:8], rest[8:10]
+    constants = dict(launch.main.source.constants)
+    found = params(launch)
+    lanes, tiles, items, per_block = (found[name] for name in ("lanes", "tiles", "items", "items_per_block"))
     assert math.prod(lanes) <= constants["LANES"]
     forward = pass_ is Pass.FORWARD
     sizes = problem.output_size if forward else problem.input_size
@@ -67,7 +66,7 @@ def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: Device
     per_lane = (1, 1, constants["CELLS_H"], constants["CELLS_W"])
     for extent, lane, each, count in zip(extents, lanes, per_lane, tiles):
         assert (count - 1) * lane * each < extent <= count * lane * each or extent == count == 0
-    along_items, *along_tiles = launch.grid
+    along_items, *along_tiles = launch.main.grid
     assert math.prod(along_tiles) >= math.prod(tiles)
     assert (along_items - 1) * per_block < items <= along_items * per_block
     slices = int(constants["DST_PER_THREAD"]) * int(constants["DST_SLICES"])
@@ -86,7 +85,7 @@ def test_every_layer_has_a_plan(arch: str) -> None:
                 chosen = plan.plan(problem, pass_, device)
                 assert chosen.schedule in chosen.describe()
                 assert chosen.launch is not None
-                assert chosen.launch.source in plan.kernel_sources(problem, pass_, device)
+                assert chosen.launch.main.source in plan.kernel_sources(problem, pass_, device)
                 assert_launchable(problem, pass_, device, chosen.launch)
 
 
@@ -146,25 +145,25 @@ def test_single_pixels_are_a_product_of_matrices() -> None:
     layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
     chosen = plan.plan(layer, Pass.FORWARD, H200)
     assert chosen.problem == layer
-    assert dict(chosen.launch.source.constants)["AXIS_W"] == Axis(1)
+    assert dict(chosen.launch.main.source.constants)["AXIS_W"] == Axis(1)
     assert "computed as 1×100×1×128 → 16384, k=1, float32, tf32, channels_last" in explain(layer, H200)
     dense = Layouts.dense(layer)
     same = replace(dense, input=(100, 1, 0, 7, 9))  # strides of single pixels say nothing
-    assert plan.plan(layer, Pass.FORWARD, H200, same).launch.source == chosen.launch.source
+    assert plan.plan(layer, Pass.FORWARD, H200, same).launch.main.source == chosen.launch.main.source
     last = replace(layer, channels_last=True)
-    assert plan.plan(last, Pass.FORWARD, H200).launch.source == chosen.launch.source
+    assert plan.plan(last, Pass.FORWARD, H200).launch.main.source == chosen.launch.main.source
     spread = replace(dense, input=(200, 2, 1, 1, 1))
     others = [(replace(layer, **change), dense) for change in OTHERS_THAN_PIXELS]
     mixed = [(layer, replace(dense, weight_channels_last=True)), (last, dense)]  # formats that are not one
     for problem, layouts in [(layer, spread), *mixed, *others]:
-        assert dict(plan.plan(problem, Pass.FORWARD, H200, layouts).launch.source.constants)["AXIS_W"] != Axis(1)
+        assert dict(plan.plan(problem, Pass.FORWARD, H200, layouts).launch.main.source.constants)["AXIS_W"] != Axis(1)
 
 
 def test_single_pixels_are_in_every_memory_format() -> None:
     """A channels_last input of single pixels is a contiguous one, too: so is what its weight takes a gradient from."""
     layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
     chosen = plan.plan(layer, Pass.WEIGHT_GRAD, H200)
-    assert dict(chosen.launch.source.constants)["AXIS_W"] == Axis(1)
+    assert dict(chosen.launch.main.source.constants)["AXIS_W"] == Axis(1)
     last = plan.plan(replace(layer, channels_last=True), Pass.WEIGHT_GRAD, H200, Layouts.dense(layer))
     assert last.launch == chosen.launch
 
@@ -200,7 +199,7 @@ def test_small_sizes_have_a_kernel_of_their_own() -> None:
     layer = make((8, 514, 800), 1, 512, 128)
     sizes = [plan.plan(replace(layer, batch=batch), Pass.FORWARD, H200) for batch in (1, 4096)]
     assert sizes[0].candidate != sizes[1].candidate
-    assert sizes[0].other.source == sizes[1].launch.source
+    assert sizes[0].other.main.source == sizes[1].launch.main.source
     assert sizes[1].other is None
     assert sizes[0].candidate.seconds < sizes[0].selected[1].candidate.seconds
 
@@ -254,15 +253,15 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             assert launch is not None
             assert_launchable(sized, pass_, H200, launch)
             computed, _ = plan.as_computed(sized, pass_, None)
-            by_engine = chosen.schedule == "weight_grad_wgmma"
+            by_engine = chosen.schedule == "window_wgrad_wgmma"
             assert not by_engine or chosen.other is not None
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.schedule.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
-            cells = chosen.schedule == "pixel_gemm"
+            cells = chosen.schedule == "phase_gemm_pixels"
             single = pass_ is Pass.FORWARD and has_odd_rows(computed)
             by = "" if pass_ is Pass.FORWARD else chosen.schedule
             kind = computed == sized, is_tiny(computed), odd, cells, single, by
-            sources.setdefault(kind, {}).setdefault(launch.source, sized)
+            sources.setdefault(kind, {}).setdefault(launch.main.source, sized)
         for kind, found in sources.items():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
             adapt = next((each.adapts for each in SCHEDULES if each.name == kind[-1]), pass_ is Pass.FORWARD)
@@ -288,9 +287,8 @@ def test_tiny_images_far_apart_share_no_tile() -> None:
     problem = make((64, 256, 1, 1), 128, 4, 2, 1, dtype="float16")
     layouts = replace(Layouts.dense(problem), input=(256 * 520 * 524, 520 * 524, 0, 524, 1))
     for candidate, launch in plan.launches(problem, Pass.FORWARD, H200, layouts):
-        if candidate.schedule == "implicit_gemm" and not launch.source.wide_offsets:
-            images = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56)[1]
-            assert images * layouts.input[0] < 2**31
+        if candidate.schedule == "implicit_gemm" and not launch.main.source.wide_offsets:
+            assert params(launch)["images"] * layouts.input[0] < 2**31
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
@@ -322,7 +320,7 @@ def test_offsets_beyond_4_gib() -> None:
             assert launch is not None
             assert_launchable(formatted, Pass.FORWARD, H200, launch)
             if formatted.dtype == "float32":
-                assert launch.source.wide_offsets is wide
+                assert launch.main.source.wide_offsets is wide
 
 
 @pytest.mark.parametrize(
@@ -347,18 +345,19 @@ def test_grids_stay_within_their_limits(problem: ConvTransposeProblem) -> None:
 def test_an_empty_batch_launches_no_gather() -> None:
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
         for _, launch in plan.launches(make((0, 3, 8, 8), 4, 3), pass_, H200):
-            assert 0 in launch.grid
+            assert 0 in launch.main.grid
     launch = plan.plan(make((0, 3, 8, 8), 4, 3), Pass.WEIGHT_GRAD, H200).launch
     assert launch is not None
-    assert 0 not in launch.grid  # the gradient is zero, and somebody must write it
+    assert 0 not in launch.main.grid  # the gradient is zero, and somebody must write it
 
 
 def test_weight_gradient_parts_cover_every_position() -> None:
     for problem in (make((1, 3, 5), 4, 3), make((64, 3, 128, 128), 4, 3), make((2, 512, 9, 9), 512, 3)):
         offered = plan.launches(problem, Pass.WEIGHT_GRAD, H200)
-        for candidate, launch in (each for each in offered if each[0].schedule == "weight_grad"):
-            _, _, parts, length, positions, weights = struct.unpack_from("<3i4x3q", launch.geometry, 2 * 56)
-            assert parts == launch.planes
+        for candidate, launch in (each for each in offered if each[0].schedule == "direct_wgrad_gemm"):
+            found = params(launch)
+            parts, length, positions, weights = (found[each] for each in ("parts", "part_length", "positions", "plane"))
+            assert parts == launch.splits
             assert positions == problem.batch * math.prod(problem.input_size)
             assert weights == problem.elements[1]
             assert (parts - 1) * length < positions <= parts * length
@@ -372,16 +371,16 @@ def test_layouts_are_part_of_a_plan() -> None:
     last = Layouts.dense(replace(problem, channels_last=True))
     mixed = plan.plan(problem, Pass.FORWARD, H200, replace(dense, input=last.input)).launch
     assert mixed is not None
-    assert dict(mixed.source.constants)["SRC_CHANNELS_LAST"] is True
-    assert dict(mixed.source.constants)["DST_CHANNELS_LAST"] is False
+    assert dict(mixed.main.source.constants)["SRC_CHANNELS_LAST"] is True
+    assert dict(mixed.main.source.constants)["DST_CHANNELS_LAST"] is False
     # Alignment and gaps are for the launch to know, not for the kernel.
     plain = plan.plan(problem, Pass.FORWARD, H200).launch
     for layouts in (replace(dense, aligned=False), replace(dense, input=(9999, 1111, 0, 33, 1))):
         other = plan.plan(problem, Pass.FORWARD, H200, layouts).launch
         assert plain is not None
         assert other is not None
-        assert other.source == plain.source
-        assert other.geometry != plain.geometry
+        assert other.main.source == plain.source
+        assert other.main.geometry != plain.geometry
 
 
 # Boxes of pixels that the copy engine brings
@@ -441,17 +440,17 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
         for formatted in formats(layer.problem):
             problem = replace(formatted, dtype=dtype, tf32=True)
             for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
-                if not launch.boxes:
+                if not launch.main.boxes:
                     continue
                 assert candidate.schedule == "implicit_gemm"
-                assert_driver_takes(launch.boxes[0])
-                count, pixels = struct.unpack_from("<2i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 42 * 4)
+                assert_driver_takes(launch.main.boxes[0])
+                count, pixels = params(launch)["boxes"], params(launch)["box_pixels"]
                 assert count >= 1
-                stage = math.prod(launch.boxes[0].box) * DTYPE_BYTES[dtype]
+                stage = math.prod(launch.main.boxes[0].box) * DTYPE_BYTES[dtype]
                 assert stage == pixels * 32 * candidate.variant.k_steps * (2 if candidate.variant.scaled else 1)
                 slots = candidate.variant.stages if problem.channels_last else candidate.variant.raw_slots
-                assert slots * count * stage <= launch.shared_bytes
-                met.add((problem.channels_last, launch.boxes[0].swizzle))
+                assert slots * count * stage <= launch.main.shared_bytes
+                met.add((problem.channels_last, launch.main.boxes[0].swizzle))
     assert {last for last, _ in met} == {False, True}
 
 
@@ -479,8 +478,7 @@ def test_stores_are_as_wide_as_rows_allow(
         assert problem.output_size[1] == width
         for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
             if candidate.schedule == "implicit_gemm":
-                (found,) = struct.unpack_from("<i", launch.geometry, TENSOR_MAP_BYTES + 2 * 56 + 41 * 4)
-                assert found == expected, candidate.describe()
+                assert params(launch)["store_vector"] == expected, candidate.describe()
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(-1, 1))
@@ -489,7 +487,7 @@ def test_stores_are_as_wide_as_rows_allow(
 @example(2**30 + 1, 1, -1)
 def test_division_by_a_reciprocal_rounds_down(value: int, number: int, beside: int) -> None:
     """Of any number, and of those beside a multiple of the divisor, as 64 bits have it in the kernel."""
-    stored, reciprocal, shift = struct.unpack("<iIi", packed_divisor(value))
+    stored, reciprocal, shift = divisor(value).values()
     multiple = number // value * value + beside
     for each in (number, multiple if 0 <= multiple < 2**31 else 0):
         assert each * reciprocal < 2**64
@@ -499,12 +497,12 @@ def test_division_by_a_reciprocal_rounds_down(value: int, number: int, beside: i
 
 @pytest.mark.parametrize(("dtype", "shared"), [("float32", True), ("bfloat16", False)])
 def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
-    """Of gather_gemm: KernelBench 75, whose tiles in bfloat16 are short."""
+    """Of grouped_gemm: KernelBench 75, whose tiles in bfloat16 are short."""
     (layer,) = (each.problem for each in suite("all") if each.name == "KernelBench 75")
     planned = plan.plan(replace(layer, dtype=dtype, tf32=True), Pass.FORWARD, H200, by_prediction=True)
-    assert planned.schedule == "gather_gemm"
+    assert planned.schedule == "grouped_gemm"
     assert planned.launch is not None
-    assert (planned.launch.prologue is not None) is shared
+    assert (len(planned.launch.steps) > 1) is shared
 
 
 @pytest.mark.parametrize(
@@ -519,15 +517,15 @@ def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
     ],
 )
 def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: bool, shared: bool) -> None:
-    """And never take one before it is told of the others' (FURTHER in item_queue.cuh)."""
+    """And never take one before it is told of the others' (FURTHER in core/tile_scheduler.cuh)."""
     problem = replace(layer, channels_last=last, dtype="bfloat16")
     planned = plan.plan(problem, Pass.FORWARD, H200, by_prediction=True)
     assert planned.schedule == "implicit_gemm"
     assert planned.launch is not None
-    constants = dict(planned.launch.source.constants)
+    constants = dict(planned.launch.main.source.constants)
     variant = planned.candidate.variant
-    items, own = items_of(planned.launch)
-    clusters = planned.launch.grid[0] // constants["CLUSTER"]
+    items, own = params(planned.launch)["items"], params(planned.launch)["own"]
+    clusters = planned.launch.main.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared
     stages = Product.of(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), variant).stages(variant)
@@ -543,9 +541,9 @@ def test_clusters_are_whole() -> None:
     for multiprocessors in (2, 5, 132):
         device = replace(H200, multiprocessors=multiprocessors)
         launch = ImplicitGemm().launch(problem, Pass.FORWARD, device, layouts, variant)
-        assert launch.grid[0] % 2 == 0
-        assert 0 < launch.grid[0] <= multiprocessors
-        assert "#define CLUSTER 2" in launch.source.text
+        assert launch.main.grid[0] % 2 == 0
+        assert 0 < launch.main.grid[0] <= multiprocessors
+        assert "#define CLUSTER 2" in launch.main.source.text
 
 
 def test_resident_weights_have_blocks_on_small_gpus() -> None:
@@ -555,7 +553,7 @@ def test_resident_weights_have_blocks_on_small_gpus() -> None:
     offered = [each.variant for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
     variant = offered[0]._replace(resident=True, cluster=1, split="turns")
     launch = ImplicitGemm().launch(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, variant)
-    assert launch.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), variant).row_groups > 2
+    assert launch.main.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), variant).row_groups > 2
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -609,9 +607,9 @@ def refusals(text: str) -> list[tuple[str, str]]:
 )
 def test_refusals_have_reasons_and_another_schedule(problem: ConvTransposeProblem, reason: str) -> None:
     chosen = plan.plan(problem, Pass.FORWARD, H200)
-    assert chosen.schedule == ("gather_channels" if problem.channels_last else "gather_general")
+    assert chosen.schedule == ("direct_channels" if problem.channels_last else "direct_general")
     text = explain(problem, H200)
-    (found,) = {why for name, why in refusals(text) if name == "gather_tiled" and "taps only" not in why
+    (found,) = {why for name, why in refusals(text) if name == "direct_tiled" and "taps only" not in why
                 and reason in why}  # fmt: skip
     assert reason in found
 
@@ -665,8 +663,8 @@ def test_explanations_name_winner_losers_and_reasons() -> None:
             assert line.startswith(f"  loses: {best.seconds * 1e3:9.3f} ms")
             assert line.endswith(f"{len(found) - 1} more") is (len(found) > 1)
         assert paragraph.count("  loses: ") == len(losers)
-    assert ("weight_grad", "computes the weight gradient only") in refusals(text)
-    assert ("gather_tiled", "computes the forward pass and the input gradient only") in refusals(text)
+    assert ("direct_wgrad_gemm", "computes the weight gradient only") in refusals(text)
+    assert ("direct_tiled", "computes the forward pass and the input gradient only") in refusals(text)
 
 
 def test_other_devices_are_portable() -> None:
@@ -738,4 +736,4 @@ def test_vast_strides_are_not_unrolled(layout: bool) -> None:
     """Elements without taps are stored too: straight-line code for millions of them would never compile."""
     stride, dilation = (200, 200, 32), (1, 8, 30)
     problem = ConvTransposeProblem.make((2, 1, 8, 8, 8), 2, (2, 9, 1), stride, dilation=dilation, channels_last=layout)
-    assert plan.plan(problem, Pass.FORWARD, H200).schedule == "gather_general"
+    assert plan.plan(problem, Pass.FORWARD, H200).schedule == "direct_general"

@@ -1,4 +1,4 @@
-"""float32 that is multiplied as float16 by `implicit_gemm`: numbers of any size (kernels/common/scales.cuh)."""
+"""float32 that is multiplied as float16 by `implicit_gemm`: numbers of any size (kernels/operand/scales.cuh)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyphase.jit.compiler import resources_of
 from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
+from polyphase.program.program import Program
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import GemmVariant, variants
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
@@ -34,7 +34,7 @@ LAYERS = {
 }
 
 
-def scaled(problem: ConvTransposeProblem, most: int, layouts: Layouts | None = None) -> Iterator[Launch]:
+def scaled(problem: ConvTransposeProblem, most: int, layouts: Layouts | None = None) -> Iterator[Program]:
     """Launches of so many variants that multiply halves, at random."""
     layouts = layouts or Layouts.dense(problem)
     gather = Gather.of(problem, Pass.FORWARD, layouts)
@@ -60,7 +60,7 @@ def powers(shape: tuple[int, ...], most: int, seed: int) -> torch.Tensor:
 
 def assert_near(
     problem: ConvTransposeProblem,
-    launch: Launch,
+    launch: Program,
     x: torch.Tensor,
     weight: torch.Tensor,
     executor: Executor | None = None,
@@ -73,7 +73,7 @@ def assert_near(
     sums = reference(problem, Pass.FORWARD, (x.double().abs(), weight.double().abs()), wide)
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor).double()
     wrong = ~((found - exact).abs() <= most * sums)
-    assert not wrong.any(), (launch.source.specialisation, wrong.nonzero()[0], found[wrong][0], exact[wrong][0])
+    assert not wrong.any(), (launch.main.source.specialisation, wrong.nonzero()[0], found[wrong][0], exact[wrong][0])
 
 
 @pytest.mark.parametrize("tf32", [True, False])
@@ -148,13 +148,13 @@ MANY_TAPS = {
 
 
 @pytest.mark.parametrize("name", MANY_TAPS)
-def test_prologues_have_room(name: str) -> None:
+def test_packing_kernels_have_room(name: str) -> None:
     """A kernel has 48 KiB of shared memory unless more is asked for."""
     problem = MANY_TAPS[name]
     kernels = {source for launch in scaled(problem, 40) for source in launch.sources}
-    prologues = {source for source in kernels if source.kernel != "implicit_gemm"}
-    assert {source.kernel for source in prologues} > {"measure_scales"}
-    for source in prologues:
+    packing = {source for source in kernels if source.kernel != "implicit_gemm"}
+    assert {source.kernel for source in packing} > {"measure_scales"}
+    for source in packing:
         assert resources_of(source, "sm_90a").shared <= 48 << 10, source.kernel
 
 

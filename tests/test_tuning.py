@@ -176,16 +176,16 @@ def test_kernels_known_ahead_are_those_that_run(
     dtype: str, channels_last: bool, pass_: Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls on the CPU that take it for a GPU, up to the launch."""
-    launched: list[plan.Launch] = []
+    launched: list[plan.Program] = []
 
-    def executable(launch: plan.Launch, *_: object) -> None:
-        launched.append(launch)
+    def executables(program: plan.Program, *_: object) -> None:
+        launched.append(program)
         raise PlannedError
 
     def last(first: torch.Tensor, second: torch.Tensor) -> bool:
         return channels_last and dtype != "float64"  # as `layout.output_channels_last` on a GPU
 
-    monkeypatch.setattr(runtime, "Executable", executable)
+    monkeypatch.setattr(runtime, "executables", executables)
     monkeypatch.setattr(runtime, "soonest", lambda launch, *_: launch)  # as of kernels that are compiled
     monkeypatch.setattr(runtime, "output_channels_last", last)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -250,7 +250,7 @@ def test_damaged_choices_count_for_nothing(text: str) -> None:
 
 def test_a_candidate_that_is_no_longer_offered_counts_for_nothing() -> None:
     predicted = chosen().describe()
-    tuning.remember(LAYER, Pass.FORWARD, H200, "gather_tiled(lanes=7)")
+    tuning.remember(LAYER, Pass.FORWARD, H200, "direct_tiled(lanes=7)")
     assert chosen().describe() == predicted
     assert not chosen().measured
 

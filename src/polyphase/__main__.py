@@ -1,4 +1,4 @@
-"""The command line: ``python -m polyphase check | bench | explain | tune | emit | env | compile``."""
+"""The command line: ``python -m polyphase check | bench | explain | plans | tune | emit | env | compile | diff``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import typer
 from polyphase.commands.bench import bench
 from polyphase.commands.check import check
 from polyphase.commands.compile import compile_kernels
+from polyphase.commands.diff import diff
 from polyphase.commands.emit import emit
 from polyphase.commands.env import env
 from polyphase.commands.explain import explain
+from polyphase.commands.plans import plans
 from polyphase.commands.tune import tune
 
 app = typer.Typer(
@@ -22,10 +24,12 @@ app = typer.Typer(
 app.command()(check)
 app.command()(bench)
 app.command()(explain)
+app.command()(plans)
 app.command()(tune)
 app.command()(emit)
 app.command()(env)
 app.command("compile")(compile_kernels)
+app.command()(diff)
 
 
 def main() -> None:

@@ -118,46 +118,53 @@ def _conv_transpose(
         input, weight, bias = _autocast(input), _autocast(weight), None if bias is None else _autocast(bias)
 
     arguments = (function.__name__, dims, input, weight, bias, *constants)
-    if tracing:
-        layer = _check_traced(arguments)
-    else:
-        key: tuple[Any, ...] | None
-        try:
-            key = (
-                dims,
-                *(input.shape, input.dtype, input.device, input.layout),
-                *(weight.shape, weight.dtype, weight.device, weight.layout),
-                None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
-                *constants,
-            )
-            known = _checked.get(key)
-        except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
-            key, known = None, None
-        # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
-        if known is not None and (all(map(is_, constants, known[1])) or _are_integers(constants)):
-            layer = known[0]
-        else:
-            layer = check(*arguments)
-            if key is not None and _are_integers(constants):
-                if len(_checked) >= _MOST_CHECKED:
-                    _checked.clear()
-                _checked[key] = layer, constants
-
+    layer = _check_traced(arguments) if tracing else _check_once(arguments, constants)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     if tracing:  # Dynamo takes no Function with a jvp; the operators have derivatives and vmap rules of their own
         output = run_operator((batch, weight, None), bias, layer)
-    elif (
+    elif _wants_derivatives(input, weight, bias):
+        output = run_differentiable((batch, weight, None), bias, layer)
+    else:
+        output = operators.call_below_autograd(operators.conv_transpose, batch, weight, bias, *layer[1:])
+    return output if batch is input else output.squeeze(0)
+
+
+def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Layer:
+    """The layer of a call, from memory where a call like it was checked before."""
+    _, dims, input, weight, bias, *_ = arguments
+    key: tuple[Any, ...] | None
+    try:
+        key = (
+            dims,
+            *(input.shape, input.dtype, input.device, input.layout),
+            *(weight.shape, weight.dtype, weight.device, weight.layout),
+            None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
+            *constants,
+        )
+        known = _checked.get(key)
+    except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
+        key, known = None, None
+    # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
+    if known is not None and (all(map(is_, constants, known[1])) or _are_integers(constants)):
+        return known[0]
+    layer = check(*arguments)
+    if key is not None and _are_integers(constants):
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked[key] = layer, constants
+    return layer
+
+
+def _wants_derivatives(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether autograd, a functorch transform or forward-mode differentiation asks for them."""
+    return (
         (
             torch.is_grad_enabled()
             and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
         )
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-    ):
-        output = run_differentiable((batch, weight, None), bias, layer)
-    else:
-        output = operators.call_below_autograd(operators.conv_transpose, batch, weight, bias, *layer[1:])
-    return output if batch is input else output.squeeze(0)
+    )
 
 
 def _are_integers(constants: tuple[Any, ...]) -> bool:

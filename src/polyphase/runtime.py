@@ -7,20 +7,21 @@ PyTorch would give.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import torch
 
 from polyphase.jit.compiler import preload
-from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
-from polyphase.plan.planner import plan
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.jit.launcher import Executable, compile_meanwhile, executables, is_loaded, soonest
+from polyphase.plan.planner import Plan, plan
+from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides
-from polyphase.program.split_k import plane_sum
-from polyphase.program.transpose import turning, turning_back
+from polyphase.program.program import Program
+from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, X
 from polyphase.torch_op.memory_format import output_channels_last
 from polyphase.torch_op.tf32 import tf32_allowed
 
@@ -38,35 +39,47 @@ _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 
+# Where a call's tensors stand among the addresses that steps pick from. A pass has not all of them.
+_ADDRESSES = {SRC: 0, X: 0, WEIGHT: 1, GRAD: 1, BIAS: 2, DST: 3}
+_COUNT = 4
+_BUFFER_ALIGNMENT = 256  # bytes; TMA asks for 128
+
 preload()
 
 
 class _Call:
-    """One pass of one problem, ready to launch: the output to allocate, the kernel, what adds up its planes.
+    """One pass of one problem, ready to run: the result to allocate, a program's kernels, and what they are given.
 
-    ``turns`` bring as many of its first tensors to channels_last before, each of so many elements, and ``turn_back``
-    what has been computed to where it belongs.
+    ``steps`` pick their operands from the addresses of `_ADDRESSES`, and behind these the program's buffers, which lie
+    in ``scratch_bytes`` of memory at ``offsets``.
     """
 
-    __slots__ = ("copies_weight", "executable", "shape", "strides", "sum", "turn_back", "turns")
+    __slots__ = ("copies_weight", "device_index", "offsets", "scratch_bytes", "shape", "steps", "strides")
 
     def __init__(
         self,
-        executable: Executable,
+        program: Program,
+        arch: str,
+        index: int,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         copies_weight: bool,
-        sum: Executable | None,
-        turns: list[tuple[Executable, int]],
-        turn_back: Executable | None,
     ) -> None:
-        self.executable = executable
+        self.device_index = index
         self.shape = shape
         self.strides = strides
         self.copies_weight = copies_weight
-        self.sum = sum
-        self.turns = turns
-        self.turn_back = turn_back
+        self.offsets: list[int] = []
+        self.scratch_bytes = 0
+        place = dict(_ADDRESSES)
+        for buffer in program.buffers:
+            place[buffer.name] = _COUNT + len(self.offsets)
+            self.offsets.append(self.scratch_bytes)
+            self.scratch_bytes += round_up(buffer.bytes, _BUFFER_ALIGNMENT)
+        self.steps: list[tuple[Executable, Callable[[list[int]], tuple[int, ...]]]] = [
+            (executable, itemgetter(*(place[name] for name in step.operands)))
+            for step, executable in zip(program.steps, executables(program, arch, index))
+        ]
 
 
 def forward(
@@ -134,7 +147,7 @@ def weight_grad(
 ) -> torch.Tensor:
     """The gradient of the layer's weight, ``(C_in, C_out / groups, *kernel_size)``.
 
-    Blocks on different parts of the batch and the image leave partial sums, which are added in a fixed order.
+    Blocks on different parts of the batch and the image leave partial sums, which are added in a fixed order (split-K).
     """
     parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
     tf32 = input.dtype == torch.float32 and tf32_allowed()
@@ -150,13 +163,7 @@ def weight_grad(
         problem = _with_format(problem, output_channels_last(input, grad_output))
         call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
         _remember(_weight_grad_calls, key, call)
-    # What is returned is no view: autograd would not let it be changed in place.
-    found, added, partial = _room(call, input)
-    read = [input, grad_output]
-    for i, turn in enumerate(call.turns):
-        read[i] = _turned(read[i], *turn)
-    _launch(call.executable, read[0].data_ptr(), read[1].data_ptr(), partial.data_ptr())
-    return _finished(call, partial, added, found)
+    return _run(call, input, grad_output, 0)
 
 
 def forget_calls() -> None:
@@ -165,63 +172,33 @@ def forget_calls() -> None:
         calls.clear()
 
 
-def _run(call: _Call, source: torch.Tensor, weight: torch.Tensor, bias_address: int) -> torch.Tensor:
-    """A forward pass or an input gradient of ``source``; the weights are packed first where the kernel has them so."""
+def _run(call: _Call, first: torch.Tensor, second: torch.Tensor, bias_address: int) -> torch.Tensor:
+    """Runs a program on the two tensors that a pass reads. What is returned is no view: autograd may change it."""
     if call.copies_weight:
-        weight = weight.contiguous()
-    found, added, partial = _room(call, source)
-    executable = call.executable
-    for turn in call.turns:
-        source = _turned(source, *turn)
-    weight_address = weight.data_ptr()
-    if executable.prologue is not None:
-        workspace = source.new_empty(executable.workspace_bytes, dtype=torch.uint8)
-        workspace_address = workspace.data_ptr()
-        if executable.prologue.prologue is not None:
-            _launch(executable.prologue.prologue, weight_address, workspace_address, source.data_ptr())
-        _launch(executable.prologue, weight_address, workspace_address)
-        weight_address = workspace_address
-    _launch(executable, source.data_ptr(), weight_address, bias_address, partial.data_ptr())
-    return _finished(call, partial, added, found)
-
-
-def _room(call: _Call, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For the result, for that before it is turned back, and for its partial sums; the same where there is no step."""
-    found = like.new_empty_strided(call.shape, call.strides)
-    added = found if call.turn_back is None else like.new_empty(found.numel())
-    partial = added
-    if call.sum is not None:
-        accumulator = torch.float64 if like.dtype == torch.float64 else torch.float32
-        partial = like.new_empty((call.executable.planes, found.numel()), dtype=accumulator)
+        second = second.contiguous()
+    found = first.new_empty_strided(call.shape, call.strides)
+    addresses = [first.data_ptr(), second.data_ptr(), bias_address, found.data_ptr()]
+    scratch = None
+    if call.scratch_bytes:
+        scratch = first.new_empty(call.scratch_bytes, dtype=torch.uint8)
+        start = scratch.data_ptr()
+        addresses += [start + offset for offset in call.offsets]
     if POISON:
-        for each in (partial, added, found):
-            each.fill_(float("nan"))
-    return found, added, partial
-
-
-def _finished(call: _Call, partial: torch.Tensor, added: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The result, once the partial sums are computed."""
-    if call.sum is not None:
-        _launch(call.sum, partial.data_ptr(), added.data_ptr())
-    if call.turn_back is not None:
-        _launch(call.turn_back, added.data_ptr(), found.data_ptr())
+        found.fill_(float("nan"))
+        if scratch is not None:
+            scratch.fill_(0xFF)  # NaN in every type
+    index = call.device_index
+    if _current_device() == index:
+        _launch(call, _current_stream(index), addresses)
+    else:
+        with torch.cuda.device(index):
+            _launch(call, _current_stream(index), addresses)
     return found
 
 
-def _turned(tensor: torch.Tensor, turn: Executable, elements: int) -> torch.Tensor:
-    """The same elements, channels innermost."""
-    turned = tensor.new_empty(elements)
-    _launch(turn, tensor.data_ptr(), turned.data_ptr())
-    return turned
-
-
-def _launch(executable: Executable, *pointers: int) -> None:
-    index = executable.device_index
-    if _current_device() == index:
-        executable(_current_stream(index), *pointers)
-    else:
-        with torch.cuda.device(index):
-            executable(_current_stream(index), *pointers)
+def _launch(call: _Call, stream: int, addresses: list[int]) -> None:
+    for executable, operands in call.steps:
+        executable(stream, *operands(addresses))
 
 
 def _remember(calls: dict[tuple[object, ...], _Call], key: tuple[object, ...], call: _Call) -> None:
@@ -240,54 +217,50 @@ def _prepare(
     """Plans and compiles a call that was not seen before; a missing ``input`` or ``output`` is what it computes."""
     tensor = input if input is not None else output
     assert tensor is not None
-    read = (input,) if pass_ is Pass.FORWARD else (input, output, weight)  # as it is: the forward pass packs weights
     device = DeviceInfo.of(tensor.device)
-    dense = Layouts.dense(problem)
-    weight_last = weight is not None and not weight.is_contiguous() and _is_dense_channels_last(weight)
-    layouts = Layouts(
-        _strides(input) if input is not None else dense.input,
-        _strides(output) if output is not None else dense.output,
-        weight_last,
-        all(each.data_ptr() % ALIGNMENT == 0 for each in read if each is not None),
-    )
-    chosen = plan(problem, pass_, device, layouts)
-    assert chosen.launch is not None
     index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
-    launches = [soonest(each, device.arch, index) for each in chosen.launches]
-    launch = launches[0]
-    if len(launches) > 1 and torch.cuda.is_current_stream_capturing():
-        # A graph is captured with a kernel that is there: nothing is compiled or loaded amid the capture.
-        there = (each for each in launches if all(is_loaded(source, device.arch, index) for source in each.sources))
-        launch = next(there, launch)
-    executable = Executable(launch, device.arch, index, 3 if pass_ is Pass.WEIGHT_GRAD else 4)
-    adds_up = None
-    if pass_ is Pass.WEIGHT_GRAD or launch.in_parts:
-        # Loaded in any case: another size of the layer may need it, amid a capture.
-        elements = problem.elements[0 if pass_ is Pass.INPUT_GRAD else 1]
-        loaded = Executable(plane_sum(problem.dtype, elements, launch.planes), device.arch, index, 2)
-        in_their_type = launch.narrowed or accumulator_bytes(problem.dtype) == DTYPE_BYTES[problem.dtype]
-        alone = launch.planes == 1 and (in_their_type or pass_ is Pass.INPUT_GRAD)
-        adds_up = None if alone else loaded
-    for source in (source for each in chosen.launches for source in each.sources):
-        compile_meanwhile(source, device.arch, index)
+    layouts = _layouts(pass_, problem, input, output, weight)
+    chosen = plan(problem, pass_, device, layouts)
+    program = _first_to_run(chosen, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:
-        last = launch.planes_channels_last and not launch.turned
-        shape, strides5 = problem.weight_shape, dense_strides(problem.weight_shape, last)
+        shape, strides5 = problem.weight_shape, dense_strides(problem.weight_shape, program.dst_channels_last)
     elif pass_ is Pass.FORWARD:
         shape, strides5 = problem.output_shape, layouts.output
     else:
         shape, strides5 = problem.input_shape, layouts.input
     strides = strides5[:2] + strides5[5 - problem.dims :]
-    copies_weight = weight is not None and not weight_last and not weight.is_contiguous()
-    turns, turn_back = [], None
-    if launch.turned:
-        sides = [(problem.input_shape, layouts.input), (problem.output_shape, layouts.output)]
-        for side in sides[-launch.turned :]:
-            turn = Executable(turning(problem.dtype, *side), device.arch, index, 2)
-            turns.append((turn, math.prod(side[0])))
-        if pass_ is Pass.INPUT_GRAD or launch.planes_channels_last:
-            turn_back = Executable(turning_back(problem.dtype, shape), device.arch, index, 2)
-    return _Call(executable, shape, strides, copies_weight, adds_up, turns, turn_back)
+    copies_weight = weight is not None and not layouts.weight_channels_last and not weight.is_contiguous()
+    call = _Call(program, device.arch, index, shape, strides, copies_weight)
+    for source in (source for each in chosen.launches for source in each.sources):
+        compile_meanwhile(source, device.arch, index)
+    return call
+
+
+def _layouts(
+    pass_: Pass,
+    problem: ConvTransposeProblem,
+    input: torch.Tensor | None,
+    output: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> Layouts:
+    """How the tensors of a call lie; what it computes is dense. The forward pass packs its weight, aligned or not."""
+    read = (input,) if pass_ is Pass.FORWARD else (input, output, weight)
+    dense = Layouts.dense(problem)
+    return Layouts(
+        _strides(input) if input is not None else dense.input,
+        _strides(output) if output is not None else dense.output,
+        weight is not None and not weight.is_contiguous() and _is_dense_channels_last(weight),
+        all(each.data_ptr() % ALIGNMENT == 0 for each in read if each is not None),
+    )
+
+
+def _first_to_run(chosen: Plan, arch: str, index: int) -> Program:
+    """The program of a plan to run now: amid a graph's capture one whose kernels are loaded, for nothing is then."""
+    programs = [soonest(each, arch, index) for each in chosen.launches]
+    if len(programs) > 1 and torch.cuda.is_current_stream_capturing():
+        there = (each for each in programs if all(is_loaded(source, arch, index) for source in each.sources))
+        return next(there, programs[0])
+    return programs[0]
 
 
 def _is_dense_channels_last(weight: torch.Tensor) -> bool:

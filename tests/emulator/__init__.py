@@ -1,37 +1,52 @@
 """Executes CUDA C++ kernels on the CPU: the very source, its barriers included, where there is no GPU.
 
-A kernel's source (one string, no headers, inline PTX only where ``EMULATOR`` is undefined) is compiled by g++ behind
-``cuda_shim.h`` and run by ``runtime.cpp``, which makes every thread of a block a fiber. Found, and reported as
-`EmulationError` with block, thread and line: accesses outside of a buffer or of shared memory, misaligned vectors,
-indices outside of an array, signed overflow, deadlocks, endless loops. A race shows as a result that depends on the
-order of threads. Shared memory and local variables are poisoned, so what is read before it is written shows too.
-Asynchronous copies and products (the host branches of copy_async.cuh, async.cuh and matrix.cuh in kernels/common) are
-done when the thread waits for them, not before.
+A kernel's source (one string, no headers) is compiled by g++ behind ``cuda_shim.h`` and run by ``runtime.cpp``, which
+makes every thread of a block a fiber. What wraps PTX (``kernels/ptx``) gives way to the files of the same names in
+``ptx``: `text_of` and `assembled` see to it. Found, and reported as `EmulationError` with block, thread and line:
+accesses outside of a buffer or of shared memory, misaligned vectors, indices outside of an array, signed overflow,
+deadlocks, endless loops. A race shows as a result that depends on the order of threads. Shared memory and local
+variables are poisoned, so what is read before it is written shows too. Asynchronous copies and products are done when
+the thread waits for them, not before. Matrix instructions find their operands by the descriptors that hardware gets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import itertools
+import os
 import platform
 import re
 import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from polyphase.jit.includes import resolve
+from polyphase.jit.source import KERNELS, KernelSource
+
 ORDERS: tuple[str | int, ...] = ("forward", "reversed", 1, 2)
 MAX_THREADS, MAX_SHARED_BYTES, MAX_GRID = 1024, 227 * 1024, (2**31 - 1, 65535, 65535)
 
 _HERE = Path(__file__).parent
+_CACHE = _HERE.parent.parent / "build/emulator"
+_WGMMA_FORMS = "ptx/wgmma_forms.cuh"
+_FORM = re.compile(
+    r"void wgmma\(float \(&sums\)\[(?P<count>\d+)\], (?P<a>const unsigned \(&a\)\[4\]|unsigned long long a),"
+    r".*?wgmma\.mma_async\.sync\.aligned\.m64n\d+k\d+\.f32\.(?P<operand>\w+)\.(?P=operand) "
+    r".*?, add, 1, 1(?P<transposed>(?:, \d)*); }",
+    re.DOTALL,
+)
+_OPERANDS = {"tf32": "float", "f16": "float16", "bf16": "bfloat16"}
 _ALIGN = r"(?:(?:__align__|alignas)\s*\([^;]*\)\s*)?"
 _DYNAMIC_SHARED = re.compile(rf"extern\s+{_ALIGN}__shared__\s+{_ALIGN}([\w\s]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
 _COMMON = ("-std=c++20", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{_HERE}")  # fortified jumps refuse to change stacks
@@ -66,6 +81,46 @@ class _Argument(ctypes.Structure):
     _fields_ = (("value", ctypes.c_void_p), ("bytes", ctypes.c_int64))
 
 
+def text_of(source: KernelSource) -> str:
+    """A kernel's text with the host's twins of PTX."""
+    return source.text_with(_twins(source.generated.get(_WGMMA_FORMS, "")))
+
+
+def assembled(files: Sequence[str], texts: Mapping[str, str]) -> str:
+    """The same of an emitted kernel, whose files are known by path and have no includes any more."""
+    twins, done = _twins(texts.get(_WGMMA_FORMS, "")), dict[str, str]()
+
+    def read(path: str) -> str:
+        return twins.get(path) or texts.get(path) or (KERNELS / path).read_text(encoding="utf-8")
+
+    for file in files:
+        for path, text in resolve(file, lambda path: "" if path in done else read(path), {}):
+            done.setdefault(path, text)
+    return "\n".join(done.values())
+
+
+def _twins(forms: str) -> dict[str, str]:
+    """Texts in place of files of the kernels, by path; ``forms``: those of the matrix instruction that a kernel has."""
+    paths = {f"ptx/{path.name}": path for path in (_HERE / "ptx").glob("*.cuh")}
+    paths["emulator/tensor_cores.cuh"] = _HERE / "tensor_cores.cuh"
+    twins = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    return twins | {_WGMMA_FORMS: twins[_WGMMA_FORMS] + "".join(map(_twin_of_form, _FORM.finditer(forms)))}
+
+
+def _twin_of_form(form: re.Match[str]) -> str:
+    kind, flags = _OPERANDS[form["operand"]], re.findall(r"\d", form["transposed"]) or ["0", "0"]
+    in_registers = form["a"].startswith("const")
+    rows = (
+        f"RowsInRegisters<{kind}>(a)"
+        if in_registers
+        else f"RowsInMemory<{kind}, {flags[0]}>{{DescribedMatrix<{kind}, {flags[0]}>(a)}}"
+    )
+    return (
+        f"inline void wgmma(float (&sums)[{form['count']}], {form['a']}, unsigned long long b, bool add) {{\n"
+        f"  wgmma_later<{kind}, {flags[-1]}>(sums, {rows}, b, add);\n}}\n"
+    )
+
+
 def available() -> bool:
     """Whether this machine can emulate: Linux with g++ (12 or later)."""
     return platform.system() == "Linux" and shutil.which("g++") is not None
@@ -78,42 +133,84 @@ def _gcc(*arguments: str | Path) -> None:
 
 
 @functools.cache
-def _runtime() -> tuple[Path, Any, tempfile.TemporaryDirectory[str]]:
-    """A folder that lives as long as the process, and the compiled runtime, which every kernel's library refers to.
+def _runtime() -> tuple[Path, Any]:
+    """The folder of all that is compiled here, and the compiled runtime, which every kernel's library refers to.
 
-    The folder has the header of all kernels, too, compiled.
+    The folder has the header of all kernels, too, compiled ahead. It is found before the header itself.
     """
-    folder = tempfile.TemporaryDirectory(prefix="emulator-")
-    path = Path(folder.name) / "runtime.so"
-    _gcc(*_COMMON, "-O2", "-shared", _HERE / "runtime.cpp", "-o", path)
-    # Compiled ahead, found before the header itself: a third of the time that a kernel takes.
-    _gcc(*_COMMON, *_KERNEL, "-x", "c++-header", _HERE / "cuda_shim.h", "-o", path.parent / "cuda_shim.h.gch")
-    launch = ctypes.PyDLL(str(path), ctypes.RTLD_GLOBAL).emulator_launch  # PyDLL keeps the GIL: one grid at a time
+    folder = _CACHE / _machine()
+    _forget_old(folder)
+
+    def make(made: Path) -> None:
+        _gcc(*_COMMON, "-O2", "-shared", _HERE / "runtime.cpp", "-o", made / "runtime.so")
+        _gcc(*_COMMON, *_KERNEL, "-x", "c++-header", _HERE / "cuda_shim.h", "-o", made / "cuda_shim.h.gch")
+
+    path = _made_once(folder / "runtime", make)
+    launch = ctypes.PyDLL(
+        str(path / "runtime.so"), ctypes.RTLD_GLOBAL
+    ).emulator_launch  # keeps the GIL: a grid at a time
     launch.restype = ctypes.c_char_p
-    return path.parent, launch, folder
+    return folder, launch
 
 
 @functools.cache
 def _compile(source: str, name: str) -> Path:
-    folder = _runtime()[0] / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.cu").write_text(
-        _DYNAMIC_SHARED.sub(r"\1* const& \2 = reinterpret_cast<\1* const&>(emulator::dynamic_shared);", source),
-        encoding="utf-8",
-    )
-    (folder / "emulated.cpp").write_text(  # the namespace keeps the source's names from clashing with the headers'
-        f'#include "cuda_shim.h"\nnamespace {{\n#include "{name}.cu"\n}}\n'
-        f'extern "C" const emulator::Program emulated = emulator::Emulated<&{name}>::program;\n'
-    )
-    flags = (*_KERNEL, _UNCHECKED) if any(line in source for line in _HALF) else _KERNEL
-    _gcc(f"-I{_runtime()[0]}", *_COMMON, *flags, "-c", folder / "emulated.cpp", "-o", folder / "kernel.o")
-    # Linked without -fsanitize: the runtime answers for the sanitizer's library.
-    _gcc("-shared", "-Wl,-Bsymbolic", folder / "kernel.o", "-o", folder / "kernel.so")
-    return folder / "kernel.so"
+    folder, _ = _runtime()
+
+    def make(made: Path) -> None:
+        (made / f"{name}.cu").write_text(
+            _DYNAMIC_SHARED.sub(r"\1* const& \2 = reinterpret_cast<\1* const&>(emulator::dynamic_shared);", source),
+            encoding="utf-8",
+        )
+        (made / "emulated.cpp").write_text(  # the namespace keeps the source's names from clashing with the headers'
+            f'#include "cuda_shim.h"\nnamespace {{\n#include "{name}.cu"\n}}\n'
+            f'extern "C" const emulator::Program emulated = emulator::Emulated<&{name}>::program;\n'
+        )
+        flags = (*_KERNEL, _UNCHECKED) if any(line in source for line in _HALF) else _KERNEL
+        _gcc(f"-I{folder / 'runtime'}", *_COMMON, *flags, "-c", made / "emulated.cpp", "-o", made / "kernel.o")
+        # Linked without -fsanitize: the runtime answers for the sanitizer's library.
+        _gcc("-shared", "-Wl,-Bsymbolic", made / "kernel.o", "-o", made / "kernel.so")
+        (made / "kernel.o").unlink()
+
+    return _made_once(folder / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:16]}", make) / "kernel.so"
+
+
+def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """The folder that ``make`` fills, whole, once for all processes and sessions; meanwhile other processes wait."""
+    import fcntl  # which Linux has
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as made:
+                whole = Path(made) / folder.name
+                whole.mkdir()
+                make(whole)
+                whole.rename(folder)
+        os.utime(folder)
+    return folder
+
+
+def _machine() -> str:
+    """What else decides what g++ makes: its version, the processor (-march=native), options, the emulator's files."""
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    flags = re.search(r"^flags.*$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    parts = [version, flags[0] if flags else "", *_COMMON, *_KERNEL]
+    parts += [(_HERE / name).read_text(encoding="utf-8") for name in ("__init__.py", "cuda_shim.h", "runtime.cpp")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _forget_old(current: Path) -> None:
+    """Removes what no test has asked for in a week."""
+    for folder in (*_CACHE.glob("*"), *current.glob("*-*")):
+        with contextlib.suppress(OSError):
+            if folder != current and time.time() - folder.stat().st_mtime > 7 * 86400:
+                shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
 
 
 class EmulatedKernel:
-    """The kernel ``name`` of a CUDA C++ ``source``, compiled for the CPU (once per process and source)."""
+    """The kernel ``name`` of a CUDA C++ ``source``, compiled for the CPU (once; it is kept in build/emulator)."""
 
     def __init__(self, source: str, name: str) -> None:
         self.name = name

@@ -1,9 +1,6 @@
 // The vocabulary of CUDA C++ for a host compiler: included before a kernel's source, which then compiles unchanged.
-// Sources take their host branches by `EMULATOR`: `__CUDA_ARCH__` is undefined here, but also where nvcc reads a kernel for
-// the host. runtime.cpp defines what is only declared here.
+// What wraps PTX has a twin in ptx/. `__CUDA_ARCH__` is undefined here. runtime.cpp defines what is only declared here.
 #pragma once
-
-#define EMULATOR 1
 
 #include <math.h>
 
@@ -160,6 +157,12 @@ inline float __uint_as_float(unsigned bits) { return emulated_bit_cast<float>(bi
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned long long bytes = a | (unsigned long long)b << 32;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }

@@ -5,15 +5,16 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
+from polyphase.bench import gates, plans, pool
 from polyphase.bench.environment import first_line
 from polyphase.bench.layers import NamedLayer
 from polyphase.errors import CompilationError
-from polyphase.jit.compiler import Resources, resources_of
+from polyphase.jit.compiler import Resources, compiler_version, resources_of
 from polyphase.jit.source import KernelSource
 from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -21,15 +22,38 @@ from polyphase.problem.device import DeviceInfo
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A kernel to compile, and the first layer that asked for it."""
+class Asker:
+    """A pass of a layer that asks for a kernel: to compute it, or as another algorithm's first (not ``chosen``)."""
 
-    source: KernelSource
-    arch: str
     layer: str
     problem: ConvTransposeProblem
     pass_: Pass
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A kernel to compile, and all that ask for it, in the order of the layers."""
+
+    source: KernelSource
+    arch: str
+    askers: tuple[Asker, ...]
     dynamic_shared: int
+
+    @property
+    def layer(self) -> str:
+        """The first layer that asks for it."""
+        return self.askers[0].layer
+
+    @property
+    def problem(self) -> ConvTransposeProblem:
+        """The first problem that asks for it."""
+        return self.askers[0].problem
+
+    @property
+    def pass_(self) -> Pass:
+        """The pass that asks for it first."""
+        return self.askers[0].pass_
 
     @property
     def title(self) -> str:
@@ -67,27 +91,32 @@ def wanted(
     dtypes: Sequence[str],
     channels_last: Sequence[bool],
     devices: Iterable[DeviceInfo],
+    jobs: int = 1,
 ) -> list[Wanted]:
     """Every kernel that the planner can choose for these layers, TF32 forbidden and allowed; identical ones once."""
-    found: dict[tuple[KernelSource, str], Wanted] = {}
-    cases = [
-        (layer.name, replace(layer.problem, dtype=dtype, channels_last=layout, tf32=tf32))
-        for layer in layers
-        for dtype in dtypes
-        for layout in channels_last
-        for tf32 in ((False, True) if dtype == "float32" else (False,))
-        if not (layout and layer.problem.dims == 1)  # PyTorch has no channels_last for one dimension
+    cases = plans.cases(layers, passes, dtypes, channels_last, devices)
+    found: dict[tuple[KernelSource, str], list[tuple[Asker, int]]] = {}
+    for case, asked in zip(cases, pool.each(_asked, cases, jobs)):
+        for source, asker, shared in asked:
+            found.setdefault((source, case.device.arch), []).append((asker, shared))
+    return [
+        Wanted(source, arch, tuple(asker for asker, _ in askers), askers[0][1])
+        for (source, arch), askers in found.items()
     ]
-    for device in devices:
-        for name, problem in cases:
-            for pass_ in passes:
-                winner = plan.plan(problem, pass_, device, by_prediction=True).launch
-                for source in plan.kernel_sources(problem, pass_, device):
-                    # What a kernel asks for at launch is known of the winner; a loser is launched by nobody.
-                    shared = winner.shared_bytes if winner and winner.source == source else 0
-                    kernel = Wanted(source, device.arch, name, problem, pass_, shared)
-                    found.setdefault((source, device.arch), kernel)
-    return list(found.values())
+
+
+def _asked(case: plans.Case) -> list[tuple[KernelSource, Asker, int]]:
+    """The kernels that a case asks for, and the shared memory that each has at launch, as far as that is known."""
+    found = []
+    for pass_ in case.passes:
+        chosen = plan.plan(case.problem, pass_, case.device, by_prediction=True)
+        taken = {source for program in chosen.launches for source in program.sources}
+        for source in plan.kernel_sources(case.problem, pass_, case.device):
+            # What a kernel asks for at launch is known of the winner; a loser is launched by nobody.
+            winner = chosen.launch
+            shared = winner.main.shared_bytes if winner and winner.main.source == source else 0
+            found.append((source, Asker(case.layer, case.problem, pass_, source in taken), shared))
+    return found
 
 
 def compile_all(kernels: Sequence[Wanted], jobs: int) -> Iterator[Report]:
@@ -174,6 +203,26 @@ def write_csv(path: Path, reports: Iterable[Report]) -> None:
             needs = [found.registers, report.shared, found.stack, _spills(found)] if found else [""] * 4
             names = [kernel.source.kernel, kernel.arch, kernel.pass_.value, kernel.layer, str(kernel.problem)]
             writer.writerow([*names, *needs, " | ".join(report.messages)])
+
+
+def write_digests(path: Path, reports: Iterable[Report]) -> None:
+    """Write the digest of each kernel's machine code, once for every problem that asks for the kernel."""
+    gates.write(path, gates.DIGESTS, (row for report in reports for row in _digests(report)))
+
+
+def _digests(report: Report) -> Iterator[gates.Row]:
+    found = report.resources
+    needs = (found.digest, str(found.registers), str(found.shared)) if found else ("did not compile", "", "")
+    for asker in report.wanted.askers:
+        yield {
+            "arch": report.wanted.arch,
+            "pass": asker.pass_.value,
+            "problem": str(asker.problem),
+            "role": "chosen" if asker.chosen else "offered",
+            "kernel": report.wanted.source.kernel,
+            "compiler": compiler_version(),
+            **dict(zip(("digest", "registers", "shared"), needs)),
+        }
 
 
 def _spills(found: Resources) -> int:

@@ -17,7 +17,7 @@ from polyphase.jit.source import KernelSource
 from polyphase.plan import measured as tuning
 from polyphase.plan import planner as plan
 from polyphase.problem.device import DeviceInfo
-from polyphase.program.program import Launch
+from polyphase.program.program import Program
 from polyphase.schedules.schedule import Candidate
 
 CLOSE = 1.1
@@ -52,7 +52,7 @@ def sources(cases: Iterable[Case], device: DeviceInfo) -> Iterator[KernelSource]
             yield from launch.sources
 
 
-def worth_measuring(case: Case, device: DeviceInfo) -> list[tuple[Candidate, Launch]]:
+def worth_measuring(case: Case, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
     """The candidates that may be the fastest of a case: those whose predictions are not hopeless.
 
     The planner's own choice is among them, whose schedule is chosen at another size.

@@ -43,20 +43,13 @@ def bench(
 
     The exit status is 1 if a case is wrong or fails.
     """
-    from polyphase.bench.records import read_csv
     from polyphase.bench.report import make_console
 
     console = make_console()
     if png is not None:
         _require_matplotlib()  # before an hour of measurements
     if plot_from:
-        if png is None:
-            raise typer.BadParameter("say with --png where the picture goes", param_hint="--plot-from")
-        try:
-            records = [record for path in plot_from for record in read_csv(path)]
-        except (OSError, ValueError) as failure:
-            raise typer.BadParameter(str(failure), param_hint="--plot-from") from None
-        _draw(console, records, png)
+        _draw_again(console, plot_from, png)
         return
     from polyphase.commands.options import device_of
 
@@ -100,6 +93,19 @@ def bench(
         _draw(console, records, png)
     if not all(record.good for record in records):
         raise typer.Exit(1)
+
+
+def _draw_again(console: Console, paths: list[Path], png: Path | None) -> None:
+    """Draws records that were measured before."""
+    from polyphase.bench.records import read_csv
+
+    if png is None:
+        raise typer.BadParameter("say with --png where the picture goes", param_hint="--plot-from")
+    try:
+        records = [record for path in paths for record in read_csv(path)]
+    except (OSError, ValueError) as failure:
+        raise typer.BadParameter(str(failure), param_hint="--plot-from") from None
+    _draw(console, records, png)
 
 
 def _measure(cases: list[Case], make_runner: Callable[[], Runner], csv: Path | None) -> list[Record]:

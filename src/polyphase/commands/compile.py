@@ -29,6 +29,9 @@ def compile_kernels(
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = os.cpu_count() or 1,
     every: Annotated[bool, typer.Option("--every", help="Print a line for every kernel.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write a line for every kernel here.", show_default=False)] = None,
+    digests: Annotated[
+        Path | None, typer.Option(help="Write digests of machine code here, for `diff`.", show_default=False)
+    ] = None,
 ) -> None:
     """Compile every kernel the planner can choose for the suites, without a GPU, and print what each one needs.
 
@@ -57,6 +60,7 @@ def compile_kernels(
         [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
         [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
         infos,
+        jobs,
     )
     reports: list[Report] = []
     with Progress(console=make_console(stderr=True), transient=True) as progress:
@@ -75,6 +79,9 @@ def compile_kernels(
     if csv is not None:
         kernels.write_csv(csv, reports)
         console.print(f"written to {csv}", markup=False)
+    if digests is not None:
+        kernels.write_digests(digests, reports)
+        console.print(f"digests written to {digests}", markup=False)
     console.print(f"{len(reports) - len(faulty)} of {len(reports)} kernels are clean")
     if faulty:
         raise typer.Exit(1)

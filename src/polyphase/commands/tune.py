@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from polyphase.commands.options import SUITES, LayerTexts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from polyphase.bench.tuner import Tuned
 
 
 def tune(
@@ -38,7 +43,7 @@ def tune(
     from polyphase.bench.records import write_csv
     from polyphase.bench.report import make_console
     from polyphase.bench.runner import Runner, make_cases
-    from polyphase.bench.tuner import Tuned, accuracy, sources, table
+    from polyphase.bench.tuner import sources
     from polyphase.bench.tuner import tune as tune_case
     from polyphase.commands.options import Dtype, Layout, choices, device_of, some_layers
     from polyphase.jit.ahead import compile_ahead
@@ -48,11 +53,7 @@ def tune(
 
     console = make_console()
     if forget:
-        try:
-            console.print(f"{tuning.forget()} choices removed from {tuning.directory()}", markup=False)
-        except OSError as failure:
-            console.print(f"they cannot be removed: {failure}", style="bold red", markup=False)
-            raise typer.Exit(1) from None
+        _forget(console)
         return
     layers = some_layers(layer, suite, files)
     place = device_of(device)
@@ -88,6 +89,25 @@ def tune(
             progress.advance(task)
             if csv is not None:
                 write_csv(csv, [record for result in results for record in result.records])
+    _tell(console, results, csv)
+
+
+def _forget(console: Console) -> None:
+    """Removes what was measured before."""
+    from polyphase.plan import measured as tuning
+
+    try:
+        console.print(f"{tuning.forget()} choices removed from {tuning.directory()}", markup=False)
+    except OSError as failure:
+        console.print(f"they cannot be removed: {failure}", style="bold red", markup=False)
+        raise typer.Exit(1) from None
+
+
+def _tell(console: Console, results: list[Tuned], csv: Path | None) -> None:
+    """Prints what was measured, and how far the planner's choices are off. The exit status is 1 after a fault."""
+    from polyphase.bench.tuner import accuracy, table
+    from polyphase.plan import measured as tuning
+
     console.print(table(results))
     console.print(str(accuracy(record for result in results for record in result.records)), markup=False)
     for result in results:

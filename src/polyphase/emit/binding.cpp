@@ -17,10 +17,10 @@ cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t
                           cudaStream_t stream);
 
 // Boxes that the copy engine takes of one of a kernel's tensors, as the driver is told of them: dimensions innermost
-// first, strides in bytes, without the first dimension's.
+// first, strides in bytes, without the first dimension's. Their tensor map lies `place` bytes into the last parameter.
 struct Boxes {
   std::uint64_t sizes[5], strides[4];
-  std::uint32_t box[5], steps[5], data_type, swizzle, tensor, unused;
+  std::uint32_t box[5], steps[5], data_type, swizzle, tensor, place;
 };
 
 // The driver's cuTensorMapEncodeTiled. It is found at run time, since nothing here links the driver, and CUDA 11 has
@@ -40,17 +40,18 @@ EncodeTiled find_encode_tiled() {
   return (EncodeTiled)found;
 }
 
-// Puts the tensor maps of boxes where the geometry begins.
+// Puts the tensor maps of boxes into the geometry.
 void place_tensor_maps(std::string& geometry, const std::string& packed, const std::vector<void*>& addresses) {
   static const EncodeTiled encode_tiled = find_encode_tiled();
   alignas(64) char map[128];
   Boxes boxes;
   const std::size_t count = packed.size() / sizeof boxes;
-  TORCH_CHECK(packed.size() == count * sizeof boxes && geometry.size() >= count * sizeof map, "boxes are described by ",
-              sizeof boxes, " bytes each, and their maps take ", sizeof map, " of the kernel's, given ", packed.size(),
-              " bytes and ", geometry.size());
+  TORCH_CHECK(packed.size() == count * sizeof boxes, "boxes are described by ", sizeof boxes, " bytes each, given ",
+              packed.size());
   for (std::size_t i = 0; i < count; ++i) {
     std::memcpy(&boxes, packed.data() + i * sizeof boxes, sizeof boxes);
+    TORCH_CHECK(boxes.place + sizeof map <= geometry.size(), "a tensor map takes ", sizeof map, " bytes from ",
+                boxes.place, " on, and the kernel's last parameter has ", geometry.size());
     void* address = addresses.at(boxes.tensor);
     if (address == nullptr) address = reinterpret_cast<void*>(sizeof map);  // of an empty tensor no box is brought
     const int status = encode_tiled(map, boxes.data_type, 5, address, boxes.sizes, boxes.strides, boxes.box,
@@ -60,12 +61,12 @@ void place_tensor_maps(std::string& geometry, const std::string& packed, const s
                 ", sizes ", c10::ArrayRef<std::uint64_t>(boxes.sizes), ", strides ",
                 c10::ArrayRef<std::uint64_t>(boxes.strides), ", box ", c10::ArrayRef<std::uint32_t>(boxes.box),
                 ", swizzle ", boxes.swizzle, ", address ", address);
-    std::memcpy(&geometry[i * sizeof map], map, sizeof map);
+    std::memcpy(&geometry[boxes.place], map, sizeof map);
   }
 }
 
 // Kernel `number` on `tensors`, of which a missing one is a null pointer, and the bytes of its last parameter.
-// These begin with the tensor maps of `boxes`.
+// The tensor maps of `boxes` are put among them.
 void launch(int64_t number, std::string geometry, const std::string& boxes, int64_t grid_x, int64_t grid_y,
             int64_t grid_z, int64_t block, int64_t shared_bytes,
             const std::vector<std::optional<at::Tensor>>& tensors) {

@@ -178,16 +178,22 @@ def modules_in_order(names: Collection[str]) -> list[str]:
 
 
 def distinct_names(found: Found, taken: Collection[str]) -> dict[Key, str]:
-    """New names for what is ``taken`` or defined in several modules: the module's name before its own."""
+    """New names for what is ``taken`` or defined in several modules: the module's name before its own.
+
+    Where modules of several folders have that name, so do their folders' names.
+    """
     modules = defaultdict(set)
     for module, name in found.keys | found.types:
         modules[name].add(module)
     clashing = {name for name, where in modules.items() if len(where) > 1 or name in taken}
-    return {
-        (module, name): "_" * name.startswith("_") + f"{module.rsplit('.', 1)[1]}_{name.lstrip('_')}"
-        for name in clashing
-        for module in modules[name]
-    }
+    names = {}
+    for name in clashing:
+        leaves = [module.rsplit(".", 1)[1] for module in modules[name]]
+        for module in modules[name]:
+            *_, folder, leaf = module.split(".")
+            owner = leaf if leaves.count(leaf) == 1 else f"{folder}_{leaf}"
+            names[module, name] = "_" * name.startswith("_") + f"{owner}_{name.lstrip('_')}"
+    return names
 
 
 def text_of(module_name: str, found: Found, names: dict[Key, str]) -> str:

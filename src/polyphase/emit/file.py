@@ -28,20 +28,23 @@ from polyphase.emit.collect import (
 from polyphase.emit.model import EmitError, Model
 from polyphase.errors import UnsupportedError
 from polyphase.jit.compiler import settled
-from polyphase.jit.source import SHARED_FILES, KernelSource, read
+from polyphase.jit.includes import without_includes
+from polyphase.jit.source import KernelSource, read
 from polyphase.plan.planner import Selection, plan
 from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import typical
-from polyphase.program.program import Launch
+from polyphase.program import params
 
 _HERE = Path(__file__).parent
 _SUPPORT = support.__name__
 # What runs an emitted file calls these by name, or PyTorch does.
 _CALLED = {"launch", "forward", "backward"}
-_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "LAYERS", "CLASSES"}
+_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "STRUCTS", "LAYERS", "CLASSES"}
+# The structs of kernels are read in their sources by the first, and looked up by the second in an emitted file.
+_READ, _LOOKED_UP = (params.__name__, "params_of"), (_SUPPORT, "params_of")
 
 # A loader may leave its module out of sys.modules, where dataclasses look it up.
 _LISTED = """\
@@ -92,25 +95,25 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         layers.append(support.Layer(problem, choices))
     settled_kernels = {arch: _settled(sources, arch, remarks) for arch, sources in kernels.items()}
 
+    all_sources = [source for sources in settled_kernels.values() for source in sources]
+    structs = {source.kernel: params.params_of(source) for source in all_sources}
     literals = _Literals()
-    literals.of(layers)  # notes what it names
-    roots = literals.roots | {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
-    found = collect([*roots, (_SUPPORT, "use_kernels")], _CALLED, {(_SUPPORT, name) for name in _FILLED_IN})
-    found.imports["sys"] = "import sys"
-    names = distinct_names(found, model.defined | set(model.imported))
-    _check_names(model, found)
+    literals.of([layers, structs])  # notes what it names
+    found, names = _collected(model, literals.roots)
     parts = [
         _header(model, title, command, plans),
         _imports(found, names),
         _LISTED,
         _section("The kernels, as they are in polyphase/kernels"),
-        _files([*SHARED_FILES, *(file for sources in settled_kernels.values() for s in sources for file in s.files)]),
-        _section("What each of them is made from: its name, its constants, its files"),
+        _files(all_sources),
+        _section("What each of them is made from: its name, what is generated for it, its files in order"),
         _kernels(settled_kernels),
         _section("From Python to a launch, in C++"),
         _raw("LAUNCHER", (_HERE / "launcher.cuh").read_text(encoding="utf-8")),
         _raw("BINDING", (_HERE / "binding.cpp").read_text(encoding="utf-8")),
         *_host(found, names),
+        _section("What the kernels take as their last parameter, as read in their sources"),
+        f"STRUCTS = {literals.of(structs, names)}",
         _section("What was emitted: layers, and what computes their passes"),
         f"LAYERS = {literals.of(layers, names)}",
         _classes(model, names),
@@ -122,6 +125,19 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     return Emitted("\n\n".join(parts) + "\n", plans, remarks)
 
 
+def _collected(model: Model, roots: set[Key]) -> tuple[Found, dict[Key, str]]:
+    """The host code that ``roots``, and all that runs, use; and what has another name in the file."""
+    modules = {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
+    given = {_READ, *((_SUPPORT, name) for name in _FILLED_IN)}
+    found = collect([*roots, *modules, (_SUPPORT, "use_kernels"), _LOOKED_UP], _CALLED, given)
+    found.imports["sys"] = "import sys"
+    names = distinct_names(found, model.defined | set(model.imported))
+    if _LOOKED_UP in names:
+        names[_READ] = names[_LOOKED_UP]
+    _check_names(model, found)
+    return found, names
+
+
 def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Selection, list[KernelSource]]:
     """What the planner selects at a typical size, and its kernels at that and the layer's, with any output padding.
 
@@ -131,11 +147,11 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     problem = problem.of_pass(pass_)
     selected = plan(typical(problem), pass_, device, by_prediction=True).selected
     chosen = next(each for each in selected if each.schedule.any_size)
-    launches = [chosen.launch]
+    programs = [chosen.launch]
     *others, width = typical(problem).input_size
     for wider in (width + 1, width + 2):
         sized = replace(typical(problem), input_size=(*others, wider))
-        launches.append(
+        programs.append(
             chosen.schedule.launch(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.variant)
         )
     *others, last = problem.output_padding
@@ -145,8 +161,8 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
         padded = replace(problem, output_padding=(*others, padding))
         layouts = Layouts.of_call(padded, pass_)
         if padding == last or _offered(chosen, padded, pass_, device, layouts):
-            launches.append(chosen.schedule.launch(padded, pass_, device, layouts, chosen.candidate.variant))
-    sources = (source for launch in launches for source in _sources(launch))
+            programs.append(chosen.schedule.launch(padded, pass_, device, layouts, chosen.candidate.variant))
+    sources = (source for program in programs for source in program.sources)
     return chosen, list(dict.fromkeys(sources))
 
 
@@ -155,10 +171,6 @@ def _offered(
 ) -> bool:
     offers = candidates(chosen.schedule, problem, pass_, device, layouts)
     return any(each.variant == chosen.candidate.variant for each in offers)
-
-
-def _sources(launch: Launch) -> list[KernelSource]:
-    return [each.source for each in (*launch.prologues, launch)]
 
 
 def _settled(sources: list[KernelSource], arch: str, remarks: list[str]) -> list[KernelSource]:
@@ -264,7 +276,16 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
     wrapped = [
         part
         for line in lines
-        for part in (textwrap.wrap(line, 117, subsequent_indent=" " * 8 if line.startswith(" ") else "") or [""])
+        for part in (
+            textwrap.wrap(
+                line,
+                117,
+                subsequent_indent=" " * 8 if line.startswith(" ") else "",
+                break_long_words=False,  # a path in the command stays whole
+                break_on_hyphens=False,
+            )
+            or [""]
+        )
     ]
     return "\n".join(f"# {line}".rstrip() for line in wrapped)
 
@@ -290,8 +311,10 @@ def _section(title: str, prose: str = "") -> str:
     return "\n".join([f"# {'=' * 117}", f"# {title}", f"# {'=' * 117}", *(["#", *lines] if lines else [])])
 
 
-def _files(names: list[str]) -> str:
-    files = "\n".join(f'FILES["{name}"] = {_quoted(read(name))}' for name in dict.fromkeys(names))
+def _files(sources: list[KernelSource]) -> str:
+    """The files that kernels share, without their includes: each kernel lists what it is made from."""
+    names = dict.fromkeys(name for source in sources for name in source.files if name not in source.generated)
+    files = "\n".join(f'FILES["{name}"] = {_quoted(without_includes(name, read(name)))}' for name in names)
     return f"FILES = {{}}\n{files}"
 
 
@@ -301,7 +324,9 @@ def _kernels(kernels: dict[str, list[KernelSource]]) -> str:
         lines.append(f'KERNELS["{arch}"] = [')
         for source in sources:
             files = ", ".join(f'"{file}"' for file in source.files)
-            lines.append(f'    ("{source.kernel}", {_quoted(source.specialisation)}, ({files})),')
+            made = {file: text for file, text in source.generated.items() if text and file in source.files}
+            generated = ", ".join(f'"{file}": {_quoted(text)}' for file, text in made.items())
+            lines.append(f'    ("{source.kernel}", {{{generated}}}, ({files})),')
         lines.append("]")
     return "\n".join(lines)
 

@@ -19,11 +19,13 @@ from torch import nn
 from torch.utils.cpp_extension import load_inline
 
 from polyphase.errors import UnsupportedError
-from polyphase.jit.source import SETTLED, SHARED_FILES, KernelSource
+from polyphase.jit.source import SPECIALISATION, KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts
-from polyphase.program.program import Launch
+from polyphase.program.program import Program
+from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, Step, X
+from polyphase.program.struct_layout import Struct
 from polyphase.program.tensor_map import Boxes
 from polyphase.schedules.schedule import Schedule
 
@@ -45,9 +47,11 @@ class Layer:
 
 
 # Filled in when a file is emitted.
-FILES: dict[str, str] = {}  # CUDA, by name
-KERNELS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}  # by architecture: name, constants, files
+FILES: dict[str, str] = {}  # CUDA, by path
+# By architecture: each kernel's name, the files that are generated for it, and the paths of all its files in order.
+KERNELS: dict[str, list[tuple[str, dict[str, str], tuple[str, ...]]]] = {}
 BINDING = LAUNCHER = ""
+STRUCTS: dict[str, Struct] = {}  # the kernels' last parameters, by the kernel's name
 LAYERS: list[Layer] = []
 CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their place
 
@@ -57,10 +61,10 @@ CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their pl
 
 def cuda_source(arch: str) -> str:
     """The kernels for one architecture as one CUDA file, each in a namespace of its own."""
-    parts = ["namespace polyphase {", *(FILES[name] for name in SHARED_FILES)]
+    parts = ["namespace polyphase {"]
     entries = []
-    for number, (name, specialisation, files) in enumerate(KERNELS[arch]):
-        text = "\n".join([specialisation, *(FILES[file] for file in files)])
+    for number, (name, generated, files) in enumerate(KERNELS[arch]):
+        text = "\n".join(generated.get(file, FILES.get(file, "")) for file in files)
         text = text.replace('extern "C" __global__', "__global__")  # a C name has no namespace
         macros = dict.fromkeys(re.findall(r"^#define (\w+)", text, re.MULTILINE))
         parts += [f"namespace kernel_{number} {{", text, "}", *(f"#undef {macro}" for macro in macros)]
@@ -105,13 +109,14 @@ def arch_of(device: torch.device) -> str:
 
 def kernel_number(arch: str, source: KernelSource) -> int:
     """Which kernel of the file ``source`` is, but for constants that the compiler settled."""
+    settled = source.settled_constants
 
     def significant(text: str) -> list[str]:
-        return [line for line in text.splitlines() if line and not any(name in line for name in SETTLED)]
+        return [line for line in text.splitlines() if line and not any(f" {name} =" in line for name in settled)]
 
     wanted = significant(source.specialisation)
-    for number, (name, specialisation, _) in enumerate(KERNELS[arch]):
-        if name == source.kernel and significant(specialisation) == wanted:
+    for number, (name, generated, _) in enumerate(KERNELS[arch]):
+        if name == source.kernel and significant(generated[SPECIALISATION]) == wanted:
             return number
     raise UnsupportedError(
         f"this file has no {source.kernel} for tensors of this size"
@@ -120,26 +125,31 @@ def kernel_number(arch: str, source: KernelSource) -> int:
     )
 
 
+def params_of(source: KernelSource) -> Struct:
+    """What a kernel takes as its last parameter. Raises `UnsupportedError` for one that is not in this file."""
+    if source.kernel not in STRUCTS:
+        raise UnsupportedError(f"this file has no {source.kernel}, which tensors of this size need: emit it for them")
+    return STRUCTS[source.kernel]
+
+
 # Calls: what is launched depends on the sizes of a call, and is remembered.
 
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared call. Launches are what the extension's ``launch`` takes before the tensors.
+    """A prepared call: the steps of a program, each as what the extension's ``launch`` takes before the tensors, and
+    the names of the buffers that are its tensors.
 
-    ``copies``: the first tensor is copied, so that it is aligned.
+    ``copies``: the tensors are copied, so that they are aligned. ``shape`` is the result's as it lies in memory.
     """
 
     extension: Any
     copies: bool
-    launch: tuple[Any, ...]
-    prologues: list[tuple[Any, ...]]
-    workspace_bytes: int
-    planes: int
-    planes_channels_last: bool
-    narrowed: bool
+    steps: list[tuple[tuple[Any, ...], tuple[str, ...]]]
+    buffers: list[tuple[str, int, torch.dtype]]
     shape: tuple[int, ...]
     memory_format: torch.memory_format
+    channels_last: bool
 
 
 _calls: dict[tuple[Any, ...], Call] = {}
@@ -161,39 +171,39 @@ def prepare(
     arch = arch_of(device)
     choice = layer.choices[arch][pass_]
 
-    def launch_on(aligned: bool) -> Launch:
+    def program_on(aligned: bool) -> Program:
         layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
         return choice.schedule.launch(problem, pass_, DeviceInfo.of(device), layouts, choice.variant)
 
-    launch = launch_on(aligned=True)
-    copies = not aligned and bool(launch.boxes)  # whose tensors must be aligned
+    program = program_on(aligned=True)
+    copies = not aligned and bool(program.main.boxes)  # whose tensors must be aligned
     if not aligned and not copies:
-        other = launch_on(aligned=False)
-        copies = other.source != launch.source  # the kernel for others is not in this file
-        launch = launch if copies else other
-    shapes = {
+        other = program_on(aligned=False)
+        copies = other.main.source != program.main.source  # the kernel for others is not in this file
+        program = program if copies else other
+    shape = {
         Pass.FORWARD: problem.output_shape,
         Pass.INPUT_GRAD: problem.input_shape,
         Pass.WEIGHT_GRAD: problem.weight_shape,
-    }
+    }[pass_]
+    if program.dst_channels_last:
+        shape = (shape[0], *shape[2:], shape[1])
     return Call(
         extension=build(arch),
         copies=copies,
-        launch=arguments(arch, launch),
-        prologues=[arguments(arch, each) for each in launch.prologues],
-        workspace_bytes=launch.workspace_bytes,
-        planes=launch.planes,
-        planes_channels_last=launch.planes_channels_last,
-        narrowed=launch.narrowed,
-        shape=shapes[pass_],
-        memory_format=memory_format(problem),
+        steps=[(arguments(arch, step), step.operands) for step in program.steps],
+        buffers=[(each.name, each.elements, getattr(torch, each.dtype)) for each in program.buffers],
+        shape=shape,
+        memory_format=torch.contiguous_format if pass_ is Pass.WEIGHT_GRAD else memory_format(problem),
+        channels_last=program.dst_channels_last,
     )
 
 
-def arguments(arch: str, launch: Launch) -> tuple[Any, ...]:
+def arguments(arch: str, step: Step) -> tuple[Any, ...]:
     """What the extension's ``launch`` takes before the tensors."""
-    number, boxes = kernel_number(arch, launch.source), b"".join(map(packed_boxes, launch.boxes))
-    return (number, launch.geometry, boxes, *launch.grid, launch.block, launch.shared_bytes)
+    number, places = kernel_number(arch, step.source), params_of(step.source).tensor_maps
+    boxes = b"".join(packed_boxes(*each) for each in zip(step.boxes, places))
+    return (number, step.geometry, boxes, *step.grid, step.block, step.shared_bytes)
 
 
 # How the driver numbers what it makes tensor maps of, and the bytes within which chunks change places.
@@ -201,10 +211,10 @@ _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 
 
-def packed_boxes(boxes: Boxes) -> bytes:
-    """``Boxes`` of binding.cpp."""
+def packed_boxes(boxes: Boxes, place: int) -> bytes:
+    """``Boxes`` of binding.cpp, whose tensor map lies ``place`` bytes into the kernel's last parameter."""
     kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
-    return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, 0)
+    return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, place)
 
 
 def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:
@@ -235,39 +245,23 @@ def run(
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
-    launch = call.extension.launch
     if call.copies:
         first, second = first.clone(), second.clone()
-    if pass_ is Pass.WEIGHT_GRAD:
-        inputs, outputs, *kernel = call.shape
-        shape = (inputs, *kernel, outputs) if call.planes_channels_last else call.shape
-        dtype = first.dtype if call.narrowed else accumulator_of(first.dtype)
-        partial = torch.empty((call.planes, *shape), dtype=dtype, device=first.device)
-        launch(*call.launch, [first, second, partial])
-        found = (partial.sum(0) if call.planes > 1 else partial[0]).to(first.dtype)
-        return found.movedim(-1, 1) if call.planes_channels_last else found
-    output = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
-    if 0 in call.launch[3:6]:
-        return output
-    if call.prologues:
-        workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=first.device)
-        for prologue in call.prologues[:-1]:
-            launch(*prologue, [second, workspace, first])
-        launch(*call.prologues[-1], [second, workspace])
-        second = workspace
-    if call.planes == 1:
-        launch(*call.launch, [first, second, bias, output])
-        return output
-    batch, *others = call.shape
-    shape, dtype = (call.planes * batch, *others), accumulator_of(first.dtype)
-    partial = torch.empty(shape, dtype=dtype, device=first.device, memory_format=call.memory_format)
-    launch(*call.launch, [first, second, bias, partial])
-    return output.copy_(partial.unflatten(0, (call.planes, batch)).sum(0))
-
-
-def accumulator_of(dtype: torch.dtype) -> torch.dtype:
-    """What partial sums come in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    result = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
+    tensors: dict[str, torch.Tensor | None] = {
+        SRC: first,
+        X: first,
+        WEIGHT: second,
+        GRAD: second,
+        BIAS: bias,
+        DST: result,
+    }
+    for name, elements, dtype in call.buffers:
+        tensors[name] = torch.empty(elements, dtype=dtype, device=first.device)
+    for arguments, operands in call.steps:
+        if 0 not in arguments[3:6]:  # a grid without blocks
+            call.extension.launch(*arguments, [tensors[name] for name in operands])
+    return result.movedim(-1, 1) if call.channels_last else result
 
 
 # PyTorch's side: derivatives, and modules.

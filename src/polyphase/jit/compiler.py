@@ -16,6 +16,7 @@ from typing import Any
 
 from polyphase.errors import CompilationError, UnsupportedError
 from polyphase.jit.cache import KernelCache, cache_directory
+from polyphase.jit.cubin import code_digest
 from polyphase.jit.source import KernelSource
 
 _locks: dict[tuple[KernelSource, str], threading.Lock] = {}
@@ -29,7 +30,10 @@ compilations = 0
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel needs, as the assembler reports it. Bytes where not said otherwise."""
+    """What one kernel needs, as the assembler reports it. Bytes where not said otherwise.
+
+    ``digest`` is that of its machine code (`polyphase.jit.cubin`).
+    """
 
     kernel: str
     arch: str
@@ -41,6 +45,7 @@ class Resources:
     warnings: tuple[str, ...]
     seconds: float
     source: KernelSource = field(repr=False)
+    digest: str = field(default="", repr=False)
 
     @property
     def clean(self) -> bool:
@@ -90,7 +95,7 @@ def _key(source: KernelSource, arch: str) -> bytes:
 def resources_of(source: KernelSource, arch: str) -> Resources:
     """Compiles one kernel, past the cache, and reads the assembler's report."""
     started = time.perf_counter()
-    source, _, log = _compile_without_spills(source, arch)
+    source, binary, log = _compile_without_spills(source, arch)
     seconds = time.perf_counter() - started
     warnings = [line.strip() for line in log.splitlines() if re.search(r"warning|\bC75\d\d\b", line, re.IGNORECASE)]
     return Resources(
@@ -104,13 +109,14 @@ def resources_of(source: KernelSource, arch: str) -> Resources:
         warnings=tuple(warnings),
         seconds=seconds,
         source=source,
+        digest=code_digest(binary),
     )
 
 
 @lru_cache(maxsize=256)
 def settled(source: KernelSource, arch: str) -> KernelSource:
     """The kernel as it is compiled, where registers would spill else. Raises as `compile_kernel` does."""
-    if source.sparing is None:
+    if len(list(source.attempts())) == 1:
         return source
     return _compile_without_spills(source, arch)[0]
 
@@ -120,20 +126,18 @@ def _number(log: str, pattern: str) -> int:
 
 
 def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSource, bytes, str]:
-    """Compiles a kernel as the planner hopes for, or one that is more sparing of registers if they would spill.
+    """Compiles a kernel as the planner hopes for, or its next attempt as long as registers would spill.
 
     Returns the source as it was compiled, its binary and the assembler's report: of the first that does not spill, or
     of the last of those that spill least.
     """
     tried = []
-    more: KernelSource | None = source
-    while more is not None:
-        compiled = (more, *_compile(more, arch))
+    for attempt in source.attempts():
+        compiled = (attempt, *_compile(attempt, arch))
         spills = _number(compiled[2], r"(\d+) bytes spill stores")
         if spills == 0:
             return compiled
         tried.append((spills, compiled))
-        more = more.sparing
     return min(reversed(tried), key=lambda each: each[0])[1]
 
 

@@ -18,46 +18,38 @@ from polyphase.errors import CompilationError, PolyphaseError
 from polyphase.jit.compiler import compile_kernel, cuda_core, discard_kernel, is_cached
 from polyphase.jit.source import KernelSource
 from polyphase.problem.device import capability_of
-from polyphase.program.program import Launch
+from polyphase.program.params import params_of
+from polyphase.program.program import Program
+from polyphase.program.step import Step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES
 
 _DEFAULT_SHARED_BYTES = 32 << 10  # of a launch, beside what is a kernel's own: 48 KiB in all
-_OF_PROLOGUE = {4: 2, 2: 3}  # pointers of a prologue, by those of what it precedes: one's own has the source, too
 _MOST_MAPS = 256  # that a launch keeps of a tensor, one for each address
 
 
-_Binaries = dict[KernelSource, "Future[bytes] | None"]
-
-
 class Executable:
-    """``launch`` on the CUDA device ``index``: call it with a raw stream and the pointers of the kernel's tensors.
+    """A step on the CUDA device ``index``: call it with a raw stream and the addresses of the step's operands.
 
-    The parameter block belongs to a thread, since the driver reads it while other Python threads run.
+    The parameter block belongs to a thread, since the driver reads it while other Python threads run. ``binary`` is
+    what a thread compiles already.
     """
 
-    def __init__(self, launch: Launch, arch: str, index: int, pointers: int, ahead: _Binaries | None = None) -> None:
-        prologue = launch.prologue
-        if ahead is None:
-            ahead = {each.source: _compile_in_thread(each.source, arch, index) for each in launch.prologues}
-        self._kernel = _load(launch.source, arch, index, launch.shared_bytes, ahead.get(launch.source))
-        self.prologue = None
-        if prologue is not None:
-            self.prologue = Executable(prologue, arch, index, _OF_PROLOGUE[pointers], ahead)
-        self.name = launch.source.kernel
+    def __init__(self, step: Step, arch: str, index: int, binary: Future[bytes] | None = None) -> None:
+        self._kernel = _load(step.source, arch, index, step.shared_bytes, binary)
+        self.name = step.source.kernel
         self.device_index = index
-        self.planes = launch.planes
-        self.workspace_bytes = launch.workspace_bytes
-        self._dimensions = (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
-        self._empty = 0 in launch.grid
-        self._geometry = launch.geometry
-        self._boxes = launch.boxes
-        self._maps: list[dict[int, bytes]] = [{} for _ in launch.boxes]
-        self._pointers = pointers
-        self._pack = struct.Struct(f"{pointers}Q").pack_into
+        self._dimensions = (*step.grid, step.block, 1, 1, step.shared_bytes)
+        self._empty = 0 in step.grid
+        self._geometry = step.geometry
+        self._boxes = step.boxes
+        self._places = params_of(step.source).tensor_maps if step.boxes else ()
+        self._maps: list[dict[int, bytes]] = [{} for _ in step.boxes]
+        self._pointers = len(step.operands)
+        self._pack = struct.Struct(f"{self._pointers}Q").pack_into
         self._local = threading.local()
         self._driver = _driver()
         self._function = self._driver.CUfunction(int(self._kernel.handle))
-        self._overlaps = self.prologue is not None and _may_overlap(arch)
+        self._overlaps = step.overlaps and _may_overlap(arch)
 
     def __call__(self, stream: int, *pointers: int) -> None:
         """Launch on a raw stream; raises `PolyphaseError` where the driver refuses."""
@@ -109,11 +101,11 @@ class Executable:
                 maps.clear()
             encoded = maps[address] = encode(self._boxes[index], address)
         geometry, _ = self._local.keep
-        ctypes.memmove(ctypes.byref(geometry, index * TENSOR_MAP_BYTES), encoded, TENSOR_MAP_BYTES)
+        ctypes.memmove(ctypes.byref(geometry, self._places[index]), encoded, TENSOR_MAP_BYTES)
         self._local.mapped[index] = address
 
     def _overlapping(self) -> Any:
-        """The configuration of a launch that may begin before the one ahead of it in its stream, the prologue, ends."""
+        """The configuration of a launch that may begin before the one ahead of it in its stream ends."""
         driver = _driver()
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -127,6 +119,20 @@ class Executable:
         return config
 
 
+def executables(program: Program, arch: str, index: int) -> list[Executable]:
+    """A program's steps on the CUDA device ``index``; all of its kernels are loaded. Kernels are compiled at once."""
+    main = program.main
+    others = dict.fromkeys(source for source in program.sources if source != main.source)
+    binaries = {source: _compile_in_thread(source, arch, index) for source in others}
+    # The main kernel takes longest to compile: this thread does that meanwhile.
+    loaded = Executable(main, arch, index)
+    for source in program.spares:
+        _load(source, arch, index, 0, binaries.get(source))
+    return [
+        loaded if step is main else Executable(step, arch, index, binaries.get(step.source)) for step in program.steps
+    ]
+
+
 @lru_cache(maxsize=1)
 def _driver() -> Any:
     from cuda.bindings import driver
@@ -136,7 +142,7 @@ def _driver() -> Any:
 
 @lru_cache(maxsize=8)
 def _may_overlap(arch: str) -> bool:
-    """Whether kernels wait for their prologue by themselves, also where a graph is captured: CUDA 12.3 and Hopper."""
+    """Whether programmatic dependent launch is to be had, also where a graph is captured: CUDA 12.3 and Hopper."""
     status, version = _driver().cuDriverGetVersion()
     return not status and version >= 12030 and capability_of(arch) >= 90
 
@@ -203,17 +209,17 @@ def compile_meanwhile(source: KernelSource, arch: str, index: int) -> None:
         _meanwhile[source, arch] = _worker.submit(compile_kernel, source, arch)
 
 
-def soonest(launch: Launch, arch: str, index: int) -> Launch:
-    """The launch with the kernel that can be there first.
+def soonest(program: Program, arch: str, index: int) -> Program:
+    """The program with the main kernel that can be there first.
 
     That is the one for tensors that lie as these do alone, unless the one for all is here, on its way or on the disk.
     """
-    source, one_way = launch.source, launch.one_way
+    source, one_way = program.main.source, program.main.one_way
     if one_way is None or is_loaded(source, arch, index):
-        return launch
+        return program
     if not is_loaded(one_way, arch, index) and ((source, arch) in _meanwhile or is_cached(source, arch)):
-        return launch
-    return replace(launch, source=one_way, one_way=None)
+        return program
+    return program.with_main(replace(program.main, source=one_way, one_way=None))
 
 
 def _compiled(source: KernelSource, arch: str) -> bytes:

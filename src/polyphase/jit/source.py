@@ -1,19 +1,23 @@
-"""One specialised kernel as text: shared building blocks, the constants of a layer, the kernel file.
+"""One specialised kernel as text: a kernel file, what it includes, and the constants of a layer.
 
 The text includes nothing, so that NVRTC needs no headers and one string is the whole identity of a kernel.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
+from polyphase.jit.includes import resolve
 from polyphase.problem import Axis
 
 KERNELS = Path(__file__).parent.parent / "kernels"
+
+#: Files under `KERNELS` that are generated for each kernel. Those that lie there are examples, for editors.
+SPECIALISATION = "specialisation.cuh"
+WGMMA_FORMS = "ptx/wgmma_forms.cuh"
 
 # The tensors' type and the accumulator's, by the name of the dtype.
 _TYPES = {
@@ -23,81 +27,51 @@ _TYPES = {
     "bfloat16": ("bfloat16", "float"),
 }
 
-#: Files that no constant changes, before everything else.
-SHARED_FILES = ("common/types.cuh", "common/axis.cuh")
-
-# Building blocks under kernels/common that a kernel needs behind those that all need.
-_BUILDING_BLOCKS = {
-    "gather_tiled": ("copy_async", "operand"),
-    "gather_channels": ("operand", "taps"),
-    "gather_general": ("operand", "taps"),
-    "implicit_gemm": (
-        "tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "copy_async", "wgmma", "async",
-        "mma", "matrix", "divisor", "gemm_tile", "item_queue", "pixel_loader",
-    ),
-    "gather_gemm": (
-        "tensor_float", "dependent", "divisor", "split", "copy_async", "async", "mma", "stages", "staged_rows",
-        "phase_taps",
-    ),
-    "phase_gemm": ("split", "mma", "taps", "divisor"),
-    "pixel_gemm": (
-        "tensor_float", "scaled_half", "dependent", "copy_async", "wgmma", "async", "mma", "divisor",
-    ),
-    "scatter_gemm": ("tensor_float", "split", "copy_async", "mma", "wgmma"),
-    "weight_grad": (),
-    "weight_grad_channels": (),
-    "weight_grad_windows": ("copy_async",),
-    "input_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
-    "weight_grad_gemm": ("tensor_float", "copy_async", "mma", "stages", "window", "window_product"),
-    "input_grad_wgmma": (
-        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
-        "window_wgmma",
-    ),
-    "weight_grad_wgmma": (
-        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "stages", "window_rows", "window",
-        "window_wgmma", "run_loader",
-    ),
-    "input_grad_dots": (),
-    "input_grad_boxes": ("tensor_float", "dependent", "copy_async", "wgmma", "async", "ring", "mma", "box_product"),
-    "weight_grad_boxes": (
-        "tensor_float", "copy_async", "wgmma", "async", "ring", "mma", "box_product", "tap_windows",
-    ),
-    "pack_channels": ("dependent",),
-    "add_planes": (),
-    "turn_channels": ("divisor",),
-    "pack_weights": ("tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "counters"),
-    "pack_taps": ("tensor_float", "scaled_half", "row_blocks", "scales", "bands", "dependent", "counters"),
-    "measure_scales": ("divisor", "scaled_half", "scales", "dependent"),
-    "pack_columns": ("scaled_half", "dependent"),
-    "copy_weights": ("dependent", "counters"),
-}  # fmt: skip
-
-# Those of them that are for kernels alone that multiply float32 as float16.
-_WITH_SCALES = ("scales", "bands")
-
 # Depth in elements and operand type of the tensor cores' instructions.
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
-#: Constants that the compiler settles, by whether registers spill.
-SETTLED = ("MIN_BLOCKS", "STRAIGHT", "GIVEN_REGISTERS")
-
-# Of implicit_gemm, in the order in which they are tried.
-_GIVEN_REGISTERS = (0, -8, 16, 24)
-
-# Constants that the preprocessor must know.
-_MACROS = ("WGMMA", "CLUSTER", "BY_THREADS", "SCALED")
+#: Constants that the preprocessor must know: code or an include depends on them by ``#if``.
+MACROS = ("WGMMA", "CLUSTER", "BY_THREADS", "SCALED", "TAPS_IN_ROWS")
 
 Constant = bool | int | Axis
 
 
 @dataclass(frozen=True)
+class WgmmaForm:
+    """A form of Hopper's matrix instruction that a kernel uses, of 64 rows by ``columns``.
+
+    ``operands``: the dtype that is multiplied, float32 as TF32. The first operand comes from shared memory or from
+    registers; elements of 16 bits may lie transposed in shared memory.
+    """
+
+    columns: int
+    operands: str
+    a_in_registers: bool = False
+    transpose_a: bool = False
+    transpose_b: bool = False
+
+
+@dataclass(frozen=True)
 class KernelSource:
-    """A kernel file and the constants it is specialised by, in the order in which they are written."""
+    """A kernel file and the constants it is specialised by, in the order in which they are written.
+
+    Attributes:
+        kernel: the function's name, and the file's, which lies in ``folder`` under `KERNELS`.
+        dtype: of the tensors.
+        wide_offsets: whether offsets in bytes take 64 bits.
+        constants: names and values; among them MIN_BLOCKS.
+        wgmma: the forms of ``wgmma`` that the kernel uses.
+        fallbacks: sets of constants that are changed, one set after the other, where registers would spill even with
+            one block on a multiprocessor.
+    """
 
     kernel: str
     dtype: str
     wide_offsets: bool
     constants: tuple[tuple[str, Constant], ...]
+    wgmma: tuple[WgmmaForm, ...] = ()
+    fallbacks: tuple[tuple[tuple[str, Constant], ...], ...] = ()
+    folder: str = ""
 
     @property
     def min_blocks(self) -> int:
@@ -106,133 +80,109 @@ class KernelSource:
         assert isinstance(blocks, int)
         return blocks
 
-    @property
-    def sparing(self) -> KernelSource | None:
-        """The same kernel with fewer resident blocks, or loops rolled up, or registers shared out in another way.
+    def attempts(self) -> Iterator[KernelSource]:
+        """This kernel, and what to compile in its place, one after the other, as long as registers spill.
 
-        None if that is tried already.
+        First with fewer resident blocks, then with its fallbacks.
         """
-        if self.min_blocks > 1:
-            return self.with_constants(MIN_BLOCKS=self.min_blocks - 1)
-        constants = dict(self.constants)
-        given = constants.get("GIVEN_REGISTERS")
-        if given is not None and constants["WGMMA"] and given != _GIVEN_REGISTERS[-1]:
-            return self.with_constants(GIVEN_REGISTERS=_GIVEN_REGISTERS[_GIVEN_REGISTERS.index(given) + 1])
-        return self.with_constants(STRAIGHT=False) if constants.get("STRAIGHT") else None
+        tried = self
+        yield tried
+        for blocks in range(self.min_blocks - 1, 0, -1):
+            tried = tried.with_constants(MIN_BLOCKS=blocks)
+            yield tried
+        for changes in self.fallbacks:
+            other = tried.with_constants(**dict(changes))
+            if other != tried:
+                tried = other
+                yield tried
+
+    @property
+    def settled_constants(self) -> set[str]:
+        """Names of constants in which `attempts` differ."""
+        return {"MIN_BLOCKS", *(name for changes in self.fallbacks for name, _ in changes)}
 
     def with_constants(self, **constants: Constant) -> KernelSource:
         """The same kernel with some of its constants changed."""
         return replace(self, constants=tuple({**dict(self.constants), **constants}.items()))
 
-    @property
-    def operand(self) -> str:
-        """What the tensor cores are given."""
-        return "float16" if dict(self.constants).get("SCALED") else self.dtype
-
     @cached_property
     def specialisation(self) -> str:
-        """What this kernel's text has that others of the same file have not: types, constants, instructions."""
+        """Types and constants, which kernels of the same file differ in."""
         scalar, accumulator = _TYPES[self.dtype]
         lines = [
             f"// {self.kernel}, specialised by:",
             f"typedef {scalar} scalar_t;       // of the tensors",
             f"typedef {accumulator} accum_t;  // of every sum",
             f"typedef unsigned {'long long' if self.wide_offsets else 'int'} offset_t;  // of offsets in bytes",
-            *(f"constexpr {_declare(name, value)};" for name, value in self.constants if name not in _MACROS),
+            *(_declare(name, value) for name, value in self.constants),
         ]
-        if "mma" in _BUILDING_BLOCKS[self.kernel]:
-            depth, operand = _OPERANDS[self.operand]
-            lines.append(f'#define MMA_SHAPE "m16n8k{depth}.row.col.f32.{operand}.{operand}.f32"')
-        constants = dict(self.constants)
-        if "SCALED" in constants:
-            lines.append(f"#define SCALED {constants['SCALED']:d}  // float32 is multiplied as float16")
-        if "WGMMA" in constants:
-            lines += _matrix_instructions(self.operand, constants)
         return "\n".join(lines) + "\n"
 
-    @property
+    @cached_property
+    def generated(self) -> dict[str, str]:
+        """The texts of the files that are made for this kernel, by path."""
+        return {SPECIALISATION: self.specialisation, WGMMA_FORMS: "".join(map(_wgmma, self.wgmma))}
+
+    @cached_property
     def files(self) -> tuple[str, ...]:
-        """The files under `KERNELS` that follow the specialisation; `SHARED_FILES` stand before it."""
-        blocks = ["geometry"] if "AXIS_W" in dict(self.constants) else []
-        constants = dict(self.constants)
-        beside = () if constants.get("SCALED") else _WITH_SCALES
-        blocks += (name for name in _BUILDING_BLOCKS[self.kernel] if name not in beside)
-        if self.kernel == "implicit_gemm":
-            blocks.append("store_overlap" if dict(self.constants)["TAPS_IN_ROWS"] else "store_phases")
-        return (*(f"common/{name}.cuh" for name in blocks), f"{self.kernel}.cu")
+        """The paths under `KERNELS` of what is compiled, in that order, generated files among them."""
+        return tuple(path for path, _ in self._parts({}))
 
     @cached_property
     def text(self) -> str:
         """What the compiler gets."""
-        return "\n".join([*map(read, SHARED_FILES), self.specialisation, *map(read, self.files)])
+        return self.text_with({})
+
+    def text_with(self, replaced: Mapping[str, str]) -> str:
+        """The same with other texts in place of some files, by path under `KERNELS`."""
+        generated = {path: text for path, text in self.generated.items() if path not in replaced}
+        return "\n".join(generated.get(path, text) for path, text in self._parts(replaced))
+
+    def _parts(self, replaced: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Paths and texts, those of the examples in place of generated ones."""
+        known = {name: int(value) for name, value in self.constants if name in MACROS and isinstance(value, int)}
+        root = "/".join(filter(None, (self.folder, f"{self.kernel}.cu")))
+        return resolve(root, lambda path: replaced[path] if path in replaced else read(path), known)
 
 
-def _matrix_instructions(dtype: str, constants: Mapping[str, Constant]) -> list[str]:
-    """What common/wgmma.cuh needs of the instruction set: C++ has no way to write an operand list of any length.
-
-    The first operand comes from shared memory, in kernels with COLUMN_TILES from registers, too. In half precision both
-    may be transposed, with TRANSPOSED, or the second alone.
-    """
-    wgmma, cluster = constants["WGMMA"], constants.get("CLUSTER", 1)
-    lines = [
-        f"#define WGMMA_INSTRUCTION {wgmma:d}",
-        f"#define CLUSTER {cluster:d}  // thread blocks",
-    ]
-    if "BY_THREADS" in constants:
-        lines.append(f"#define BY_THREADS {constants['BY_THREADS']:d}")
-    if not wgmma:
-        return lines
-    from_registers = "COLUMN_TILES" in constants
-    columns = constants["COLUMN_TILES" if from_registers else "COLUMNS" if "COLUMNS" in constants else "PIXELS"]
-    assert isinstance(columns, int)
-    columns *= 8 if from_registers else 1
-    both = bool(constants.get("TRANSPOSED", False))
-    second = both or bool(constants.get("BOXES", False) and not constants["SRC_CHANNELS_LAST"])
-    forms = [_matrix_instruction(dtype, columns, form, both, second) for form in sorted({from_registers, False})]
-    return [
-        *lines,
-        "// sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory.",
-        "#ifndef EMULATOR",
-        *itertools.chain(*forms),
-        "#endif",
-    ]
-
-
-def _matrix_instruction(dtype: str, columns: int, from_registers: bool, both: bool, second: bool) -> list[str]:
-    """One form of the instruction; whether both operands are transposed, and whether the second is."""
-    depth, operand = _OPERANDS[dtype]
-    count = columns // 2
+def _wgmma(form: WgmmaForm) -> str:
+    """A form of the instruction as a function: C++ has no way to write an operand list of any length."""
+    depth, operand = _OPERANDS[form.operands]
+    count = form.columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    registers = range(count, count + (4 if from_registers else 1))
+    registers = range(count, count + (4 if form.a_in_registers else 1))
     first = ", ".join(f"%{i}" for i in registers)
     b, add = registers[-1] + 1, registers[-1] + 2
-    if from_registers:
+    if form.a_in_registers:
         declared, first = "const unsigned (&a)[4]", f"{{{first}}}"
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
         declared, inputs = "unsigned long long a", '"l"(a)'
-    flags = f"{second:d}" if from_registers else f"{both:d}, {second:d}"
+    flags = f"{form.transpose_b:d}" if form.a_in_registers else f"{form.transpose_a:d}, {form.transpose_b:d}"
     transposed = f", {flags}" if depth == 16 else ""
-    return [
+    lines = [
         f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], {declared}, unsigned long long b, bool add) {{",
         "  asm volatile(",
         f'      "{{ .reg .pred add; setp.ne.b32 add, %{add}, 0;\\n"',
-        f'      "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{operand}.{operand} "',
+        f'      "wgmma.mma_async.sync.aligned.m64n{form.columns}k{depth}.f32.{operand}.{operand} "',
         f'      "{{{sums}}}, "',
         f'      "{first}, %{b}, add, 1, 1{transposed}; }}"',
         f"      : {outputs}",
         f'      : {inputs}, "l"(b), "r"((int)add));',
         "}",
     ]
+    return "\n".join(lines) + "\n"
 
 
 def _declare(name: str, value: Constant) -> str:
-    if isinstance(value, bool):
-        return f"bool {name} = {str(value).lower()}"
     if isinstance(value, Axis):
-        return f"Axis {name} = {{{value.kernel}, {value.stride}, {value.padding}, {value.dilation}}}"
-    return f"int {name} = {value}"
+        return f"constexpr Axis {name} = {{{value.kernel}, {value.stride}, {value.padding}, {value.dilation}}};"
+    if name in MACROS:
+        return f"#define {name} {value:d}"
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};"
+    return f"constexpr int {name} = {value};"
 
 
 @cache

@@ -20,13 +20,13 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         if chosen.candidate is None or chosen.launch is None:
             lines.append("  tensor operations of PyTorch; own kernels need an NVIDIA GPU")
             continue
-        launch = chosen.launch
+        main, workspace = chosen.launch.main, chosen.launch.workspace_bytes
         if chosen.measured:
             lines.append("  measured to be the fastest (`python -m polyphase tune`)")
         lines.append(
             f"  predicted {chosen.candidate.seconds * 1e3:.3f} ms, bound by {chosen.candidate.bound}; "
-            f"{math.prod(launch.grid)} blocks of {launch.block} threads, {launch.shared_bytes} bytes of shared memory"
-            + (f", {launch.workspace_bytes / 1e6:.2f} MB of workspace" if launch.workspace_bytes else "")
+            f"{math.prod(main.grid)} blocks of {main.block} threads, {main.shared_bytes} bytes of shared memory"
+            + (f", {workspace / 1e6:.2f} MB of workspace" if workspace else "")
         )
         if chosen.other is not None:
             lines.append("  the layer's kernel for most other sizes is compiled meanwhile")

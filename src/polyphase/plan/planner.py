@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,8 +25,8 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import compared
-from polyphase.program.program import Launch
-from polyphase.program.split_k import plane_sum
+from polyphase.program.program import Program
+from polyphase.program.struct_layout import ParamOverflowError
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.schedule import Candidate, Schedule
 
@@ -43,7 +42,7 @@ class Selection:
 
     schedule: Schedule
     candidate: Candidate
-    launch: Launch
+    launch: Program
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,17 @@ class Plan:
         return self.selected[0].candidate if self.selected else None
 
     @property
-    def launch(self) -> Launch | None:
+    def launch(self) -> Program | None:
         """The launch, None on the portable path."""
         return self.selected[0].launch if self.selected else None
 
     @property
-    def other(self) -> Launch | None:
+    def other(self) -> Program | None:
         """The launch of the kernel for most other sizes, None where it is this one's."""
         return self.selected[1].launch if len(self.selected) > 1 else None
 
     @property
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[Program]:
         """``launch`` and ``other``, as far as there are any."""
         return [selection.launch for selection in self.selected]
 
@@ -136,7 +135,7 @@ def plan(
             Selection(each, candidate, each.launch(problem, pass_, device, layouts, candidate.variant))
             for each, candidate in kernels
         )
-    except struct.error:  # numbers that a kernel's parameter has no room for
+    except ParamOverflowError:  # numbers that a kernel's parameter has no room for
         raise UnsupportedError(f"{given} has more positions than the kernels count: {2**31 - 1}") from None
     return Plan(given, pass_, selected, measured is not None)
 
@@ -205,7 +204,7 @@ def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> l
 
 def launches(
     problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
-) -> list[tuple[Candidate, Launch]]:
+) -> list[tuple[Candidate, Program]]:
     """Every variant of every schedule that can compute a pass, for tests and tuning."""
     problem, layouts = as_computed(problem, pass_, layouts)
     return [
@@ -227,10 +226,8 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
         for schedule, offered in _offers(SCHEDULES, problem, pass_, device, layouts)
     ]
     both = plan(given, pass_, device, by_prediction=True).launches
-    one_way = [launch.one_way for launch in both if launch.one_way is not None]
-    in_parts = pass_ is Pass.WEIGHT_GRAD or any(launch.in_parts for launch in (*firsts, *both))
-    sums = [plane_sum(problem.dtype, 1, 1).source] if in_parts else []
-    return list(dict.fromkeys([*(source for launch in (*firsts, *both) for source in launch.sources), *one_way, *sums]))
+    one_way = [program.main.one_way for program in both if program.main.one_way is not None]
+    return list(dict.fromkeys([*(source for program in (*firsts, *both) for source in program.sources), *one_way]))
 
 
 def _check_integers(problem: ConvTransposeProblem) -> None:

@@ -86,3 +86,12 @@ def extent(shape: tuple[int, ...], strides: Strides) -> int:
 def channels_innermost(channels: int, strides: Strides) -> bool:
     """Whether neighbouring channels are neighbours in memory, and neighbouring columns are not."""
     return channels > 1 and strides[1] == 1 and strides[4] != 1
+
+
+def five(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
+    """A shape ``(N, C, *spatial)`` as ``(N, C, D, H, W)``."""
+    batch, channels, *spatial = shape
+    if len(spatial) == 2:  # the most frequent by far
+        return batch, channels, 1, spatial[0], spatial[1]
+    depth, height, width = [1] * (3 - len(spatial)) + spatial
+    return batch, channels, depth, height, width

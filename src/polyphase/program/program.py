@@ -1,60 +1,161 @@
-"""What a plan runs."""
+"""What a plan runs: kernel launches in order, over named buffers.
+
+The runtime, emitted files and the tests' harness all run a `Program` in the same way: they allocate its buffers, and
+launch its steps in order, each on the buffers that it names::
+
+    forward, input gradient    src, weight, bias -> dst
+    weight gradient            x, grad           -> dst
+
+    transposes -> measure -> pack -> main -> split-K reduction -> transpose back
+                  (workspace)        (partials)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from polyphase.program.tensor_map import Boxes
+from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.program.split_k import reduce_splits
+from polyphase.program.step import BIAS, DST, GRAD, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
+from polyphase.program.transpose import to_channels_last, to_contiguous
 
 if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
+    from polyphase.problem.layouts import Layouts
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One kernel launch, complete but for the pointers. ``planes`` > 1: partial sums that the caller adds up.
+class Buffer:
+    """Memory that a program needs for its own use: ``elements`` of ``dtype``, without gaps."""
 
-    ``in_parts``: whether an input's gradient comes in planes at some sizes of the layer, which lie as it does.
-    ``planes_channels_last``: a weight's gradient comes in the order ``(C_in, *kernel_size, C_out / groups)``;
-    ``narrowed``: the one plane comes in the tensors' type, not in the accumulator's.
-    ``geometry`` is the kernel's last parameter; there is none where it is empty.
-    It begins with `TENSOR_MAP_BYTES` for the tensor map of each of ``boxes``, left to be filled in.
-    A ``prologue`` runs before it and writes ``workspace_bytes`` from the weight, which the kernel reads instead. One
-    of its own runs before that, and reads the kernel's source, too.
-    ``turned``: as many of the kernel's first tensors the caller brings to channels_last before, and its result back
-    after, by the kernel ``turn`` (`turning`).
-    ``one_way``: the same kernel for tensors that lie as these do alone, which takes less time to compile.
-    """
-
-    source: KernelSource
-    grid: tuple[int, int, int]
-    block: int
-    shared_bytes: int
-    geometry: bytes
-    planes: int = 1
-    in_parts: bool = False
-    planes_channels_last: bool = False
-    narrowed: bool = False
-    prologue: Launch | None = None
-    workspace_bytes: int = 0
-    turned: int = 0
-    turn: KernelSource | None = None
-    boxes: tuple[Boxes, ...] = ()
-    one_way: KernelSource | None = None
+    name: str
+    dtype: str
+    elements: int
 
     @property
-    def prologues(self) -> tuple[Launch, ...]:
-        """All that run before it, in order."""
-        return () if self.prologue is None else (*self.prologue.prologues, self.prologue)
+    def bytes(self) -> int:
+        """Its size."""
+        return self.elements * (1 if self.dtype == "uint8" else DTYPE_BYTES[self.dtype])
+
+
+@dataclass(frozen=True)
+class Program:
+    """One pass at one size: ``steps`` in order, and the ``buffers`` they need beside the tensors of the call.
+
+    ``main`` counts the steps: it is the one that multiplies. ``splits``: shares of its sum that it leaves as partial
+    sums, in ``DST`` if that is one. ``dst_channels_last``: a weight gradient's memory order is
+    ``(C_in, *kernel_size, C_out / groups)``. ``spares``: kernels that other sizes of the layer need beside these.
+    """
+
+    steps: tuple[Step, ...]
+    main_index: int = 0
+    buffers: tuple[Buffer, ...] = ()
+    splits: int = 1
+    dst_channels_last: bool = False
+    spares: tuple[KernelSource, ...] = ()
+
+    @property
+    def main(self) -> Step:
+        """The step that multiplies."""
+        return self.steps[self.main_index]
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:
-        """The kernels to compile: its own, the prologue's, and what turns its tensors."""
-        prologue = () if self.prologue is None else self.prologue.sources
-        return (self.source, *prologue, *(() if self.turn is None else (self.turn,)))
+        """All kernels to compile, the main one first, each once."""
+        return tuple(dict.fromkeys((self.main.source, *(step.source for step in self.steps), *self.spares)))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What packed weights take."""
+        return sum(buffer.bytes for buffer in self.buffers if buffer.name == WORKSPACE)
+
+    def with_main(self, main: Step) -> Program:
+        """The same program with another main step."""
+        return replace(self, steps=(*self.steps[: self.main_index], main, *self.steps[self.main_index + 1 :]))
 
 
-def plain_launch(source: KernelSource, blocks: int, threads: int, geometry: bytes = b"") -> Launch:
-    """The launch of a kernel that has a row of blocks, and no shared memory but its own."""
-    return Launch(source=source, grid=(blocks, 1, 1), block=threads, shared_bytes=0, geometry=geometry)
+def assemble(
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    main: Step,
+    packs: tuple[Step, ...] = (),
+    workspace_bytes: int = 0,
+    splits: int = 1,
+    may_split: bool = False,
+    narrowed: bool = False,
+    dst_channels_last: bool = False,
+) -> Program:
+    """The program of a pass that one kernel computes, with what stands before and behind it.
+
+    Args:
+        problem: the layer.
+        pass_: the pass.
+        main: the kernel's launch. Its operands follow from the others' arguments, and are filled in here.
+        packs: what writes ``WORKSPACE`` before, from ``WEIGHT`` and ``SRC``; the kernel reads that for its weights.
+        workspace_bytes: how large that is.
+        splits: shares of the sum. More than one are left as partial sums, and a reduction follows.
+        may_split: whether other sizes of the layer have several, so that the reduction is loaded in any case.
+        narrowed: whether a single share comes in the tensors' type, not in the accumulator's.
+        dst_channels_last: see `Program`.
+    """
+    elements = problem.elements[{Pass.FORWARD: 2, Pass.INPUT_GRAD: 0, Pass.WEIGHT_GRAD: 1}[pass_]]
+    sums_bytes, buffers, behind = accumulator_bytes(problem.dtype), [], []
+    in_sums = pass_ is Pass.WEIGHT_GRAD and not narrowed and sums_bytes != DTYPE_BYTES[problem.dtype]
+    reduces = splits > 1 or in_sums
+    if workspace_bytes:
+        buffers.append(Buffer(WORKSPACE, "uint8", workspace_bytes))
+    if reduces:
+        sums = problem.dtype if sums_bytes == DTYPE_BYTES[problem.dtype] else "float32"
+        buffers.append(Buffer(PARTIALS, sums, splits * elements))
+        behind.append(replace(reduce_splits(problem.dtype, elements, splits), operands=(PARTIALS, DST)))
+    written = PARTIALS if reduces else DST
+    weight = WORKSPACE if packs else WEIGHT
+    operands = (X, GRAD, written) if pass_ is Pass.WEIGHT_GRAD else (SRC, weight, BIAS, written)
+    # What follows a kernel that packs may start before that has ended: it waits for it by itself.
+    before = [replace(step, overlaps=i > 0) for i, step in enumerate(packs)]
+    spare = reduce_splits(problem.dtype, 1, 1).source
+    return Program(
+        steps=(*before, replace(main, operands=operands, overlaps=bool(packs)), *behind),
+        main_index=len(before),
+        buffers=tuple(buffers),
+        splits=splits,
+        dst_channels_last=dst_channels_last,
+        spares=(spare,) if may_split or pass_ is Pass.WEIGHT_GRAD else (),
+    )
+
+
+def between_transposes(inner: Program, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Program:
+    """A program for tensors in channels_last, made one for contiguous ones: they are transposed before, and back.
+
+    ``layouts`` are those of the call's tensors. A weight is read as it is.
+    """
+    sides = [(problem.input_shape, layouts.input), (problem.output_shape, layouts.output)]
+    read = {X: sides[0], GRAD: sides[1]} if pass_ is Pass.WEIGHT_GRAD else {SRC: sides[pass_ is not Pass.FORWARD]}
+    before, buffers, names = [], [], {}
+    for name, (shape, strides) in read.items():
+        names[name] = f"{name}_channels_last"
+        buffers.append(Buffer(names[name], problem.dtype, elements_of(shape)))
+        before.append(replace(to_channels_last(problem.dtype, shape, strides), operands=(name, names[name])))
+    behind = []
+    if pass_ is not Pass.WEIGHT_GRAD or inner.dst_channels_last:
+        shape = problem.weight_shape if pass_ is Pass.WEIGHT_GRAD else sides[pass_ is Pass.FORWARD][0]
+        names[DST] = f"{DST}_channels_last"
+        buffers.append(Buffer(names[DST], problem.dtype, elements_of(shape)))
+        behind.append(replace(to_contiguous(problem.dtype, shape), operands=(names[DST], DST)))
+    steps = [replace(step, operands=tuple(names.get(name, name) for name in step.operands)) for step in inner.steps]
+    return replace(
+        inner,
+        steps=(*before, *steps, *behind),
+        main_index=len(before) + inner.main_index,
+        buffers=(*inner.buffers, *buffers),
+        dst_channels_last=False,
+    )
+
+
+def elements_of(shape: tuple[int, ...]) -> int:
+    """Elements of a tensor of that shape."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,12 +1,12 @@
-"""What adds up the partial sums of a gradient, ``kernels/add_planes.cu``."""
+"""The split-K reduction, ``kernels/steps/reduce_splits.cu``: adds up partial sums in a fixed order."""
 
 from __future__ import annotations
 
 import math
-import struct
 
 from polyphase.jit.source import KernelSource
-from polyphase.program.program import Launch, plain_launch
+from polyphase.program.params import params_of
+from polyphase.program.step import Step, plain_step
 
 _THREADS = 256
 _TOGETHER = 4  # elements of a thread
@@ -14,9 +14,11 @@ _TOGETHER = 4  # elements of a thread
 _GROUPS = ((32, 64, 1 << 15), (8, 8, (1 << 17) - 1))
 
 
-def plane_sum(dtype: str, elements: int, planes: int) -> Launch:
-    """The sum of so many planes of partial sums, in the tensors' type: from a kernel's tensor to the gradient."""
-    groups = next((count for count, many, few in _GROUPS if planes >= many and elements <= few), 1)
+def reduce_splits(dtype: str, elements: int, splits: int) -> Step:
+    """Adds up ``splits`` planes of partial sums of so many elements, in a fixed order: the result is in ``dtype``."""
+    groups = next((count for count, many, few in _GROUPS if splits >= many and elements <= few), 1)
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
-    source, blocks = KernelSource("add_planes", dtype, False, constants), elements * groups / (_TOGETHER * _THREADS)
-    return plain_launch(source, math.ceil(blocks), _THREADS, struct.pack("<q2i", elements, planes, groups))
+    source = KernelSource("reduce_splits", dtype, False, constants, folder="steps")
+    blocks = math.ceil(elements * groups / (_TOGETHER * _THREADS))
+    geometry = params_of(source).pack(plane=elements, planes=splits, groups=groups)
+    return plain_step(source, blocks, _THREADS, geometry)

@@ -1,24 +1,22 @@
-"""What brings a tensor to channels_last, ``kernels/turn_channels.cu``."""
+"""Layout transposes, ``kernels/steps/transpose.cu``: contiguous to channels_last, and back."""
 
 from __future__ import annotations
 
 import math
-import struct
 
 from polyphase.jit.source import KernelSource
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Strides
-from polyphase.program.params import packed_divisor
-from polyphase.program.program import Launch, plain_launch
-from polyphase.schedules.cells import five
+from polyphase.problem.layouts import Strides, five
+from polyphase.program.params import params_of
+from polyphase.program.step import Step, plain_step
 
 _THREADS = 256
 _PIXELS, _CHANNELS = 64, 64  # of a block
 
 
-def turn_source(dtype: str) -> KernelSource:
-    """The kernel, for all tensors of a type."""
-    return KernelSource("turn_channels", dtype, False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)))
+def transpose_source(dtype: str) -> KernelSource:
+    """The kernel, for all tensors of a dtype."""
+    return KernelSource("transpose", dtype, False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)), folder="steps")
 
 
 def missing(channels: int) -> float:
@@ -26,20 +24,21 @@ def missing(channels: int) -> float:
     return (round_up(channels, _CHANNELS) - channels) / max(1, channels)
 
 
-def turning(dtype: str, shape: tuple[int, ...], strides: Strides) -> Launch:
+def to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides) -> Step:
     """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost."""
     batch, channels, *sizes = five(shape)
     pixels = batch * math.prod(sizes)
-    geometry = struct.pack("<5q2i", *strides, channels, pixels) + b"".join(map(packed_divisor, sizes))
+    source = transpose_source(dtype)
+    geometry = params_of(source).pack(stride=strides, channels=channels, pixels=pixels, sizes=sizes)
     blocks = math.ceil(pixels / _PIXELS) * math.ceil(channels / _CHANNELS)
-    return plain_launch(turn_source(dtype), blocks, _THREADS, geometry + bytes(-len(geometry) % 8))
+    return plain_step(source, blocks, _THREADS, geometry)
 
 
-def turning_back(dtype: str, shape: tuple[int, ...]) -> Launch:
+def to_contiguous(dtype: str, shape: tuple[int, ...]) -> Step:
     """From a tensor ``(N, C, *spatial)`` without gaps whose channels are innermost to a contiguous one.
 
     To the kernel that is a tensor whose pixels are channels, and the other way round.
     """
     batch, channels, *sizes = shape
     pixels = math.prod(sizes)
-    return turning(dtype, (batch, pixels, channels), (pixels * channels, channels, 0, 0, 1))
+    return to_channels_last(dtype, (batch, pixels, channels), (pixels * channels, channels, 0, 0, 1))

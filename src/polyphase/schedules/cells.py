@@ -1,4 +1,4 @@
-"""A forward pass or an input gradient as the gather kernels see it: source, destination, cells (geometry.cuh).
+"""A forward pass or an input gradient as the gather kernels see it: source, destination, cells (core/geometry.cuh).
 
 Both passes gather: every destination element sums what it needs of the source, so nothing is written twice and no sum
 depends on timing. `polyphase.schedules.direct.tiled` unrolls the whole kernel for a tile of cells;
@@ -9,13 +9,13 @@ depends on timing. `polyphase.schedules.direct.tiled` unrolls the whole kernel f
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from polyphase.jit.source import Constant
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
-from polyphase.problem.layouts import Layouts, Strides, channels_innermost, extent
+from polyphase.problem.layouts import Layouts, Strides, channels_innermost, extent, five
 
 #: Destination elements of a cell, or of a thread, that straight-line code may have.
 MAX_PHASES = 512
@@ -33,9 +33,9 @@ class Side:
         """Whether neighbouring channels are neighbours in memory."""
         return channels_innermost(self.shape[1], self.strides)
 
-    def packed(self) -> bytes:
+    def params(self) -> dict[str, Any]:
         """The kernels' ``Tensor5``."""
-        return struct.pack("<5q4i", *self.strides, *self.shape[2:], self.shape[1])
+        return {"stride": self.strides, "size": self.shape[2:], "channels": self.shape[1]}
 
 
 class CellAxis:
@@ -136,7 +136,7 @@ class Gather:
 
     @cached_property
     def split(self) -> int:
-        """Residues by which ``gather_tiled.cu`` splits a row of the source in shared memory."""
+        """Residues by which ``direct_tiled.cu`` splits a row of the source in shared memory."""
         step = self.cell_axes[2].src
         return step if step == 2 or step % 4 == 0 else 1
 
@@ -198,12 +198,3 @@ class Gather:
 def forward_gather(problem: ConvTransposeProblem, layouts: Layouts) -> Gather:
     """The forward pass of a problem; planners ask for the same one again and again."""
     return Gather.of(problem, Pass.FORWARD, layouts)
-
-
-def five(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
-    """A shape ``(N, C, *spatial)`` as ``(N, C, D, H, W)``."""
-    batch, channels, *spatial = shape
-    if len(spatial) == 2:
-        return batch, channels, 1, spatial[0], spatial[1]
-    depth, height, width = [1] * (3 - len(spatial)) + spatial
-    return batch, channels, depth, height, width

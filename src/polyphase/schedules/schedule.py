@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import ConvTransposeProblem, Pass
-from polyphase.program.program import Launch
+from polyphase.program.program import Program
 
 if TYPE_CHECKING:
     from polyphase.problem.device import DeviceInfo
@@ -122,6 +122,6 @@ class Schedule:
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: Any
-    ) -> Launch:
-        """The launch of one config."""
+    ) -> Program:
+        """The program of one config."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ import math
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
 
 #: Bytes of a row of an operand that one operation of the cores takes, of ``mma.sync`` and of Hopper's instruction.
 OPERATION_BYTES = 32
@@ -23,6 +24,11 @@ def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None
 def parts_of(problem: ConvTransposeProblem) -> int:
     """Parts in which the tensor cores take an element: two keep the accuracy of float32."""
     return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
+
+
+def counter_bytes(count: int) -> int:
+    """What so many counters take in front of a kernel's weights (kernels/common/counters.cuh)."""
+    return round_up(4 * count, 128)
 
 
 def steps_of(problem: ConvTransposeProblem) -> int:

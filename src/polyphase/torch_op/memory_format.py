@@ -10,8 +10,10 @@ from torch import Tensor
 from polyphase.problem.layouts import dense_strides
 
 # Where PyTorch computes outside the libraries that know channels_last, results stay contiguous: double precision on
-# CUDA, and three dimensions of anything but these types on the CPU. (There it also looks at the processor, the number
-# of threads and the size of the problem. This does not.)
+# CUDA, and three dimensions of anything but these types on the CPU. There PyTorch also looks at the processor (oneDNN
+# computes bfloat16 where there is AVX-512, and float16 where there is AVX-512 FP16), the number of threads and the size
+# of the problem. This rule looks at none of them, so that a model exported on one machine lies the same on another:
+# float32 and bfloat16 are channels_last_3d everywhere, float16 nowhere.
 _DOUBLE = (torch.float64, torch.complex128)
 _CPU_CHANNELS_LAST_3D = (torch.float32, torch.bfloat16, torch.complex64)
 

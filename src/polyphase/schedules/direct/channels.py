@@ -1,10 +1,9 @@
-"""The direct gather kernel for few channels in a group, in channels_last, ``kernels/gather_channels.cu``."""
+"""The direct gather kernel for few channels in a group, in channels_last, ``kernels/direct_channels.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from functools import reduce
 from typing import NamedTuple
@@ -14,8 +13,9 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulat
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.program.params import padded
-from polyphase.program.program import Launch
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
@@ -35,7 +35,7 @@ _MEASURED_SEVERAL, _MEASURED_ONE_BY_ONE = 0.65, 1.1
 
 
 class ChannelsVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``gather_channels.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``direct_channels.cu`` says what the names mean."""
 
     vector: int
     cells: int
@@ -43,10 +43,10 @@ class ChannelsVariant(NamedTuple):
     min_blocks: int
 
 
-class GatherChannels(Schedule):
+class DirectChannels(Schedule):
     """A few neighbouring destination channels a thread, at a few neighbouring cells."""
 
-    name = "gather_channels"
+    name = "direct_channels"
     offered = 4
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -93,7 +93,7 @@ class GatherChannels(Schedule):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ChannelsVariant
-    ) -> Launch:
+    ) -> Program:
         gather = Gather.of(problem, pass_, layouts)
         source = KernelSource(
             kernel=self.name,
@@ -119,15 +119,23 @@ class GatherChannels(Schedule):
         full = 6 * device.multiprocessors * variant.min_blocks
         steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
-        geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack("<11i", problem.batch, *lanes, *tiles, steps, _vectors(gather, variant))
-        return Launch(
+        geometry = params_of(source).pack(
+            src=gather.src,
+            dst=gather.dst,
+            batch=problem.batch,
+            lanes=lanes,
+            tiles=tiles,
+            steps=steps,
+            vectors=_vectors(gather, variant),
+        )
+        main = Step(
             source=source,
             grid=(blocks, *two_dimensions(math.prod(tiles))),
             block=_THREADS,
             shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
-            geometry=padded(geometry),
+            geometry=geometry,
         )
+        return assemble(problem, pass_, main)
 
 
 def _terms(gather: Gather) -> int:

@@ -1,9 +1,8 @@
-"""The direct gather kernel without limits, ``kernels/gather_general.cu``: one destination element a thread."""
+"""The direct gather kernel without limits, ``kernels/direct_general.cu``: one destination element a thread."""
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,7 +10,9 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
@@ -23,15 +24,15 @@ _STEP_CYCLES = 450.0  # of a thread, for a source element and its weights; measu
 
 
 class GeneralVariant(NamedTuple):
-    """The compile-time shape of ``gather_general.cu``."""
+    """The compile-time shape of ``direct_general.cu``."""
 
     dst_per_thread: int
 
 
-class GatherGeneral(Schedule):
+class DirectGeneral(Schedule):
     """One destination element a thread: any layer."""
 
-    name = "gather_general"
+    name = "direct_general"
     _THREADS = 256
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -74,7 +75,7 @@ class GatherGeneral(Schedule):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GeneralVariant
-    ) -> Launch:
+    ) -> Program:
         gather = Gather.of(problem, pass_, layouts)
         source = KernelSource(
             kernel=self.name,
@@ -85,5 +86,12 @@ class GatherGeneral(Schedule):
         blocks = math.ceil(gather.dst_channels / variant.dst_per_thread) * gather.groups
         threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])
         grid = math.ceil(threads / self._THREADS)
-        geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<2i", problem.batch, gather.groups)
-        return Launch(source, (grid, 1, 1), self._THREADS, 0, geometry)
+        geometry = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)
+        main = Step(
+            source=source,
+            grid=(grid, 1, 1),
+            block=self._THREADS,
+            shared_bytes=0,
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main)

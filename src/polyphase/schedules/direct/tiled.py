@@ -1,10 +1,9 @@
-"""The direct gather kernel for layers that unroll, ``kernels/gather_tiled.cu``: variants, tiles and launch."""
+"""The direct gather kernel for layers that unroll, ``kernels/direct_tiled.cu``: variants, tiles and launch."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +13,9 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, acc
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.direct.tiled_cost import (
@@ -69,10 +70,10 @@ class _Layer:
         return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout
 
 
-class GatherTiled(Schedule):
+class DirectTiled(Schedule):
     """All phases of a tile in one block, the kernel's taps unrolled."""
 
-    name = "gather_tiled"
+    name = "direct_tiled"
     offered = 8
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -126,7 +127,7 @@ class GatherTiled(Schedule):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: TiledVariant
-    ) -> Launch:
+    ) -> Program:
         gather = Gather.of(*_as_read(problem, pass_, layouts))
         lanes, counts = _arrange(gather, variant, device), Counts.of(gather, variant)
         per_lane = (1, 1, variant.cells_h, variant.cells_w)
@@ -154,29 +155,31 @@ class GatherTiled(Schedule):
                 DST_VECTOR=variant.dst_vector,
                 MIN_BLOCKS=variant.min_blocks,
             ),
+            fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )
         # Blocks go on to further items of their tile as long as the machine stays full: they know their way already.
         items = dst_blocks * gather.groups
         full = 8 * device.multiprocessors * variant.min_blocks
         per_block = max(1, min(items, items * math.prod(tiles) // full))
-        geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack(
-            "<13i4x",
-            problem.batch,
-            *lanes,
-            *tiles,
-            items,
-            per_block,
-            gather.aligned_src,
-            _aligned_rows(gather, variant),
+        geometry = params_of(source).pack(
+            src=gather.src,
+            dst=gather.dst,
+            batch=problem.batch,
+            lanes=lanes,
+            tiles=tiles,
+            items=items,
+            items_per_block=per_block,
+            aligned_src=gather.aligned_src,
+            aligned_rows=_aligned_rows(gather, variant),
         )
-        return Launch(
+        main = Step(
             source=source,
             grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
             block=variant.threads,
             shared_bytes=_shared_bytes(gather, variant, lanes),
             geometry=geometry,
         )
+        return assemble(problem, pass_, main)
 
 
 def _as_read(

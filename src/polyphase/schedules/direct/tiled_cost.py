@@ -1,6 +1,6 @@
-"""What a variant of ``gather_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
+"""What a variant of ``direct_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
 
-The constants are fitted to measurements; docs/performance.md, "The cost model of gather_tiled", says how well.
+The constants are fitted to measurements; docs/performance.md, "The cost model of direct_tiled", says how well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from polyphase.schedules.cells import Gather
 
 
 class TiledVariant(NamedTuple):
-    """The compile-time shape of ``gather_tiled.cu``; its file says what the names mean."""
+    """The compile-time shape of ``direct_tiled.cu``; its file says what the names mean."""
 
     lanes: int
     dst_per_thread: int
@@ -50,7 +50,7 @@ _CHAIN_TERMS = 50
 
 
 class Counts(NamedTuple):
-    """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
+    """What one thread does: per source channel, per stage, and per item (direct_tiled.cu has the words)."""
 
     stages: int
     chain: int  # stages whose products are summed in one chain
@@ -132,7 +132,7 @@ class _Patch(NamedTuple):
 
 
 # Costs in issue slots, stalls included: fitted to 2,899 measured variants of 21 layers and passes on an H200
-# (docs/performance.md, "The cost model of gather_tiled").
+# (docs/performance.md, "The cost model of direct_tiled").
 _COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
 _COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
 _COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0

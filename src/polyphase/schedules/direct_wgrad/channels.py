@@ -1,10 +1,9 @@
-"""The direct weight gradient for few channels in a group: ``kernels/weight_grad_channels.cu``."""
+"""The direct weight gradient for few channels in a group: ``kernels/direct_wgrad_channels.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,11 +11,12 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import padded
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, arranged, layer_constants, tiles_of
@@ -36,7 +36,7 @@ _LEAST_TILES = 4  # of a part
 
 
 class ChannelsGradVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``weight_grad_channels.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``direct_wgrad_channels.cu`` says what the names mean."""
 
     vector: int
     positions: int
@@ -78,10 +78,10 @@ class ChannelsGradVariant(NamedTuple):
         return of_taps * problem.in_channels_per_group // self.in_held
 
 
-class WeightGradChannels(Schedule):
+class DirectWgradChannels(Schedule):
     """A few neighbouring output channels a thread, with all or some of their weights, at a part of the positions."""
 
-    name = "weight_grad_channels"
+    name = "direct_wgrad_channels"
     adapts = True
     offered = 4
 
@@ -129,7 +129,7 @@ class WeightGradChannels(Schedule):
         device: DeviceInfo,
         layouts: Layouts,
         variant: ChannelsGradVariant,
-    ) -> Launch:
+    ) -> Program:
         x, grad = _sides(problem, layouts)
         source = KernelSource(
             kernel=self.name,
@@ -158,18 +158,27 @@ class WeightGradChannels(Schedule):
         blocks = _blocks(problem, variant)
         length, parts = parted(all_tiles, _parts(problem, variant, device))
         flush = max(1, _CHAIN // variant.positions)
-        geometry = x.packed() + grad.packed()
-        vectors = problem.out_channels // variant.vector
-        geometry += struct.pack("<12i", problem.batch, vectors, blocks[0], flush, *walkers, n, d, w, h)
-        geometry += struct.pack("<2iq", length, all_tiles, problem.elements[1])
-        return Launch(
+        geometry = params_of(source).pack(
+            x=x,
+            g=grad,
+            batch=problem.batch,
+            vectors=problem.out_channels // variant.vector,
+            vector_blocks=blocks[0],
+            flush=flush,
+            walkers=walkers,
+            tiles=(n, d, w, h),
+            part_length=length,
+            all_tiles=all_tiles,
+            plane=problem.elements[1],
+        )
+        main = Step(
             source=source,
             grid=(math.prod(blocks) * parts, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(problem, variant, _rows_at_once(problem, variant)),
-            geometry=padded(geometry),
-            planes=parts,
+            geometry=geometry,
         )
+        return assemble(problem, pass_, main, splits=parts)
 
 
 def _sides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Side, Side]:

@@ -1,10 +1,9 @@
-"""Direct kernel of the weight gradient: ``kernels/weight_grad.cu``, a matrix product along batch × input positions."""
+"""Weight gradient on CUDA cores, ``kernels/direct_wgrad_gemm.cu``: a matrix product along batch × input positions."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,9 +11,11 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import next_power_of_two
-from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.problem.layouts import Layouts, five
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, layer_constants
@@ -27,7 +28,7 @@ _LAUNCH = 12e-6  # seconds, of its blocks' prologues and planes
 
 
 class WeightGradVariant(NamedTuple):
-    """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
+    """The compile-time shape of ``direct_wgrad_gemm.cu``; its file says what the names mean."""
 
     rows: int
     columns: int
@@ -46,10 +47,10 @@ class _Product(NamedTuple):
     words: int
 
 
-class WeightGrad(Schedule):
+class DirectWgradGemm(Schedule):
     """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
 
-    name = "weight_grad"
+    name = "direct_wgrad_gemm"
     offered = 8
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -90,7 +91,7 @@ class WeightGrad(Schedule):
         device: DeviceInfo,
         layouts: Layouts,
         variant: WeightGradVariant,
-    ) -> Launch:
+    ) -> Program:
         tiles, parts = _tiles(problem, variant), _parts(problem, variant, device)
         positions = problem.batch * math.prod(problem.input_size)
         weights = math.prod(problem.weight_shape)
@@ -114,16 +115,24 @@ class WeightGrad(Schedule):
         )
         x = Side(five(problem.input_shape), layouts.input)
         grad = Side(five(problem.output_shape), layouts.output)
-        geometry = x.packed() + grad.packed()
-        geometry += struct.pack("<3i4x3q", problem.batch, problem.groups, parts, part_length, positions, weights)
-        return Launch(
+        geometry = params_of(source).pack(
+            x=x,
+            g=grad,
+            batch=problem.batch,
+            groups=problem.groups,
+            parts=parts,
+            part_length=part_length,
+            positions=positions,
+            plane=weights,
+        )
+        main = Step(
             source=source,
             grid=(tiles * parts, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_floats(variant) * accumulator,
             geometry=geometry,
-            planes=parts,
         )
+        return assemble(problem, pass_, main, splits=parts)
 
 
 def _tiles(problem: ConvTransposeProblem, variant: WeightGradVariant) -> int:

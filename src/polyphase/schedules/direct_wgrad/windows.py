@@ -1,10 +1,9 @@
-"""Direct kernel of the weight gradient of few output channels, ``kernels/weight_grad_windows.cu``."""
+"""Direct kernel of the weight gradient of few output channels, ``kernels/direct_wgrad_windows.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,11 +13,12 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import padded
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, layer_constants, tiles_of
@@ -40,7 +40,7 @@ _CHAIN = 1024  # positions that a thread sums in one chain
 
 
 class WindowsVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``weight_grad_windows.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``direct_wgrad_windows.cu`` says what the names mean."""
 
     thread_rows: int
     thread_lines: int
@@ -122,10 +122,10 @@ class _Tiling:
         return math.prod(self.tiles)
 
 
-class WeightGradWindows(Schedule):
+class DirectWgradWindows(Schedule):
     """A window of the output gradient for all taps, read by threads that own some channels and taps, in float32."""
 
-    name = "weight_grad_windows"
+    name = "direct_wgrad_windows"
     adapts = True
     offered = 4
     kept = True
@@ -172,18 +172,13 @@ class WeightGradWindows(Schedule):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WindowsVariant
-    ) -> Launch:
+    ) -> Program:
         layer = _Layer.of(problem, layouts)
         assert layer is not None
         tiling = _tiling(layer, variant, device)
         assert tiling is not None
         length, planes = parted(tiling.total, _parts(layer, variant, tiling, device))
         flush = max(1, _CHAIN * variant.k_slices // math.prod(tiling.lanes))
-        geometry = layer.x.packed() + layer.grad.packed()
-        geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, tiling.rows, tiling.pitch, tiling.x_pitch)
-        geometry += struct.pack("<3i", layer.x_piece, layer.grad_piece, _lanes_log(layer, tiling))
-        geometry += struct.pack("<3i", tiling.window_at, tiling.stage, flush)
-        geometry = padded(geometry) + struct.pack("<3q", length, tiling.total, problem.elements[1])
         source = KernelSource(
             kernel=self.name,
             dtype=problem.dtype,
@@ -201,15 +196,33 @@ class WeightGradWindows(Schedule):
                 ("MIN_BLOCKS", 1),
             ),
         )
-        return Launch(
+        geometry = params_of(source).pack(
+            x=layer.x,
+            g=layer.grad,
+            lanes=tiling.lanes,
+            tiles=tiling.tiles,
+            rows=tiling.rows,
+            pitch=tiling.pitch,
+            x_pitch=tiling.x_pitch,
+            x_piece=layer.x_piece,
+            g_piece=layer.grad_piece,
+            lanes_log=_lanes_log(layer, tiling),
+            window_at=tiling.window_at,
+            stage=tiling.stage,
+            flush=flush,
+            part_length=length,
+            all_tiles=tiling.total,
+            plane=problem.elements[1],
+        )
+        main = Step(
             source=source,
             grid=(_blocks(layer, variant) * planes, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(layer, variant, tiling),
             geometry=geometry,
-            planes=planes,
-            planes_channels_last=layer.problem != problem and problem.taps > 1,
         )
+        last = layer.problem != problem and problem.taps > 1
+        return assemble(problem, pass_, main, splits=planes, dst_channels_last=last)
 
 
 def _blocks(layer: _Layer, variant: WindowsVariant) -> int:

@@ -1,20 +1,20 @@
-"""The input gradient of layers with long kernels, as dot products, ``kernels/input_grad_dots.cu``."""
+"""The input gradient of layers with long kernels, as dot products, ``kernels/dot_dgrad.cu``."""
 
 from __future__ import annotations
 
 import math
-import struct
 from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted
-from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import padded
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, layer_constants
@@ -27,7 +27,7 @@ _RESIDENT = 2  # blocks, by their registers
 
 
 class DotsVariant(NamedTuple):
-    """The compile-time shape of ``input_grad_dots.cu``: input channels of a warp, which has 32 sums."""
+    """The compile-time shape of ``dot_dgrad.cu``: input channels of a warp, which has 32 sums."""
 
     in_tile: int
 
@@ -40,10 +40,10 @@ class DotsVariant(NamedTuple):
 _VARIANTS = tuple(DotsVariant(in_tile) for in_tile in (16, 8, 4, 2, 1))
 
 
-class InputGradDots(Schedule):
+class DotDgrad(Schedule):
     """The lanes of a warp go along the taps."""
 
-    name = "input_grad_dots"
+    name = "dot_dgrad"
     adapts = True
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -83,7 +83,7 @@ class InputGradDots(Schedule):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: DotsVariant
-    ) -> Launch:
+    ) -> Program:
         dense = layouts.input == dense_strides(problem.input_shape, problem.channels_last)
         read = rows_as_one_channel(problem, layouts)
         assert read is not None
@@ -106,11 +106,26 @@ class InputGradDots(Schedule):
                 ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
             ),
         )
-        geometry = g.packed() + x.packed()
-        geometry += struct.pack("<6i", problem.batch, problem.groups, tiles_w, tiles, parts, length)
-        geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
+        geometry = params_of(source).pack(
+            g=g,
+            x=x,
+            batch=problem.batch,
+            groups=problem.groups,
+            tiles_w=tiles_w,
+            tiles=tiles,
+            parts=parts,
+            part_size=length,
+            plane=problem.elements[0] if parts > 1 else 0,
+        )
         blocks = _blocks(problem, variant) * parts
-        return Launch(source, (blocks, 1, 1), 32 * _WARPS, 0, geometry, planes=parts, in_parts=True)
+        main = Step(
+            source=source,
+            grid=(blocks, 1, 1),
+            block=32 * _WARPS,
+            shared_bytes=0,
+            geometry=geometry,
+        )
+        return assemble(problem, pass_, main, splits=parts, may_split=True)
 
 
 def _is_countable(problem: ConvTransposeProblem, variant: DotsVariant) -> bool:

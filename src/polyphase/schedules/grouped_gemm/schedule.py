@@ -1,10 +1,9 @@
-"""Layers with few channels in a group on tensor cores, ``kernels/gather_gemm.cu``."""
+"""Layers with few channels in a group on tensor cores, ``kernels/grouped_gemm.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,12 +15,13 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import SECTOR_BYTES, Layouts
 from polyphase.problem.sizes import FEW_CHANNELS, standard, with_large_images
-from polyphase.program.params import counter_bytes, packed_divisor, padded
-from polyphase.program.program import Launch, plain_launch
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import Sharing, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
+from polyphase.schedules.tensor_cores import counter_bytes, lacks_cores, parts_of, steps_of
 from polyphase.schedules.tiles import best_first, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, Part, row_bytes, row_piece
 
@@ -38,7 +38,7 @@ _COPY_THREADS = 256
 
 
 class GatherGemmVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``gather_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``grouped_gemm.cu`` says what the names mean."""
 
     warps: int
     pixel_tiles: int
@@ -107,10 +107,10 @@ class _Product(NamedTuple):
     weight_bytes: int
 
 
-class GatherGemm(Schedule):
+class GroupedGemm(Schedule):
     """All phases of a tile as one product of few rows, written as whole rows."""
 
-    name = "gather_gemm"
+    name = "grouped_gemm"
     kept = True
     compared = 1 << 30  # all of them
 
@@ -124,7 +124,7 @@ class GatherGemm(Schedule):
         if (channels := problem.in_channels_per_group) > _MAX_IN_CHANNELS:
             return f"{channels} input channels in a group are many (here at most {_MAX_IN_CHANNELS})"
         if (channels := problem.out_channels_per_group) not in FEW_CHANNELS:
-            # `scatter_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more.
+            # `overlap_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more.
             many = "few" if channels < FEW_CHANNELS.start else "many"
             allowed = f"{FEW_CHANNELS.start} to {FEW_CHANNELS.stop - 1}"
             return f"{channels} output channels in a group are {many} (here {allowed})"
@@ -170,7 +170,7 @@ class GatherGemm(Schedule):
         device: DeviceInfo,
         layouts: Layouts,
         variant: GatherGemmVariant,
-    ) -> Launch:
+    ) -> Program:
         tiling = _tiling(problem, layouts, variant, device)
         assert tiling is not None
         gather = forward_gather(problem, layouts)
@@ -182,54 +182,63 @@ class GatherGemm(Schedule):
         counters, weight_bytes = 0, math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
         if _shares(problem, variant, tiling, device):
             counters = counter_bytes(blocks)
-        geometry = gather.src.packed() + gather.dst.packed() + tiling.window.packed()
-        geometry += struct.pack("<6i", problem.batch, problem.groups, *tiling.lanes)
-        geometry += b"".join(map(packed_divisor, tiling.tiles))
-        geometry += struct.pack(
-            "<25i",
-            *apart,
-            *tiling.first,
-            tiling.skew,
-            *tiling.pitch,
-            *tiling.shift,
-            tiling.joined,
-            outputs,
-            at_once,
-            counters,
-            tiling.staged_bytes,
-            tiling.bare_bytes,
-            tiling.table_bytes,
-            variant.stage_steps * tiling.step_bytes,
+        source = KernelSource(self.name, problem.dtype, True, _constants(problem, layouts, variant, device))
+        geometry = params_of(source).pack(
+            x=gather.src,
+            y=gather.dst,
+            window=tiling.window,
+            batch=problem.batch,
+            groups=problem.groups,
+            lanes=tiling.lanes,
+            tiles=tiling.tiles,
+            apart=apart,
+            first=tiling.first,
+            skew=tiling.skew,
+            pitch=tiling.pitch,
+            shift=tiling.shift,
+            joined=tiling.joined,
+            outputs=outputs,
+            at_once=at_once,
+            counters=counters,
+            staged_bytes=tiling.staged_bytes,
+            bare_bytes=tiling.bare_bytes,
+            table_bytes=tiling.table_bytes,
+            stage_bytes=variant.stage_steps * tiling.step_bytes,
         )
-        geometry = padded(geometry)
-        constants: tuple[tuple[str, Constant], ...] = (
-            *layer_constants(problem, pass_, layouts.weight_channels_last),
-            ("HAS_BIAS", problem.bias),
-            ("WARPS", variant.warps),
-            ("LOAD_WARPS", variant.load_warps),
-            ("FIRST_LOAD_WARP", variant.warps),
-            ("STORE_WARPS", variant.store_warps),
-            ("WGMMA", False),
-            ("PIXEL_TILES", variant.pixel_tiles),
-            ("OUT_CHUNK", variant.out_chunk),
-            ("STAGE_STEPS", variant.stage_steps),
-            ("BUFFERS", variant.buffers),
-            ("PARTS", _product(problem, variant.out_chunk).parts),
-            ("BULK_STORES", device.has_copy_engine),
-            ("MIN_BLOCKS", variant.min_blocks),
-        )
-        return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+        packs = (_copy_weights(problem, counters),) if counters else ()
+        main = Step(
+            source=source,
             grid=(at_once * blocks if tiling.total else 0, 1, 1),
             block=32 * variant.all_warps,
             shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
             geometry=geometry,
-            prologue=_copy_weights(problem, counters) if counters else None,
-            workspace_bytes=counters + weight_bytes if counters else 0,
         )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=counters + weight_bytes if counters else 0)
 
 
-def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Launch:
+def _constants(
+    problem: ConvTransposeProblem, layouts: Layouts, variant: GatherGemmVariant, device: DeviceInfo
+) -> tuple[tuple[str, Constant], ...]:
+    """What the kernel is specialised by."""
+    return (
+        *layer_constants(problem, Pass.FORWARD, layouts.weight_channels_last),
+        ("HAS_BIAS", problem.bias),
+        ("WARPS", variant.warps),
+        ("LOAD_WARPS", variant.load_warps),
+        ("FIRST_LOAD_WARP", variant.warps),
+        ("STORE_WARPS", variant.store_warps),
+        ("WGMMA", False),
+        ("PIXEL_TILES", variant.pixel_tiles),
+        ("OUT_CHUNK", variant.out_chunk),
+        ("STAGE_STEPS", variant.stage_steps),
+        ("BUFFERS", variant.buffers),
+        ("PARTS", _product(problem, variant.out_chunk).parts),
+        ("BULK_STORES", device.has_copy_engine),
+        ("MIN_BLOCKS", variant.min_blocks),
+    )
+
+
+def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Step:
     """What puts so many bytes of counters in front of the weights."""
     elements = math.prod(problem.weight_shape)
     constants: tuple[tuple[str, Constant], ...] = (
@@ -239,8 +248,8 @@ def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Launch:
         ("THREADS", _COPY_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    source = KernelSource("copy_weights", problem.dtype, False, constants)
-    return plain_launch(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
+    source = KernelSource("copy_weights", problem.dtype, False, constants, folder="steps")
+    return plain_step(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
 
 
 @lru_cache(maxsize=1024)

@@ -14,9 +14,8 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import SECTOR_BYTES
 from polyphase.problem.sizes import TINY, is_tiny
-from polyphase.program.params import counter_bytes
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.tensor_cores import parts_of
+from polyphase.schedules.tensor_cores import counter_bytes, parts_of
 
 ROWS = 64  # of a row block
 BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
@@ -55,7 +54,7 @@ class GemmVariant(NamedTuple):
     these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
     ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
     thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most. ``scaled``: it
-    multiplies float32 as float16 (kernels/common/scales.cuh).
+    multiplies float32 as float16 (kernels/operand/scales.cuh).
     """
 
     pixels: int
@@ -182,7 +181,7 @@ class GemmVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class Taps:
-    """What the layer's phases come to (kernels/common/row_blocks.cuh)."""
+    """What the layer's phases come to (kernels/core/row_blocks.cuh)."""
 
     owned_w: int
     lines: tuple[int, ...]  # taps of each phase along depth and height that owns any

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import struct
-from dataclasses import replace
 
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem.integers import round_up
-from polyphase.program.params import packed_divisor, padded
-from polyphase.program.program import Launch, plain_launch
+from polyphase.program.params import params_of
+from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step, plain_step
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
 from polyphase.schedules.implicit_gemm.cuts import copy_sizes, pixels_join
@@ -21,12 +19,10 @@ _MEASURED_CHANNELS = 8  # where each would have fewer channels
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 
 
-def pack_weights(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Launch:
+def pack_weights(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> tuple[Step, ...]:
     """The kernel that packs the weights, behind the one that measures, if it wants that."""
-    launch = _packing_launch(gather, variant, product)
-    if not variant.scaled:
-        return launch
-    return replace(launch, prologue=_measure_scales(gather, variant, product, batch))
+    measure = (_measure_scales(gather, variant, product, batch),) if variant.scaled else ()
+    return (*measure, _packing_step(gather, variant, product))
 
 
 def packing_constants(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:
@@ -48,14 +44,14 @@ def packing_constants(gather: Gather, variant: GemmVariant, product: Product) ->
 
 
 def scales_bytes(gather: Gather, variant: GemmVariant, product: Product) -> int:
-    """What lies between counters and weights: ``SCALES_BYTES`` in kernels/common/bands.cuh."""
+    """What lies between counters and weights: ``SCALES_BYTES`` in kernels/operand/bands.cuh."""
     if not variant.scaled:
         return 0
     measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
     return round_up(4 * (32 + measured + _sum_rows(product)), 128)
 
 
-def _packing_launch(gather: Gather, variant: GemmVariant, product: Product) -> Launch:
+def _packing_step(gather: Gather, variant: GemmVariant, product: Product) -> Step:
     constants = [each for each in packing_constants(gather, variant, product) if each[0] != "HAS_BIAS"]
     if variant.taps_in_rows:
         rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
@@ -64,8 +60,8 @@ def _packing_launch(gather: Gather, variant: GemmVariant, product: Product) -> L
         blocks = gather.groups * product.line_groups * product.steps * math.ceil(sets / together)
         threads = min(256, round_up(together * rows, 32))
         constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
-        source = KernelSource("pack_taps", gather.dtype, False, tuple(constants))
-        return plain_launch(source, blocks, threads)
+        source = KernelSource("pack_taps", gather.dtype, False, tuple(constants), folder="steps")
+        return plain_step(source, blocks, threads)
     places = product.line_groups * product.operations // variant.channel_blocks
     row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
@@ -80,10 +76,11 @@ def _packing_launch(gather: Gather, variant: GemmVariant, product: Product) -> L
             break
     threads = min(256, max(64, round_up(channels * taps, 32)))
     constants += [("SLAB_CHANNELS", channels), ("SLAB_TAPS", taps), ("SLAB_THREADS", threads)]
-    return plain_launch(KernelSource("pack_weights", gather.dtype, False, tuple(constants)), blocks, threads)
+    source = KernelSource("pack_weights", gather.dtype, False, tuple(constants), folder="steps")
+    return plain_step(source, blocks, threads)
 
 
-def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Launch:
+def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Step:
     """The kernel that finds what pixels and weights are multiplied by as float16."""
     shape, strides = gather.src.shape[2:], gather.src.strides
     one_row = pixels_join(gather)
@@ -95,10 +92,7 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
     most = max(_MEASURING_LANES, _MEASURING_THREADS * _MEASURED_CHANNELS // gather.src_channels)
     while 2 * lanes <= min(most, _MEASURING_THREADS) and lanes * vector < pixels:
         lanes *= 2
-    geometry = gather.src.packed()
     runs = math.ceil(pixels / (lanes * vector))
-    geometry += b"".join(map(packed_divisor, (1, *sizes, runs)))
-    geometry += struct.pack("<4i", batch * gather.groups * runs, pixels, lanes, vector)
     blocks = _PIXEL_PARTS + _weight_tiles(gather) * _weight_parts(gather)
     constants = gather.constants(
         SCALED=True,
@@ -107,8 +101,17 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
         MIN_BLOCKS=1,
     )
     known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
-    source = KernelSource("measure_scales", gather.dtype, False, known)
-    return plain_launch(source, blocks, _MEASURING_THREADS, padded(geometry))
+    source = KernelSource("measure_scales", gather.dtype, False, known, folder="steps")
+    geometry = params_of(source).pack(
+        src=gather.src,
+        sizes=(1, *sizes),
+        runs=runs,
+        all_runs=batch * gather.groups * runs,
+        pixels=pixels,
+        lanes=lanes,
+        vector=vector,
+    )
+    return plain_step(source, blocks, _MEASURING_THREADS, geometry, (WEIGHT, WORKSPACE, SRC))
 
 
 def _measured(gather: Gather) -> dict[str, Constant]:

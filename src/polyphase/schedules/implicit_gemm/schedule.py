@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import packed_divisor, padded
-from polyphase.program.program import Launch
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import Sharing
 from polyphase.schedules.implicit_gemm.config import (
@@ -65,6 +64,9 @@ _WITH_THEIR_OWN = {
 _SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
 _ALL = 2**31 - 1
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
+# Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
+# The last serves kernels that NVRTC 13.0 lacks registers for on either side, whatever share the other one gives.
+_SHARES = ((-8, 2), (16, 2), (24, 2), (16, 1))
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class ImplicitGemm(Schedule):
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)
         # The gradients of an output's pixels often differ by far more than an input's pixels do, and would want several
-        # bands of magnitudes (kernels/common/scales.cuh).
+        # bands of magnitudes (kernels/operand/scales.cuh).
         return _Layer(sized, gather.src.channels_last, may_take_operands(gather), not gather.mirrored)
 
     def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[GemmVariant]:
@@ -165,7 +167,7 @@ class ImplicitGemm(Schedule):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
-    ) -> Launch:
+    ) -> Program:
         problem, gather = _as_forward(problem, pass_, layouts)
         product = Product.of(gather, variant)
         tile = best_tile(gather, variant, problem.batch, device)
@@ -174,42 +176,54 @@ class ImplicitGemm(Schedule):
         items = math.ceil(tile.total / variant.cluster) * tile_items
         vector = store_vector(gather, variant, tile)
         clusters = _clusters(items, tile_items, device, variant)
-        geometry = bytes(TENSOR_MAP_BYTES) + gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack("<2i", problem.batch, tile.images)
-        geometry += b"".join(map(packed_divisor, (*tile.cells, *tile.tiles, tile_items, *tile.pitch)))
-        geometry += struct.pack(
-            "<11i",
-            items,
-            tile.halo,
-            tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
-            tile.allocated * CHUNK_BYTES,
-            tile.skew,
-            tile.copy_bytes,
-            vector,
-            tile.boxes,
-            tile.box_pixels,
-            tile.run,
-            _own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
-        )
-        geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
+        operands = "float16" if variant.scaled else problem.dtype
+        transposed = variant.boxes and not gather.src.channels_last
         source = KernelSource(
-            self.name, problem.dtype, needs_wide_offsets(gather), self._constants(gather, variant, product)
+            self.name,
+            problem.dtype,
+            needs_wide_offsets(gather),
+            self._constants(gather, variant, product),
+            wgmma=(WgmmaForm(variant.pixels, operands, transpose_b=transposed),) if variant.wgmma else (),
+            fallbacks=tuple((("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES)
+            if variant.wgmma
+            else (),
         )
-        return Launch(
+        packs = pack_weights(gather, variant, product, problem.batch)
+        workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
+        workspace += product.row_groups * product.weight_bytes(variant)
+        geometry = params_of(source).pack(
+            src=gather.src,
+            dst=gather.dst,
+            batch=problem.batch,
+            images=tile.images,
+            cells=tile.cells,
+            tiles=tile.tiles,
+            tile_items=tile_items,
+            pitch=tile.pitch,
+            items=items,
+            halo=tile.halo,
+            raw_pitch=tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
+            chunk_bytes=tile.allocated * CHUNK_BYTES,
+            skew=tile.skew,
+            copy_bytes=tile.copy_bytes,
+            store_vector=vector,
+            boxes=tile.boxes,
+            box_pixels=tile.box_pixels,
+            run=tile.run,
+            own=_own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
+        )
+        main = Step(
             source=source,
             grid=(variant.cluster * clusters, 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
             geometry=geometry,
-            prologue=pack_weights(gather, variant, product, problem.batch),
-            workspace_bytes=product.counter_bytes(variant)
-            + scales_bytes(gather, variant, product)
-            + product.row_groups * product.weight_bytes(variant),
             boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
             else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
         )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
 
     @staticmethod
     def _constants(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:
@@ -221,13 +235,14 @@ class ImplicitGemm(Schedule):
             ("PIXELS", variant.pixels),
             ("PIXEL_BLOCKS", variant.pixel_blocks),
             ("CONSUMERS", CONSUMERS),
-            ("SPLIT_ROWS", variant.split == "rows"),
-            ("TAKE_TURNS", variant.split == "turns"),
+            ("COOPERATIVE", variant.split == "rows"),
+            ("PING_PONG", variant.split == "turns"),
             ("RESIDENT", variant.resident),
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
             ("GIVEN_REGISTERS", 0),
-            ("TURNING_GROUPS", variant.turning_groups),
+            ("CHUNKS_AT_ONCE", 2),
+            ("TRANSPOSE_GROUPS", variant.turning_groups),
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),
             ("STORE_VECTOR", 0),
@@ -263,7 +278,7 @@ def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVari
 def _own_items(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
-    """Of the ``rounds`` of items for each block, those that it does not share with the others (item_queue.cuh)."""
+    """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
     sharing = _SHARING[gather.dst.channels_last]
     if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
         return _ALL

@@ -1,23 +1,23 @@
-"""Layers with few output channels on tensor cores, ``kernels/scatter_gemm.cu``."""
+"""Layers with few output channels on tensor cores, ``kernels/overlap_gemm.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import padded
-from polyphase.program.program import Launch
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather, Side, forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
@@ -33,7 +33,7 @@ _MAX_OUT_CHANNELS = 16  # of a group; where there are more, `implicit_gemm` fill
 
 
 class ScatterVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``scatter_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``overlap_gemm.cu`` says what the names mean."""
 
     warps: int
     row_tiles: int
@@ -85,10 +85,10 @@ class _Tiling:
         return images * slabs * columns
 
 
-class ScatterGemm(Schedule):
+class OverlapGemm(Schedule):
     """One product of all pixels with all taps, whose columns are then added up where outputs overlap."""
 
-    name = "scatter_gemm"
+    name = "overlap_gemm"
     kept = True
     compared = 24
 
@@ -129,25 +129,10 @@ class ScatterGemm(Schedule):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ScatterVariant
-    ) -> Launch:
+    ) -> Program:
         tiling = _tiling(problem, layouts, variant, device)
         assert tiling is not None
         gather = forward_gather(problem, layouts)
-        run = problem.axes3[2].stride
-        geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack(
-            "<21i",
-            problem.batch,
-            *tiling.lanes,
-            *tiling.tiles,
-            *tiling.window,
-            *tiling.first,
-            tiling.band,
-            tiling.ring,
-            tiling.whole,
-            run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
-        )
-        geometry = padded(geometry)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
@@ -158,19 +143,37 @@ class ScatterGemm(Schedule):
             ("ALONG_CHANNELS", _along_channels(problem, variant.out_chunk)),
             ("COLUMN_TILES", _column_tiles(problem, variant.out_chunk)),
             ("STEPS_HELD", variant.steps_held),
-            ("AHEAD", variant.ahead),
+            ("PREFETCH", variant.ahead),
             ("PITCH", variant.pitch),
             ("WGMMA", variant.wgmma),
             ("PARTS", parts_of(problem)),
             ("MIN_BLOCKS", variant.min_blocks),
         )
-        return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+        columns = 8 * _column_tiles(problem, variant.out_chunk)
+        forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if variant.wgmma else ()
+        source = KernelSource(self.name, problem.dtype, True, constants, forms)
+        run = problem.axes3[2].stride
+        geometry = params_of(source).pack(
+            x=gather.src,
+            y=gather.dst,
+            batch=problem.batch,
+            lanes=tiling.lanes,
+            tiles=tiling.tiles,
+            extent=tiling.window,
+            first=tiling.first,
+            band=tiling.band,
+            ring=tiling.ring,
+            whole=tiling.whole,
+            vectors=run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
+        )
+        main = Step(
+            source=source,
             grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
             geometry=geometry,
         )
+        return assemble(problem, pass_, main)
 
 
 def _along_channels(problem: ConvTransposeProblem, out_chunk: int) -> bool:

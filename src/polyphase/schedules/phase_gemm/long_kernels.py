@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from functools import reduce
 from typing import NamedTuple
 
@@ -12,8 +11,9 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
-from polyphase.program.params import packed_divisor, padded
-from polyphase.program.program import Launch
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
@@ -100,16 +100,11 @@ class PhaseGemm(Schedule):
         device: DeviceInfo,
         layouts: Layouts,
         variant: PhaseGemmVariant,
-    ) -> Launch:
+    ) -> Program:
         gather = forward_gather(problem, layouts)
         cells = [_cells(axis, size) for axis, size in zip(problem.axes3, gather.dst.shape[2:])]
         rows = problem.batch * math.prod(map(len, cells))
         row_tiles = math.ceil(rows / variant.rows)
-        geometry = gather.src.packed() + gather.dst.packed()
-        geometry += struct.pack("<q", rows)
-        geometry += b"".join(packed_divisor(count) for count in (row_tiles, *map(len, cells)))
-        geometry += struct.pack("<4i", *(each.start for each in cells), _vector(problem, layouts))
-        geometry = padded(geometry)
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
@@ -121,13 +116,24 @@ class PhaseGemm(Schedule):
             ("CHANNELS_INNERMOST", gather.dst.channels_last),
             ("MIN_BLOCKS", variant.min_blocks),
         )
-        return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+        source = KernelSource(self.name, problem.dtype, True, constants)
+        geometry = params_of(source).pack(
+            x=gather.src,
+            y=gather.dst,
+            rows=rows,
+            row_tiles=row_tiles,
+            cells=[len(each) for each in cells],
+            first=[each.start for each in cells],
+            vector=_vector(problem, layouts),
+        )
+        main = Step(
+            source=source,
             grid=(row_tiles * _column_tiles(problem, variant) * problem.groups, 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
             geometry=geometry,
         )
+        return assemble(problem, pass_, main)
 
 
 def _cells(axis: Axis, size: int) -> range:

@@ -1,20 +1,20 @@
-"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/pixel_gemm.cu``."""
+"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/phase_gemm_pixels.cu``."""
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from polyphase.jit.source import KernelSource
+from polyphase.jit.source import KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
-from polyphase.program.params import packed_divisor, padded
-from polyphase.program.program import Launch, plain_launch
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
@@ -43,7 +43,7 @@ _MOST_AT_ONCE = 8  # channels that a thread goes on by
 
 
 class PixelGemmVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``pixel_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``phase_gemm_pixels.cu`` says what the names mean."""
 
     columns: int
     stage_steps: int
@@ -52,10 +52,10 @@ class PixelGemmVariant(NamedTuple):
     ahead: bool
 
 
-class PixelGemm(Schedule):
+class PhaseGemmPixels(Schedule):
     """Pixels as rows of one product, whose channels stay in registers."""
 
-    name = "pixel_gemm"
+    name = "phase_gemm_pixels"
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
@@ -107,7 +107,7 @@ class PixelGemm(Schedule):
         device: DeviceInfo,
         layouts: Layouts,
         variant: PixelGemmVariant,
-    ) -> Launch:
+    ) -> Program:
         gather, piece = forward_gather(problem, layouts), _piece(problem, layouts)
         together = piece >= max(_run(problem) * DTYPE_BYTES[problem.dtype], _LEAST_COPY * variant.ahead)
         run, ahead = (_run(problem), variant.ahead) if together else (1, False)
@@ -115,45 +115,54 @@ class PixelGemm(Schedule):
         blocks = max(1, min(units * chunks, device.multiprocessors))
         rounds, rest = divmod(units, blocks)
         share = math.ceil(rest * chunks / blocks)
-        geometry = gather.src.packed() + gather.dst.packed() + struct.pack("<i", _pixels(problem))
-        geometry += b"".join(packed_divisor(count) for count in (*gather.src.shape[2:], problem.groups))
-        geometry += struct.pack("<4i", rounds, units, share, piece)
-        geometry += struct.pack("<6i", min(2 * run, _vector(problem, layouts)), layouts.input[1], *layouts.output[1:])
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("COLUMN_TILES", variant.columns // 8),
             ("SCALED", _scaled(problem)),
             ("MIN_BLOCKS", 1),
         )
+        operands = "float16" if _scaled(problem) else problem.dtype
         columns = problem.groups * chunks * variant.columns
-        workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
-        pack = KernelSource("pack_columns", problem.dtype, False, packing)
-        return Launch(
-            source=KernelSource(
-                self.name,
-                problem.dtype,
-                True,
-                (
-                    *constants,
-                    ("PARTS", 1),
-                    ("ROW_TILES", _row_tiles(problem)),
-                    ("HAS_BIAS", problem.bias),
-                    ("STAGE_STEPS", variant.stage_steps),
-                    ("STAGES", variant.stages),
-                    ("RESIDENT", variant.resident),
-                    ("AHEAD", ahead),
-                    ("RUN", run),
-                    ("WGMMA", True),
-                ),
-            ),
+        pack = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
+        packs = (plain_step(pack, columns // _PACK_COLUMNS, _PACK_THREADS),)
+        multiplying = (
+            *constants,
+            ("PARTS", 1),
+            ("ROW_TILES", _row_tiles(problem)),
+            ("HAS_BIAS", problem.bias),
+            ("STAGE_STEPS", variant.stage_steps),
+            ("STAGES", variant.stages),
+            ("RESIDENT", variant.resident),
+            ("PREFETCH", ahead),
+            ("RUN", run),
+            ("WGMMA", True),
+        )
+        forms = (WgmmaForm(variant.columns, operands, a_in_registers=True),)
+        source = KernelSource(self.name, problem.dtype, True, multiplying, forms)
+        geometry = params_of(source).pack(
+            x=gather.src,
+            y=gather.dst,
+            pixels=_pixels(problem),
+            sizes=gather.src.shape[2:],
+            groups=problem.groups,
+            rounds=rounds,
+            units=units,
+            share=share,
+            piece=piece,
+            vector=min(2 * run, _vector(problem, layouts)),
+            x_stride=layouts.input[1],
+            y_stride=layouts.output[1:],
+        )
+        main = Step(
+            source=source,
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
             shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, ahead),
-            geometry=padded(geometry),
-            prologue=plain_launch(pack, columns // _PACK_COLUMNS, _PACK_THREADS),
-            workspace_bytes=workspace,
+            geometry=geometry,
         )
+        workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
 
 
 def _like(problem: ConvTransposeProblem) -> ConvTransposeProblem:
@@ -172,7 +181,7 @@ def _tiles(problem: ConvTransposeProblem) -> int:
 
 
 def _scaled(problem: ConvTransposeProblem) -> bool:
-    """Whether the cores take float32 as float16, ``common/scaled_half.cuh``."""
+    """Whether the cores take float32 as float16, ``operand/scaled_half.cuh``."""
     return problem.dtype == "float32"
 
 

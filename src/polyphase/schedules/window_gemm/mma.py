@@ -1,24 +1,24 @@
-"""Both gradients on tensor cores, ``kernels/input_grad_gemm.cu`` and ``kernels/weight_grad_gemm.cu``."""
+"""Both gradients on tensor cores, ``kernels/window_dgrad_mma.cu`` and ``kernels/window_wgrad_mma.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import padded
-from polyphase.program.program import Launch
-from polyphase.schedules.cells import Side, five
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, affordable_planes, best_first, layer_constants, tiles_of
@@ -29,10 +29,10 @@ from polyphase.schedules.window_gemm.stages import (
     Part,
     channel_piece,
     copy_cycles,
-    packed_weight,
     row_bytes,
     row_piece,
     weight_part,
+    weight_rows,
 )
 from polyphase.schedules.window_gemm.window import Gradient, blocks_of, extent_of_window, lanes_of, window_of
 
@@ -48,7 +48,7 @@ _SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2,
 
 
 class GradientVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``window_product.cuh`` says what the names mean."""
+    """The compile-time shape of a kernel; ``mainloop/window_mma.cuh`` says what the names mean."""
 
     row_tiles: int
     column_tiles: int
@@ -86,7 +86,7 @@ class _Tiling:
         return math.prod(self.tiles)
 
 
-class _GradientGemm(Gradient):
+class _WindowMma(Gradient):
     """What the two kernels share."""
 
     def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
@@ -123,28 +123,27 @@ class _GradientGemm(Gradient):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GradientVariant
-    ) -> Launch:
+    ) -> Program:
         tiling = _tiling(problem, pass_, layouts, variant, device)
         assert tiling is not None
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
+        params: dict[str, Any]
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
-            geometry = x.packed() + grad.packed() + tiling.operand.packed() + tiling.window.packed()
-            geometry += struct.pack("<2i", problem.batch, problem.groups)
-            geometry += struct.pack("<11i", *tiling.lanes, *tiling.tiles, *_sizes(tiling))
-            geometry = padded(geometry)
-            geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
+            params = {
+                "x_part": tiling.operand,
+                "groups": problem.groups,
+                "part_length": length,
+                "all_tiles": tiling.total,
+                "plane": math.prod(problem.weight_shape),
+            }
             grid = blocks * planes
         else:
-            geometry = grad.packed() + packed_weight(problem, layouts) + x.packed()
-            geometry += tiling.operand.packed() + tiling.window.packed()
             pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
-            geometry += struct.pack("<13i", problem.batch, *tiling.lanes, *tiling.tiles, *_sizes(tiling), pairs)
-            planes = 1
-            grid = blocks * tiling.total
-        geometry = padded(geometry)
+            params = {"weight": weight_rows(problem, layouts), "weight_part": tiling.operand, "pairs": pairs}
+            planes, grid = 1, blocks * tiling.total
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
@@ -158,35 +157,43 @@ class _GradientGemm(Gradient):
             ("OUT_CHUNK", variant.out_chunk),
             ("POSITIONS", variant.positions),
             ("BUFFERS", variant.buffers),
-            ("PARTS", 1),
             ("MIN_BLOCKS", variant.min_blocks),
         )
-        return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+        source = KernelSource(self.name, problem.dtype, True, constants)
+        geometry = params_of(source).pack(
+            x=x,
+            g=grad,
+            window=tiling.window,
+            batch=problem.batch,
+            lanes=tiling.lanes,
+            tiles=tiling.tiles,
+            skew=tiling.skew,
+            table_bytes=tiling.table_bytes,
+            stage_bytes=tiling.stage_bytes,
+            **params,
+        )
+        main = Step(
+            source=source,
             grid=(grid, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_bytes(variant, tiling),
             geometry=geometry,
-            planes=planes,
         )
+        return assemble(problem, pass_, main, splits=planes)
 
 
-class InputGradGemm(_GradientGemm):
+class WindowDgradMma(_WindowMma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
     pass_ = Pass.INPUT_GRAD
-    name = "input_grad_gemm"
+    name = "window_dgrad_mma"
 
 
-class WeightGradGemm(_GradientGemm):
+class WindowWgradMma(_WindowMma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
     pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_gemm"
-
-
-def _sizes(tiling: _Tiling) -> tuple[int, int, int]:
-    return tiling.skew, tiling.table_bytes, tiling.stage_bytes
+    name = "window_wgrad_mma"
 
 
 def _parts(problem: ConvTransposeProblem, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> int:

@@ -1,10 +1,10 @@
-"""What a kernel loads stage by stage, as ``common/stages.cuh`` takes it, and what its copies cost."""
+"""What a kernel loads stage by stage, as ``mainloop/multistage.cuh`` takes it, and what its copies cost."""
 
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
+from typing import Any
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.problem.integers import next_power_of_two
@@ -31,8 +31,9 @@ class Part:
     pitch: int
     places: int
 
-    def packed(self) -> bytes:
-        return struct.pack("<6i", *self.extent, self.piece, self.pitch)
+    def params(self) -> dict[str, Any]:
+        """The kernels' ``Part``."""
+        return {"extent": self.extent, "piece": self.piece, "pitch": self.pitch}
 
 
 def weight_part(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, pitch: int, length: int) -> Part:
@@ -43,12 +44,13 @@ def weight_part(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int,
     return Part(extent, piece, pitch, length // piece)
 
 
-def packed_weight(problem: ConvTransposeProblem, layouts: Layouts) -> bytes:
-    """The weight as a ``Tensor5`` whose channels are its rows and whose rest lies along h and w."""
+def weight_rows(problem: ConvTransposeProblem, layouts: Layouts) -> dict[str, Any]:
+    """The weight as the kernels' ``Tensor5`` whose channels are its rows and whose rest lies along h and w."""
     out, taps = problem.out_channels_per_group, problem.taps
     inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
     height, width, *sizes = inner
-    return struct.pack("<5q4i", 0, out * taps, 0, height, width, *sizes, problem.in_channels_per_group)
+    strides = (0, out * taps, 0, height, width)
+    return {"stride": strides, "size": sizes, "channels": problem.in_channels_per_group}
 
 
 def widest_piece(size: int, *multiples: int) -> int:

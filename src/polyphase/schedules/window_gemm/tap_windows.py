@@ -1,4 +1,4 @@
-"""Windows of the output gradient that taps share; ``kernels/common/tap_windows.cuh`` says what they are."""
+"""Windows of the output gradient that taps share; ``kernels/operand/tap_windows.cuh`` says what they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
 from polyphase.problem.integers import round_up
-from polyphase.schedules.cells import five
+from polyphase.problem.layouts import five
 from polyphase.schedules.tiles import Four, tiles_of
 
 Three = tuple[int, int, int]

@@ -1,25 +1,25 @@
-"""Both gradients of tensors in channels_last, ``kernels/input_grad_boxes.cu`` and ``kernels/weight_grad_boxes.cu``."""
+"""Both gradients of tensors in channels_last, ``kernels/window_dgrad_tma.cu`` and ``kernels/window_wgrad_tma.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
-from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import padded
-from polyphase.program.program import Launch, plain_launch
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes, engine_strides
-from polyphase.schedules.cells import Side, five
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step, plain_step
+from polyphase.program.tensor_map import Boxes, engine_strides
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
@@ -42,7 +42,7 @@ _SUM = 4e-6  # seconds to launch what adds up an input gradient's parts
 
 
 class BoxVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``box_product.cuh`` says what the names mean. ``resident`` blocks.
+    """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
 
     A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
     ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
@@ -96,7 +96,7 @@ class BoxVariant(NamedTuple):
         return Windows(self.taps, self.lanes, self.pitch)
 
 
-class _GradientBoxes(Gradient):
+class _WindowTma(Gradient):
     """What the two kernels share."""
 
     adapts = True
@@ -162,79 +162,78 @@ class _GradientBoxes(Gradient):
             ("COLUMN_PITCH", column_pitch),
             ("TRANSPOSED", transposed),
             ("BUFFERS", variant.buffers),
-            ("PARTS", 1),
             ("MIN_BLOCKS", variant.resident),
             ("WGMMA", True),
             ("BY_THREADS", transposed and DTYPE_BYTES[problem.dtype] == 4),
         )
 
 
-class InputGradBoxes(_GradientBoxes):
+class WindowDgradTma(_WindowTma):
     """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
 
     pass_ = Pass.INPUT_GRAD
-    name = "input_grad_boxes"
+    name = "window_dgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"output": problem.out_channels_per_group}
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
-    ) -> Launch:
+    ) -> Program:
         lanes = _lanes(problem, pass_, variant)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         items, stages = _items(problem, variant, math.prod(tiles)), _depth_stages(problem, variant)
         dense = layouts.input == dense_strides(problem.input_shape, True)
         length, parts = parted(stages, _input_parts(problem, variant, items, device)[0] if dense else 1)
         x = Side(five(problem.input_shape), layouts.input)
-        geometry = bytes(2 * TENSOR_MAP_BYTES) + x.packed()
-        geometry += struct.pack("<12i", problem.batch, problem.groups, *lanes, *tiles, parts, length)
-        geometry = padded(geometry) + struct.pack("<q", problem.elements[0] if parts > 1 else 0)
         pitch = variant.depth_bytes
         flush = _FLUSH * DTYPE_BYTES[problem.dtype] // pitch if _is_long(problem) else stages
-        packs = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
-        return Launch(
-            source=KernelSource(
-                self.name,
-                problem.dtype,
-                True,
-                (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush)),
-            ),
+        packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
+        packs = (_pack(problem, pass_),) if packed else ()
+        workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
+        constants = (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush))
+        form = WgmmaForm(variant.columns, problem.dtype)
+        source = KernelSource(self.name, problem.dtype, True, constants, (form,))
+        geometry = params_of(source).pack(
+            x=x,
+            batch=problem.batch,
+            groups=problem.groups,
+            lanes=lanes,
+            tiles=tiles,
+            parts=parts,
+            part_size=length,
+            plane=problem.elements[0] if parts > 1 else 0,
+        )
+        main = Step(
+            source=source,
             grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
-            geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
-            planes=parts,
-            in_parts=True,
-            prologue=_pack(problem, pass_) if packs else None,
-            workspace_bytes=problem.elements[1] * DTYPE_BYTES[problem.dtype] if packs else 0,
+            geometry=geometry,
             boxes=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
         )
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
 
 
-class WeightGradBoxes(_GradientBoxes):
+class WindowWgradTma(_WindowTma):
     """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
 
     pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_boxes"
+    name = "window_wgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
-    ) -> Launch:
+    ) -> Program:
         lanes = _lanes(problem, pass_, variant)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         total, blocks = math.prod(tiles), _blocks(problem, variant)
         planes = _parts(problem, variant, total, device)[0]
         flush = max(1, _FLUSH // math.prod(lanes))
         narrowed = planes == 1 and total <= flush
-        geometry = bytes(2 * TENSOR_MAP_BYTES) + struct.pack("<3i", problem.groups, *blocks)
         items = math.prod(blocks) * problem.groups * planes
-        geometry += struct.pack("<12i", *lanes, *tiles, *_digits(planes, tiles))
-        geometry = padded(geometry + struct.pack("<4i", planes, flush, narrowed, items))
-        geometry += struct.pack("<2q", total, problem.elements[1])
         of_x, windows = channel_pitch(problem, problem.in_channels_per_group), variant.windows
         boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
         constants = (
@@ -242,23 +241,37 @@ class WeightGradBoxes(_GradientBoxes):
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
         )
-        return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+        both = WgmmaForm(variant.columns, problem.dtype, transpose_a=True, transpose_b=True)
+        forms = () if dict(constants)["BY_THREADS"] else (both,)
+        source = KernelSource(self.name, problem.dtype, True, constants, forms)
+        geometry = params_of(source).pack(
+            groups=problem.groups,
+            blocks=blocks,
+            lanes=lanes,
+            tiles=tiles,
+            ahead=_digits(planes, tiles),
+            parts=planes,
+            flush=flush,
+            narrowed=narrowed,
+            items=items,
+            all_tiles=total,
+            plane=problem.elements[1],
+        )
+        main = Step(
+            source=source,
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
-            geometry=padded(geometry, TENSOR_MAP_BYTES // 2),
-            planes=planes,
-            planes_channels_last=problem.taps > 1,  # with one there is no difference, to lone pixels there is
-            narrowed=narrowed,
+            geometry=geometry,
             boxes=(
                 _pixel_boxes(problem, layouts, lanes, of_x, output=False),
                 _pixel_boxes(problem, layouts, boxes, windows.pitch, tensor=1),
             ),
         )
+        return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
 
 
-def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Launch:
+def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Step:
     """The weight's channels to where boxes want them."""
     chunks = problem.elements[1] * DTYPE_BYTES[problem.dtype] // 16
     constants = (
@@ -267,8 +280,8 @@ def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Launch:
         ("THREADS", _PACK_THREADS),
         ("MIN_BLOCKS", 1),
     )
-    source = KernelSource("pack_channels", problem.dtype, False, constants)
-    return plain_launch(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
+    source = KernelSource("pack_channels", problem.dtype, False, constants, folder="steps")
+    return plain_step(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
@@ -446,7 +459,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVarian
 def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
     """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
     columns, strips = variant.lines * variant.columns, variant.row_tiles  # of 16 rows
-    if variant.row_tiles == 1:  # box_product.cuh: ABREAST
+    if variant.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
         abreast = 4 if variant.columns % 32 == 0 else 2 if variant.columns % 16 == 0 else 1
         columns //= abreast
         strips = min(4, math.ceil(problem.in_channels_per_group / 16)) if abreast == 4 else abreast

@@ -7,10 +7,10 @@ from dataclasses import replace
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.program.program import Launch
-from polyphase.program.transpose import missing, turn_source
+from polyphase.program.program import Program, between_transposes
+from polyphase.program.transpose import missing
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.window_gemm.tma import BoxVariant, InputGradBoxes, WeightGradBoxes
+from polyphase.schedules.window_gemm.tma import BoxVariant, WindowDgradTma, WindowWgradTma
 
 _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 # What turning takes, from times on an H200 (docs/performance.md): seconds for each tensor, and the share of a copy's
@@ -18,13 +18,13 @@ _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 _TURN, _BANDWIDTH, _MISSING = 3e-6, 0.7, 0.65
 
 
-class _TurnedBoxes(Schedule):
+class _Transposed(Schedule):
     """What the two have in common."""
 
     any_size = False
     adapts = True
     kept = True
-    _boxes: InputGradBoxes | WeightGradBoxes
+    _boxes: WindowDgradTma | WindowWgradTma
     _reads: int  # tensors that are turned before; the result is turned after
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -65,9 +65,9 @@ class _TurnedBoxes(Schedule):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
-    ) -> Launch:
+    ) -> Program:
         launch = self._boxes.launch(_last(problem), pass_, device, self._layouts(problem, layouts), variant)
-        return replace(launch, turned=self._reads, turn=turn_source(problem.dtype))
+        return between_transposes(launch, problem, pass_, layouts)
 
     def _layouts(self, problem: ConvTransposeProblem, layouts: Layouts) -> Layouts:
         """As the boxes' kernel gets them: what is turned has no gaps, and is aligned; the weight is as it is."""
@@ -77,19 +77,19 @@ class _TurnedBoxes(Schedule):
         )
 
 
-class InputGradTurned(_TurnedBoxes):
+class WindowDgradTransposed(_Transposed):
     """The input gradient: of the turned gradient of the output."""
 
-    name = "input_grad_turned"
-    _boxes = InputGradBoxes()
+    name = "window_dgrad_transposed"
+    _boxes = WindowDgradTma()
     _reads = 1
 
 
-class WeightGradTurned(_TurnedBoxes):
+class WindowWgradTransposed(_Transposed):
     """The weight gradient: of the turned input and the turned gradient of the output."""
 
-    name = "weight_grad_turned"
-    _boxes = WeightGradBoxes()
+    name = "window_wgrad_transposed"
+    _boxes = WindowWgradTma()
     _reads = 2
 
 

@@ -1,22 +1,21 @@
-"""Both gradients by Hopper's instruction, ``kernels/input_grad_wgmma.cu`` and ``kernels/weight_grad_wgmma.cu``."""
+"""Both gradients by Hopper's instruction, ``kernels/window_dgrad_wgmma.cu`` and ``kernels/window_wgrad_wgmma.cu``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterator, Sequence
 
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import padded
-from polyphase.program.program import Launch
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES
-from polyphase.schedules.cells import Side, five
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
@@ -40,7 +39,7 @@ _MOST_SUMS = 256  # columns by row tiles of a group
 _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
 
 
-class _GradientWgmma(Gradient):
+class _WindowWgmma(Gradient):
     """What the two kernels share."""
 
     compared = 16
@@ -103,7 +102,7 @@ class _GradientWgmma(Gradient):
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WgmmaVariant
-    ) -> Launch:
+    ) -> Program:
         given, read = problem, _as_read(problem, pass_, layouts)
         assert read is not None
         problem, layouts = read
@@ -112,27 +111,12 @@ class _GradientWgmma(Gradient):
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
-        shared = (tiling.table, tiling.stage, tiling.window_at)
-        geometry = bytes(2 * TENSOR_MAP_BYTES) + x.packed() + grad.packed()
-        planes = 1
+        params: dict[str, int] = {}
+        planes, grid = 1, blocks * tiling.total
         if pass_ is Pass.WEIGHT_GRAD:
-            parts = _parts(problem, variant, tiling, device)
-            length, planes = parted(tiling.total, parts)
-            flush = max(1, _FLUSH * DTYPE_BYTES[problem.dtype] // (OPERATION_BYTES * tiling.steps))
-            geometry += tiling.window.packed() + tiling.runs.packed()
-            geometry += struct.pack("<2i8i", problem.batch, problem.groups, *tiling.lanes, *tiling.tiles)
-            geometry += struct.pack("<5i", tiling.joined, tiling.steps, flush, tiling.skew, tiling.box_bytes)
-            geometry += struct.pack("<i", tiling.runs.piece_bytes)
-            geometry += struct.pack("<3i", *shared)
-            geometry = padded(geometry)
-            geometry += struct.pack("<3q", length, tiling.total, math.prod(problem.weight_shape))
+            length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
+            params = _weight_grad_params(problem, tiling, length)
             grid = blocks * planes
-        else:
-            geometry += tiling.window.packed() + tiling.runs.packed()
-            geometry += struct.pack("<9i", problem.batch, *tiling.lanes, *tiling.tiles)
-            geometry += struct.pack("<5i", tiling.skew, tiling.box_bytes, *shared)
-            grid = blocks * tiling.total
-        geometry = padded(geometry, TENSOR_MAP_BYTES // 2)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_),
             ("WARPS", 4 * GROUPS + LOADERS // 32),
@@ -145,36 +129,65 @@ class _GradientWgmma(Gradient):
             ("TRANSPOSED", given.channels_last),
             ("BUFFERS", variant.buffers),
             *((("FLUSH", _stages_summed(problem, variant)),) if pass_ is Pass.INPUT_GRAD else ()),
-            ("PARTS", 1),
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
         )
-        return Launch(
-            source=KernelSource(self.name, problem.dtype, True, constants),
+        form = WgmmaForm(variant.columns, problem.dtype, a_in_registers=True, transpose_b=given.channels_last)
+        source = KernelSource(self.name, problem.dtype, True, constants, (form,))
+        geometry = params_of(source).pack(
+            x=x,
+            g=grad,
+            window=tiling.window,
+            runs=tiling.runs,
+            batch=problem.batch,
+            lanes=tiling.lanes,
+            tiles=tiling.tiles,
+            skew=tiling.skew,
+            box_bytes=tiling.box_bytes,
+            table_bytes=tiling.table,
+            stage_bytes=tiling.stage,
+            window_bytes=tiling.window_at,
+            **params,
+        )
+        main = Step(
+            source=source,
             grid=(grid, 1, 1),
             block=128 * GROUPS + LOADERS,
             shared_bytes=shared_bytes_of(variant, tiling),
             geometry=geometry,
-            planes=planes,
-            planes_channels_last=given.channels_last and given.taps > 1,
             boxes=tuple(each for each in (tiling.runs.boxes, tiling.window_box) if each is not None),
         )
+        return assemble(problem, pass_, main, splits=planes, dst_channels_last=given.channels_last and given.taps > 1)
 
 
-class InputGradWgmma(_GradientWgmma):
+class WindowDgradWgmma(_WindowWgmma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
     pass_ = Pass.INPUT_GRAD
-    name = "input_grad_wgmma"
+    name = "window_dgrad_wgmma"
 
 
-class WeightGradWgmma(_GradientWgmma):
+class WindowWgradWgmma(_WindowWgmma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
     pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_wgmma"
+    name = "window_wgrad_wgmma"
     any_size = False
     adapts = True
+
+
+def _weight_grad_params(problem: ConvTransposeProblem, tiling: Tiling, length: int) -> dict[str, int]:
+    """What the weight gradient's parameters have beside the input gradient's; ``length`` of a part in tiles."""
+    return {
+        "groups": problem.groups,
+        "joined": tiling.joined,
+        "steps": tiling.steps,
+        "flush": max(1, _FLUSH * DTYPE_BYTES[problem.dtype] // (OPERATION_BYTES * tiling.steps)),
+        "piece_bytes": tiling.runs.piece_bytes,
+        "part_length": length,
+        "all_tiles": tiling.total,
+        "plane": math.prod(problem.weight_shape),
+    }
 
 
 def _as_read(

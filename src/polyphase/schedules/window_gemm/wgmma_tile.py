@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, five
 from polyphase.program.tensor_map import Boxes, engine_strides
-from polyphase.schedules.cells import Side, five
+from polyphase.schedules.cells import Side
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, best_first, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, widest_piece
@@ -46,7 +45,7 @@ _COPIED = {
 
 
 class WgmmaVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``window_wgmma.cuh`` says what the names mean. ``positions`` of a tile."""
+    """The compile-time shape of a kernel, as ``mainloop/window_wgmma.cuh`` has it. ``positions`` of a tile."""
 
     row_tiles: int
     columns: int
@@ -71,8 +70,9 @@ class Runs:
     boxes: Boxes | None  # none where threads copy it
     piece_bytes: int = 0  # then, at once
 
-    def packed(self) -> bytes:
-        return struct.pack("<7i", *self.count, self.length, self.span, self.box_bytes)
+    def params(self) -> dict[str, Any]:
+        """The kernels' ``Runs``."""
+        return {"count": self.count, "length": self.length, "bytes": self.span, "box": self.box_bytes}
 
     @classmethod
     def of_boxes(cls, count: Four, boxes: Boxes) -> Runs:
@@ -99,8 +99,9 @@ class Window:
     steps: Four  # elements from one image, slab, row and channel to the next
     pieces: int
 
-    def packed(self) -> bytes:
-        return struct.pack("<9i", *self.extent, *self.steps, self.pieces)
+    def params(self) -> dict[str, Any]:
+        """The kernels' ``Window``."""
+        return {"extent": self.extent, "step": self.steps, "pieces": self.pieces}
 
     @property
     def rows(self) -> int:
@@ -513,7 +514,7 @@ def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVaria
 
 
 def _copy_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
-    """The same for what loaders copy of a window (``window_rows.cuh``)."""
+    """The same for what loaders copy of a window (``operand/window_rows.cuh``)."""
     vector = PIECE_BYTES // DTYPE_BYTES[problem.dtype]
     pieces = tiling.window.rows * tiling.window.pieces
     apart = vector // math.gcd(vector, tiling.window.steps[3])  # channels that lie alike

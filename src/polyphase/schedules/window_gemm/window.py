@@ -9,8 +9,8 @@ from functools import lru_cache
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts
-from polyphase.schedules.cells import Side, five
+from polyphase.problem.layouts import Layouts, five
+from polyphase.schedules.cells import Side
 from polyphase.schedules.schedule import Schedule
 from polyphase.schedules.tensor_cores import lacks_cores
 from polyphase.schedules.tiles import Four

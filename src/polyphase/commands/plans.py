@@ -1,0 +1,68 @@
+"""``plans``: every choice of the planner, one line each, in a file that another can be compared with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyphase.commands.options import SUITES, LayerTexts
+
+
+def plans(
+    csv: Annotated[Path, typer.Option(help="Write a line for every plan here.", show_default=False)],
+    arch: Annotated[
+        str, typer.Option(help="Architectures, comma-separated, as the compiler calls them.")
+    ] = "sm_80,sm_90a",
+    suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
+    layer: LayerTexts = None,
+    random: Annotated[
+        int, typer.Option(min=0, help="Layers drawn at random, each in one of the dtypes and formats.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="What they are drawn from.")] = 0,
+    dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",
+    layouts: Annotated[str, typer.Option(help="nchw, channels_last, or both.")] = "nchw,channels_last",
+    passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Plan each as in a new process, and write the seconds that it takes.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that plan.")] = os.cpu_count() or 1,
+) -> None:
+    """Write what the planner chooses for layers, without a GPU: algorithm, variant, prediction, launch.
+
+    Without suites, layers and random ones: every layer of each suite. Float32 is planned with TF32 forbidden and
+    allowed. What was measured, and what lies on disk, counts for nothing. Two such files are compared by `diff`.
+    """
+    from rich.progress import Progress
+
+    from polyphase.bench import gates
+    from polyphase.bench import plans as planned
+    from polyphase.bench.layers import every_layer
+    from polyphase.bench.random_layers import random_layers
+    from polyphase.bench.report import make_console
+    from polyphase.commands.options import Dtype, Layout, architectures, choices, named_layers
+    from polyphase.problem import Pass
+
+    console = make_console()
+    layers = named_layers(layer, suite)
+    cases = planned.cases(
+        layers if layers or random else every_layer(),
+        choices(passes, Pass, "--passes"),
+        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
+        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+        architectures(arch),
+        random_layers(random, seed),
+        cold,
+    )
+    found: list[gates.Row] = []
+    with Progress(console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"{len(cases)} problems", total=len(cases))
+        for rows in planned.rows(cases, jobs):
+            found += rows
+            progress.advance(task)
+    planned.write(csv, found)
+    if seconds := planned.planning_seconds(found):
+        console.print(f"a cold plan takes {seconds[0]:.3f} s in the median, {seconds[1]:.3f} s at most", markup=False)
+    console.print(f"{len(found)} plans written to {csv}", markup=False)

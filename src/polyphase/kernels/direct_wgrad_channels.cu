@@ -1,0 +1,253 @@
+// Direct kernel of the weight gradient where groups have few channels: depthwise layers, and others whose groups would
+// leave most of a tensor core's operation empty. In exact arithmetic.
+//
+//   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
+//
+// Index mapping. Lanes run along channels: a thread owns VECTOR neighbouring output channels, of one group or of
+// GROUPS_HELD whole ones, LANES threads side by side neighbouring vectors. With them it owns IN_HELD input channels of
+// each of these groups, and ROWS rows of the kernel with COLUMNS taps each: a *share* of its vectors' weights. As many
+// shares as fit are a block's, and read the same elements at the same time, of which the L1 cache keeps them.
+//
+// The block's other threads, WALKERS times those, are at neighbouring positions, along w first, then h, d and n in
+// extents chosen at launch. Each takes POSITIONS neighbours along w at a time: it loads what they meet in a row of the
+// output gradient, then adds to all its sums. A block goes on along h, so that rows which the next positions meet again
+// are in the cache. Blocks on different parts of the positions write to different planes of `partial`, which the caller
+// sums in order: the result does not depend on timing.
+//
+// That is where channels come last. Where they come first, a thread has one channel on either side (LANES, VECTOR and
+// IN_HELD are 1), so that neighbouring threads are at neighbouring positions.
+//
+// X_PIXEL and GRAD_PIXEL are the elements from a pixel to its neighbour along w.
+//
+// Shared memory: all threads' sums of ROWS_AT_ONCE of their rows, [thread][sum] in the order of the weight, and an odd
+// number apart, so that they meet in no bank; written, then read by those that add them up and store, between barriers.
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/geometry.cuh"
+#include "core/types.cuh"
+
+struct Params {
+  Tensor5 x, g;
+  int batch;
+  int vectors, vector_blocks;  // of all output channels; LANES of them are a block's
+  int flush;                   // tiles that are summed in one chain
+  int walkers[4];              // extents along n, d, h, w; their product is at most WALKERS
+  int tiles[4];                // of so many positions, along n, d, w, h
+  int part_length, all_tiles;  // tiles of a part, of all
+  long long plane;             // elements of one plane of `partial`: all weights
+};
+
+constexpr int GROUPS_HELD = VECTOR > OUT_CHANNELS ? VECTOR / OUT_CHANNELS : 1;
+constexpr int X_HELD = GROUPS_HELD * IN_HELD;
+constexpr int KERNEL_ROWS = AXIS_D.kernel * AXIS_H.kernel;
+constexpr int ROW_SHARES = ceil_div(KERNEL_ROWS, ROWS), COLUMN_SHARES = ceil_div(AXIS_W.kernel, COLUMNS);
+constexpr int SHARES = ROW_SHARES * COLUMN_SHARES * (IN_CHANNELS / IN_HELD);
+constexpr int SHARE_BLOCKS = ceil_div(SHARES, BLOCK_SHARES);
+constexpr int SLOTS = LANES * BLOCK_SHARES;  // threads at the same positions
+constexpr int THREADS = round_up(SLOTS * WALKERS, 32);
+constexpr int OF_ROW = COLUMNS * IN_HELD * VECTOR;  // sums of a thread
+constexpr int PITCH = ROWS_AT_ONCE * OF_ROW | 1;
+constexpr int WINDOW = (POSITIONS - 1) * AXIS_W.stride + (COLUMNS - 1) * AXIS_W.dilation + 1;
+
+static_assert(VECTOR % OUT_CHANNELS == 0 || OUT_CHANNELS % VECTOR == 0, "a vector is of whole groups, or of one");
+static_assert(IN_CHANNELS % IN_HELD == 0 && X_HELD % X_VECTOR == 0 && VECTOR % GRAD_VECTOR == 0, "whole vectors");
+static_assert(GROUPS_HELD == 1 || IN_HELD == IN_CHANNELS, "input channels of several groups are neighbours");
+
+// Whether a position meets column `column` of a row's window at any tap.
+__host__ __device__ constexpr bool is_met(int column) {
+  for (int tap = 0; tap < COLUMNS; ++tap) {
+    const int rest = column - tap * AXIS_W.dilation;
+    if (rest >= 0 && rest % AXIS_W.stride == 0 && rest / AXIS_W.stride < POSITIONS) return true;
+  }
+  return false;
+}
+
+// COUNT neighbouring channels of a pixel as they were loaded, WIDTH of them at once.
+template <class T, int COUNT, int WIDTH, bool PAIRS = sizeof(T) == 2 && COUNT % 2 == 0>
+struct Held {
+  T value[COUNT];
+
+  __device__ __forceinline__ void load(const T* from, bool exists) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += WIDTH) {
+      Vector<T, WIDTH> vector = {};
+      if (exists) vector = *(const Vector<T, WIDTH>*)(from + i);
+#pragma unroll
+      for (int j = 0; j < WIDTH; ++j) value[i + j] = vector.value[j];
+    }
+  }
+  __device__ __forceinline__ accum_t operator[](int i) const { return widen(value[i]); }
+};
+
+// Elements of 16 bits stay in pairs until they are used: to take a pair apart would wait for the load.
+template <class T, int COUNT, int WIDTH>
+struct Held<T, COUNT, WIDTH, true> {
+  unsigned pairs[COUNT / 2];
+
+  __device__ __forceinline__ void load(const T* from, bool exists) {
+    constexpr int AT_ONCE = WIDTH > 1 ? WIDTH / 2 : 1;
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; i += AT_ONCE) {
+      Vector<unsigned, AT_ONCE> vector = {};
+      if (exists && WIDTH > 1) vector = *(const Vector<unsigned, AT_ONCE>*)(from + 2 * i);
+      if (exists && WIDTH == 1) vector.value[0] = from[2 * i].bits | (unsigned)from[2 * i + 1].bits << 16;
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) pairs[i + j] = vector.value[j];
+    }
+  }
+  __device__ __forceinline__ accum_t operator[](int i) const {
+    return widen(T{(unsigned short)(pairs[i / 2] >> 16 * (i % 2))});
+  }
+};
+
+// What a thread owns of the weights of its vector.
+struct Share {
+  int row, column, in;  // the first row of the kernel, tap of a row, and input channel of a group
+
+  __device__ __forceinline__ explicit Share(int index)
+      : row(index % ROW_SHARES * ROWS),
+        column(index / ROW_SHARES % COLUMN_SHARES * COLUMNS),
+        in(index / (ROW_SHARES * COLUMN_SHARES) * IN_HELD) {}
+};
+
+// POSITIONS neighbouring positions, of which `count` exist, and where they meet the output gradient at the first tap.
+struct Place {
+  const scalar_t *x, *grad;  // of the thread's channels
+  int count, d, h, w;
+
+  // Whether all rows of the kernel, and the share's columns, meet elements that exist.
+  __device__ __forceinline__ bool is_whole(const Tensor5& g) const {
+    return count >= POSITIONS && d >= 0 && d + (AXIS_D.kernel - 1) * AXIS_D.dilation < g.size[0] && h >= 0 &&
+           h + (AXIS_H.kernel - 1) * AXIS_H.dilation < g.size[1] && w >= 0 && w + WINDOW <= g.size[2];
+  }
+};
+
+struct Sums {
+  accum_t of[ROWS][COLUMNS][IN_HELD][VECTOR];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < ROWS * COLUMNS * IN_HELD * VECTOR; ++i) (&of[0][0][0][0])[i] = 0;
+  }
+
+  // WHOLE: nothing need be asked for.
+  template <bool WHOLE>
+  __device__ __forceinline__ void add(const Place& place, const Share& share, const Tensor5& g) {
+    Held<scalar_t, X_HELD, X_VECTOR> x[POSITIONS];
+#pragma unroll
+    for (int i = 0; i < POSITIONS; ++i) x[i].load(place.x + i * X_PIXEL, WHOLE || i < place.count);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = share.row + r;
+      if (KERNEL_ROWS % ROWS != 0 && row >= KERNEL_ROWS) continue;
+      const int d = row / AXIS_H.kernel * AXIS_D.dilation, h = row % AXIS_H.kernel * AXIS_H.dilation;
+      const bool exists =
+          WHOLE || ((unsigned)(place.d + d) < (unsigned)g.size[0] && (unsigned)(place.h + h) < (unsigned)g.size[1]);
+      const scalar_t* const line = place.grad + d * g.stride[2] + h * g.stride[3];
+      Held<scalar_t, VECTOR, GRAD_VECTOR> grad[WINDOW];
+#pragma unroll
+      for (int column = 0; column < WINDOW; ++column)
+        if (is_met(column))
+          grad[column].load(line + column * GRAD_PIXEL,
+                            WHOLE || (exists && (unsigned)(place.w + column) < (unsigned)g.size[2]));
+#pragma unroll
+      for (int i = 0; i < POSITIONS; ++i) {
+        if (!WHOLE && i >= place.count) continue;
+#pragma unroll
+        for (int tap = 0; tap < COLUMNS; ++tap)
+#pragma unroll
+          for (int in = 0; in < IN_HELD; ++in)
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j)
+              of[r][tap][in][j] += x[i][(GROUPS_HELD > 1 ? j / OUT_CHANNELS : 0) * IN_HELD + in] *
+                                   grad[i * AXIS_W.stride + tap * AXIS_W.dilation][j];
+      }
+    }
+  }
+
+  // Adds up the walkers' sums, in their order, and stores them, or adds them to what is there: `again`.
+  __device__ __forceinline__ void store(accum_t* shared, accum_t* plane, int first_vector, int first_share, int vectors,
+                                        bool again) const {
+#pragma unroll
+    for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
+      constexpr int PAIRS = IN_HELD * VECTOR, AT_ONCE = ROWS_AT_ONCE * OF_ROW;
+#pragma unroll
+      for (int r = 0; r < ROWS_AT_ONCE && first + r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < OF_ROW; ++i)
+          shared[threadIdx.x * PITCH + (i % PAIRS * ROWS_AT_ONCE + r) * COLUMNS + i / PAIRS] =
+              (&of[first + r][0][0][0])[i];
+      __syncthreads();
+#pragma unroll 1
+      for (int index = threadIdx.x; index < AT_ONCE * SLOTS; index += THREADS) {
+        const int tap = index % COLUMNS, pair = index / (COLUMNS * ROWS_AT_ONCE) % PAIRS, slot = index / AT_ONCE;
+        const int vector = first_vector + slot % LANES, of_all = first_share + slot / LANES;
+        const Share share(of_all);
+        const int own = first + index / COLUMNS % ROWS_AT_ONCE, row = share.row + own, column = share.column + tap;
+        const accum_t* const from = shared + slot * PITCH + index % AT_ONCE;
+        if (vector >= vectors || of_all >= SHARES || own >= ROWS || row >= KERNEL_ROWS || column >= AXIS_W.kernel)
+          continue;
+        accum_t total = from[0];
+#pragma unroll 8
+        for (int walker = 1; walker < WALKERS; ++walker) total += from[walker * (SLOTS * PITCH)];
+        const int out = vector * VECTOR + pair % VECTOR;
+        const long long in = (long long)(out / OUT_CHANNELS) * IN_CHANNELS + share.in + pair / VECTOR;
+        accum_t* const to = plane + (in * OUT_CHANNELS + out % OUT_CHANNELS) * TAPS + row * AXIS_W.kernel + column;
+        *to = again ? *to + total : total;
+      }
+      __syncthreads();
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    direct_wgrad_channels(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
+                          const Params params) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  const int first_vector = blockIdx.x % params.vector_blocks * LANES;
+  const int first_share = blockIdx.x / params.vector_blocks % SHARE_BLOCKS * BLOCK_SHARES;
+  const int part = blockIdx.x / params.vector_blocks / SHARE_BLOCKS;
+  const int vector = first_vector + threadIdx.x % LANES, of_all = first_share + threadIdx.x / LANES % BLOCK_SHARES;
+  const Share share(of_all);
+  x += (vector * VECTOR / OUT_CHANNELS * IN_CHANNELS + share.in) * params.x.stride[1];
+  grad += vector * VECTOR * params.g.stride[1] + (long long)share.column * AXIS_W.dilation * GRAD_PIXEL;
+  partial += part * params.plane;
+
+  int walker[4], tile[4];
+  decode(params.walkers, (int)threadIdx.x / SLOTS, walker);
+  const bool owns = vector < params.vectors && of_all < SHARES && walker[0] < params.walkers[0];
+  int first = part * params.part_length;
+  const int end = min(first + params.part_length, params.all_tiles);
+  decode(params.tiles, first, tile);
+  bool again = false;
+#pragma unroll 1
+  do {
+    Sums sums;
+    sums.clear();
+    const int until = min(first + params.flush, end);
+#pragma unroll 1
+    for (; first < until; ++first) {
+      const int n = tile[0] * params.walkers[0] + walker[0], d = tile[1] * params.walkers[1] + walker[1];
+      const int w = (tile[2] * params.walkers[3] + walker[3]) * POSITIONS, h = tile[3] * params.walkers[2] + walker[2];
+      Place place;
+      place.count = params.x.size[2] - w;
+      place.d = d * AXIS_D.stride - AXIS_D.padding;
+      place.h = h * AXIS_H.stride - AXIS_H.padding;
+      const int first_column = w * AXIS_W.stride - AXIS_W.padding;
+      place.w = first_column + share.column * AXIS_W.dilation;
+      place.x = x + n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] + (long long)w * X_PIXEL;
+      place.grad = grad + n * params.g.stride[0] + place.d * params.g.stride[2] + place.h * params.g.stride[3] +
+                   (long long)first_column * GRAD_PIXEL;
+      const bool exists = owns && n < params.batch && d < params.x.size[0] && h < params.x.size[1] && place.count > 0;
+      if (__all_sync(~0u, !exists || place.is_whole(params.g))) {  // so that a warp does not compute in both ways
+        if (exists) sums.add<true>(place, share, params.g);
+      } else {
+        if (exists) sums.add<false>(place, share, params.g);
+      }
+      advance(params.tiles, tile);
+    }
+    sums.store((accum_t*)shared_memory, partial, first_vector, first_share, params.vectors, again);
+    again = true;
+  } while (first < end);
+}

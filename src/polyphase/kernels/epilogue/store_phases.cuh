@@ -1,0 +1,387 @@
+// Epilogue where a row block is channels of one phase: adds the bias, narrows, transposes in shared memory and stores
+// whole lines of the destination. Each consumer warpgroup does so for its own accumulators.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/row_blocks.cuh"
+#include "core/types.cuh"
+#include "epilogue/finish.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/registers.cuh"
+#include "mainloop/gemm_tile.cuh"
+
+// PIECE cells of the run are stored at once.
+constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
+constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
+constexpr int COLUMNS = DST_W / WIDTH_PARTS;      // elements of a cell's line, or of its part of the width
+static_assert(WIDTH_PARTS == 1 || !DST_CHANNELS_LAST, "parts of lines of pixels");
+// Whether a work tile's two warpgroups have the two parts of the same lines: two warps then transpose these together.
+constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_PARTS;
+constexpr int ROW_COLUMNS = JOINT ? DST_W : COLUMNS;  // of a cell, that are stored together
+// Elements that a thread puts down at once, of the 2 · COLUMNS neighbours of a row that are its own.
+constexpr int STAGED = gcd(JOINT ? COLUMNS : 2 * COLUMNS, WIDE);
+// What a warp transposes at a time, 8 channels of a piece; channels last a warpgroup, the 64 channels of its cells.
+// A pitch lets neighbours lie in different banks.
+constexpr int STAGING_PITCH =
+    DST_CHANNELS_LAST ? ROWS + WIDE
+                      : round_up(PIECE * ROW_COLUMNS, (PIECE * ROW_COLUMNS > 16 * WIDE ? 32 : 16) * WIDE) + 4 * STAGED;
+constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
+constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
+constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
+
+// Where a cell's first element goes, from the tile's batch entry and the channel; and how many elements are ours from
+// there on along depth, height and width: none of a cell that is not stored.
+struct Place {
+  offset_t offset;
+  unsigned reach;
+  static __device__ __forceinline__ unsigned reach_of(int slabs, int rows, int columns) {
+    return min(slabs, DST_D) << 20 | min(rows, DST_H) << 10 | min(columns, 1023);
+  }
+  static __device__ __forceinline__ int columns(unsigned reach) { return reach & 1023; }
+  static __device__ __forceinline__ bool has_line(unsigned reach, int depth, int height) {
+    return height < (reach >> 10 & 1023) && depth < reach >> 20;
+  }
+};
+static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
+constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Place);
+
+// The bits of COUNT elements, as words.
+template <int BYTES>
+struct BitsOf {
+  typedef Vector<unsigned, BYTES / 4> Type;
+};
+template <>
+struct BitsOf<2> {
+  typedef Vector<unsigned short, 1> Type;
+};
+template <int COUNT>
+using Bits = typename BitsOf<COUNT*(int)sizeof(scalar_t)>::Type;
+
+// Stores what one warp has summed: 16 channels of each row block, all cells of its warpgroup's part of the run.
+struct Epilogue {
+  const Params& params;
+  const WorkTile& work;
+  const Sums& sums;
+  int first_cell;                         // of the warpgroup, among the tile's
+  scalar_t* dst;                          // the work tile's first channel, the tile's first batch entry
+  scalar_t* staging;                      // of the warp, or the warpgroup
+  Place* places;                          // of the warpgroup's cells
+  ChannelTerms terms[CHANNEL_BLOCKS][2];  // of the thread's rows
+
+  __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
+                                      scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+      : params(params),
+        work(work),
+        sums(sums),
+        first_cell(first_cell),
+        dst(dst),
+        staging((scalar_t*)memory + (JOINT ? warp() : threadIdx.x / STAGERS) * STAGING),
+        places((Place*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
+    find_places();
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; ++block)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int of = channel(block, lane() / 4 + 8 * half);
+        terms[block][half] = channel_terms(bias, of, of < DST_CHANNELS);
+        load_now(terms[block][half].bias);
+      }
+  }
+
+  // The compiler leaves the load where it stands, long before its result is used.
+  static __device__ __forceinline__ void load_now(float& value) {
+    if (HAS_BIAS) materialize(value);
+  }
+
+  // Bits in registers of their own before what follows is stored: left to itself the compiler takes the same few for
+  // all, and each waits until those before are stored.
+  template <class Bits>
+  static __device__ __forceinline__ void compute_now(Bits& bits) {
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(Bits) / 4; ++i) materialize(((unsigned*)&bits)[i]);
+  }
+
+  // What is the same for every work tile: nothing.
+  static __device__ __forceinline__ void prepare(const Params&, unsigned char*) {}
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
+
+  __device__ __forceinline__ int channel(int block, int row) const {
+    return (work.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
+  }
+  // The 2 · COLUMNS elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and
+  // is bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
+  template <int LINE, int I = 0>
+  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half,
+                                      ChannelTerms terms) const {
+    constexpr bool owned = LINE >= 0 && (WIDTH_PARTS > 1 || has_taps(AXIS_W, I % COLUMNS));
+    constexpr int index = owned_before(AXIS_W, I % COLUMNS);
+    value[I] = finish_empty(terms);
+    if constexpr (owned) {
+      const float (&sum)[SUMS] = sums[(block * LINES + LINE) * LINE_PHASES + index][j / (PIXELS / 8)];
+      value[I] = finish(sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS], terms);
+    }
+    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, terms);
+  }
+  static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
+
+  // How the lanes of a warp share what is stored of a piece, COUNT elements at a time: each row of a channel, or two;
+  // channels last, those of a warpgroup the 64 channels of each cell.
+  template <int COUNT>
+  struct Share {
+    static constexpr int LANES = DST_CHANNELS_LAST ? ROWS / COUNT : PIECE * ROW_COLUMNS <= 16 * COUNT ? 16 : 32;
+    static constexpr int AT_ONCE = STAGERS / LANES;  // rows, or cells
+    static constexpr int VECTORS = DST_CHANNELS_LAST ? PIECE / AT_ONCE : ceil_div(PIECE * ROW_COLUMNS, LANES* COUNT);
+    offset_t offset[VECTORS];
+    unsigned reach[VECTORS];  // of the cell; nothing where the vector is not stored
+
+    __device__ __forceinline__ bool has_line(int i, int depth, int height) const {
+      return DST_D * DST_H == 1 ? reach[i] != 0 : Place::has_line(reach[i], depth, height);
+    }
+  };
+
+  // The threads of a warpgroup.
+  static __device__ __forceinline__ void group_sync() { named_barrier_sync(FIRST_BARRIER + threadIdx.x / 128, 128); }
+  // The warps that turn the same lines around.
+  static __device__ __forceinline__ void lines_sync() {
+    if (JOINT)
+      named_barrier_sync(FIRST_BARRIER + CONSUMERS + warp(), 32 * ROW_PARTS);
+    else
+      __syncwarp();
+  }
+
+  // By the warpgroup together, while its last products are on their way.
+  __device__ __forceinline__ void find_places() const {
+    group_sync();  // the places of the work tile before are no longer needed
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < GROUP_CELLS; i += 128) {
+      Pixel p;
+      p.locate(params, work.first + first_cell + i);
+      const int d = (work.d + p.d) * DST_D, h = (work.h + p.h) * DST_H, w = (work.w + p.w) * DST_W;
+      const int slabs = params.dst.size[0] - d, rows = params.dst.size[1] - h;
+      const int columns = min((params.cells[2] - p.w) * DST_W, params.dst.size[2] - w);
+      const bool inside =
+          p.n < params.images && p.d < params.cells[0] && p.h < params.cells[1] && work.n + p.n < params.batch;
+      const bool exists = (params.run == 0 || first_cell + i < params.run) && slabs > 0 && rows > 0 && columns > 0;
+      places[i] = {offset_of(params.dst, p.n, d, h, w), inside && exists ? Place::reach_of(slabs, rows, columns) : 0u};
+    }
+    group_sync();
+  }
+
+  template <int COUNT>
+  __device__ __forceinline__ void describe(int piece, int first, Share<COUNT>& share) const {
+    constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE;
+#pragma unroll
+    for (int i = 0; i < Share<COUNT>::VECTORS; ++i) {
+      const int element = (lane() % LANES + LANES * i) * COUNT;
+      const int phase = DST_CHANNELS_LAST ? 0 : first + element % ROW_COLUMNS;
+      const int of_piece = DST_CHANNELS_LAST ? threadIdx.x % 128 / LANES + AT_ONCE * i : element / ROW_COLUMNS;
+      const int cell = piece * PIECE + of_piece;
+      const bool ours = of_piece < PIECE && cell < GROUP_CELLS;
+      const Place place = places[ours ? cell : 0];
+      share.offset[i] = place.offset + phase * (offset_t)params.dst.stride[4];
+      share.reach[i] = ours && phase < Place::columns(place.reach) ? place.reach : 0;
+    }
+  }
+
+  // Channels first. The warp transposes PIECE cells of 8 channels at a time in shared memory, so that its lanes store
+  // neighbouring elements of a row: whole lines are written. Where those are JOINT it has the columns from `first` on
+  // of all channels, and stores those of some. The host has seen to it (store_vector in implicit_gemm_tile.py) that
+  // COUNT elements exist together or not at all.
+  template <int COUNT, int LINE>
+  __device__ __forceinline__ void store_piece(int piece, int depth, int height, int first) const {
+    constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE, VECTORS = Share<COUNT>::VECTORS;
+    constexpr int STORED = JOINT ? 8 / ROW_PARTS : 8;                           // rows
+    const int ahead = lane() / LANES + (JOINT ? first / COLUMNS * STORED : 0);  // of those
+    scalar_t* to[VECTORS];                                                      // in the warp's first row
+    bool exists[VECTORS];
+    {
+      Share<COUNT> share;
+      describe(piece, JOINT ? 0 : first, share);
+      scalar_t* const line = dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        to[i] = line + (channel(0, 0) + ahead) * params.dst.stride[1] + share.offset[i];
+        exists[i] = share.has_line(i, depth, height);
+      }
+    }
+    scalar_t* const to_shared =
+        staging + lane() / 4 * STAGING_PITCH + lane() % 4 * 2 * ROW_COLUMNS + (JOINT ? first : 0);
+    const scalar_t* const from = staging + ahead * STAGING_PITCH + lane() % LANES * COUNT;
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; ++block)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first_channel = channel(block, 8 * half);
+        if (DST_CHANNELS % GROUP_CHANNELS && first_channel >= DST_CHANNELS) continue;
+        Bits<STAGED> values[PIECE / 8][2 * COLUMNS / STAGED];
+#pragma unroll
+        for (int j = 0; j < PIECE / 8; ++j) {
+          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+          float value[2 * COLUMNS];
+          alignas(16) scalar_t narrowed[2 * COLUMNS];
+          run<LINE>(value, block, piece * (PIECE / 8) + j, half, terms[block][half]);
+#pragma unroll
+          for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
+#pragma unroll
+          for (int i = 0; i < 2 * COLUMNS / STAGED; ++i) {
+            values[j][i] = *(const Bits<STAGED>*)(narrowed + i * STAGED);
+            compute_now(values[j][i]);
+          }
+        }
+        lines_sync();
+#pragma unroll
+        for (int j = 0; j < PIECE / 8; ++j) {
+          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+#pragma unroll
+          for (int i = 0; i < 2 * COLUMNS / STAGED; ++i)
+            *(Bits<STAGED>*)(to_shared + (8 * j + i * STAGED / COLUMNS) * ROW_COLUMNS + i * STAGED % COLUMNS) =
+                values[j][i];
+        }
+        lines_sync();
+        constexpr int ROWS_AT_ONCE = ceil_div(STORED / AT_ONCE, VECTORS > 2 ? 4 : VECTORS);
+#pragma unroll
+        for (int row = 0; row < STORED; row += AT_ONCE * ROWS_AT_ONCE) {
+          Bits<COUNT> bits[ROWS_AT_ONCE][VECTORS];
+#pragma unroll
+          for (int k = 0; k < ROWS_AT_ONCE; ++k)
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i)
+              bits[k][i] = *(const Bits<COUNT>*)(from + (row + k * AT_ONCE) * STAGING_PITCH + LANES * COUNT * i);
+#pragma unroll
+          for (int k = 0; k < ROWS_AT_ONCE; ++k)
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+              const int ahead_of = ROWS * block + 8 * half + row + k * AT_ONCE;  // the warp's first row
+              const bool of_group = DST_CHANNELS % 8 == 0 || channel(0, 0) + ahead + ahead_of < DST_CHANNELS;
+              store_global_if(exists[i] && of_group, to[i] + ahead_of * params.dst.stride[1], bits[k][i]);
+            }
+        }
+      }
+  }
+
+  // Channels last: a thread's two rows are neighbouring channels, eight lanes hold 16 of them, and four warps all 64.
+  // The warpgroup transposes one phase of a piece, so that a lane stores 16 bytes, or the COUNT elements that are
+  // aligned, and its neighbours those beside them.
+  template <int COUNT, int LINE>
+  __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
+    Share<WIDE> share;
+    if constexpr (COUNT == WIDE) describe(piece, 0, share);
+    scalar_t* const line = dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
+      const int first_channel = (work.channel_group * CHANNEL_BLOCKS + block) * ROWS;
+#pragma unroll
+      for (int phase = 0; phase < DST_W; ++phase) {
+#pragma unroll
+        for (int j = 0; j < PIECE / 8; ++j) {
+          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+          float value[2][2 * DST_W];
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, terms[block][half]);
+#pragma unroll
+          for (int cell = 0; cell < 2; ++cell) {
+            Vector<scalar_t, 2> pair;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + phase], pair.value[half]);
+            *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + 16 * warp() +
+                                    lane() / 4 * 2) = pair;
+          }
+        }
+        group_sync();
+        scalar_t* const to = line + phase * params.dst.stride[4] + first_channel;
+        if constexpr (COUNT == WIDE)
+          store_wide(share, to, DST_CHANNELS - first_channel, phase, depth, height);
+        else
+          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, phase, depth, height);
+        group_sync();
+      }
+    }
+  }
+
+  // What a warpgroup has put down of a phase, 16 bytes at a time.
+  __device__ __forceinline__ void store_wide(const Share<WIDE>& share, scalar_t* to, int channels, int phase, int depth,
+                                             int height) const {
+    constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
+    const int of_channel = lane() % LANES * WIDE;
+    const scalar_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + of_channel;
+    to += of_channel;
+    bool exists[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      exists[i] = phase < Place::columns(share.reach[i]) && of_channel < channels && share.has_line(i, depth, height);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i += 2) {  // two vectors on their way together
+      const Bits<WIDE> first = *(const Bits<WIDE>*)(from + i * AT_ONCE * STAGING_PITCH);
+      const Bits<WIDE> second = *(const Bits<WIDE>*)(from + (i + 1) * AT_ONCE * STAGING_PITCH);
+      store_global_if(exists[i], to + share.offset[i], first);
+      store_global_if(exists[i + 1], to + share.offset[i + 1], second);
+    }
+  }
+
+  // The same, COUNT elements at a time: lanes run along the channels that there are, and on to the next cell.
+  template <int COUNT>
+  __device__ __forceinline__ void store_narrow(int piece, scalar_t* to, int channels, int phase, int depth,
+                                               int height) const {
+    constexpr int OF_CELL = ceil_div(DST_CHANNELS < ROWS ? DST_CHANNELS : ROWS, COUNT);
+#pragma unroll 4
+    for (int i = threadIdx.x % 128; i < PIECE * OF_CELL; i += 128) {
+      const int cell = i / OF_CELL, of_channel = i % OF_CELL * COUNT;
+      if (piece * PIECE + cell >= GROUP_CELLS) break;
+      const Place place = places[piece * PIECE + cell];
+      const bool exists = phase < Place::columns(place.reach) && Place::has_line(place.reach, depth, height);
+      store_global_if(exists && of_channel < channels, to + place.offset + of_channel,
+                      *(const Bits<COUNT>*)(staging + cell * STAGING_PITCH + of_channel));
+    }
+  }
+
+  template <int COUNT, int LINE>
+  __device__ __forceinline__ void store_line(int piece, int depth, int height, int first) const {
+    if constexpr (DST_CHANNELS_LAST)
+      store_pixels<COUNT, LINE>(piece, depth, height);
+    else
+      store_piece<COUNT, LINE>(piece, depth, height, first);
+  }
+
+  template <int COUNT, int LINE = 0>
+  __device__ __forceinline__ void store_lines(int piece) const {
+    const int owned = work.line_group * LINES + LINE;
+    if (owned < OWNED_LINES)
+      store_line<COUNT, LINE>(piece, depth_of_line(owned), height_of_line(owned), owned % WIDTH_PARTS * COLUMNS);
+    if constexpr (LINE + 1 < LINES) store_lines<COUNT, LINE + 1>(piece);
+  }
+
+  // The work tile's lines; and one work tile stores those that own no taps.
+  template <int COUNT>
+  __device__ __forceinline__ void store_all() const {
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+      store_lines<COUNT>(piece);
+      if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && work.line_group == 0) {
+#pragma unroll 1
+        for (int phase = 0; phase < DST_D * DST_H; ++phase)
+          if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))
+            store_line<COUNT, -1>(piece, phase / DST_H, phase % DST_H, 0);
+      }
+    }
+  }
+
+  // Channels last, all elements of a pixel are stored so many at a time, or one by one where they are not aligned.
+  static __device__ constexpr bool may_store(int count) {
+    return !DST_CHANNELS_LAST || count == gcd(DST_CHANNELS, WIDE);
+  }
+
+  __device__ __forceinline__ void operator()() const {
+    if constexpr (may_store(WIDE))
+      if (store_vector(params) == WIDE) return store_all<WIDE>();
+    if constexpr (may_store(WIDE / 2))
+      if (store_vector(params) == WIDE / 2) return store_all<WIDE / 2>();
+    if constexpr (WIDE > 4 && may_store(2))
+      if (store_vector(params) == 2) return store_all<2>();
+    store_all<1>();
+  }
+};

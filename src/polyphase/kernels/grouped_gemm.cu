@@ -1,0 +1,757 @@
+// Forward pass of layers with few channels in a group on tensor cores: all phases of a tile as one product of few rows,
+// put together in shared memory as they are to lie, and written as whole rows.
+//
+//   y[co, i·stride + phase]  =  bias[co]  +  Σ_ci Σ_pixel   w[ci, co, tap(phase, pixel)] · x[ci, i + pixel]
+//
+// where pixels are those that a cell i reads, counted from its own, and some pairs of phase and pixel have no tap.
+//
+// Rows of outputs without any tap are bias alone, and are written from rows that stay.
+//
+// Who does what. LOAD_WARPS bring stage after stage, WARPS multiply and put a tile's outputs together, STORE_WARPS
+// write those. Barriers of shared memory pass on each stage (full, and empty again), and the outputs (whole, and gone).
+//
+// Index mapping. A block owns OUT_CHUNK output channels of one group, and takes tile after tile of cells
+// (core/geometry.cuh). Rows of the product are pairs of a phase that has taps and a channel, in blocks of 16; its
+// columns are cells, of which a warp owns PIXEL_TILES tiles of 8. A stage is STAGE_STEPS operations' channels of the
+// window that the tile reads. For each pixel, a warp takes the operands of its columns once, for all blocks of rows of
+// which any has a tap there: an entry.
+//
+// Without TF32 a float32 comes in PARTS (operand/split.cuh): three of bfloat16, whose instruction is twice as deep and
+// multiplies with one part of the weights in its first half and with another in its second; or two of TF32, less
+// accurate, where the weights would take too much room. Each operation's sum leaves the tensor cores at once, since
+// they round towards zero. The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of
+// pairs without a tap; the product of two parts that were rounded up may overflow where that of the whole does not.
+// Where an output may be wrong for that it is therefore computed again, plainly.
+//
+// Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
+// one tile or two (epilogue/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
+
+#include "specialisation.cuh"
+#include "core/divisor.cuh"
+#include "core/geometry.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/registers.cuh"
+#include "operand/split.cuh"
+#include "mainloop/multistage.cuh"
+#include "epilogue/finish.cuh"
+#include "epilogue/staged_rows.cuh"
+#include "core/phase_taps.cuh"
+
+struct Params {
+  Tensor5 x, y;
+  Part window;
+  int batch, groups;
+  int lanes[4];      // cells of a tile along n, d, h, w; two neighbours along w are of one row
+  Divisor tiles[4];  // tiles along n, d, h, w
+  int apart[4];      // tiles along n, d, h, w from one of a block's to its next
+  int first[4];      // the window's first pixel, counted from the tile's first cell
+  int skew;          // pixels from there to the first that any tap reads
+  int pitch[4];      // of staged outputs: elements from one channel, image, slab and row that has taps to the next
+  int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
+  int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
+  int outputs;   // tiles whose outputs there is room for, 1 or 2
+  int at_once;   // blocks that walk through the same tiles, each beginning with one of its own
+  int counters;  // bytes in front of the weights, a counter for each group and block of output channels; 0: no tiles
+                 // are shared, and there is no kernel ahead
+  int staged_bytes, bare_bytes, table_bytes, stage_bytes;
+};
+
+constexpr int CHANNELS = OPERATION / 8;  // neighbours in four bytes
+constexpr int STEPS = ceil_div(IN_CHANNELS, OPERATION), STAGES = ceil_div(STEPS, STAGE_STEPS);
+constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr bool EXACT = PARTS > 1;
+constexpr int ALL_WARPS = WARPS + LOAD_WARPS + STORE_WARPS, BLOCK = 32 * ALL_WARPS;
+constexpr int LOAD_SPAN = LOAD_WARPS == 4 ? 7 : LOAD_WARPS == 2 ? 6 : 5;
+static_assert(LOADERS == 1 << LOAD_SPAN && FIRST_LOAD_WARP == WARPS, "the last warps are those that store");
+
+constexpr int MATRICES = EXACT ? 2 : 1;  // of an entry
+constexpr int ENTRY_BYTES = MATRICES * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
+constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
+
+// What the tensor cores take of one channel's weight or pixel, or of two neighbouring ones'.
+__device__ __forceinline__ unsigned word_of(float value, float) { return __float_as_uint(round_tf32(value)); }
+template <class T>
+__device__ __forceinline__ unsigned word_of(T value, T next) {
+  return value.bits | (unsigned)next.bits << 16;
+}
+
+// All operations' weights of a block's channels; `weight` is of the first. What has no tap or no channel is zero. A
+// word is two neighbouring channels' weights, one channel's, or one of PARTS == 3 of two that are half an operation
+// apart. Of two parts there is a matrix for each, the high and the low one; of three those of parts (in the first and
+// in the second half of the depth) 3 and 1, and 2 and 1.
+__device__ __forceinline__ void load_weights(const scalar_t* weight, int channels, char* to) {
+  constexpr int WORDS = PARTS == 3 ? 2 : 4;  // of a lane: of each row, and of each half of the channels
+#pragma unroll 4
+  for (int i = threadIdx.x; i < STEPS * ENTRIES.count * 32 * WORDS; i += BLOCK) {
+    const int at = i / (32 * WORDS), entry = at % ENTRIES.count, lane = i / WORDS % 32;
+    const int row = 16 * ENTRIES.block[entry] + lane / 4 + i % 2 * 8, out = row % OUT_CHUNK;
+    const int in = at / ENTRIES.count * OPERATION + i % WORDS / 2 * (OPERATION / 2) + lane % 4 * CHANNELS;
+    const int tap = row < ROWS ? tap_of(row / OUT_CHUNK, ENTRIES.pixel[entry]) : -1;
+    const scalar_t* const from = weight + weight_offset(in, out, tap);
+    constexpr int APART = PARTS == 3 ? OPERATION / 2 : CHANNELS - 1;
+    scalar_t values[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const bool exists = tap >= 0 && out < channels && in + j * APART < IN_CHANNELS;
+      values[j] = exists ? from[j * APART * WEIGHT_STRIDE_IN] : zero<scalar_t>();
+    }
+    unsigned* const slot = (unsigned*)(to + at * ENTRY_BYTES);
+    if (PARTS == 3) {
+      unsigned parts[3];
+      split_pair(widen(values[0]), widen(values[1]), parts);
+      unsigned* const word = slot + lane * 4 + i % 2;
+      word[0] = parts[2], word[2] = parts[0];
+      word[128] = parts[1], word[130] = parts[0];
+    } else if (PARTS == 2) {
+      split(widen(values[0]), slot[i % 128], slot[128 + i % 128]);
+    } else {
+      slot[i % 128] = word_of(values[0], values[1]);
+    }
+  }
+}
+
+// Where an output is staged: elements, and what it is off the first of a sector, which is added once it is whole.
+// Places add up; a tile's origin has one, so have its cells, and rows of the product.
+constexpr int NOWHERE = -(1 << 30);
+__device__ __forceinline__ int staged_place(int elements, int off) { return elements * 64 + off % SECTOR; }
+__device__ __forceinline__ int find_place(int sum) { return sum / 64 + sum % SECTOR; }
+
+// Where a row of outputs begins, counted from the tile's first: of slab and line `d` and `h` of those with taps, which
+// are `slab` and `line` in the tile.
+__device__ __forceinline__ int place_of_row(const Params& params, int channel, int image, int d, int h, int slab,
+                                            int line) {
+  return staged_place(
+      channel * params.pitch[0] + image * params.pitch[1] + d * params.pitch[2] + h * params.pitch[3],
+      channel * params.shift[0] + image * params.shift[1] + slab * params.shift[2] + line * params.shift[3]);
+}
+
+// A cell of a tile, by its number along n, d, h and w: where the outputs begin that it owns; NOWHERE beyond the tile.
+__device__ __forceinline__ int place_of_cell(const Params& params, const int (&at)[4]) {
+  if (at[0] >= params.lanes[0]) return NOWHERE;
+  return place_of_row(params, 0, at[0], at[1] * ALONG_D.phases, at[2] * ALONG_H.phases, at[1] * AXIS_D.stride,
+                      at[2] * AXIS_H.stride) +
+         staged_place(at[3] * AXIS_W.stride, 0);
+}
+
+// Two neighbouring cells of a tile: where the outputs of the first begin, NOWHERE beyond the tile, and how many of
+// either lie in a row; what they read. Columns beside the image are in the way only where the next row follows.
+struct Pair {
+  int place;
+  short width[2];
+  int pixel[2];  // the first that either reads, in bytes from the window's first
+
+  __device__ __forceinline__ Pair(const Params& params, const int (&at)[4]) : place(place_of_cell(params, at)) {
+    const int row = (at[0] * params.window.extent[1] + at[1]) * params.window.extent[2] + at[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int rest = params.joined > 1 ? max(0, params.y.size[2] - (at[3] + i) * AXIS_W.stride) : AXIS_W.stride;
+      width[i] = place >= 0 ? (short)min(AXIS_W.stride, rest) : 0;
+      pixel[i] = place >= 0 ? (row * params.window.extent[3] + at[3] + i + params.skew) * ELEMENT : 0;
+    }
+  }
+};
+constexpr int PAIRS = 4 * PIXEL_TILES * WARPS, PAIR_BYTES = round_up(PAIRS * (int)sizeof(Pair), 128);
+
+// A warp's part of the product: of row block i and column tile j.
+struct Sums {
+  float of[ROW_BLOCKS][PIXEL_TILES][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS * PIXEL_TILES * 4; ++i) (&of[0][0][0])[i] = 0;
+  }
+
+  // One operation, of the warp's `pairs` of cells.
+  __device__ __forceinline__ void add(const Params& params, const char* window, const Pair* pairs,
+                                      const char* weights) {
+    weights += threadIdx.x % 32 * 16;
+    window += threadIdx.x % 4 * CHANNELS * params.window.pitch;
+    int columns[PIXEL_TILES];  // bytes
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j) columns[j] = pairs[4 * j + threadIdx.x % 32 / 8].pixel[threadIdx.x / 4 % 2];
+    Elements elements[PIXEL_TILES];
+    Words words[PIXEL_TILES];
+    if (PREFETCH) load(params, window, columns, 0, elements);
+#pragma unroll
+    for (int pixel = 0; pixel < PIXELS_READ; ++pixel) {
+      if (PREFETCH) {
+        to_words(elements, words);
+        if (pixel + 1 < PIXELS_READ) load(params, window, columns, pixel + 1, elements);
+      }
+      // A loop that ends after its first round, which the compiler does not know: else it mingles pixels, for which
+      // there are no registers.
+#pragma unroll 1
+      for (unsigned rounds = opaque(1); rounds > 0; --rounds) {
+        if (!PREFETCH) {
+          load(params, window, columns, pixel, elements);
+          to_words(elements, words);
+        }
+#pragma unroll
+        for (int i = 0; i < ROW_BLOCKS; ++i)
+          if (ENTRIES.of[pixel][i] >= 0)
+            multiply(of[i], weights + ENTRIES.of[pixel][i] * ENTRY_BYTES, words,
+                     STEPS == 1 && ENTRIES.first[i] == pixel);
+      }
+    }
+  }
+
+ private:
+  // What a lane holds of eight pixels: the elements of two channels, half an operation apart, or of two pairs of
+  // neighbours. And as the tensor cores take them: a word of each of the two, and of two parts the low ones behind; or
+  // the three parts of both together.
+  typedef scalar_t Elements[2 * CHANNELS];
+  typedef unsigned Words[PARTS == 1 ? 2 : PARTS == 2 ? 4 : 3];
+
+  // Whether a pixel is on its way while the one before is multiplied; else there are no registers.
+  static constexpr bool PREFETCH = PIXEL_TILES <= 4 && PARTS != 2;
+
+  static __device__ __forceinline__ void load(const Params& params, const char* window,
+                                              const int (&columns)[PIXEL_TILES], int pixel,
+                                              Elements (&to)[PIXEL_TILES]) {
+    const int d = ALONG_D.pixel[pixel / (ALONG_H.pixels * ALONG_W.pixels)] - ALONG_D.pixel[0];
+    const int h = ALONG_H.pixel[pixel / ALONG_W.pixels % ALONG_H.pixels] - ALONG_H.pixel[0];
+    const int w = ALONG_W.pixel[pixel % ALONG_W.pixels] - ALONG_W.pixel[0];
+    const char* const from = window + ((d * params.window.extent[2] + h) * params.window.extent[3] + w) * ELEMENT;
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j)
+#pragma unroll
+      for (int k = 0; k < 2 * CHANNELS; ++k) {
+        const int channel = k / CHANNELS * (OPERATION / 2) + k % CHANNELS;
+        to[j][k] = *(const scalar_t*)(from + columns[j] + channel * params.window.pitch);
+      }
+  }
+  static __device__ __forceinline__ void to_words(const Elements (&elements)[PIXEL_TILES],
+                                                  Words (&words)[PIXEL_TILES]) {
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j) to_words(elements[j], words[j]);
+  }
+  template <class T>
+  static __device__ __forceinline__ void to_words(const T (&elements)[2 * CHANNELS], unsigned (&words)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) words[i] = word_of(elements[i * CHANNELS], elements[i * CHANNELS + CHANNELS - 1]);
+  }
+  static __device__ __forceinline__ void to_words(const float (&elements)[2], unsigned (&words)[3]) {
+    split_pair(elements[0], elements[1], words);
+  }
+  static __device__ __forceinline__ void to_words(const float (&elements)[2], unsigned (&words)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) split(elements[i], words[i], words[2 + i]);
+  }
+
+  // Adds to the sums of a row block, or begins them. `weights` is the lane's.
+  static __device__ __forceinline__ void multiply(float (&to)[PIXEL_TILES][4], const char* weights,
+                                                  const Words (&words)[PIXEL_TILES], bool first) {
+    typedef Vector<unsigned, 4> Rows;
+    if constexpr (EXACT) {
+      float sums[PIXEL_TILES][4] = {};
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {  // the smallest products first
+        const Rows rows = *(const Rows*)(weights + (PARTS == 3 ? i > 0 : i == 0) * 512);
+        const int one = PARTS == 3 ? i == 2 : 2 * (i == 1), other = PARTS == 3 ? 2 - i : one + 1;
+#pragma unroll
+        for (int j = 0; j < PIXEL_TILES; ++j) mma<part_t>(sums[j], rows.value, words[j][one], words[j][other]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4 * PIXEL_TILES; ++j)
+        to[j / 4][j % 4] = first ? sums[j / 4][j % 4] : to[j / 4][j % 4] + sums[j / 4][j % 4];
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4 * PIXEL_TILES; ++j) to[j / 4][j % 4] = first ? 0 : to[j / 4][j % 4];
+      const Rows rows = *(const Rows*)weights;
+#pragma unroll
+      for (int j = 0; j < PIXEL_TILES; ++j) mma<scalar_t>(to[j], rows.value, words[j][0], words[j][1]);
+    }
+  }
+};
+
+// A row of the product, of the lane's in a block: its phase and channel. Where OUT_CHUNK is a multiple of 8, the phase
+// is the same in all lanes, and known when the kernel is compiled.
+struct Row {
+  int d, h, w, channel;
+  bool exists;
+
+  __device__ __forceinline__ Row(int block, int i) {
+    constexpr bool KNOWN = OUT_CHUNK % 8 == 0;
+    const int first = 16 * block + 8 * i, lane = threadIdx.x % 32 / 4;
+    const int phase = KNOWN ? first / OUT_CHUNK : (first + lane) / OUT_CHUNK, owned = min(phase, PHASES - 1);
+    channel = KNOWN ? first % OUT_CHUNK + lane : (first + lane) % OUT_CHUNK;
+    exists = phase < PHASES;
+    d = ALONG_D.phase[owned / (ALONG_H.phases * ALONG_W.phases)];
+    h = ALONG_H.phase[owned / ALONG_W.phases % ALONG_H.phases];
+    w = exists ? ALONG_W.phase[owned % ALONG_W.phases] : AXIS_W.stride;
+  }
+  __device__ __forceinline__ int place(const Params& params) const {
+    return place_of_row(params, channel, 0, ALONG_D.number[d], ALONG_H.number[h], d, h);
+  }
+};
+
+// The sum of one output, without the tensor cores. `x` is the group's first channel and `weight` is of the output's.
+__device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x, const scalar_t* weight,
+                                       const int (&cell)[4], int phase_d, int phase_h, int phase_w) {
+  float value = 0;
+#pragma unroll 1
+  for (int tap = 0; tap < TAPS; ++tap) {
+    const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
+    const int kw = tap % AXIS_W.kernel;
+    if (phase_of(AXIS_D, kd) != phase_d || phase_of(AXIS_H, kh) != phase_h || phase_of(AXIS_W, kw) != phase_w) continue;
+    const int at[4] = {cell[0], cell[1] + src_offset(AXIS_D, kd), cell[2] + src_offset(AXIS_H, kh),
+                       cell[3] + src_offset(AXIS_W, kw)};
+    if ((unsigned)at[1] >= (unsigned)x_lies.size[0] || (unsigned)at[2] >= (unsigned)x_lies.size[1] ||
+        (unsigned)at[3] >= (unsigned)x_lies.size[2])
+      continue;
+    const scalar_t* const pixel = x + offset_of(x_lies, at);
+#pragma unroll 1
+    for (int in = 0; in < IN_CHANNELS; ++in)
+      value += widen(pixel[in * x_lies.stride[1]]) * widen(weight[weight_offset(in, 0, tap)]);
+  }
+  return value;
+}
+
+// Whether the tensor cores may be right about an output.
+__device__ __forceinline__ bool is_trusted(float value) {
+  return EXACT ? fabsf(value) <= 3.402823466e+38f : value == value;
+}
+
+// The outputs of a tile on their way from sums to shared memory.
+struct Outputs {
+  const Params& params;
+  const Pair* const pairs;     // of the warp's cells
+  const scalar_t* const bias;  // of the block's first channel
+  const int channels;          // that exist from there on
+  bool whole;                  // whether all outputs of those cells exist, in rows that begin as the tile's first does
+
+  __device__ __forceinline__ Outputs(const Params& params, const Pair* pairs, const scalar_t* bias, int channels)
+      : params(params), pairs(pairs), bias(bias), channels(channels), whole(true) {
+    for (int i = 0; i < 4 * PIXEL_TILES; ++i) whole = whole && pairs[i].width[1] == AXIS_W.stride;
+    for (int i = 0; i < 4; ++i) whole = whole && params.shift[i] % 2 == 0 && params.pitch[i] % 2 == 0;
+  }
+
+  __device__ __forceinline__ ChannelTerms terms(int channel) const {
+    return channel_terms(bias, min(channel, channels - 1));
+  }
+
+  // Whether all of them can be trusted.
+  __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const Sums& sums) const {
+    float doubt = 0;  // NaN where any may be wrong
+    if constexpr (CELLS_AT_ONCE) {
+      if (whole && origin % 2 == 0)
+        stage_cells<true>(staged, origin, sums, doubt);
+      else
+        stage_cells<false>(staged, origin, sums, doubt);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_BLOCKS; ++i) stage_row(staged, origin, sums, i, doubt);
+    }
+    return doubt == 0;
+  }
+
+  // What the thread has staged that cannot be trusted is computed again; `x` is the group's and `weight` the block's
+  // first channel.
+  __device__ __forceinline__ void mend(scalar_t* staged, int origin, const int (&first)[4], const scalar_t* x,
+                                       const scalar_t* weight) const {
+#pragma unroll 1
+    for (int i = 0; i < 4 * ROW_BLOCKS * PIXEL_TILES; ++i) {
+      const Row row(i / (4 * PIXEL_TILES), i / (2 * PIXEL_TILES) % 2);
+      const int j = i / 2 % PIXEL_TILES, k = i % 2;
+      const Pair& pair = pairs[4 * j + threadIdx.x % 4];
+      if (row.w >= pair.width[k] || row.channel >= channels) continue;
+      scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w + k * AXIS_W.stride;
+      const float value = widen(*to);
+      if (is_trusted(value)) continue;
+      int cell[4];
+      decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + threadIdx.x % 4 * 2 + k, cell);
+#pragma unroll
+      for (int d = 0; d < 4; ++d) cell[d] += first[d];
+      if (cell[0] >= params.batch) continue;
+      narrow(finish(plain(params.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, cell, row.d, row.h, row.w),
+                    terms(row.channel)),
+             *to);
+    }
+  }
+
+ private:
+  // Whether a thread holds all elements of two cells' rows, which are put there two at a time.
+  static constexpr bool CELLS_AT_ONCE = OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
+
+  __device__ __forceinline__ float doubted(float sum, ChannelTerms terms, float& doubt) const {
+    const float value = finish(sum, terms);
+    doubt = fmaf(value, 0.f, doubt);
+    return value;
+  }
+
+  // Those of all phases along the width, of which a lane has one channel.
+  template <bool WHOLE>
+  __device__ __forceinline__ void stage_cells(scalar_t* staged, int origin, const Sums& sums, float& doubt) const {
+    constexpr int STRIDE = AXIS_W.stride;
+#pragma unroll
+    for (int index = 0; index < PIXEL_TILES * PHASES / STRIDE * OUT_CHUNK; index += 8) {
+      const int j = index / (PHASES / STRIDE * OUT_CHUNK), i = index % (PHASES / STRIDE * OUT_CHUNK);
+      const int first = i / OUT_CHUNK * (STRIDE * OUT_CHUNK) + i % OUT_CHUNK;  // row of the first phase and lane
+      const Pair& pair = pairs[4 * j + threadIdx.x % 4];
+      const Row row(first / 16, first / 8 % 2);
+      const ChannelTerms of_channel = terms(row.channel);
+      scalar_t* const to = staged + find_place(origin + pair.place + row.place(params));
+      alignas(2 * ELEMENT) scalar_t values[2 * STRIDE];
+#pragma unroll
+      for (int k = 0; k < 2 * STRIDE; ++k) {
+        const int at = first + k % STRIDE * OUT_CHUNK;
+        narrow(doubted(sums.of[at / 16][j][at / 8 % 2 * 2 + k / STRIDE], of_channel, doubt), values[k]);
+      }
+      if (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0)) {
+#pragma unroll
+        for (int k = 0; k < STRIDE; ++k) ((Vector<scalar_t, 2>*)to)[k] = ((const Vector<scalar_t, 2>*)values)[k];
+      } else {
+#pragma unroll
+        for (int k = 0; k < 2 * STRIDE; ++k)
+          if (k % STRIDE < pair.width[k / STRIDE]) to[k] = values[k];
+      }
+    }
+  }
+
+  // Half `i` of the rows of all blocks.
+  __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const Sums& sums, int i, float& doubt) const {
+    const Row row(i / 2, i % 2);
+    const ChannelTerms of_channel = terms(row.channel);
+    const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
+#pragma unroll
+    for (int j = 0; j < PIXEL_TILES; ++j) {
+      const Pair pair = pairs[4 * j + threadIdx.x % 4];
+      scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float value = doubted(sums.of[i / 2][j][i % 2 * 2 + k], of_channel, doubt);
+        if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
+#pragma unroll
+        for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
+          if (ALONG_W.number[w] < 0 && first && w < pair.width[k])
+            narrow(finish_empty(of_channel), to[k * AXIS_W.stride + w - row.w]);
+      }
+    }
+  }
+};
+
+// Rows of `length` of bias, which lie bare_pitch(length) apart where channels have different ones.
+__device__ __forceinline__ int bare_pitch(int length) { return HAS_BIAS ? round_up(length + SECTOR, SECTOR) : 0; }
+__device__ __forceinline__ void fill_bare_rows(const Params& params, const scalar_t* bias, int channels,
+                                               scalar_t* bare) {
+  const int pitch = bare_pitch(params.lanes[3] * AXIS_W.stride);
+  for (int i = threadIdx.x; i < params.bare_bytes / ELEMENT; i += BLOCK) {
+    scalar_t value = zero<scalar_t>();
+    if (HAS_BIAS) narrow(finish_empty(channel_terms(bias, min(i / pitch, channels - 1))), value);
+    bare[i] = value;
+  }
+}
+
+// The outputs of a tile on their way to memory, by the warps that store.
+struct Writer {
+  const Params& params;
+  const scalar_t* const staged;
+  const scalar_t* const bare;
+  scalar_t* const y;   // the block's first channel of the tile's first output
+  const int channels;  // that exist from there on
+  const int (&size)[4];
+
+  __device__ __forceinline__ void write() const {
+    const int images = min(params.lanes[0], size[0]), slabs = min(params.lanes[1] * AXIS_D.stride, size[1]);
+#pragma unroll 1
+    for (int image = 0; image < images; ++image)
+#pragma unroll 1
+      for (int slab = 0; slab < slabs; ++slab) write_slab(image, slab);
+  }
+
+ private:
+  // Each warp has neighbouring rows. Each lane tells TMA of one, and then the warp sees to their ends.
+  __device__ __forceinline__ void write_slab(int image, int slab) const {
+    const int warp = threadIdx.x / 32 - (WARPS + LOAD_WARPS), lane = threadIdx.x % 32;
+    const int lines = min(params.lanes[2] * AXIS_H.stride, size[2]),
+              row = min(params.lanes[3] * AXIS_W.stride, size[3]);
+    const int length = params.joined > 1 ? lines * params.y.size[2] : row, of_channel = params.joined > 1 ? 1 : lines;
+    const int each = round_up(ceil_div(OUT_CHUNK * of_channel, STORE_WARPS), ENDS_AT_ONCE);
+    const int behind = min((warp + 1) * each, OUT_CHUNK * of_channel), d = ALONG_D.number[slab % AXIS_D.stride];
+#pragma unroll 1
+    for (int first = warp * each; first < behind; first += 32) {
+      const int i = first + lane, channel = i / of_channel, line = i % of_channel;
+      const int h = ALONG_H.number[line % AXIS_H.stride];
+      const int place = place_of_row(params, channel, image, slab / AXIS_D.stride * ALONG_D.phases + d,
+                                     line / AXIS_H.stride * ALONG_H.phases + h, slab, line);
+      scalar_t* to = y + channel * params.y.stride[1] + image * params.y.stride[0] + slab * params.y.stride[2] +
+                     line * params.y.stride[3];
+      const scalar_t* from = staged + find_place(staged_place(0, misalignment(y)) + place);
+      if (HAS_BARE && (d < 0 || h < 0))
+        from = bare + channel * bare_pitch(params.lanes[3] * AXIS_W.stride) + misalignment(to);
+      const int mine = i < behind && channel < channels ? length : 0;
+      write_rows(to, from, mine, min(32, behind - first), params.y.stride[4]);
+    }
+  }
+};
+
+// Stage `number` of all those of a block's tiles, one tile after the other. One number, for want of registers.
+struct Stage {
+  int number = 0;
+
+  __device__ __forceinline__ int tile() const { return number / STAGES; }
+  __device__ __forceinline__ int of_tile() const { return number % STAGES; }
+  __device__ __forceinline__ bool is_last() const { return of_tile() == STAGES - 1; }
+  // Its buffer, and the parity of that one's barriers.
+  __device__ __forceinline__ int slot() const { return number % BUFFERS; }
+  __device__ __forceinline__ int parity() const { return number / BUFFERS % 2; }
+  // The tile's outputs, and the parity of their barriers.
+  __device__ __forceinline__ int output(const Params& params) const { return tile() & (params.outputs - 1); }
+  __device__ __forceinline__ int output_parity(const Params& params) const {
+    return tile() >> (params.outputs - 1) & 1;
+  }
+};
+
+// What producers say to the others: a tile's first cell, and the place of its outputs, NOWHERE behind the last.
+struct Note {
+  int cell[4], place;
+};
+struct Notes {
+  // Producers are at most BUFFERS stages ahead of consumers, and these two tiles ahead of those who
+  // store: with one stage a tile that many notes are read.
+  static constexpr int COUNT = 8;
+  static_assert(BUFFERS + 2 <= COUNT, "a short ring");
+  Note of[COUNT];
+  int taken[2];  // numbers of tiles
+
+  __device__ __forceinline__ Note& of_tile(const Stage& stage) { return of[stage.tile() % COUNT]; }
+};
+
+// What a block owns: output channels from `first_out` on of a group, and its first tile's number.
+struct Share {
+  int first_out, group, tile;
+
+  __device__ __forceinline__ Share(const Params& params) {
+    first_out = blockIdx.x % OUT_BLOCKS * OUT_CHUNK;
+    group = blockIdx.x / OUT_BLOCKS % params.groups;
+    tile = blockIdx.x / OUT_BLOCKS / params.groups;
+  }
+  // Input channels, and weights, from the block's first on.
+  __device__ __forceinline__ const scalar_t* input(const Params& params, const scalar_t* x) const {
+    return x + (long long)group * IN_CHANNELS * params.x.stride[1];
+  }
+  __device__ __forceinline__ const scalar_t* weights(const scalar_t* weight) const {
+    return weight + (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN + first_out * WEIGHT_STRIDE_OUT;
+  }
+};
+
+// The tiles of a block, one after the other, as producers walk through them: every n-th, or the next that no block
+// has taken. In the latter case what is computed at a time is neighbours, however fast each block is.
+struct Tiles {
+  const Params& params;
+  unsigned* const counter;  // or none
+  int* const taken;
+  int at[4];      // the tile, by its number along n, d, h and w
+  int ahead = 0;  // of the thread that takes them: what the counter said, a tile ahead; behind the blocks' first ones
+  int parity = 0;
+
+  __device__ __forceinline__ Tiles(const Params& params, unsigned* counter, Notes& notes, int first)
+      : params(params), counter(counter), taken(notes.taken) {
+    decode(params.tiles, first, at);
+    if (counter && threadIdx.x == THREADS) ahead = (int)atomicAdd(counter, 1u);
+  }
+  __device__ __forceinline__ bool exists() const { return at[0] < params.tiles[0]; }
+  __device__ __forceinline__ void advance() {
+    if (counter) {
+      // What the counter says is used at the next tile, and has come by then.
+      if (threadIdx.x == THREADS) taken[parity] = params.at_once + ahead, ahead = (int)atomicAdd(counter, 1u);
+      named_barrier_sync(1, LOADERS);
+      decode(params.tiles, *(volatile int*)(taken + parity), at);
+      parity ^= 1;
+      return;
+    }
+    int carry = 0;
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {
+      at[i] += params.apart[i] + carry;
+      carry = i > 0 && at[i] >= params.tiles[i];
+      if (carry) at[i] -= params.tiles[i];
+    }
+  }
+  __device__ __forceinline__ void first_cell(int (&cell)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) cell[i] = at[i] * params.lanes[i];
+  }
+};
+
+// The first output of a tile.
+__device__ __forceinline__ void first_output(const int (&cell)[4], int (&output)[4]) {
+  output[0] = cell[0], output[1] = cell[1] * AXIS_D.stride;
+  output[2] = cell[2] * AXIS_H.stride, output[3] = cell[3] * AXIS_W.stride;
+}
+
+// Barriers, 8 bytes each: of every stage full and empty, of every tile's outputs whole and gone.
+struct Barriers {
+  unsigned first;
+
+  __device__ __forceinline__ unsigned full(int slot) const { return first + 8 * slot; }
+  __device__ __forceinline__ unsigned empty(int slot) const { return first + 8 * (BUFFERS + slot); }
+  __device__ __forceinline__ unsigned whole(int output) const { return first + 16 * BUFFERS + 8 * output; }
+  __device__ __forceinline__ unsigned gone(int output) const { return first + 16 * BUFFERS + 16 + 8 * output; }
+
+  __device__ __forceinline__ void init() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < BUFFERS; ++i) mbarrier_init(full(i), LOADERS), mbarrier_init(empty(i), WARPS);
+      for (int i = 0; i < 2; ++i) mbarrier_init(whole(i), THREADS), mbarrier_init(gone(i), 32 * STORE_WARPS);
+    }
+  }
+};
+constexpr int NOTES_AT = 128, BARRIER_BYTES = 384;  // with the notes
+static_assert(16 * BUFFERS + 32 <= NOTES_AT && (int)sizeof(Notes) <= BARRIER_BYTES - NOTES_AT, "BUFFERS");
+
+// A warp's arrival, after all of its lanes.
+__device__ __forceinline__ void arrive(unsigned barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// What the three kinds of warps do.
+
+__device__ __forceinline__ void load_stages(const Params& params, Tiles tiles, const Barriers& barriers, Notes& notes,
+                                            Place* places, char* buffers, const scalar_t* x, const scalar_t* y) {
+  PartLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(params.x, params.window);
+  loader.init(places, elements(params.window));
+  named_barrier_sync(1, LOADERS);
+  // What is on its way is waited for once BUFFERS - 2 stages follow it. Behind the last tile comes a note of its own.
+  constexpr int BEHIND = BUFFERS - 2;
+  int count = 1 << 30;  // of stages, with that note's, as soon as it is known
+  for (Stage stage; stage.number < count + BEHIND; ++stage.number) {
+    const int slot = stage.slot();
+    if (stage.number < count) {
+      mbarrier_wait(barriers.empty(slot), stage.parity() ^ 1);
+      int at[4];
+      tiles.first_cell(at);
+      if (threadIdx.x == THREADS && stage.of_tile() == 0) {
+        Note& note = notes.of_tile(stage);
+        int output[4];
+        first_output(at, output);
+        note.place = tiles.exists() ? staged_place(0, misalignment(y + offset_of(params.y, output))) : NOWHERE;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) note.cell[i] = at[i];
+      }
+      if (tiles.exists()) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) at[i] += params.first[i];
+        const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
+        loader.load(x + channel * params.x.stride[1], IN_CHANNELS - channel, buffers + slot * params.stage_bytes,
+                    params.batch, at);
+        if (stage.is_last()) tiles.advance();
+      } else {
+        count = stage.number + 1;
+      }
+    }
+    cp_async_commit();
+    if (stage.number < BEHIND) continue;
+    cp_async_wait<BEHIND>();
+    mbarrier_arrive(barriers.full((stage.number - BEHIND) % BUFFERS));
+  }
+}
+
+__device__ __forceinline__ void multiply_stages(const Params& params, const Barriers& barriers, Notes& notes,
+                                                const char* weights, const char* buffers, scalar_t* staged,
+                                                const Outputs& outputs, const scalar_t* x, const scalar_t* weight) {
+  Sums sums;
+  sums.clear();
+#pragma unroll 1
+  for (Stage stage;; ++stage.number) {
+    mbarrier_wait(barriers.full(stage.slot()), stage.parity());
+    const Note& note = notes.of_tile(stage);
+    const bool exists = *(volatile const int*)&note.place != NOWHERE;
+    if (exists) {
+      const char* const window = buffers + stage.slot() * params.stage_bytes;
+      const char* const from = weights + stage.of_tile() * (STAGE_STEPS * ENTRIES.count * ENTRY_BYTES);
+#pragma unroll 1
+      for (int i = 0; i < min(STAGE_STEPS, STEPS - stage.of_tile() * STAGE_STEPS); ++i)
+        sums.add(params, window + i * OPERATION * params.window.pitch, outputs.pairs,
+                 from + i * (ENTRIES.count * ENTRY_BYTES));
+    }
+    if (!exists || stage.is_last()) {
+      const int output = stage.output(params);
+      mbarrier_wait(barriers.gone(output), stage.output_parity(params) ^ 1);
+      if (exists) {
+        scalar_t* const to = (scalar_t*)((char*)staged + output * params.staged_bytes);
+        if (!outputs.stage(to, note.place, sums)) {
+          const Share share(params);
+          outputs.mend(to, note.place, note.cell, share.input(params, x), share.weights(weight));
+        }
+        publish_rows();
+      }
+      mbarrier_arrive(barriers.whole(output));
+      if (!exists) break;
+      sums.clear();
+    }
+    arrive(barriers.empty(stage.slot()));
+  }
+}
+
+__device__ __forceinline__ void store_tiles(const Params& params, const Barriers& barriers, Notes& notes,
+                                            const scalar_t* staged, const scalar_t* bare, scalar_t* y, int channels) {
+  for (Stage stage;; stage.number += STAGES) {
+    mbarrier_wait(barriers.whole(stage.output(params)), stage.output_parity(params));
+    const Note note = notes.of_tile(stage);
+    if (note.place == NOWHERE) break;
+    int at[4], size[4];
+    first_output(note.cell, at);
+    size[0] = params.batch - at[0];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) size[1 + i] = params.y.size[i] - at[1 + i];
+    const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(params) * params.staged_bytes);
+    Writer{params, outputs, bare, y + offset_of(params.y, at), channels, size}.write();
+    bulk_stores_wait();
+    mbarrier_arrive(barriers.gone(stage.output(params)));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
+    grouped_gemm(const scalar_t* __restrict__ x, const scalar_t* weight,  // which may be written while this begins
+                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const Params params) {
+  extern __shared__ __align__(128) char shared_memory[];
+  const Share share(params);
+  const int channels = OUT_CHANNELS - share.first_out, first_bias = share.group * OUT_CHANNELS + share.first_out;
+  y += first_bias * params.y.stride[1];
+
+  const Barriers barriers = {shared_address(shared_memory)};
+  Notes& notes = *(Notes*)(shared_memory + NOTES_AT);
+  Pair* const pairs = (Pair*)(shared_memory + BARRIER_BYTES);
+  char* const weights = (char*)pairs + PAIR_BYTES;
+  scalar_t* const staged = (scalar_t*)(weights + WEIGHT_BYTES);
+  scalar_t* const bare = (scalar_t*)((char*)staged + params.outputs * params.staged_bytes);
+  Place* const places = (Place*)((char*)bare + params.bare_bytes);
+  char* const buffers = (char*)places + params.table_bytes;
+
+  barriers.init();
+  for (int i = threadIdx.x; i < PAIRS; i += BLOCK) {
+    int at[4];
+    decode(params.lanes, 2 * i, at);
+    pairs[i] = Pair(params, at);
+  }
+  unsigned* counter = nullptr;
+  if (params.counters) {
+    counter = (unsigned*)weight + (share.group * OUT_BLOCKS + share.first_out / OUT_CHUNK);
+    weight = (const scalar_t*)((const char*)weight + params.counters);
+    griddepcontrol_wait();
+  }
+  load_weights(share.weights(weight), channels, weights);
+  if (HAS_BARE) {
+    fill_bare_rows(params, bias + first_bias, channels, bare);
+    publish_rows();
+  }
+  __syncthreads();
+
+  if (threadIdx.x >= THREADS + LOADERS) {
+    store_tiles(params, barriers, notes, staged, bare, y, channels);
+  } else if (threadIdx.x >= THREADS) {
+    load_stages(params, Tiles(params, counter, notes, share.tile), barriers, notes, places, buffers,
+                share.input(params, x), y);
+  } else {
+    const Outputs outputs(params, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels);
+    multiply_stages(params, barriers, notes, weights, buffers, staged, outputs, x, weight);
+  }
+}

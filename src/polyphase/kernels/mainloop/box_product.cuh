@@ -1,0 +1,239 @@
+// Products of matrices whose operands TMA brings in boxes, and the tensor cores take as they come:
+//
+//     sum[row, column]  +=  Σ_k  A[row, k] · B[k, column]
+//
+// Channels are innermost. Where k are channels, a row of A, or a column of B, is a row of a box. Where k are positions
+// (TRANSPOSED), it is an element of all rows of a box, and as many as lie in a box's row share it: ROW_PITCH bytes of
+// A, COLUMN_PITCH of B. TMA changes the order of 16-byte chunks within a row (swizzling), which tensor cores or threads
+// undo: it follows from the address alone, so that an operand may begin at any row of a box.
+//
+// The instruction is Hopper's, but for transposed operands of 32 bits, which it does not take: those pass registers.
+//
+// Index mapping. Groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by LINES times COLUMNS columns, which
+// are an instruction's: ROW_GROUPS times COLUMN_GROUPS, that have other rows or other columns. Of LOADERS threads more
+// some have TMA bring what comes next. A stage is STEPS operations deep.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/pipeline.cuh"
+#include "core/shared_address.cuh"
+#include "core/swizzle.cuh"
+#include "core/types.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/wgmma.cuh"
+
+constexpr int ELEMENT = sizeof(scalar_t);
+constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
+constexpr int CONSUMER_THREADS = 128 * ROW_GROUPS * COLUMN_GROUPS, THREADS = CONSUMER_THREADS + LOADERS;
+constexpr int GROUP_ROWS = 64 * ROW_TILES;
+__device__ __forceinline__ int row_group() { return COLUMN_GROUPS == 1 ? (int)threadIdx.x / 128 : 0; }
+__device__ __forceinline__ int column_group() { return COLUMN_GROUPS == 1 ? 0 : (int)threadIdx.x / 128; }
+static_assert(ROW_GROUPS == 1 || COLUMN_GROUPS == 1, "groups differ in one of both");
+
+// Registers are reallocated (setmaxnreg) where a whole group loads, which needs few; else each thread has its share.
+constexpr int PRODUCER_REGISTERS = CONSUMER_THREADS > 256 ? 32 : 40,
+              CONSUMER_REGISTERS = CONSUMER_THREADS > 256 ? 160 : 232;
+static_assert(LOADERS == 32 || registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, LOADERS, PRODUCER_REGISTERS),
+              "too few registers");
+template <bool MULTIPLIES>
+__device__ __forceinline__ void reallocate_registers() {
+  if constexpr (LOADERS == 128 && MULTIPLIES) setmaxnreg_inc<CONSUMER_REGISTERS>();
+  if constexpr (LOADERS == 128 && !MULTIPLIES) setmaxnreg_dec<PRODUCER_REGISTERS>();
+}
+
+// A transposed operand: bytes of a box, and rows or columns in it.
+__host__ __device__ constexpr int box_bytes(int pitch) { return STEPS * OPERATION * pitch; }
+constexpr int ROW_BOX = ROW_PITCH / ELEMENT, COLUMN_BOX = COLUMN_PITCH / ELEMENT;
+// Bytes of a tile of rows, and of those of a stage, behind which its columns lie.
+constexpr int A_TILE = TRANSPOSED ? 64 / ROW_BOX * box_bytes(ROW_PITCH) : 64 * ROW_PITCH;
+constexpr int A_BYTES = ROW_GROUPS * ROW_TILES * A_TILE;
+static_assert(TRANSPOSED ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
+              "operands are whole boxes, or whole operations deep");
+
+// Where operands pass registers, warps of a group that have other columns of the same rows: each is read less often.
+// With several tiles of rows a warp reads its columns for all of them.
+#if BY_THREADS
+constexpr int ABREAST = ROW_TILES > 1 ? 1 : COLUMNS % 32 == 0 ? 4 : COLUMNS % 16 == 0 ? 2 : 1;
+#else
+constexpr int ABREAST = 1;
+#endif
+// Strips of 16 rows of a tile that a warp has, but for those without any row.
+constexpr int STRIPS = ABREAST == 4 && IN_CHANNELS <= 48 ? ceil_div(IN_CHANNELS, 16) : ABREAST;
+constexpr int SUMS = COLUMNS / 8 / ABREAST * STRIPS * 4;  // of a thread, of a tile by a line
+
+// Bytes of a stage, whose columns are laid out by a class (`Sums::multiply`).
+template <class Columns>
+__host__ __device__ constexpr int stage_bytes() {
+  return round_up(A_BYTES + Columns::BYTES, 1024);
+}
+
+// The sums of a thread: ROW_TILES tiles by LINES lines. Number i of those lies in row `row(tile, i)` of the block's,
+// and in column `column(i)` of the line's.
+struct Sums {
+  float of[ROW_TILES * LINES][SUMS];
+
+  static __device__ __forceinline__ int row(int tile, int i) {
+    const int warp = threadIdx.x / 32 % 4, strip = warp / ABREAST * STRIPS + i / 4 % STRIPS;
+    return row_group() * GROUP_ROWS + tile * 64 + strip * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+  }
+  static __device__ __forceinline__ int column(int i) {
+    const int eight = threadIdx.x / 32 % ABREAST * (COLUMNS / 8 / ABREAST) + i / 4 / STRIPS;
+    return eight * 8 + threadIdx.x % 4 * 2 + i % 2;
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES * LINES; ++tile)
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) of[tile][i] = 0;
+  }
+  // Adds others, or begins with them.
+  __device__ __forceinline__ void take(const Sums& others, bool begin) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES * LINES; ++tile)
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) of[tile][i] = others.of[tile][i] + (begin ? 0 : of[tile][i]);
+  }
+
+  // The products of `stages` stages from `turn` on, to sums that begin with them. Columns says where those lie in the
+  // BYTES that a stage has of them: the group's line i at `line(i)`, its operation i `step(i)` further on, eight k
+  // EIGHT behind the eight before, and COLUMN_BOX columns BESIDE behind those before.
+  template <class Columns>
+  __device__ __forceinline__ void multiply(int stages, PipelineBarriers<BUFFERS>& ring, PipelineState<BUFFERS>& state,
+                                           const unsigned char* buffers) {
+    int before = 0;
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
+      mbarrier_wait(shared_address(ring.full + state.index), state.parity);
+      const unsigned char* const a = buffers + state.index * stage_bytes<Columns>();
+      add_stage<Columns>(a + row_group() * ROW_TILES * A_TILE, a + A_BYTES, stage > 0);
+      if (stage > 0) release(ring, before);
+      before = state.index;
+      state.next();
+    }
+    wgmma_wait<0>();
+    pin(of);
+    if (stages > 0) release(ring, before);
+  }
+
+ private:
+  // The buffer may be filled again.
+  static __device__ __forceinline__ void release(PipelineBarriers<BUFFERS>& ring, int index) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + index));
+  }
+
+#if BY_THREADS
+  // Adds a stage, or begins with it. Of eight positions a lane takes two that are neighbours, so that those of a warp
+  // lie in different banks: which k an operation calls by which name is all the same to the product.
+  template <class Columns>
+  __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
+    if (!more) clear();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      unsigned rows[ROW_TILES][STRIPS][4];
+      const int lane[2] = {held(place_of_lane<ROW_PITCH>(0)), held(place_of_lane<ROW_PITCH>(1))};
+#pragma unroll
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4 * STRIPS; ++i)
+          rows[tile][i / 4][i % 4] =
+              element<ROW_PITCH>(a + tile * A_TILE + step * OPERATION * ROW_PITCH, row_of_warp(i / 4) + i % 2 * 8,
+                                 box_bytes(ROW_PITCH), lane[i % 4 / 2]);
+#pragma unroll
+      for (int line = 0; line < LINES; ++line)
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8 / ABREAST; ++j) {
+          unsigned columns[2];
+          if constexpr (ABREAST == 1 && Columns::ALIGNED) {
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+              columns[k] = element<COLUMN_PITCH>(b + Columns::line(line) + Columns::step(step), 8 * j, Columns::BESIDE,
+                                                 place_of_lane<COLUMN_PITCH>(k));
+          } else {
+            const int at = held(column_of_warp<Columns>(line, j)) + Columns::step(step);
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+              columns[k] = *(const unsigned*)(b + swizzled<COLUMN_PITCH>(at + k * COLUMN_PITCH));
+          }
+#pragma unroll
+          for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+            for (int strip = 0; strip < STRIPS; ++strip)
+              mma<scalar_t>(of[tile * LINES + line] + 4 * (j * STRIPS + strip), rows[tile][strip], columns[0],
+                            columns[1]);
+        }
+    }
+    __syncwarp();
+  }
+  // The same, but where warps share rows opaque, so that the compiler does not keep all steps' places in registers.
+  static __device__ __forceinline__ int held(int value) { return ABREAST == 1 ? value : (int)opaque(value); }
+  static __device__ __forceinline__ int row_of_warp(int strip) {
+    return (threadIdx.x / 32 % 4 / ABREAST * STRIPS + strip) * 16;
+  }
+  // Bytes to the lane's element, at the first k, of the warp's j-th eight columns.
+  template <class Columns>
+  static __device__ __forceinline__ int column_of_warp(int line, int j) {
+    const int column = (threadIdx.x / 32 % ABREAST * (COLUMNS / 8 / ABREAST) + j) * 8, lane = threadIdx.x % 32;
+    return Columns::line(line) + column / COLUMN_BOX * Columns::BESIDE + column % COLUMN_BOX * ELEMENT +
+           lane % 4 * 2 * COLUMN_PITCH + lane / 4 * ELEMENT;
+  }
+  // Where bytes that many behind a box's first are, whose chunks have changed places.
+  template <int PITCH>
+  static __device__ __forceinline__ int swizzled(int offset) {
+    return offset ^ (offset >> 7 & (PITCH / 16 - 1)) << 4;
+  }
+  // Bytes to the lane's element, at its first or second k of eight, of the first eight rows or columns.
+  template <int PITCH>
+  static __device__ __forceinline__ int place_of_lane(int k) {
+    return swizzled<PITCH>((threadIdx.x % 4 * 2 + k) * PITCH + threadIdx.x % 32 / 4 * ELEMENT);
+  }
+  // That element of the eight rows or columns from `i` on, of boxes that are `beside` bytes apart.
+  template <int PITCH>
+  static __device__ __forceinline__ unsigned element(const unsigned char* boxes, int i, int beside, int lane) {
+    constexpr int BOX = PITCH / ELEMENT;
+    return *(const unsigned*)(boxes + i / BOX * beside + (lane ^ i % BOX * ELEMENT));  // neither carries into the other
+  }
+#else
+  // Adds a stage, or begins with it, when those before have come to an end.
+  template <class Columns>
+  __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
+    constexpr int ROW_STEP = TRANSPOSED ? OPERATION * ROW_PITCH : 32;
+    const unsigned rows = shared_address(a), columns = shared_address(b);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int line = 0; line < LINES; ++line)
+          add_product<Columns>(of[tile * LINES + line], rows + tile * A_TILE + step * ROW_STEP,
+                               columns + Columns::line(line) + Columns::step(step), more || step > 0);
+    wgmma_commit();
+    wgmma_wait<1>();
+  }
+  template <class Columns>
+  static __device__ __forceinline__ void add_product(float (&sums)[COLUMNS / 2], unsigned a, unsigned b, bool add) {
+    wgmma(sums, matrix_descriptor<ROW_PITCH>(a, TRANSPOSED ? box_bytes(ROW_PITCH) : 0),
+          matrix_descriptor<COLUMN_PITCH>(b, Columns::BESIDE, Columns::EIGHT), add);
+  }
+#endif
+};
+
+// A row's two sums of each of two tiles of eight columns, in half precision. Two lanes exchange halves: each has four
+// neighbours then, of one of both tiles, from column `first_exchanged()` of the sixteen on. All lanes are here.
+__device__ __forceinline__ Vector<unsigned, 2> exchanged(const float* first, const float* second) {
+  Vector<scalar_t, 2> words[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) narrow(first[i], words[0].value[i]), narrow(second[i], words[1].value[i]);
+  const unsigned mine[2] = {*(const unsigned*)&words[0], *(const unsigned*)&words[1]};
+  const bool odd = threadIdx.x % 2;
+  const unsigned other = __shfl_xor_sync(~0u, odd ? mine[0] : mine[1], 1);
+  return {odd ? other : mine[0], odd ? mine[1] : other};
+}
+__device__ __forceinline__ int first_exchanged() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }

@@ -1,0 +1,230 @@
+// Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
+// or more. The specialisation defines WARPS, and which of a block's load.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "ptx/cp_async.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int LOADERS = 32 * LOAD_WARPS;
+constexpr int ELEMENT = sizeof(scalar_t);
+constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
+
+// What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
+struct Part {
+  int extent[4];  // along n, d, h and w
+  int piece;      // elements moved at once: along w, or of neighbouring channels
+  int pitch;      // bytes in shared memory from one channel to the next
+};
+
+// The thread's number among those that load.
+__device__ __forceinline__ int loader() { return threadIdx.x - 32 * FIRST_LOAD_WARP; }
+
+__device__ __forceinline__ int elements(const Part& part) {
+  return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
+}
+
+__device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d, int h, int w) {
+  return n < batch && (unsigned)d < (unsigned)t.size[0] && (unsigned)h < (unsigned)t.size[1] &&
+         (unsigned)w < (unsigned)t.size[2];
+}
+
+// The pieces of a box that stays where it is.
+struct Still {
+  long long* offsets;  // from the channel's first element; below zero where there is no piece
+  int pieces;          // of a channel
+
+  // Lists those of `count` elements; beyond the box there are none. The box begins at `origin` (n, d, h, w).
+  __device__ __forceinline__ void init(const Tensor5& t, const Part& part, long long* list, int count, int along_w,
+                                       int batch, const int (&origin)[4]) {
+    offsets = list;
+    pieces = count / along_w;
+    for (int i = loader(); i < pieces; i += LOADERS) {
+      int at[4];
+      decode(part.extent, i * along_w, at);
+      const bool in_box = at[0] < part.extent[0];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) at[j] += origin[j];
+      offsets[i] = in_box && exists(t, batch, at[0], at[1], at[2], at[3]) ? offset_of(t, at) : -16;  // aligned
+    }
+  }
+
+  __device__ __forceinline__ long long begin(const Tensor5&) const { return 0; }
+  // Whether piece `i` exists, and its offset from there.
+  __device__ __forceinline__ bool find(const Tensor5&, int i, long long& offset) const {
+    offset = offsets[i];
+    return offset >= 0;
+  }
+};
+
+// The pieces of a box that begins elsewhere at each stage.
+struct alignas(16) Place {
+  short n, d, h, w;  // counted from the box's first element; n is -1 where there is no piece
+  long long offset;  // from there
+};
+struct Moving {
+  Place* places;
+  int pieces;  // of a channel
+
+  __device__ __forceinline__ void init(const Tensor5& t, const Part& part, Place* list, int count, int along_w) {
+    places = list;
+    pieces = count / along_w;
+    for (int i = loader(); i < pieces; i += LOADERS) {
+      int at[4];
+      decode(part.extent, i * along_w, at);
+      const short n = at[0] < part.extent[0] ? (short)at[0] : -1;
+      places[i] = Place{n, (short)at[1], (short)at[2], (short)at[3], offset_of(t, at)};
+    }
+  }
+
+  // The same for the box that begins at `origin` (n, d, h, w).
+  __device__ __forceinline__ long long begin(const Tensor5& t, int /* batch */, const int (&origin)[4]) const {
+    return offset_of(t, origin);
+  }
+  __device__ __forceinline__ bool find(const Tensor5& t, int i, long long& offset, int batch,
+                                       const int (&origin)[4]) const {
+    const Place place = places[i];
+    offset = place.offset;
+    return place.n >= 0 &&
+           exists(t, batch, origin[0] + place.n, origin[1] + place.d, origin[2] + place.h, origin[3] + place.w);
+  }
+};
+
+// Where a tensor has its channels; those that come last are transposed on their way.
+enum class Channels { first, last };
+
+// One part of a stage on its way to shared memory; up to 1 << SPAN threads go along the pieces of a channel.
+template <Channels ORDER, int CHANNELS, class Box, int SPAN = 5>
+struct PartLoader {
+  static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
+
+  const Tensor5& tensor;
+  const Part& part;
+  Box box;
+
+  __device__ __forceinline__ PartLoader(const Tensor5& tensor, const Part& part) : tensor(tensor), part(part) {}
+
+  // `list` has room for the pieces of `count` elements, `more` is what the box needs besides.
+  template <class Entry, class... More>
+  __device__ __forceinline__ void init(Entry* list, int count, const More&... more) {
+    box.init(tensor, part, list, count, ORDER == Channels::first ? part.piece : 1, more...);
+  }
+
+  // The box in `channels` channels from `from` on; those beyond are zero. `at` is where a moving box is.
+  template <class... At>
+  __device__ __forceinline__ void load(const scalar_t* from, int channels, char* to, const At&... at) const {
+    from += box.begin(tensor, at...);
+    if constexpr (ORDER != Channels::first) {
+      if (VECTOR > 1 && part.piece > 1)
+        load_channels<VECTOR>(from, channels, to, at...);
+      else
+        load_channels<1>(from, channels, to, at...);
+    } else {
+      switch (part.piece * ELEMENT) {
+        case 16:
+          return load_pieces<16>(from, channels, to, at...);
+        case 8:
+          return load_pieces<8>(from, channels, to, at...);
+        case 4:
+          return load_pieces<4>(from, channels, to, at...);
+        default:
+          return load_pieces<ELEMENT>(from, channels, to, at...);
+      }
+    }
+  }
+
+ private:
+  // Threads go along a row, and take channels in turn; where rows are short, several channels at once.
+  template <int BYTES, class... At>
+  __device__ __forceinline__ void load_pieces(const scalar_t* from, int channels, char* to, const At&... at) const {
+    if (box.pieces > 1 << (SPAN - 1))
+      load_rows<BYTES>(SPAN, from, channels, to, at...);
+    else
+      load_rows<BYTES>(32 - __clz(box.pieces - 1), from, channels, to, at...);
+  }
+
+  // With 1 << `span` lanes along a row.
+  template <int BYTES, class... At>
+  __device__ __forceinline__ void load_rows(int span, const scalar_t* from, int channels, char* to,
+                                            const At&... at) const {
+    const int lanes = 1 << span, first = loader() >> span, at_once = LOADERS >> span;  // channels
+    const bool whole = (CHANNELS & (at_once - 1)) == 0;
+    from += first * tensor.stride[1];
+    to += first * part.pitch;
+    for (int i = loader() & (lanes - 1); i < box.pieces; i += lanes) {
+      long long offset;
+      const bool inside = box.find(tensor, i, offset, at...);
+      const scalar_t* source = from + offset;
+      char* slot = to + i * BYTES;
+      if constexpr (BYTES >= 4) {
+#pragma unroll 4
+        for (int channel = 0; channel < CHANNELS; channel += at_once) {
+          if (whole || first + channel < CHANNELS)
+            cp_async<BYTES>(shared_address(slot), source, inside && first + channel < channels);
+          source += at_once * tensor.stride[1];
+          slot += at_once * part.pitch;
+        }
+      } else {  // too small for asynchronous copies: several are on their way before the first is stored
+        constexpr int MOVED = CHANNELS < 8 ? CHANNELS : 8;
+#pragma unroll 1
+        for (int channel = first; channel < CHANNELS; channel += MOVED * at_once) {
+          scalar_t elements[MOVED];
+#pragma unroll
+          for (int j = 0; j < MOVED; ++j, source += at_once * tensor.stride[1])
+            elements[j] = inside && channel + j * at_once < min(CHANNELS, channels) ? read(source) : zero<scalar_t>();
+#pragma unroll
+          for (int j = 0; j < MOVED; ++j, slot += at_once * part.pitch)
+            if (channel + j * at_once < CHANNELS) *(scalar_t*)slot = elements[j];
+        }
+      }
+    }
+  }
+
+  // Lanes go along channels.
+  template <int WIDTH, class... At>
+  __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
+    constexpr int VECTORS = CHANNELS / WIDTH, MOVED = WIDTH == 1 ? 4 : 2;
+    const int count = box.pieces * VECTORS;
+#pragma unroll 1
+    for (int begin = loader(); begin < count; begin += MOVED * LOADERS) {
+      Vector<scalar_t, WIDTH> vectors[MOVED] = {};  // all on their way before the first is stored
+#pragma unroll
+      for (int k = 0; k < MOVED; ++k) {
+        const int i = begin + k * LOADERS, channel = i % VECTORS * WIDTH;
+        long long offset;
+        if (i < count && box.find(tensor, i / VECTORS, offset, at...) && channel < channels)
+          vectors[k] = *(const Vector<scalar_t, WIDTH>*)(from + offset + channel);
+      }
+#pragma unroll
+      for (int k = 0; k < MOVED; ++k) {
+        const int i = begin + k * LOADERS;
+        if (i >= count) break;
+        char* const slot = to + i % VECTORS * WIDTH * part.pitch + i / VECTORS * ELEMENT;
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vectors[k].value[j];
+      }
+    }
+  }
+};
+
+// Stages through BUFFERS buffers of `bytes` each: load(stage, buffer) begins copies that compute(buffer) needs. Copies
+// run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has freed.
+template <class Load, class Compute>
+__device__ __forceinline__ void run_stages(int stages, char* buffers, int bytes, const Load& load,
+                                           const Compute& compute) {
+#pragma unroll 1
+  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
+    if (stage >= 0) {
+      cp_async_wait<BUFFERS - 2>();
+      __syncthreads();
+    }
+    const int ahead = stage + BUFFERS - 1;
+    if (ahead < stages) load(ahead, buffers + ahead % BUFFERS * bytes);
+    cp_async_commit();
+    if (stage >= 0) compute(buffers + stage % BUFFERS * bytes);
+  }
+}

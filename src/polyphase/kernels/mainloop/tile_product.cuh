@@ -1,0 +1,59 @@
+// Products on tensor cores: a warpgroup adds A · B to its accumulators, where A is 64 rows and B is PIXELS
+// columns of two chunks each, 16 bytes a row and chunk, in shared memory. Rows are 16 bytes apart, the second chunk
+// `A_CHUNK` or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is
+// an address.
+//
+// With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order TMA changes (swizzling) so
+// that those of neighbours lie in different banks. The tensor cores undo that by the bits of the address, wherever B
+// begins. Of a source whose pixels are innermost (TRANSPOSED) a box is 64 pixels of every channel of a stage, 128 bytes
+// a channel, swizzled; the tensor cores take columns so in half precision, 64 by 64.
+//
+// Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/row_blocks.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/wgmma.cuh"
+
+constexpr int A_CHUNK = 64 * 16;
+constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
+constexpr int PIXEL_PITCH = BOXES ? 32 * K_STEPS : 16;
+constexpr bool TRANSPOSED = BOXES && !SRC_CHANNELS_LAST;
+constexpr int BOX_PIXELS = 64, BOX_BYTES = BOX_PIXELS * PIXEL_PITCH;  // of those
+constexpr int BOX_STEP = TRANSPOSED ? STEP_CHANNELS * 128 : 32;       // from a step's channels to the next one's
+static_assert(!TRANSPOSED || (sizeof(operand_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
+static_assert(!TRANSPOSED || BOX_BYTES % 1024 == 0, "swizzled rows begin with eight of them");
+
+// Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
+__device__ __forceinline__ void clear(float& sum) {
+  sum = 0;
+  materialize(sum);
+}
+
+#if WGMMA
+__device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
+  const unsigned long long columns =
+      TRANSPOSED ? matrix_descriptor<128>(b, BOX_BYTES) : matrix_descriptor<PIXEL_PITCH>(b, b_chunk);
+  wgmma(sums, matrix_descriptor<16>(a, A_CHUNK), columns, add);
+}
+#else
+__device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  if (!add) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+  }
+  unsigned rows[4];  // rows 0-7 and 8-15 of the first chunk, then of the second
+  ldmatrix(rows, a + lane / 16 * A_CHUNK + (16 * warp + lane % 16) * 16);
+#pragma unroll
+  for (int j = 0; j < PIXELS / 8; j += 2) {
+    unsigned columns[4];  // 8 columns of both chunks, then the next 8
+    ldmatrix(columns, b + lane / 8 % 2 * b_chunk + (8 * j + lane / 16 * 8 + lane % 8) * 16);
+    mma<operand_t>(sums + 4 * j, rows, columns[0], columns[1]);
+    if (j + 1 < PIXELS / 8) mma<operand_t>(sums + 4 * (j + 1), rows, columns[2], columns[3]);
+  }
+}
+#endif

@@ -1,0 +1,93 @@
+// Where the columns of a weight gradient lie: in windows of the output gradient, as TMA brings them.
+//
+// Along each dimension every PERIOD-th tap meets elements of the same residue of the stride, and does so SHIFT
+// positions after the one before. So WINDOW_D · WINDOW_H · WINDOW_W of such taps share a window: what a tile of LANES_D
+// · LANES_H · LANES_W positions and a halo meet of some output channels, every stride-th element. To each tap the tile
+// is the same window from another row on, a row being a position. Along a dimension a window is of one tap, or of all
+// that share a residue; one of one tap is just the tile, and then its extents are all the same.
+//
+// Index mapping. Windows of a group are counted by channel block, then by their first tap along w, h and d. A unit is a
+// window's channels at one tap, a line LINE_UNITS neighbouring units, equally far apart.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/geometry.cuh"
+#include "mainloop/box_product.cuh"
+
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+__host__ __device__ constexpr int period(Axis axis) { return axis.stride / gcd(axis.stride, axis.dilation); }
+__host__ __device__ constexpr int shift(Axis axis) { return axis.dilation / gcd(axis.stride, axis.dilation); }
+// Windows along a dimension that have `taps` taps each; the first tap of each is its index.
+__host__ __device__ constexpr int windows(Axis axis, int taps) {
+  return taps > 1 && period(axis) < axis.kernel ? period(axis) : axis.kernel;
+}
+// Positions that a window of `taps` taps has of `lanes` of a tile.
+__host__ __device__ constexpr int extent(Axis axis, int lanes, int taps) { return lanes + (taps - 1) * shift(axis); }
+
+constexpr int UNIT = COLUMN_PITCH / (int)sizeof(scalar_t);  // output channels
+constexpr int WINDOW_TAPS = WINDOW_D * WINDOW_H * WINDOW_W;
+constexpr int ROW_EXTENT = extent(AXIS_W, LANES_W, WINDOW_W), SLAB_EXTENT = extent(AXIS_H, LANES_H, WINDOW_H);
+constexpr int WINDOW_BOX = extent(AXIS_D, LANES_D, WINDOW_D) * SLAB_EXTENT * ROW_EXTENT * COLUMN_PITCH;
+constexpr int WINDOW_BYTES = round_up(WINDOW_BOX, 1024);
+
+constexpr int CHANNEL_BLOCKS = ceil_div(OUT_CHANNELS, UNIT);
+constexpr int WINDOWS_W = windows(AXIS_W, WINDOW_W), WINDOWS_H = windows(AXIS_H, WINDOW_H);
+constexpr int WINDOWS = windows(AXIS_D, WINDOW_D) * WINDOWS_H * WINDOWS_W * CHANNEL_BLOCKS;
+
+constexpr int LINE_UNITS = COLUMNS / UNIT, BLOCK_UNITS = COLUMN_GROUPS * LINES * LINE_UNITS;
+constexpr int BLOCK_WINDOWS = BLOCK_UNITS / WINDOW_TAPS;
+static_assert(BLOCK_UNITS % WINDOW_TAPS == 0, "a block has whole windows");
+static_assert(WINDOW_TAPS == 1 || LINE_UNITS == (WINDOW_W > 1   ? WINDOW_W
+                                                 : WINDOW_H > 1 ? WINDOW_H
+                                                                : WINDOW_D),
+              "a line is the innermost taps of a window");
+
+// The first row that position `index` of a tile meets, and that tap `index` of a window does.
+__host__ __device__ constexpr int row_of_position(int index) {
+  return (index / LANES_W / LANES_H * SLAB_EXTENT + index / LANES_W % LANES_H) * ROW_EXTENT + index % LANES_W;
+}
+__host__ __device__ constexpr int row_of_tap(int index) {
+  return (index / WINDOW_W / WINDOW_H * shift(AXIS_D) * SLAB_EXTENT + index / WINDOW_W % WINDOW_H * shift(AXIS_H)) *
+             ROW_EXTENT +
+         index % WINDOW_W * shift(AXIS_W);
+}
+__host__ __device__ constexpr int unit_offset(int unit) {
+  return unit / WINDOW_TAPS * WINDOW_BYTES + row_of_tap(unit % WINDOW_TAPS) * COLUMN_PITCH;
+}
+
+// What `Sums::multiply` asks.
+struct WindowColumns {
+  static constexpr int DEPTH = 32 / (int)sizeof(scalar_t);  // of an operation
+  static constexpr int BYTES = BLOCK_WINDOWS * WINDOW_BYTES;
+  static constexpr int BESIDE = unit_offset(1),
+                       EIGHT = DEPTH > 8 ? row_of_position(8) * COLUMN_PITCH : 8 * COLUMN_PITCH;
+  static constexpr bool ALIGNED = WINDOW_TAPS == 1;  // all operations begin where swizzling does
+  static_assert(LANES_W % 8 == 0 && (LANES_W % DEPTH == 0 || LANES_H % 2 == 0), "eight rows lie together");
+
+  static __device__ __forceinline__ int line(int index) {
+    return unit_offset((column_group() * LINES + index) * LINE_UNITS);
+  }
+  static __host__ __device__ constexpr int step(int index) { return row_of_position(index * DEPTH) * COLUMN_PITCH; }
+};
+
+// A window: its first channel of the group, and the first of its taps along d, h, w.
+struct Window {
+  int channel, tap[3];
+
+  __device__ __forceinline__ explicit Window(int index) {
+    channel = index % CHANNEL_BLOCKS * UNIT;
+    index /= CHANNEL_BLOCKS;
+    tap[2] = index % WINDOWS_W;
+    tap[1] = index / WINDOWS_W % WINDOWS_H;
+    tap[0] = index / WINDOWS_W / WINDOWS_H;
+  }
+  // The weight's tap that is the window's tap `index`, or below zero where there is none.
+  __device__ __forceinline__ int weight_tap(int index) const {
+    const int d = tap[0] + index / WINDOW_W / WINDOW_H * period(AXIS_D);
+    const int h = tap[1] + index / WINDOW_W % WINDOW_H * period(AXIS_H), w = tap[2] + index % WINDOW_W * period(AXIS_W);
+    const bool exists = d < AXIS_D.kernel && h < AXIS_H.kernel && w < AXIS_W.kernel;
+    return exists ? (d * AXIS_H.kernel + h) * AXIS_W.kernel + w : -1;
+  }
+};

@@ -1,0 +1,640 @@
+// The forward pass with wgmma where every output has one tap: kernel = stride, no padding. Persistent,
+// warp-specialised, ping-pong. All elements of a cell read the same pixel, so this is one GEMM: M are pixels, K are
+// input channels, and N, the columns of a group, are
+//
+//     column  =  (output channel · phases along d, h  +  phase along d, h) · stride along w  +  phase along w
+//
+// which is the order in which weights lie in memory, and in which a cell's elements of a row are neighbours.
+//
+// Who does what. Two consumer warpgroups multiply, one producer warpgroup loads. One consumer adds the bias to a chunk
+// and stores it while the other multiplies (ping-pong, by `order`).
+//
+// Index mapping. A tile is TILE pixels, of all images one after the other, ROW_TILES · 64 for each consumer. The
+// channels of its pixels stay in registers for all columns: they come from global memory straight into MMA fragments,
+// or, with PREFETCH, by cp.async through a ring in shared memory for each consumer. COLUMNS columns are a chunk; its
+// weights (steps/pack_columns.cu) come stage by stage through shared memory by TMA, STAGE_STEPS operations each, or are
+// all there (RESIDENT). Tiles are dealt out one by one, so that neighbours are stored together; the chunks of those
+// that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on their way.
+//
+// In float32 the tensor cores take float16 (SCALED, operand/scaled_half.cuh): a pixel's channels are all at hand when
+// they become operands, and so is their largest.
+//
+// Which of a tile's pixels are which of M is all the same to the product. A thread has runs of RUN neighbours, as many
+// as it reads and stores at once: its outputs of a run are neighbours, too, where a cell is two elements wide, and
+// those of a warp's threads follow each other.
+//
+// Shared memory: STAGES stages of weights; with PREFETCH PIXEL_SLOTS slots of pixels for each consumer; bias and scales
+// of two chunks for each (`Terms`); `Shared`, the barriers.
+
+#include "specialisation.cuh"
+#include "core/divisor.cuh"
+#include "core/geometry.cuh"
+#include "core/pipeline.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "epilogue/finish.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "operand/scaled_half.cuh"
+#include "operand/tf32.cuh"
+
+struct Params {
+  Tensor5 x, y;
+  int pixels;        // of all images
+  Divisor sizes[3];  // of an image along d, h, w
+  Divisor groups;    // of channels
+  int rounds;        // units that each block has for itself
+  int units, share;  // all of them; of the chunks that are left over, those of a block
+  int piece;         // bytes of neighbouring pixels that are copied at once, where they come prefetched
+  int vector;        // outputs that are stored at once: of 4, 2 or 1 pixels, or one alone
+  int x_stride;      // of channels
+  int y_stride[4];   // of channels, d, h and w
+};
+
+constexpr int GROUPS = 2, THREADS = 128 * (GROUPS + 1), TILE = 64 * ROW_TILES * GROUPS;
+constexpr int PIXELS = 2 * ROW_TILES;  // of a thread
+constexpr int RUNS = PIXELS / RUN;
+constexpr int ELEMENT = sizeof(scalar_t), DEPTH = 16;  // channels of an operation
+constexpr int STEPS = ceil_div(IN_CHANNELS, DEPTH);
+constexpr int LINES = AXIS_D.stride * AXIS_H.stride;
+constexpr int ALL_COLUMNS = OUT_CHANNELS * TAPS, COLUMNS = 8 * COLUMN_TILES;
+constexpr int CHUNKS = ceil_div(ALL_COLUMNS, COLUMNS);
+constexpr int CHUNK_STAGES = STEPS / STAGE_STEPS;
+constexpr int CHUNK_PITCH = COLUMNS * 16, OPERATION_BYTES = 2 * CHUNK_PITCH;
+constexpr int STAGE_BYTES = STAGE_STEPS * OPERATION_BYTES, CHUNK_BYTES = CHUNK_STAGES * STAGE_BYTES;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int TERMS = SCALED + HAS_BIAS, TERM_PLACES = 3, TERM_BYTES = COLUMNS * 4 * TERMS;  // of a chunk
+constexpr int SOME_TERMS = TERMS > 0 ? TERMS : 1;
+
+// The ring of a group's pixels; a row are its pixels of a channel.
+constexpr int PIXEL_SLOTS = 4, SLOT_CHANNELS = 32, ROW_BYTES = TILE / GROUPS * ELEMENT;
+constexpr int SLOT_BYTES = SLOT_CHANNELS * ROW_BYTES, RUN_SLOTS = ceil_div(IN_CHANNELS, SLOT_CHANNELS);
+
+static_assert(STEPS % STAGE_STEPS == 0, "stages are whole");
+static_assert(registers_suffice(128 * GROUPS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
+static_assert(ROW_TILES * ELEMENT == 4, "a thread's outputs are 16 bytes");
+static_assert(!RESIDENT || STAGES == CHUNKS * CHUNK_STAGES, "all stages are there");
+static_assert(PIXELS % RUN == 0, "runs are whole");
+static_assert(!PREFETCH || RUN > 1, "a thread's pixels are neighbours");
+static_assert(TAPS == LINES * AXIS_W.stride, "the kernel is the stride");
+static_assert(AXIS_W.stride % 2 == 0, "a thread's two columns are neighbours in a row");
+
+struct Shared {
+  unsigned long long full[STAGES], empty[STAGES];
+  unsigned long long order[GROUPS];  // of the consumer warpgroups; told by the other's warps
+  unsigned long long pixels[GROUPS][PIXEL_SLOTS], room[GROUPS][PIXEL_SLOTS];
+};
+
+typedef PipelineState<PIXEL_SLOTS> PixelSlot;
+
+// Some chunks of a unit, which is a tile and a group of channels.
+struct Run {
+  int unit, first, behind;
+
+  __device__ __forceinline__ bool exists() const { return first < behind; }
+};
+
+// The runs of a block, one after the other: whole units first, then its share of the chunks that are left over.
+class Runs {
+ public:
+  __device__ __forceinline__ explicit Runs(const Params& params) : round(0), index((int)blockIdx.x * params.share) {}
+  // One without chunks when there are no more.
+  __device__ __forceinline__ Run next(const Params& params) {
+    if (round < params.rounds) return {round++ * (int)gridDim.x + (int)blockIdx.x, 0, CHUNKS};
+    const int behind =
+        min(((int)blockIdx.x + 1) * params.share, (params.units - params.rounds * (int)gridDim.x) * CHUNKS);
+    if (index >= behind) return {0, 0, 0};
+    const int of_unit = index / CHUNKS, first = index % CHUNKS, last = min(CHUNKS, first + behind - index);
+    index += last - first;
+    return {params.rounds * (int)gridDim.x + of_unit, first, last};
+  }
+
+ private:
+  int round, index;  // the latter of the chunks that are left over
+};
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+// The first pixel of a warp, and those of a thread from there on.
+__device__ __forceinline__ int first_pixel(int tile) { return tile * TILE + threadIdx.x / 32 * (16 * ROW_TILES); }
+__device__ __forceinline__ int pixel_of(int i) { return i / RUN * (8 * RUN) + lane() / 4 * RUN + i % RUN; }
+
+// Where one of the pixels lies, and its cell, from a tensor's first channel on.
+struct Pixel {
+  long long x, y;
+  bool exists;
+
+  __device__ __forceinline__ Pixel(const Params& params, int index) : exists(index < params.pixels) {
+    if (!exists) index = 0;
+    const int row = index / params.sizes[2], slab = row / params.sizes[1], image = slab / params.sizes[0];
+    const int w = index % params.sizes[2], h = row % params.sizes[1], d = slab % params.sizes[0];
+    x = image * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] + w * params.x.stride[4];
+    y = image * params.y.stride[0] + d * AXIS_D.stride * params.y.stride[2] + h * AXIS_H.stride * params.y.stride[3] +
+        w * AXIS_W.stride * params.y.stride[4];
+  }
+};
+
+// COUNT elements.
+template <int COUNT>
+using Words = Vector<unsigned, ceil_div(COUNT* ELEMENT, 4)>;
+
+// Where 16 bytes of a row of pixels lie in it: those of channels that neighbouring threads read are in different banks.
+__device__ __forceinline__ int place_in_row(int piece, int channel) { return (piece ^ channel / 2 % 4 * 2) * 16; }
+
+// A warp brings a group's pixels, BYTES at a time, run by run. Those that do not exist are zero.
+template <int BYTES>
+__device__ __forceinline__ void load_pixels(const Params& params, const scalar_t* x, unsigned slots,
+                                            const Shared& shared, int group) {
+  constexpr int LANES = ROW_BYTES / BYTES;  // of a row
+  const int offset = lane() % LANES * BYTES;
+  PixelSlot slot;
+  Runs runs(params);
+  for (Run run = runs.next(params); run.exists(); run = runs.next(params)) {
+    const Pixel pixel(params, run.unit / params.groups * TILE + (group * ROW_BYTES + offset) / ELEMENT);
+    const scalar_t* from =
+        x + pixel.x + (long long)(run.unit % params.groups * IN_CHANNELS + lane() / LANES) * params.x_stride;
+    for (int first = 0; first < IN_CHANNELS; first += SLOT_CHANNELS, slot.next()) {
+      mbarrier_wait(shared_address(&shared.room[group][slot.index]), slot.parity ^ 1);
+#pragma unroll 1
+      for (int i = lane() / LANES; i < SLOT_CHANNELS; i += 32 / LANES, from += 32 / LANES * params.x_stride)
+        cp_async<BYTES>(slots + slot.index * SLOT_BYTES + i * ROW_BYTES + place_in_row(offset / 16, i) + offset % 16,
+                        from, pixel.exists && first + i < IN_CHANNELS);
+      mbarrier_arrive_cp_async(shared_address(&shared.pixels[group][slot.index]));
+    }
+  }
+}
+
+// float32 comes as two channels for each word of an operand: the first in its place, the second here. (Were both here,
+// the compiler would keep them beside the operands of the chunk before.)
+struct Seconds {
+  float of[SCALED ? STEPS : 1][4];
+};
+
+// All channels of a thread's pixels, as the tensor cores take them (ptx/mma.cuh).
+struct Rows {
+  unsigned of[ROW_TILES][STEPS][4];
+  float unscale[PIXELS];  // SCALED: what sums are multiplied by
+
+  // From the group's slots, as many as it has from FIRST on.
+  template <int FIRST, int COUNT>
+  __device__ __forceinline__ void take(unsigned slots, const Shared& shared, int group, PixelSlot& slot,
+                                       Seconds& seconds) {
+    const int channel = lane() % 4 * 2;
+    unsigned first[RUNS];
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+      const int offset = (threadIdx.x / 32 % 4 * (16 * ROW_TILES) + pixel_of(run * RUN)) * ELEMENT;
+      first[run] = slots + channel * ROW_BYTES + place_in_row(offset / 16, channel) + offset % 16;
+    }
+#pragma unroll
+    for (int s = FIRST; s < min(FIRST + COUNT, RUN_SLOTS); ++s, slot.next()) {
+      mbarrier_wait(shared_address(&shared.pixels[group][slot.index]), slot.parity);
+#pragma unroll
+      for (int i = 0; i < 2 * SLOT_CHANNELS / DEPTH; ++i)
+        if (s * (SLOT_CHANNELS / DEPTH) + i / 2 < STEPS)
+#pragma unroll
+          for (int run = 0; run < RUNS; ++run)
+            load_half<true>(seconds, s * (2 * SLOT_CHANNELS / DEPTH) + i, run,
+                            (const scalar_t*)__cvta_shared_to_generic(first[run] + slot.index * SLOT_BYTES) +
+                                i * (DEPTH / 2) * (ROW_BYTES / ELEMENT),
+                            ROW_BYTES / ELEMENT, 0);
+      __syncwarp();
+      if (lane() == 0) mbarrier_arrive(shared_address(&shared.room[group][slot.index]));
+    }
+  }
+  // `x` is the group's first channel. Pixels that do not exist are read where others lie. Nothing waits for what is on
+  // its way before settle().
+  __device__ __forceinline__ void load_runs(const Params& params, const scalar_t* x, int first, Seconds& seconds) {
+    const int channel = lane() % 4 * 2;
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+      const scalar_t* from = x + Pixel(params, first + pixel_of(run * RUN)).x + (long long)channel * params.x_stride;
+#pragma unroll
+      for (int i = 0; i < 2 * STEPS; ++i, from += DEPTH / 2 * params.x_stride)
+        load_half<false>(seconds, i, run, from, params.x_stride, channel);
+    }
+  }
+  // The same where pixels lie apart.
+  __device__ __forceinline__ void load_apart(const Params& params, const scalar_t* x, int first, Seconds& seconds) {
+    const int channel = lane() % 4 * 2;
+    x += (long long)channel * params.x_stride;
+#pragma unroll
+    for (int i = 0; i < PIXELS; ++i) {
+      const long long one = Pixel(params, first + pixel_of(i)).x;
+      if (SCALED)
+        load_apart<1>(seconds, i / 2, i % 2, x + one, 0, params.x_stride, channel);
+      else if (i % 2 == 0)
+        load_apart<2>(seconds, i / 2, 0, x + one, Pixel(params, first + pixel_of(i + 1)).x - one, params.x_stride,
+                      channel);
+    }
+  }
+  // What was loaded, as the tensor cores take it. `turns` is true: without a condition the compiler has too few
+  // registers.
+  __device__ __forceinline__ void settle(const Seconds& seconds, bool turns) {
+    if constexpr (SCALED) {
+      float scale[2];
+#pragma unroll
+      for (int pixel = 0; pixel < 2; ++pixel) {
+        float largest = 0;
+#pragma unroll
+        for (int i = pixel; i < 4 * STEPS; i += 2)
+          largest = larger_magnitude(larger_magnitude(largest, __uint_as_float(of[0][i / 4][i % 4])),
+                                     seconds.of[i / 4][i % 4]);
+#pragma unroll
+        for (int by = 1; by < 4; by *= 2) largest = larger_magnitude(largest, __shfl_xor_sync(~0u, largest, by));
+        scale[pixel] = scale_of_pixel(largest);
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * STEPS; ++i) {
+        unsigned& word = of[0][i / 4][i % 4];
+        word = f16x2_of_floats(__uint_as_float(word) * scale[i % 2], seconds.of[i / 4][i % 4] * scale[i % 2]);
+        pin(word);
+      }
+#pragma unroll
+      for (int pixel = 0; pixel < 2; ++pixel) unscale[pixel] = unscale_pixel(scale[pixel]);
+    } else if (RUN > 1) {
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES * STEPS; ++i) {
+        unsigned (&words)[4] = of[i / (2 * STEPS)][i / 2 % STEPS];
+        const unsigned one = words[i % 2 * 2], other = words[i % 2 * 2 + 1];
+        words[i % 2 * 2] = turns ? one & 0xffff | other << 16 : one;
+        words[i % 2 * 2 + 1] = turns ? one >> 16 | other & 0xffff0000 : other;
+      }
+    }
+    pin_all();
+  }
+  __device__ __forceinline__ void pin_all() {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * STEPS; ++i) pin(of[i / STEPS][i % STEPS]);
+  }
+
+ private:
+  // Whether the channels exist that half an operation has, and one of them.
+  static __device__ __forceinline__ constexpr bool all_exist(int half) {
+    return (half + 1) * (DEPTH / 2) <= IN_CHANNELS;
+  }
+  static __device__ __forceinline__ bool exists(int half, int channel) {
+    return half * (DEPTH / 2) + channel < IN_CHANNELS;
+  }
+
+  // Half an operation's channels, `stride` apart, of which the thread's begin with `channel`, of pixels that are
+  // neighbours. Words are two pixels of a channel still, where they are to be two channels of a pixel. WHOLE: what does
+  // not exist can be read, too, and is zero.
+  template <bool WHOLE>
+  __device__ __forceinline__ void load_half(Seconds& seconds, int i, int run, const scalar_t* from, int stride,
+                                            int channel) {
+    constexpr int WORDS = ceil_div(RUN * ELEMENT, 4);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      Words<RUN> pixels;
+      const scalar_t* const at = from + (long long)j * stride;
+      if (WHOLE || all_exist(i))
+        pixels = *(const Words<RUN>*)at;
+      else
+        load_global_if(exists(i, channel + j), at, pixels);
+#pragma unroll
+      for (int word = 0; word < WORDS; ++word) {
+        if (!SCALED)
+          of[(run * WORDS + word) % ROW_TILES][i / 2][i % 2 * 2 + j] = pixels.value[word];
+        else if (j == 0)
+          of[0][i / 2][i % 2 * 2 + word] = pixels.value[word];
+        else
+          seconds.of[i / 2][i % 2 * 2 + word] = __uint_as_float(pixels.value[word]);
+      }
+    }
+  }
+
+  // Channels of PIXELS pixels, each by itself; the second pixel lies `other` behind the first.
+  template <int PIXELS>
+  __device__ __forceinline__ void load_apart(Seconds& seconds, int tile, int first, const scalar_t* one,
+                                             long long other, int stride, int channel) {
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) {
+      scalar_t channels[PIXELS][2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const scalar_t* const from = PIXELS == 1 ? one : one + (long long)j * stride;
+#pragma unroll
+        for (int pixel = 0; pixel < PIXELS; ++pixel)
+          if (all_exist(i))
+            channels[pixel][j] = load_global(from + pixel * other);
+          else
+            load_global_if(exists(i, channel + j), from + pixel * other, channels[pixel][j]);
+        if (PIXELS == 1) one += (j == 0 ? 1 : DEPTH / 2 - 1) * stride;
+      }
+      if (PIXELS > 1) one += DEPTH / 2 * stride;
+#pragma unroll
+      for (int pixel = 0; pixel < PIXELS; ++pixel) keep(seconds, tile, i, first + pixel, channels[pixel]);
+      // Left to itself the compiler keeps halves of words, and more addresses than there are registers for.
+      if (i % 2 == 1) __syncwarp();
+    }
+  }
+  __device__ __forceinline__ void keep(Seconds& seconds, int, int i, int pixel, const float (&channels)[2]) {
+    of[0][i / 2][i % 2 * 2 + pixel] = __float_as_uint(channels[0]);
+    seconds.of[i / 2][i % 2 * 2 + pixel] = channels[1];
+  }
+  template <class T>
+  __device__ __forceinline__ void keep(Seconds&, int tile, int i, int pixel, const T (&channels)[2]) {
+    of[tile][i / 2][i % 2 * 2 + pixel] = channels[0].bits | (unsigned)channels[1].bits << 16;
+  }
+};
+
+// Has a run's pixels come to the L2 cache: a warp's, a channel for each lane.
+__device__ __forceinline__ void prefetch(const Params& params, const scalar_t* x, const Run& run) {
+  const Pixel pixel(params, first_pixel(run.unit / params.groups));
+  if (!run.exists() || !pixel.exists) return;
+  const scalar_t* const from =
+      x + pixel.x + (long long)(run.unit % params.groups * IN_CHANNELS + lane()) * params.x_stride;
+#pragma unroll
+  for (int first = 0; first < IN_CHANNELS; first += 32)
+    if (first + lane() < IN_CHANNELS) prefetch_l2(from + (long long)first * params.x_stride);
+}
+
+// Where a thread's two columns of each 8 go, from the first element of a cell on.
+struct Columns {
+  long long offset;  // of the first, and where all are alike the distance of the next
+  int step;
+
+  // As many whole channels in each 8 columns.
+  static constexpr bool ALIKE = 8 % TAPS == 0;
+
+  __device__ __forceinline__ Columns(const Params& params, int chunk)
+      : offset(offset_of(params, column(chunk, 0))), step(8 / AXIS_W.stride / LINES * params.y_stride[0]) {}
+  static __device__ __forceinline__ int column(int chunk, int tile) {
+    return chunk * COLUMNS + 8 * tile + lane() % 4 * 2;
+  }
+  static __device__ __forceinline__ bool exists(int chunk, int tile) {
+    return ALL_COLUMNS % COLUMNS == 0 || column(chunk, tile) < ALL_COLUMNS;
+  }
+  static __device__ __forceinline__ long long offset_of(const Params& params, int column) {
+    const int line = column / AXIS_W.stride;
+    return (long long)(line / LINES) * params.y_stride[0] +
+           (long long)(line / AXIS_H.stride % AXIS_D.stride) * params.y_stride[1] +
+           (long long)(line % AXIS_H.stride) * params.y_stride[2] +
+           (long long)(column % AXIS_W.stride) * params.y_stride[3];
+  }
+  __device__ __forceinline__ long long offset_of(const Params& params, int chunk, int tile) const {
+    return ALIKE ? offset + (long long)tile * step : offset_of(params, column(chunk, tile));
+  }
+};
+
+// What makes outputs of sums, in shared memory: of each of a chunk's columns what its weights were divided by, where
+// they are scaled, and the bias. Chunks take places in turn: while one is stored, the next one's terms come.
+struct Terms {
+  float next[SOME_TERMS];
+
+  // Where a chunk's are, `first` those of the first.
+  static __device__ __forceinline__ unsigned place(unsigned first, int chunk) {
+    return first + chunk % TERM_PLACES * TERM_BYTES;
+  }
+  // Of a chunk's columns, one for each thread.
+  __device__ __forceinline__ void load(const Params& params, const unsigned char* packed, const scalar_t* bias,
+                                       int group, int chunk) {
+    const int column = chunk * COLUMNS + (int)threadIdx.x % COLUMNS;
+    const float* const factors = (const float*)(packed + (long long)params.groups * CHUNKS * CHUNK_BYTES);
+    if (SCALED) next[0] = read(factors + group * (CHUNKS * COLUMNS) + column);
+    const int channel = group * OUT_CHANNELS + min(column / TAPS, OUT_CHANNELS - 1);
+    if (HAS_BIAS) next[TERMS - 1] = channel_terms(bias, channel).bias;
+  }
+  // What was loaded; seen after the group's threads have met.
+  __device__ __forceinline__ void publish(unsigned first, int chunk) const {
+    if (TERMS == 0) return;
+    if (threadIdx.x % 128 >= COLUMNS) return;
+    Vector<float, SOME_TERMS>& column =
+        *(Vector<float, SOME_TERMS>*)__cvta_shared_to_generic(place(first, chunk) + threadIdx.x % 128 * (4 * TERMS));
+#pragma unroll
+    for (int i = 0; i < TERMS; ++i) column.value[i] = next[i];
+  }
+};
+
+// Those of a thread's two columns of eight.
+struct TwoTerms {
+  Vector<float, 2 * SOME_TERMS> of;
+
+  __device__ __forceinline__ TwoTerms(unsigned place, int tile) {
+    if (TERMS > 0) load_shared(place + (8 * tile + lane() % 4 * 2) * (4 * TERMS), of);
+  }
+  __device__ __forceinline__ float output(float sum, float unscale, int column) const {
+    if (SCALED) sum *= unscale;
+    const float* const terms = of.value + column * TERMS;
+    if (SCALED) sum *= terms[0];  // a power of two: exact
+    return finish(sum, {HAS_BIAS ? terms[TERMS - 1] : 0.f});
+  }
+};
+
+// The weights of a stage, as the tensor cores are told of them.
+struct Stage {
+  unsigned long long described;
+  __device__ __forceinline__ explicit Stage(unsigned address)
+      : described(matrix_descriptor<16>(address, CHUNK_PITCH)) {}
+};
+
+// The cells of a thread's pixels: where those of each run begin, and how many there are; pixels rise, so the first do.
+struct Cells {
+  scalar_t* first[RUNS] = {};
+  int count = 0;
+
+  __device__ __forceinline__ void find(const Params& params, scalar_t* y, int pixel) {
+    count = 0;
+#pragma unroll
+    for (int i = 0; i < PIXELS; ++i) {
+      const Pixel at(params, pixel + pixel_of(i));
+      if (i % RUN == 0) first[i / RUN] = y + at.y;
+      count += at.exists;
+    }
+  }
+  __device__ __forceinline__ scalar_t* of(const Params& params, int i) const {
+    return first[i / RUN] + (long long)(i % RUN * AXIS_W.stride) * params.y_stride[3];
+  }
+};
+
+// The sums of a thread: of its pixels, and of two columns of each 8.
+struct Sums {
+  float of[ROW_TILES][COLUMNS / 2];
+
+  __device__ __forceinline__ void pin_all() {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile) pin(of[tile]);
+  }
+
+  // Operation `step` of a stage, for a tile of rows.
+  __device__ __forceinline__ void add(int tile, const unsigned (&rows)[4], const Stage& stage, int step, bool add) {
+    wgmma(of[tile], rows, stage.described + step * (OPERATION_BYTES / 16), add);
+  }
+
+  // To the thread's cells, VECTOR elements at a time.
+  template <int VECTOR>
+  __device__ __forceinline__ void store(const Params& params, int chunk, const Columns& columns, const Cells& to,
+                                        const float (&unscale)[PIXELS], unsigned place) const {
+    constexpr int APART = VECTOR > 2 ? VECTOR / 2 : 1;  // pixels of a store
+#pragma unroll
+    for (int column = 0; column < COLUMN_TILES; ++column) {
+      if (!Columns::exists(chunk, column)) break;
+      const long long offset = columns.offset_of(params, chunk, column);
+      const TwoTerms terms(place, column);
+      alignas(16) scalar_t values[2 * PIXELS];
+#pragma unroll
+      for (int i = 0; i < 2 * PIXELS; ++i)
+        narrow(terms.output(of[i / 4][4 * column + i % 4], unscale[i / 2], i % 2), values[i]);
+#pragma unroll
+      for (int i = 0; i < PIXELS; i += APART) {
+        if (i >= to.count) continue;
+        scalar_t* const first = to.of(params, i) + offset;
+        if constexpr (VECTOR > 1)
+          store_global(first, *(const Words<VECTOR>*)(values + 2 * i));
+        else
+#pragma unroll
+          for (int j = 0; j < 2; ++j) first[(long long)j * params.y_stride[3]] = values[2 * i + j];
+      }
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    phase_gemm_pixels(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
+                      const scalar_t* __restrict__ bias, scalar_t* __restrict__ y,
+                      const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  __shared__ Shared shared;
+  const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const unsigned order = shared_address(shared.order);
+  const unsigned weights = shared_address(shared_memory), pixels = weights + STAGES * STAGE_BYTES;
+  const unsigned all_terms = pixels + (PREFETCH ? GROUPS * PIXEL_SLOTS * SLOT_BYTES : 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, GROUPS);
+    for (int i = 0; i < GROUPS; ++i) {
+      mbarrier_init(order + 8 * i, 4);
+      for (int j = 0; j < PIXEL_SLOTS; ++j) {
+        mbarrier_init(shared_address(&shared.pixels[i][j]), 32);
+        mbarrier_init(shared_address(&shared.room[i][j]), 4);
+      }
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  PipelineState<STAGES, RESIDENT> slot;
+
+  if (group == GROUPS) {  // loads
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    const int of_group = threadIdx.x / 32 % 4 - 1;  // whose pixels the warp brings
+    if (PREFETCH && of_group >= 0 && of_group < GROUPS) {
+      const unsigned slots = pixels + of_group * (PIXEL_SLOTS * SLOT_BYTES);
+      if (params.piece == 16)
+        load_pixels<16>(params, x, slots, shared, of_group);
+      else
+        load_pixels<8>(params, x, slots, shared, of_group);
+    }
+    if (threadIdx.x != 128 * GROUPS) return;
+    griddepcontrol_wait();
+    int missing = CHUNKS;  // of those that stay
+    Runs runs(params);
+    for (Run run = runs.next(params); run.exists() && missing > 0; run = runs.next(params)) {
+      if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
+      const unsigned char* from = packed + ((long long)(run.unit % params.groups) * CHUNKS + run.first) * CHUNK_BYTES;
+      for (int chunk = run.first; chunk < run.behind && missing > 0; ++chunk) {
+        if (RESIDENT) --missing;
+        for (int stage = 0; stage < CHUNK_STAGES; ++stage, slot.next(), from += STAGE_BYTES) {
+          const unsigned barrier = full + 8 * slot.index;
+          if (!RESIDENT) mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+          tma_load_bytes(weights + slot.index * STAGE_BYTES, from, STAGE_BYTES, barrier);
+          mbarrier_arrive(barrier);
+        }
+      }
+    }
+    return;
+  }
+
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
+  const unsigned slots = pixels + group * (PIXEL_SLOTS * SLOT_BYTES);
+  PixelSlot pixel_slot;
+  unsigned order_parity = group;  // the first warpgroup begins at once
+  Runs runs(params);
+  Run run{};
+  Rows rows;
+  const unsigned terms = all_terms + group * (TERM_PLACES * TERM_BYTES);
+  Terms added;
+  Sums sums;
+  Columns columns(params, 0);
+  Cells to;
+  // A round stores what the one before has multiplied, when the pixels that come next are on their way.
+#pragma unroll 1
+  for (int chunk = 0;; ++chunk) {
+    const bool begins = chunk == run.behind;
+    const int before = chunk - 1;
+    const bool stored = run.exists();
+    Seconds seconds;
+    if (begins) {
+      run = runs.next(params), chunk = run.first;
+      if (run.exists()) {
+        const long long first_in = (long long)(run.unit % params.groups * IN_CHANNELS) * params.x_stride;
+        if (PREFETCH)
+          rows.take<0, PIXEL_SLOTS>(slots, shared, group, pixel_slot, seconds);
+        else if (RUN > 1)
+          rows.load_runs(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
+        else
+          rows.load_apart(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
+      }
+    }
+    if (stored) {
+      if (RUN == 4 && params.vector == 8)
+        sums.store<2 * RUN>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
+      else if (RUN > 1 && params.vector >= 4)
+        sums.store<4>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
+      else if (params.vector == 2)
+        sums.store<2>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
+      else
+        sums.store<1>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
+    }
+    if (begins) {
+      if (!run.exists()) break;
+      scalar_t* const first = y + (long long)(run.unit % params.groups * OUT_CHANNELS) * params.y_stride[0];
+      to.find(params, first, first_pixel(run.unit / params.groups));
+      if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
+      if (PREFETCH) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot, seconds);
+      if (SCALED) griddepcontrol_wait();
+      added.load(params, packed, bias, run.unit % params.groups, chunk);
+      rows.settle(seconds, params.piece > 0);
+      if (TERMS > 0) named_barrier_sync(1 + group, 128);  // what was multiplied before is stored
+      added.publish(terms, chunk);
+    }
+    mbarrier_wait(order + 8 * group, order_parity ^ 1), order_parity ^= 1;
+#pragma unroll
+    for (int stage = 0; stage < CHUNK_STAGES; ++stage) {
+      mbarrier_wait(full + 8 * slot.index, slot.parity);
+      const Stage weights_of_stage(weights + slot.index * STAGE_BYTES);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < STAGE_STEPS; ++step)
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile)
+          sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights_of_stage, step, stage + step > 0);
+      wgmma_commit();
+      if (!RESIDENT && stage > 0) {
+        wgmma_wait<1>();
+        if (threadIdx.x % 128 == 0) mbarrier_arrive(empty + 8 * slot.before());
+      }
+      slot.next();
+    }
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive(order + 8 * (GROUPS - 1 - group));
+    columns = Columns(params, chunk);  // while the last products are on their way
+    if (!PREFETCH && chunk + 1 == run.behind)
+      prefetch(params, x, Runs(runs).next(params));  // all at once, before any is waited for
+    const bool more = chunk + 1 < run.behind;
+    if (more) added.load(params, packed, bias, run.unit % params.groups, chunk + 1);
+    wgmma_wait<0>();
+    sums.pin_all();
+    rows.pin_all();
+    if (!RESIDENT && threadIdx.x % 128 == 0) mbarrier_arrive(empty + 8 * slot.before());
+    if (more) added.publish(terms, chunk + 1);
+    named_barrier_sync(1 + group, 128);  // even without terms: the compiler spills less
+  }
+}

@@ -1,0 +1,101 @@
+// Loads and stores as one instruction, where the compiler would split them, move them or branch around them.
+
+#pragma once
+
+#include "core/types.cuh"
+
+// A load through the read-only path that stays where it stands.
+__device__ __forceinline__ float load_global(const float* from) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+template <class T>
+__device__ __forceinline__ T load_global(const T* from) {
+  return T{*(const volatile unsigned short*)from};
+}
+
+// The same where `exists`, else zero; without a branch, around which the compiler spills.
+__device__ __forceinline__ void load_global_if(bool exists, const float* from, float& value) {
+  asm volatile(
+      "{ .reg .pred exists;\n"
+      "setp.ne.b32 exists, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@exists ld.global.nc.f32 %0, [%1]; }"
+      : "=&f"(value)
+      : "l"(from), "r"((int)exists));
+}
+// Of 16 bits.
+template <class T>
+__device__ __forceinline__ void load_global_if(bool exists, const T* from, T& value) {
+  asm volatile(
+      "{ .reg .pred exists;\n"
+      "setp.ne.b32 exists, %2, 0;\n"
+      "mov.b16 %0, 0;\n"
+      "@exists ld.global.nc.u16 %0, [%1]; }"
+      : "=&h"(value.bits)
+      : "l"(from), "r"((int)exists));
+}
+template <class T>
+__device__ __forceinline__ void load_global_if(bool exists, const T* from, Vector<unsigned, 1>& value) {
+  float word;
+  load_global_if(exists, (const float*)from, word);
+  value.value[0] = __float_as_uint(word);
+}
+template <class T>
+__device__ __forceinline__ void load_global_if(bool exists, const T* from, Vector<unsigned, 2>& value) {
+  asm volatile(
+      "{ .reg .pred exists;\n"
+      "setp.ne.b32 exists, %3, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "@exists ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
+      : "=&r"(value.value[0]), "=&r"(value.value[1])
+      : "l"(from), "r"((int)exists));
+}
+
+// A line to the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// A store that is not split.
+__device__ __forceinline__ void store_global(void* to, const Vector<unsigned, 4>& words) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.value[0]), "r"(words.value[1]),
+               "r"(words.value[2]), "r"(words.value[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_global(void* to, const Vector<unsigned, 2>& words) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.value[0]), "r"(words.value[1]) : "memory");
+}
+__device__ __forceinline__ void store_global(void* to, const Vector<unsigned, 1>& words) {
+  *(unsigned*)to = words.value[0];
+}
+
+// The same where `exists`, without a branch. (The compiler may split a vector where another path stores the same
+// elements one by one, and store those that both have together.)
+#define STORE_IF "{ .reg .pred exists; setp.ne.b32 exists, %0, 0; @exists st.global."
+__device__ __forceinline__ void store_global_if(bool exists, void* to, const Vector<unsigned, 4>& bits) {
+  asm volatile(STORE_IF "v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"((int)exists), "l"(to), "r"(bits.value[0]),
+               "r"(bits.value[1]), "r"(bits.value[2]), "r"(bits.value[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_global_if(bool exists, void* to, const Vector<unsigned, 2>& bits) {
+  asm volatile(STORE_IF "v2.b32 [%1], {%2, %3}; }" ::"r"((int)exists), "l"(to), "r"(bits.value[0]), "r"(bits.value[1])
+               : "memory");
+}
+__device__ __forceinline__ void store_global_if(bool exists, void* to, const Vector<unsigned, 1>& bits) {
+  asm volatile(STORE_IF "b32 [%1], %2; }" ::"r"((int)exists), "l"(to), "r"(bits.value[0]) : "memory");
+}
+__device__ __forceinline__ void store_global_if(bool exists, void* to, const Vector<unsigned short, 1>& bits) {
+  asm volatile(STORE_IF "b16 [%1], %2; }" ::"r"((int)exists), "l"(to), "h"(bits.value[0]) : "memory");
+}
+
+// A load from shared memory that stays where it stands.
+__device__ __forceinline__ void load_shared(unsigned from, Vector<float, 4>& to) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(to.value[0]), "=f"(to.value[1]), "=f"(to.value[2]), "=f"(to.value[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void load_shared(unsigned from, Vector<float, 2>& to) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to.value[0]), "=f"(to.value[1]) : "r"(from) : "memory");
+}

@@ -1,0 +1,45 @@
+// What specialises a kernel for one layer: types, and constants. `KernelSource.specialisation` (jit/source.py) makes a
+// text of this kind for each kernel; what an include of this file comes to is that text. The one below is an example,
+// for editors and readers: every kernel gets the constants that its schedule gives (schedules/), and no others.
+
+#pragma once
+
+#include "core/axis.cuh"
+#include "core/types.cuh"
+
+// Types.
+typedef float scalar_t;         // of the tensors
+typedef float accum_t;          // of every sum: double for double, else float
+typedef unsigned int offset_t;  // of offsets in bytes; 64 bits where tensors need them
+
+// The layer, along depth, height and width: kernel, stride, padding, dilation. A missing dimension is a kernel of 1.
+constexpr Axis AXIS_D = {1, 1, 0, 1};
+constexpr Axis AXIS_H = {4, 2, 1, 1};
+constexpr Axis AXIS_W = {4, 2, 1, 1};
+constexpr bool INPUT_GRAD = false;  // a kernel's source is the output gradient, its destination the input's
+
+// Channels of a group: by what the pass reads and writes, or by what the layer does.
+constexpr int SRC_CHANNELS = 64, DST_CHANNELS = 64;
+constexpr int IN_CHANNELS = 64, OUT_CHANNELS = 64;
+constexpr bool HAS_BIAS = true, DST_CHANNELS_LAST = false;
+
+// Elements from one weight to that of the next input channel, output channel and tap.
+constexpr int WEIGHT_STRIDE_IN = 1024, WEIGHT_STRIDE_OUT = 16, WEIGHT_STRIDE_TAP = 1;
+
+constexpr int MIN_BLOCKS = 1;  // resident on a multiprocessor, for which the compiler limits registers
+
+// Macros (`MACROS` in jit/source.py), by which headers and code are chosen.
+#define WGMMA 1         // Hopper's matrix instruction
+#define CLUSTER 1       // thread blocks
+#define BY_THREADS 0    // transposed operands of 32 bits pass registers
+#define SCALED 0        // float32 is multiplied as float16
+#define TAPS_IN_ROWS 0  // rows of the product are taps (col2im follows), not channels of one phase
+
+// implicit_gemm: the tile, the warps, the pipeline.
+constexpr int CHANNEL_BLOCKS = 1, LINES = 1, WIDTH_PARTS = 1, K_STEPS = 2, PARTS = 1, ROW_CHANNELS = 64;
+constexpr int OPERATIONS = 8, COUNTER_BYTES = 128;
+constexpr bool SRC_CHANNELS_LAST = false, WHOLE_IMAGES = false, BOXES = false;
+constexpr int PIXELS = 64, PIXEL_BLOCKS = 1, CONSUMERS = 2;
+constexpr bool COOPERATIVE = false, PING_PONG = false, RESIDENT = false;
+constexpr int LOADER_GROUPS = 2, LOADER_THREADS = 256, GIVEN_REGISTERS = 0, TRANSPOSE_GROUPS = 1, STAGES = 4;
+constexpr int STORE_VECTOR = 0, COPY_BYTES = 0, RAW_STAGES = 2, PIECE = 16;

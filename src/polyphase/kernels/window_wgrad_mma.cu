@@ -1,0 +1,121 @@
+// The weight gradient on tensor cores (mainloop/window_mma.cuh):
+//
+//   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
+//
+// Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels with all their taps, of one group, and
+// one contiguous part of the tiles of input positions; a stage is a tile. Blocks on different parts write to different
+// planes of `partial`, which the caller sums in order: the result does not depend on timing.
+//
+// Shared memory: where the pieces of both operands lie, the positions' offsets, then BUFFERS stages.
+//
+// Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and those sums in `partial`.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "operand/window.cuh"
+#include "mainloop/multistage.cuh"
+#include "mainloop/window_mma.cuh"
+
+struct Params {
+  Tensor5 x, g;
+  Part x_part, window;
+  int batch, groups;
+  int lanes[4];                  // positions of a tile along n, d, h, w; their product is at most POSITIONS
+  int tiles[4];                  // tiles along n, d, h, w
+  int skew;                      // elements from the window's first to what the first tap of the first position meets
+  int table_bytes, stage_bytes;  // of shared memory
+  long long part_length;         // tiles of a part
+  long long all_tiles;
+  long long plane;  // elements of one plane of `partial`: all weights
+};
+
+constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), COLUMN_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr int FLUSH = ceil_div(2048, POSITIONS);
+
+static_assert(CHUNK_TAPS <= COLUMNS, "a block computes all taps of its channels");
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    window_wgrad_mma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+                     const Params params) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  int block = blockIdx.x;
+  const int row_block = block % ROW_BLOCKS;
+  block /= ROW_BLOCKS;
+  const int column_block = block % COLUMN_BLOCKS;
+  block /= COLUMN_BLOCKS;
+  const int group = block % params.groups;
+  const int part = block / params.groups;
+  const long long first_tile = part * params.part_length;
+  const int stages =
+      (int)(first_tile + params.part_length < params.all_tiles ? params.part_length : params.all_tiles - first_tile);
+
+  const int first_in = row_block * ROWS, first_out = column_block * OUT_CHUNK;
+  const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // that exist, from there on
+
+  int* const offsets = (int*)shared_memory;
+  Place* const places = (Place*)(offsets + POSITIONS);
+  char* const buffers = (char*)shared_memory + params.table_bytes;
+
+  PartLoader<X_CHANNELS_LAST ? Channels::last : Channels::first, ROWS, Moving> x_loader(params.x, params.x_part);
+  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Moving> g_loader(params.g, params.window);
+  x_loader.init(places, POSITIONS);
+  g_loader.init(places + x_loader.box.pieces, elements(params.window));
+  list_positions(offsets, POSITIONS, params.window, params.lanes, params.skew);
+  x += (long long)(group * IN_CHANNELS + first_in) * params.x.stride[1];
+  grad += (long long)(group * OUT_CHANNELS + first_out) * params.g.stride[1];
+  partial +=
+      part * params.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+
+  int columns[COLUMN_TILES];
+#pragma unroll
+  for (int j = 0; j < COLUMN_TILES; ++j) {
+    const int column = Sums::operand_column(j);
+    columns[j] = column < CHUNK_TAPS ? offset_of_tap(params.window, column / TAPS, column % TAPS) : 0;
+  }
+
+  Sums sums;
+  sums.clear();
+  bool flushed = false;
+  auto flush = [&]() {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int row = Sums::first_row() + 16 * i + k / 2 * 8, column = Sums::first_column() + 8 * j + k % 2;
+          if (row >= rows || column >= min(OUT_CHUNK, channels) * TAPS) continue;
+          float* const to = partial + (long long)row * (OUT_CHANNELS * TAPS) + column;
+          *to = flushed ? *to + sums.of[i][j][k] : sums.of[i][j][k];
+        }
+    sums.clear();
+    flushed = true;
+  };
+
+  int tile[4];  // the next to be loaded
+  decode(params.tiles, first_tile, tile);
+  auto load = [&](int, char* to) {
+    int origin[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.lanes[i];
+    x_loader.load(x, rows, to, params.batch, origin);
+    to_window(origin, params.skew);
+    g_loader.load(grad, channels, to + A_BYTES, params.batch, origin);
+#pragma unroll
+    for (int i = 3; i > 0; --i) {
+      if (++tile[i] < params.tiles[i]) return;
+      tile[i] = 0;
+    }
+    ++tile[0];
+  };
+  int until_flush = FLUSH;
+  __syncthreads();
+  run_stages(stages, buffers, params.stage_bytes, load, [&](const char* from) {
+    sums.add(from, from + A_BYTES, offsets, columns);
+    if (--until_flush == 0) {
+      flush();
+      until_flush = FLUSH;
+    }
+  });
+  flush();
+}

@@ -1,0 +1,52 @@
+"""One kernel launch, complete but for the addresses of its operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polyphase.jit.source import KernelSource
+    from polyphase.program.tensor_map import Boxes
+
+#: The tensors that a forward pass or an input gradient reads, and its result.
+SRC, WEIGHT, BIAS, DST = "src", "weight", "bias", "dst"
+
+#: Those that a weight gradient reads: the layer's input, and the gradient of its output.
+X, GRAD = "x", "grad"
+
+#: Packed weights and what belongs to them; partial sums of a split-K.
+WORKSPACE, PARTIALS = "workspace", "partials"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel launch.
+
+    ``geometry`` is the kernel's last parameter (`polyphase.program.params`); there is none where it is empty. Its
+    tensor maps, in their order those of ``boxes``, are left to be filled in. ``operands`` name the buffers whose
+    addresses are the kernel's other parameters, in order. ``overlaps``: it may start before the step before it ends
+    (programmatic dependent launch). ``one_way``: the same kernel for tensors of this layout alone, which takes less
+    time to compile.
+    """
+
+    source: KernelSource
+    grid: tuple[int, int, int]
+    block: int
+    shared_bytes: int
+    geometry: bytes
+    operands: tuple[str, ...] = ()
+    boxes: tuple[Boxes, ...] = ()
+    overlaps: bool = False
+    one_way: KernelSource | None = None
+
+
+def plain_step(
+    source: KernelSource,
+    blocks: int,
+    threads: int,
+    geometry: bytes = b"",
+    operands: tuple[str, ...] = (WEIGHT, WORKSPACE),
+) -> Step:
+    """The launch of a kernel that has a row of blocks, and no shared memory but its own; one that packs, by default."""
+    return Step(source, (blocks, 1, 1), threads, 0, geometry, operands)

@@ -1,0 +1,125 @@
+"""Gradients of channels-first tensors that are turned, executed by the emulator; test_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import emulator
+from kernel_harness import (
+    DTYPES,
+    H200,
+    Buffer,
+    Emulator,
+    Executor,
+    assert_exact,
+    assert_one_variant_exact,
+    gradient_cases,
+    integers,
+    offers,
+    strange_layouts,
+)
+from polyphase.plan import planner as plan
+from polyphase.plan.shortlist import candidates, refusal
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Strides, dense_strides
+from polyphase.program.transpose import to_channels_last, to_contiguous
+from polyphase.schedules.window_gemm import transposed as turned_boxes
+from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
+from test_window_tma import LAYERS as BOX_LAYERS
+from test_window_tma import WITHOUT_WEIGHT
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+make = ConvTransposeProblem.make
+SCHEDULES = {Pass.INPUT_GRAD: WindowDgradTransposed(), Pass.WEIGHT_GRAD: WindowWgradTransposed()}
+
+# Those of the boxes, channels first, and what channels_last has no tensors of.
+LAYERS = {
+    **{name: replace(problem, channels_last=False) for name, problem in BOX_LAYERS.items()},
+    "one-dimensional": make((3, 24, 37), 16, 5, 3, 2, 1, tf32=True),
+    "one-dimensional, half": make((3, 24, 37), 16, 5, 3, 2, 1, dtype="bfloat16"),
+    "odd images": make((3, 72, 5, 7), 24, 3, 2, 1, dtype="bfloat16"),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
+def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
+    """One variant; on a GPU it is all of them."""
+    assert_one_variant_exact(SCHEDULES[pass_], problem, pass_)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pass_", SCHEDULES)
+def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
+    problem = make((2, 24, 5, 6), 16, 3, 2, 1, dtype=dtype, tf32=True)
+    for number, layouts in enumerate(strange_layouts(problem)):
+        found = list(candidates(SCHEDULES[pass_], problem, pass_, H200, layouts))
+        written_dense = layouts.input == dense_strides(problem.input_shape, channels_last=False)
+        assert bool(found) == (pass_ is Pass.WEIGHT_GRAD or (layouts.aligned and written_dense)), layouts
+        for candidate in found[:1]:
+            launch = SCHEDULES[pass_].launch(problem, pass_, H200, layouts, candidate.variant)
+            assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "shape", [(2, 72, 5, 13), (3, 9, 1, 1), (1, 133, 3, 4, 11), (5, 16, 70), (2, 3, 8, 8), (0, 16, 4, 4)]
+)
+def test_transposes(shape: tuple[int, ...], dtype: str) -> None:
+    assert_turns(shape, dtype, Emulator())
+
+
+def test_images_of_many_pixels_are_turned() -> None:
+    """To the way back they are channels, of which a grid's second and third dimension would not take as many."""
+    for launch in (
+        to_channels_last("float32", (1, 16, 2048, 4096), (1, 1, 1, 1, 1)),
+        to_contiguous("float32", (1, 16, 2048, 4096)),
+    ):
+        assert launch.grid == (2048 * 4096 // 64, 1, 1)
+
+
+def assert_turns(shape: tuple[int, ...], dtype: str, executor: Executor) -> None:
+    """A dense tensor, one with gaps, and one whose images lie within channels, and back."""
+    values = integers(shape, 3).to(DTYPES[dtype])
+    dense = dense_strides(shape, channels_last=False)
+    gaps: Strides = tuple(2 * stride for stride in dense)  # type: ignore[assignment]
+    swapped = (*dense_strides((shape[1], shape[0], *shape[2:]), channels_last=False)[1::-1], *dense[2:])
+    for strides in (dense, gaps, swapped):
+        src = Buffer(shape, strides, DTYPES[dtype], executor.device, values)
+        dst = Buffer(shape, dense_strides(shape, channels_last=True), DTYPES[dtype], executor.device)
+        executor(to_channels_last(dtype, shape, strides), [src.tensor, dst.tensor])
+        assert torch.equal(dst.read(), values)
+    again = Buffer(shape, dense, DTYPES[dtype], executor.device)
+    executor(to_contiguous(dtype, shape), [dst.tensor, again.tensor])
+    assert torch.equal(again.read(), values)
+
+
+def test_where_it_refuses() -> None:
+    layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
+    for pass_, schedule in SCHEDULES.items():
+        assert refusal(schedule, layer, pass_, H200) is None
+        assert "channels first" in str(refusal(schedule, replace(layer, channels_last=True), pass_, H200))
+        assert "16 bytes" in str(refusal(schedule, replace(layer, out_channels=20), pass_, H200))
+        assert refusal(schedule, layer, Pass.FORWARD, H200) is not None
+
+
+def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
+    images = 2 * 32 * (8 * 8 + 16 * 16) * 2
+    tensors = {Pass.INPUT_GRAD: images, Pass.WEIGHT_GRAD: images + 32 * 32 * 16 * 2}
+    for pass_, size in tensors.items():
+        for most, offered in ((size, True), (size - 1, False)):
+            monkeypatch.setattr(turned_boxes, "_MOST_BYTES", most)
+            assert bool(offers(SCHEDULES[pass_], layer, pass_)) == offered
+
+
+@pytest.mark.parametrize("pass_", SCHEDULES)
+def test_planner_takes_it(pass_: Pass) -> None:
+    """Images of odd rows that no engine brings as they lie, and many channels."""
+    chosen = plan.plan(make((32, 512, 9, 9), 256, 3, 2, 1, dtype="bfloat16"), pass_, H200)
+    assert chosen.schedule == SCHEDULES[pass_].name
+    assert chosen.other is not None
+    assert {source.kernel for source in plan.kernel_sources(chosen.problem, pass_, H200)} >= {"transpose"}
