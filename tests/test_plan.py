@@ -33,8 +33,9 @@ from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
 from polyphase.schedules.implicit_gemm.config import Product
+from polyphase.schedules.implicit_gemm.cuts import box_strides
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
-from polyphase.schedules.implicit_gemm.tile import best_tile, best_tiles, box_strides
+from polyphase.schedules.implicit_gemm.tile import best_tile, best_tiles
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm.wgmma_tile import in_pairs
 

@@ -10,7 +10,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, STAGES, GemmVariant, Product, Taps
-from polyphase.schedules.implicit_gemm.tile import Tile
+from polyphase.schedules.implicit_gemm.cuts import Tile
 
 
 @dataclass(frozen=True)

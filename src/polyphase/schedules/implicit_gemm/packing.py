@@ -10,7 +10,7 @@ from polyphase.program.params import params_of
 from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step, plain_step
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
-from polyphase.schedules.implicit_gemm.tile import copy_sizes, pixels_join
+from polyphase.schedules.implicit_gemm.cuts import copy_sizes, pixels_join
 
 _PIXEL_PARTS = 264  # blocks that measure pixels: two for each multiprocessor of an H200
 _MEASURING_THREADS = 256

@@ -15,7 +15,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import GemmVariant, families
 from polyphase.schedules.implicit_gemm.cost import Work, measure, sectors
-from polyphase.schedules.implicit_gemm.tile import Room, Tile, box_strides, needs_wide_offsets
+from polyphase.schedules.implicit_gemm.cuts import box_strides
+from polyphase.schedules.implicit_gemm.tile import Room, needs_wide_offsets
 
 _MAX_OPERATIONS = 512
 _ROUNDING = 1 - 1e-9  # a bound is summed up in another order than a prediction
@@ -31,7 +32,7 @@ class _Bound:
     """
 
     def __init__(self, work: Work, stages: int, boxes: bool, device: DeviceInfo) -> None:
-        variant, product = work.variant, work.product
+        variant, product, self._work, self._boxes = work.variant, work.product, work, boxes
         full, full_turn = work.least(variant.cells, stages, boxes)
         self._alone, self._alone_turn = work.least(0, stages, boxes)
         self._cells, self._cluster = variant.cells, variant.cluster
@@ -40,12 +41,33 @@ class _Bound:
         self._in_turns, self._always = variant.split == "turns", variant.whole_images
         self._once, self._clock = work.once, device.clock_hz / _ROUNDING
 
+    def _waves(self, tiles: int) -> float:
+        waves = -(-tiles // self._cluster) * self._cluster * self._rounds
+        return waves if waves >= 8 else math.ceil(waves)
+
+    def seconds_of(self, tiles: int, cells: int, stages: int) -> float:
+        """The same with at least so many ``tiles``, and at most so many ``stages``.
+
+        As many tiles as fill the waves that these come to have the fewest cells.
+        """
+
+        def least(waves: float) -> tuple[float, float]:
+            """Of items, and of those in turns."""
+            item, item_in_turns = self._work.least(cells * self._rounds / max(1, waves), stages, self._boxes)
+            return waves * item, waves * item_in_turns
+
+        waves = self._waves(tiles)
+        if not self._in_turns:
+            cycles, _ = least(waves)
+        elif waves > 1 or self._always:
+            _, cycles = least(max(waves, 2))
+        else:
+            cycles = min(least(1)[0], least(2)[1])
+        return (cycles + self._once) / self._clock
+
     def seconds(self, cells: int) -> float:
         """For images of so many cells in all."""
-        tiles = -(-cells // self._cells)
-        waves = -(-tiles // self._cluster) * self._cluster * self._rounds
-        if waves < 8:
-            waves = math.ceil(waves)
+        waves = self._waves(-(-cells // self._cells))
         if not self._in_turns:
             cycles = max(cells * self._each, waves * self._alone)
         elif waves > 1 or self._always:
@@ -70,22 +92,30 @@ class Member:
             self._bounds[boxes] = _Bound(self.work, self._stages[-1], boxes, self._device)
         return self._bounds[boxes]
 
-    def _tiles(self, gather: Gather) -> list[Tile | None]:
-        """The best with each of the stages."""
+    def _room(self, gather: Gather) -> Room:
         wide = needs_wide_offsets(gather)
         if wide not in self._rooms:
             self._rooms[wide] = Room(gather, self.variant, self._stages, self._device, RESERVE)
-        return self._rooms[wide].tiles(gather, gather.src.shape[0])
+        return self._rooms[wide]
 
     def seconds(self, gather: Gather, stages: int) -> float:
         """The prediction, whatever the bytes, with so many stages; infinite where no tile fits."""
-        tile = self._tiles(gather)[self._stages.index(stages)]
+        tile = self._room(gather).tiles(gather, gather.src.shape[0])[self._stages.index(stages)]
         return math.inf if tile is None else self.work.estimate(gather, stages, tile, self._device, 0)[0]
+
+    def may_fall_below(self, gather: Gather, cells: int, seconds: float, boxes: bool) -> bool:
+        """Whether a second bound, by the tiles that there are, leaves a chance of that; ``cells`` are those in all."""
+        room = self._room(gather)
+        offered = room.offered(gather, gather.src.shape[0])
+        if not offered.found:
+            return False
+        return self.bound(boxes).seconds_of(offered.fewest, cells, room.most_stages) <= seconds
 
     def fastest(self, gather: Gather) -> tuple[float, GemmVariant] | None:
         """The prediction, whatever the bytes, with the best number of stages; None where no tile fits."""
         fastest, before = None, None
-        for count, tile in zip(reversed(self._stages), reversed(self._tiles(gather))):
+        tiles = self._room(gather).tiles(gather, gather.src.shape[0])
+        for count, tile in zip(reversed(self._stages), reversed(tiles)):
             if tile is None:
                 continue
             if tile is before:
@@ -140,15 +170,17 @@ class Members:
         stored, measured = sectors(gather, self._device), measure(gather, self._device)
         bounds = []
         for index, member in enumerate(among):
-            bound = member.bound(boxes).seconds(pixels if member.variant.whole_images else cells)
-            bound += (stored if member.work.in_sectors else 0.0) + (measured if member.variant.scaled else 0.0)
-            bounds.append((bound, index))
+            beside = (stored if member.work.in_sectors else 0.0) + (measured if member.variant.scaled else 0.0)
+            of_member = pixels if member.variant.whole_images else cells
+            bounds.append((member.bound(boxes).seconds(of_member) + beside, index, of_member, beside))
         bounds.sort()
         found: list[tuple[int, float, GemmVariant]] = []
         best: list[float] = []  # the most negative of the best first
-        for bound, index in bounds:
+        for bound, index, of_member, beside in bounds:
             if bound * _ROUNDING > below:
                 break
+            if not among[index].may_fall_below(gather, of_member, (below - beside) / _ROUNDING, boxes):
+                continue
             one = among[index].fastest(gather)
             if one is None:
                 continue

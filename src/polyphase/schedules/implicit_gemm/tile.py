@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import extent
-from polyphase.program.tensor_map import Boxes, engine_strides
+from polyphase.program.tensor_map import Boxes
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import (
     BOX_PIXELS,
@@ -24,37 +23,9 @@ from polyphase.schedules.implicit_gemm.config import (
     Taps,
     fills_stages,
 )
+from polyphase.schedules.implicit_gemm.cuts import Tile, Tiles, all_tiles, box_strides, pixels_join
 
-_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
 _MAX_STATIC_SHARED = 48 << 10
-_MAX_BOX_SIDE = 256
-_PER_PIXEL = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}  # of a copy's bytes: what it costs beside a cell
-
-
-class Tile(NamedTuple):
-    """The cells of a block and how their halo lies in shared memory, in pixels (see `Geometry` in the kernel)."""
-
-    images: int
-    cells: tuple[int, int, int]
-    pitch: tuple[int, int, int]  # from one image, slab and row to the next
-    halo: int
-    allocated: int
-    skew: int
-    copy_bytes: int
-    tiles: tuple[int, int, int, int]
-    boxes: int = 0  # that the copy engine brings for a stage; none where threads copy
-    box_pixels: int = 0
-    run: int = 0  # cells of any rows, and images up to ``images``, one after the other
-
-    @property
-    def tile_cells(self) -> int:
-        """Cells of a tile; of whole images their pixels."""
-        return self.run or self.images * math.prod(self.cells)
-
-    @property
-    def total(self) -> int:
-        """Tiles of the whole problem."""
-        return math.prod(self.tiles)
 
 
 def raw_pitch(halo: int, size: int) -> int:
@@ -148,28 +119,6 @@ def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
     return places + CONSUMERS * 4 * 8 * pitch * size
 
 
-def pixels_join(gather: Gather) -> bool:
-    """Whether the pixels of an image follow each other in memory."""
-    sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
-    rows_join = sizes[1] == 1 or strides[1] == sizes[2] * strides[2]
-    return rows_join and (sizes[0] == 1 or strides[0] == sizes[1] * sizes[2] * strides[2])
-
-
-def copy_sizes(gather: Gather, row: int) -> list[int]:
-    """Bytes that one copy from global memory may have, where ``row`` pixels and their whole rows are copied so."""
-    size = DTYPE_BYTES[gather.dtype]
-    batch, channel, depth, height, width = gather.src.strides
-    if gather.src.channels_last:
-        chunk = CHUNK_BYTES // size
-        whole = gather.src_channels % chunk == 0 and all(s % chunk == 0 for s in (batch, depth, height, width))
-        return [CHUNK_BYTES] if whole and gather.aligned else [size]
-    sizes = [size]
-    if width == 1 and gather.aligned:
-        counts = [copied // size for copied in (4, 8, 16) if copied > size]
-        sizes += [count * size for count in counts if all(s % count == 0 for s in (row, batch, channel))]
-    return sizes
-
-
 @lru_cache(maxsize=65536)
 def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
     """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
@@ -208,14 +157,23 @@ class Room:
                 break  # nor do more stages fit
             self._limits.append((limit, self._shared.most_allocated(count, limit, self._aligned)))
 
+    @property
+    def most_stages(self) -> int:
+        """Of those that leave room for any tile; 0 where none do."""
+        return self._stages[len(self._limits) - 1] if self._limits else 0
+
+    def offered(self, gather: Gather, batch: int) -> Tiles:
+        """All tiles, whether they fit or not; none where no stages leave room."""
+        if not self._limits or (self._transposed and not may_take_operands(gather)):
+            return Tiles([], 0)
+        boxes = self._variant.boxes
+        engines = (True,) if boxes else (True, False) if may_take_boxes(gather, self._variant) else (False,)
+        return all_tiles(gather, self._cells, batch, self._banks, *self._kind, engines, self._transposed)
+
     def tiles(self, gather: Gather, batch: int) -> list[Tile | None]:
         """The tile of least work that fits, with each of the stages."""
         found: list[Tile | None] = [None] * len(self._stages)
-        if not self._limits or (self._transposed and not may_take_operands(gather)):
-            return found
-        boxes = self._variant.boxes
-        engines = (True,) if boxes else (True, False) if may_take_boxes(gather, self._variant) else (False,)
-        tiles = iter(_tiles(gather, self._cells, batch, self._banks, *self._kind, engines, self._transposed))
+        tiles = iter(self.offered(gather, batch).found)
         tile = next(tiles, None)
         for index, (limit, most) in enumerate(self._limits):
             while tile is not None and (
@@ -224,157 +182,6 @@ class Room:
                 tile = next(tiles, None)
             found[index] = tile
         return found
-
-
-@lru_cache(maxsize=512)
-def _tiles(
-    gather: Gather,
-    capacity: int,
-    batch: int,
-    banks: int,
-    all_pixels: bool,
-    most_pixels: int,
-    engines: tuple[bool, ...],
-    transposed: bool,
-) -> list[Tile]:
-    """Tiles of at most ``capacity`` cells, those in their halo included; least work first, then less memory.
-
-    ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
-    copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
-    whole, they have at most ``most_pixels``, which is zero elsewhere.
-    """
-    if most_pixels:
-        if math.prod(gather.src.shape[2:]) > most_pixels:
-            return []
-        return list(_whole_images(gather, capacity, batch, banks, engines, transposed))
-    images = _addressable(gather)
-    offered = [*_runs(gather, capacity, batch, banks, images, engines, transposed)]
-    if not offered and not transposed:
-        offered = [
-            tile
-            for engine in engines
-            if not engine or box_strides(gather) is not None
-            for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
-        ]
-    works = [_work(tile, capacity) for tile in offered]
-    found: list[Tile] = []
-    for place in sorted(range(len(offered)), key=works.__getitem__):
-        tile = offered[place]
-        if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
-            found.append(tile)
-    return found
-
-
-def _addressable(gather: Gather) -> int:
-    """Images of a tile, of which several are taken only where offsets within it have 32 bits."""
-    sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
-    return min((2**31 - one) // max(1, stride) for stride, one in sides)
-
-
-def _work(tile: Tile, capacity: int) -> float:
-    """What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
-    images, slabs, rows, columns = tile.tiles
-    per_pixel = 0.1 if tile.boxes else _PER_PIXEL[tile.copy_bytes]
-    parts = 1 + 8 / tile.cells[2] if columns > 1 else 1.0  # short rows move parts of memory's lines
-    return images * slabs * rows * columns * (capacity + per_pixel * tile.halo) * parts
-
-
-def _runs(
-    gather: Gather,
-    capacity: int,
-    batch: int,
-    banks: int,
-    addressable: int,
-    engines: tuple[bool, ...],
-    transposed: bool,
-) -> Iterator[Tile]:
-    """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
-    depth, height, width = gather.cells
-    pixels = depth * height * width
-    alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
-    if not (alone and pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
-        return
-    if (batch + 1) * pixels >= 2**31 - capacity:
-        return
-    last, pitch = gather.src.channels_last, (pixels, height * width, width)
-    for engine in engines:
-        size = max(copy_sizes(gather, pixels))
-        if engine and not _are_one_row(gather, batch):
-            continue
-        if last or not engine:
-            run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
-        elif pixels:
-            parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
-            run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
-        else:
-            continue
-        boxes = _operands(run) if transposed else _pieces_of_row(run, gather) if engine else (0, 0)
-        allocated = _allocated(capacity, capacity, banks, *boxes)
-        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
-
-
-def _whole_images(
-    gather: Gather, capacity: int, batch: int, banks: int, engines: tuple[bool, ...], transposed: bool
-) -> Iterator[Tile]:
-    """The pixels of whole images, one after the other."""
-    depth, height, width = gather.src.shape[2:]
-    pixels = depth * height * width
-    images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), _addressable(gather))
-    if images < 1 or not pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
-        return
-    last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
-    for engine in engines:
-        if engine and not _are_one_row(gather, batch):
-            continue
-        if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
-            continue
-        pieces = _operands(run) if transposed else _pieces_of_row(run, gather) if last else (1, run)
-        boxes = pieces if engine else (0, 0)
-        allocated = _allocated(run, capacity, banks, *boxes)
-        size, tiles = max(copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
-        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
-
-
-def _are_one_row(gather: Gather, batch: int) -> bool:
-    """Whether boxes can take pixels that join as one row: those of an image, or with channels last of the tensor."""
-    pixels, (image, *_, pixel) = math.prod(gather.src.shape[2:]), gather.src.strides
-    if gather.src.channels_last:
-        return batch == 1 or image == pixels * pixel
-    return pixel == 1 or pixels == 1
-
-
-def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
-    """Whether the copy engine brings so many pixels at once, or a single row in several pieces."""
-    return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
-
-
-def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
-    """Boxes that a row of pixels is brought in, and the pixels of each; one of several is turned around as a whole."""
-    count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // DTYPE_BYTES[gather.dtype]
-    return count, row if count == 1 else math.ceil(row / count / turned) * turned
-
-
-def _operands(pixels: int) -> tuple[int, int]:
-    """Boxes that are operands for so many pixels, and the pixels of each."""
-    return math.ceil(pixels / BOX_PIXELS), BOX_PIXELS
-
-
-@lru_cache(maxsize=4096)
-def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None:
-    """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where the copy engine
-    cannot take the source apart. ``one_row``: the pixels of an image, which follow each other, channels first."""
-    size = DTYPE_BYTES[gather.dtype]
-    batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
-    if one_row:
-        spatial = [(1, 0), (1, 0), spatial[2]]
-    dimensions = [*spatial[::-1], batch]
-    inner = channels if gather.src.channels_last else dimensions.pop(0)
-    if not gather.src.channels_last:
-        dimensions.append(channels)
-    last_joins = not gather.src.channels_last or channels[0] * size % CHUNK_BYTES == 0  # whatever the image's size
-    if not gather.aligned or not last_joins or (inner[0] > 1 and inner[1] != 1):
-        return None
-    return engine_strides((count, step * size) for count, step in dimensions)
 
 
 def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:
@@ -415,84 +222,6 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
         return Boxes(gather.dtype, (channels, *sizes), strides, (stage_channels, *box), stage_bytes, rounded)
     swizzle = BOX_PIXELS * size if variant.boxes else CHUNK_BYTES
     return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_channels), swizzle, rounded)
-
-
-def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:
-    """Pixels of a run in shared memory, of which taps read some beyond the halo.
-
-    Chunks of 32 are turned around, and chunks of channels lie in other banks. Boxes are swizzled in rows of eight, and
-    stages of them are whole kilobytes.
-    """
-    whole = max(-(-halo // 32) * 32, read)
-    if boxes:
-        return -(-max(whole, boxes * box_pixels) // 32) * 32
-    return whole + (banks - whole) % 8 if banks else whole
-
-
-def _boxes(
-    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool, engine: bool
-) -> Iterator[Tile]:
-    """Boxes of cells, which lie in a run of pixels with the halo between them.
-
-    A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
-    wide as the image: all of it is padding then. So it is with rows, between images.
-    """
-    size = DTYPE_BYTES[gather.dtype]
-    depth, height, width = gather.cells
-    ahead = [max(0, -axis.shifts[0]) for axis in gather.axes]  # pixels that any tap needs behind a cell
-    back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
-    reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
-    heights: dict[int, set[int]] = {}
-    whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
-    for copy_bytes in [max(copy_sizes(gather, whole_rows))] if engine else copy_sizes(gather, whole_rows):
-        even = 1 if gather.src.channels_last else (CHUNK_BYTES if engine else copy_bytes) // size
-        skew = -back[2] % even
-        lead = back[2] + skew
-        widest = min(width, capacity, _MAX_SIDE[0])
-        least = math.ceil(width / widest)
-        parts = range(least, min(math.ceil(width / 8), least + 128) + 1)
-        widths = (-(-width // n // even) * even if n > 1 else width for n in parts)
-        for columns in dict.fromkeys(widths):
-            if columns > min(capacity, _MAX_SIDE[0]):
-                continue
-            shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
-            row = -(-(lead + columns if shared else skew + columns + reach[2]) // even) * even
-            if row > _MAX_SIDE[0]:
-                continue
-            most = max(0, min(height, capacity // row - reach[1] if all_pixels else (capacity - columns) // row + 1))
-            if most not in heights:
-                heights[most] = {-(-height // -(-height // max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}
-            tiles_w = -(-width // columns)
-            for rows in heights[most]:
-                whole = rows == height and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
-                slab = (back[1] + rows if whole else rows + reach[1]) * row
-                flat = (rows - 1) * row + columns
-                fitting = capacity // slab - reach[0] if all_pixels else (capacity - flat) // slab + 1
-                most_slabs = min(depth, _MAX_SIDE[1] - reach[0], fitting)
-                if rows + reach[1] > _MAX_SIDE[0] or most_slabs < 1:
-                    continue
-                tail = -(-((ahead[1] * row if whole else 0) + ahead[2]) // even) * even
-                for slabs in {1, -(-depth // -(-depth // most_slabs))}:
-                    used = flat + (slabs - 1) * slab
-                    image = (slabs + reach[0]) * slab
-                    images = 1
-                    if (slabs, rows, columns) == (depth, height, width):
-                        fitting = (capacity - tail) // image if all_pixels else (capacity - used) // image + 1
-                        images = max(1, min(batch, _MAX_SIDE[2], fitting, addressable))
-                    span = reach[0] * slab + reach[1] * row + reach[2] + skew
-                    halo = images * image + tail
-                    if all_pixels and halo > capacity:
-                        continue
-                    if engine and not _is_box(row, slab // row, image // slab, images):
-                        continue
-                    boxes = (1, images * image) if engine else (0, 0)
-                    if engine and row > _MAX_BOX_SIDE:
-                        boxes = _pieces_of_row(row, gather)
-                    allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks, *boxes)
-                    tiles = -(-batch // images), -(-depth // slabs), -(-height // rows), tiles_w
-                    pitch = image, slab, row
-                    cells = slabs, rows, columns
-                    yield Tile(images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, *boxes)
 
 
 def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:

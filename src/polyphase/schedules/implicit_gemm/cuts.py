@@ -1,0 +1,320 @@
+"""How `implicit_gemm` can cut cells into tiles, and how their halo lies in shared memory, whatever the variant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from polyphase.problem import DTYPE_BYTES
+from polyphase.problem.layouts import extent
+from polyphase.program.tensor_map import engine_strides
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.implicit_gemm.config import BOX_PIXELS, CHUNK_BYTES, Taps
+
+_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
+_MAX_BOX_SIDE = 256
+_PER_PIXEL = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}  # of a copy's bytes: what it costs beside a cell
+
+
+class Tile(NamedTuple):
+    """The cells of a block and how their halo lies in shared memory, in pixels (see `Geometry` in the kernel)."""
+
+    images: int
+    cells: tuple[int, int, int]
+    pitch: tuple[int, int, int]  # from one image, slab and row to the next
+    halo: int
+    allocated: int
+    skew: int
+    copy_bytes: int
+    tiles: tuple[int, int, int, int]
+    boxes: int = 0  # that the copy engine brings for a stage; none where threads copy
+    box_pixels: int = 0
+    run: int = 0  # cells of any rows, and images up to ``images``, one after the other
+
+    @property
+    def tile_cells(self) -> int:
+        """Cells of a tile; of whole images their pixels."""
+        return self.run or self.images * math.prod(self.cells)
+
+    @property
+    def total(self) -> int:
+        """Tiles of the whole problem."""
+        return math.prod(self.tiles)
+
+
+def pixels_join(gather: Gather) -> bool:
+    """Whether the pixels of an image follow each other in memory."""
+    sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
+    rows_join = sizes[1] == 1 or strides[1] == sizes[2] * strides[2]
+    return rows_join and (sizes[0] == 1 or strides[0] == sizes[1] * sizes[2] * strides[2])
+
+
+def copy_sizes(gather: Gather, row: int) -> list[int]:
+    """Bytes that one copy from global memory may have, where ``row`` pixels and their whole rows are copied so."""
+    size = DTYPE_BYTES[gather.dtype]
+    batch, channel, depth, height, width = gather.src.strides
+    if gather.src.channels_last:
+        chunk = CHUNK_BYTES // size
+        whole = gather.src_channels % chunk == 0 and all(s % chunk == 0 for s in (batch, depth, height, width))
+        return [CHUNK_BYTES] if whole and gather.aligned else [size]
+    sizes = [size]
+    if width == 1 and gather.aligned:
+        counts = [copied // size for copied in (4, 8, 16) if copied > size]
+        sizes += [count * size for count in counts if all(s % count == 0 for s in (row, batch, channel))]
+    return sizes
+
+
+class Tiles(NamedTuple):
+    """Tiles of at most so many cells: those of least work first, then of less memory. ``fewest`` of them is a layer."""
+
+    found: list[Tile]
+    fewest: int
+
+
+@lru_cache(maxsize=512)
+def all_tiles(
+    gather: Gather,
+    capacity: int,
+    batch: int,
+    banks: int,
+    all_pixels: bool,
+    most_pixels: int,
+    engines: tuple[bool, ...],
+    transposed: bool,
+) -> Tiles:
+    """Tiles of at most ``capacity`` cells, those in their halo included.
+
+    ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
+    copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
+    whole, they have at most ``most_pixels``, which is zero elsewhere.
+    """
+    if most_pixels:
+        if math.prod(gather.src.shape[2:]) > most_pixels:
+            return Tiles([], 0)
+        found = list(_whole_images(gather, capacity, batch, banks, engines, transposed))
+        return Tiles(found, min((tile.total for tile in found), default=0))
+    images = _addressable(gather)
+    offered: list[tuple[Any, ...]] = [*_runs(gather, capacity, batch, banks, images, engines, transposed)]
+    if not offered and not transposed:
+        offered = [
+            tile
+            for engine in engines
+            if not engine or box_strides(gather) is not None
+            for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
+        ]
+    works = [_work(capacity, *tile) for tile in offered]
+    found = []
+    for place in sorted(range(len(offered)), key=works.__getitem__):
+        tile = Tile(*offered[place])
+        if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
+            found.append(tile)
+    return Tiles(found, min((tile.total for tile in found), default=0))
+
+
+def _addressable(gather: Gather) -> int:
+    """Images of a tile, of which several are taken only where offsets within it have 32 bits."""
+    sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
+    return min((2**31 - one) // max(1, stride) for stride, one in sides)
+
+
+def _work(
+    capacity: int,
+    images: int,
+    cells: tuple[int, int, int],
+    pitch: tuple[int, int, int],
+    halo: int,
+    allocated: int,
+    skew: int,
+    copy_bytes: int,
+    tiles: tuple[int, int, int, int],
+    boxes: int,
+    *_: int,
+) -> float:
+    """What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
+    n, slabs, rows, columns = tiles
+    per_pixel = 0.1 if boxes else _PER_PIXEL[copy_bytes]
+    parts = 1 + 8 / cells[2] if columns > 1 else 1.0  # short rows move parts of memory's lines
+    return n * slabs * rows * columns * (capacity + per_pixel * halo) * parts
+
+
+def _runs(
+    gather: Gather,
+    capacity: int,
+    batch: int,
+    banks: int,
+    addressable: int,
+    engines: tuple[bool, ...],
+    transposed: bool,
+) -> Iterator[Tile]:
+    """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
+    depth, height, width = gather.cells
+    pixels = depth * height * width
+    alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
+    if not (alone and pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
+        return
+    if (batch + 1) * pixels >= 2**31 - capacity:
+        return
+    last, pitch = gather.src.channels_last, (pixels, height * width, width)
+    for engine in engines:
+        size = max(copy_sizes(gather, pixels))
+        if engine and not _are_one_row(gather, batch):
+            continue
+        if last or not engine:
+            run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
+        elif pixels:
+            parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
+            run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
+        else:
+            continue
+        boxes = _operands(run) if transposed else _pieces_of_row(run, gather) if engine else (0, 0)
+        allocated = _allocated(capacity, capacity, banks, *boxes)
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
+
+
+def _whole_images(
+    gather: Gather, capacity: int, batch: int, banks: int, engines: tuple[bool, ...], transposed: bool
+) -> Iterator[Tile]:
+    """The pixels of whole images, one after the other."""
+    depth, height, width = gather.src.shape[2:]
+    pixels = depth * height * width
+    images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), _addressable(gather))
+    if images < 1 or not pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
+        return
+    last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
+    for engine in engines:
+        if engine and not _are_one_row(gather, batch):
+            continue
+        if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
+            continue
+        pieces = _operands(run) if transposed else _pieces_of_row(run, gather) if last else (1, run)
+        boxes = pieces if engine else (0, 0)
+        allocated = _allocated(run, capacity, banks, *boxes)
+        size, tiles = max(copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
+        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
+
+
+def _are_one_row(gather: Gather, batch: int) -> bool:
+    """Whether boxes can take pixels that join as one row: those of an image, or with channels last of the tensor."""
+    pixels, (image, *_, pixel) = math.prod(gather.src.shape[2:]), gather.src.strides
+    if gather.src.channels_last:
+        return batch == 1 or image == pixels * pixel
+    return pixel == 1 or pixels == 1
+
+
+def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
+    """Whether the copy engine brings so many pixels at once, or a single row in several pieces."""
+    return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
+
+
+def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
+    """Boxes that a row of pixels is brought in, and the pixels of each; one of several is turned around as a whole."""
+    count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // DTYPE_BYTES[gather.dtype]
+    return count, row if count == 1 else math.ceil(row / count / turned) * turned
+
+
+def _operands(pixels: int) -> tuple[int, int]:
+    """Boxes that are operands for so many pixels, and the pixels of each."""
+    return math.ceil(pixels / BOX_PIXELS), BOX_PIXELS
+
+
+@lru_cache(maxsize=4096)
+def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None:
+    """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where the copy engine
+    cannot take the source apart. ``one_row``: the pixels of an image, which follow each other, channels first."""
+    size = DTYPE_BYTES[gather.dtype]
+    batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
+    if one_row:
+        spatial = [(1, 0), (1, 0), spatial[2]]
+    dimensions = [*spatial[::-1], batch]
+    inner = channels if gather.src.channels_last else dimensions.pop(0)
+    if not gather.src.channels_last:
+        dimensions.append(channels)
+    last_joins = not gather.src.channels_last or channels[0] * size % CHUNK_BYTES == 0  # whatever the image's size
+    if not gather.aligned or not last_joins or (inner[0] > 1 and inner[1] != 1):
+        return None
+    return engine_strides((count, step * size) for count, step in dimensions)
+
+
+def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:
+    """Pixels of a run in shared memory, of which taps read some beyond the halo.
+
+    Chunks of 32 are turned around, and chunks of channels lie in other banks. Boxes are swizzled in rows of eight, and
+    stages of them are whole kilobytes.
+    """
+    whole = max(-(-halo // 32) * 32, read)
+    if boxes:
+        return -(-max(whole, boxes * box_pixels) // 32) * 32
+    return whole + (banks - whole) % 8 if banks else whole
+
+
+def _boxes(
+    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool, engine: bool
+) -> Iterator[tuple[Any, ...]]:
+    """Boxes of cells, which lie in a run of pixels with the halo between them: `Tile`s but for their class.
+
+    A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
+    wide as the image: all of it is padding then. So it is with rows, between images.
+    """
+    size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
+    depth, height, width = gather.cells
+    *_, src_height, src_width = gather.src.shape
+    _, ahead_h, ahead_w = (max(0, -axis.shifts[0]) for axis in gather.axes)  # pixels that any tap needs behind a cell
+    _, back_h, back_w = (axis.shifts[1] for axis in gather.axes)  # and before it; negative where all are behind
+    reach_d, reach_h, reach_w = (axis.shifts[1] - axis.shifts[0] for axis in gather.axes)
+    whole_heights = back_h >= ahead_h and height >= src_height and depth == 1
+    heights: dict[int, set[int]] = {}
+    whole_rows = math.gcd(src_width, math.gcd(gather.src.strides[2], gather.src.strides[3]))
+    for copy_bytes in [max(copy_sizes(gather, whole_rows))] if engine else copy_sizes(gather, whole_rows):
+        even = 1 if last else (CHUNK_BYTES if engine else copy_bytes) // size
+        skew = -back_w % even
+        lead = back_w + skew
+        most_columns = min(capacity, _MAX_SIDE[0])
+        for columns in _widths(width, most_columns, even):
+            shared = columns == width and lead >= ahead_w and width >= src_width
+            row = -(-(lead + columns if shared else skew + columns + reach_w) // even) * even
+            if row > _MAX_SIDE[0]:
+                continue
+            boxes = _pieces_of_row(row, gather) if engine and row > _MAX_BOX_SIDE else None
+            most = max(0, min(height, capacity // row - reach_h if all_pixels else (capacity - columns) // row + 1))
+            if most not in heights:
+                heights[most] = {-(-height // -(-height // max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}
+            tiles_w = -(-width // columns)
+            for rows in heights[most]:
+                whole = whole_heights and rows == height
+                halo_rows = back_h + rows if whole else rows + reach_h
+                if rows + reach_h > _MAX_SIDE[0]:
+                    continue
+                slab, flat = halo_rows * row, (rows - 1) * row + columns
+                fitting = capacity // slab - reach_d if all_pixels else (capacity - flat) // slab + 1
+                most_slabs = min(depth, _MAX_SIDE[1] - reach_d, fitting)
+                if most_slabs < 1:
+                    continue
+                tail = -(-((ahead_h * row if whole else 0) + ahead_w) // even) * even
+                tiles_h = -(-height // rows)
+                for slabs in {1, -(-depth // -(-depth // most_slabs))}:
+                    image, images = (slabs + reach_d) * slab, 1
+                    if (slabs, rows, columns) == (depth, height, width):
+                        used = flat + (slabs - 1) * slab
+                        fitting = (capacity - tail) // image if all_pixels else (capacity - used) // image + 1
+                        images = max(1, min(batch, _MAX_SIDE[2], fitting, addressable))
+                    halo = images * image + tail
+                    if all_pixels and halo > capacity:
+                        continue
+                    if engine and not _is_box(row, halo_rows, slabs + reach_d, images):
+                        continue
+                    read = capacity if all_pixels else capacity + reach_d * slab + reach_h * row + reach_w + skew
+                    brought = (boxes or (1, images * image)) if engine else (0, 0)
+                    allocated = _allocated(halo, read, banks, *brought)
+                    tiles = -(-batch // images), -(-depth // slabs), tiles_h, tiles_w
+                    pitch, cells = (image, slab, row), (slabs, rows, columns)
+                    yield images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, *brought, 0
+
+
+def _widths(width: int, most: int, even: int) -> Iterator[int]:
+    """Columns of a tile that are worth trying: even parts of a row, at most so many of so many ``even`` ones."""
+    least = -(-width // min(width, most))
+    parts = range(least, min(-(-width // 8), least + 128) + 1)
+    widths = (-(-width // n // even) * even if n > 1 else width for n in parts)
+    return (columns for columns in dict.fromkeys(widths) if columns <= most)
