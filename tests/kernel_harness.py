@@ -21,7 +21,7 @@ from torch import Tensor
 
 from emulator import EmulatedKernel, text_of
 from helpers import TORCH, constants
-from polyphase.plan.shortlist import candidates, refusal
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides, extent
@@ -284,7 +284,7 @@ def offers(
 ) -> list[tuple[Candidate, Program]]:
     """What a schedule offers, and its launches."""
     layouts = layouts or Layouts.dense(problem)
-    assert refusal(schedule, problem, pass_, H200) is None
+    assert schedule.supports(problem, pass_, H200) is None
     return [
         (candidate, schedule.launch(problem, pass_, H200, layouts, candidate.variant))
         for candidate in candidates(schedule, problem, pass_, H200, layouts)

@@ -879,7 +879,7 @@ def test_boxes_of_strange_tensors(name: str) -> None:
     layouts = replace(Layouts.dense(problem), input=strides)
     found = list(candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts))
     offers = [GemmCase(problem, layouts, candidate.variant).offers(H200)[0] for candidate in found]
-    candidate, launch = next((offer for offer in offers if offer[1].boxes), offers[0])
+    candidate, launch = next((offer for offer in offers if offer[1].main.boxes), offers[0])
     assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(1))
 
 

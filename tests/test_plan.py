@@ -379,8 +379,8 @@ def test_layouts_are_part_of_a_plan() -> None:
         other = plan.plan(problem, Pass.FORWARD, H200, layouts).launch
         assert plain is not None
         assert other is not None
-        assert other.main.source == plain.source
-        assert other.main.geometry != plain.geometry
+        assert other.main.source == plain.main.source
+        assert other.main.geometry != plain.main.geometry
 
 
 # Boxes of pixels that the copy engine brings
@@ -615,8 +615,10 @@ def test_refusals_have_reasons_and_another_schedule(problem: ConvTransposeProble
 
 
 def test_no_schedule_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SCHEDULES", [each for each in SCHEDULES if each.name == "weight_grad"])
-    with pytest.raises(UnsupportedError, match=r"no schedule computes the forward of .* on sm_90a: weight_grad: comp"):
+    monkeypatch.setattr(plan, "SCHEDULES", [each for each in SCHEDULES if each.name == "direct_wgrad_gemm"])
+    with pytest.raises(
+        UnsupportedError, match=r"no schedule computes the forward of .* on sm_90a: direct_wgrad_gemm: comp"
+    ):
         plan.plan(make((9, 9, 9, 9), 9, 9), Pass.FORWARD, H200)
 
 
