@@ -109,7 +109,7 @@ def test_layers_take_every_path() -> None:
 
 
 def share_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_gemm, "_SHARING", Sharing(rounds=0, cycles=0, most=math.inf))
+    monkeypatch.setattr(gather_gemm, "_sharing", lambda device: Sharing(rounds=0, cycles=0, most=math.inf))
 
 
 @pytest.mark.parametrize("shared", [False, True])

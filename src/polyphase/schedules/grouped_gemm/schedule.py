@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -31,7 +32,6 @@ _MAX_WEIGHT_BYTES = 96 << 10
 _MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
 _BARRIER_BYTES = 384  # and the notes of tiles
 _BUFFERS = 3  # of stages
-_SHARING = Sharing(rounds=16, cycles=5000.0, most=1.5)
 _OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
 _MAX_PHASES = 64  # elements of a cell
 _COPY_THREADS = 256
@@ -402,20 +402,8 @@ def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
     return min(range(0, 128 // size, 16 // size), key=lambda padding: (rounds(padding), padding))
 
 
-# Cycles, fitted to 766 measured variants on an H200 (docs/performance.md). Of a multiprocessor: for an instruction, and
-# for a byte that the copy engine writes. Of a warp: for what it waits for at a pixel; to find 32 pieces of a stage, to
-# copy those of a channel, and for a stage besides; to write a row, by whether its ends are those of sectors, and for a
-# tile's outputs besides. Of all: for what is not tiles.
-_SLOT, _BYTE, _PIXEL = 0.433, 0.0175, 155.0
-_FIND, _COPY, _STAGE = 75.0, 22.0, 720.0
-_ROW, _OUTPUTS = {False: 200.0, True: 40.0}, 450.0
-_LAUNCH = 41000.0
-_TOGETHER = 2.05  # exponent by which those who load, multiply and store overlap
-_BANDWIDTH = 0.95  # of a copy's
-
-
 def _multiply_cycles(
-    problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int
+    problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int, terms: Costs
 ) -> float:
     """Predicted cycles for the products of a tile, in each of so many resident blocks."""
     size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
@@ -424,54 +412,63 @@ def _multiply_cycles(
     taken = product.pixels * tiles * ((10 if parts > 1 else 4) if size == 4 else 6)
     multiplied = product.entries * (2 * parts + tiles * (7 if parts > 1 else 1))
     slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
-    return resident * warps * slots * _SLOT + steps * product.pixels * _PIXEL
+    return resident * warps * slots * terms.slot + steps * product.pixels * terms.pixel
 
 
-def _load_cycles(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling) -> float:
+def _load_cycles(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, terms: Costs) -> float:
     """Predicted cycles for a tile's windows."""
     size = DTYPE_BYTES[problem.dtype]
     stages = math.ceil(_product(problem, variant.out_chunk).steps / variant.stage_steps)
     channels = variant.stage_steps * 32 // size * (4 if tiling.window.piece * size < 4 else 1)
     finds = math.ceil(tiling.window.places / (32 * variant.load_warps))
-    return stages * (finds * (_FIND + channels * _COPY) + _STAGE)
+    return stages * (finds * (terms.find + channels * terms.copy) + terms.stage)
 
 
-def _store_cycles(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int) -> float:
+def _store_cycles(
+    problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int, terms: Costs
+) -> float:
     """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
     depth, height, width = problem.axes3
     rows = math.prod(tiling.lanes[:3]) * depth.stride * height.stride * variant.out_chunk
     row_bytes = tiling.lanes[3] * width.stride * DTYPE_BYTES[problem.dtype]
     written = rows / (tiling.joined * variant.store_warps)
     whole = tiling.whole_sectors or tiling.joined > 1
-    return written * _ROW[whole] + resident * rows * row_bytes * _BYTE + _OUTPUTS
+    row = terms.row_whole if whole else terms.row
+    return written * row + resident * rows * row_bytes * terms.byte + terms.outputs
 
 
 def _estimate(
     problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
+    terms = costs("grouped_gemm", device)
     size, blocks = DTYPE_BYTES[problem.dtype], out_blocks(problem, variant.out_chunk)
     at_once = device.multiprocessors * variant.min_blocks
     resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * blocks / device.multiprocessors)))
     rounds = math.ceil(tiling.total / max(1, at_once // blocks)) * max(1.0, blocks / at_once)
     parts = (
-        _multiply_cycles(problem, variant, tiling, resident),
-        _load_cycles(problem, variant, tiling),
-        _store_cycles(problem, variant, tiling, resident),
+        _multiply_cycles(problem, variant, tiling, resident, terms),
+        _load_cycles(problem, variant, tiling, terms),
+        _store_cycles(problem, variant, tiling, resident, terms),
     )
-    tile = sum(part**_TOGETHER for part in parts) ** (1 / _TOGETHER)
-    work = (rounds * tile + _LAUNCH) / device.clock_hz
+    tile = sum(part**terms.together for part in parts) ** (1 / terms.together)
+    work = (rounds * tile + terms.launch) / device.clock_hz
     channels = _product(problem, variant.out_chunk).steps * 32 // size
     halo = tiling.total * blocks * channels * row_bytes(tiling.window, size)
-    moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
-    floor = moved / (device.copy_bytes_per_second * _BANDWIDTH)
+    moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * terms.halo
+    floor = moved / (device.copy_bytes_per_second * terms.bandwidth)
     return slower_of(work, floor)
 
 
 def _shares(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
     rounds = tiling.total / _at_once(problem, variant, tiling, device)
-    return _SHARING.pays(rounds, lambda: _estimate(problem, variant, tiling, device), problem.bytes, device)
+    return _sharing(device).pays(rounds, lambda: _estimate(problem, variant, tiling, device), problem.bytes, device)
+
+
+def _sharing(device: DeviceInfo) -> Sharing:
+    terms = costs("grouped_gemm", device)
+    return Sharing(terms.sharing_rounds, terms.sharing_cycles, terms.sharing_most)
 
 
 def _at_once(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:

@@ -29,7 +29,7 @@ class Member:
 
     def __init__(self, gather: Gather, variant: GemmVariant, stages: tuple[int, ...], device: DeviceInfo) -> None:
         self._variant, self._stages, self._device = variant, stages, device
-        self._work = Work(gather, variant)
+        self._work = Work(gather, variant, device)
         self._rooms: dict[bool, Room] = {}
         self._bounds: dict[bool, tuple[float, float, float, float]] = {}
 

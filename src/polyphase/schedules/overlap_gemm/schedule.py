@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -285,17 +286,7 @@ def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool)
     return aligned and widest_piece(size, channels, batch, *others) * size >= 8
 
 
-# Cycles of a multiprocessor for 16 by 8 products of an operation, by whether Hopper's instruction computes them, for an
-# instruction of a warp, and for a word of shared memory that a warp writes or reads at the end; for an operation's
-# weights of a column tile; of an operation's pixels on their way, of weights on theirs, of the end of a band, and of a
-# block besides. Fitted to 952 measured variants on an H200 (docs/performance.md).
-_OPERATION, _SLOT, _WORD, _WEIGHTS = {True: 0.2, False: 1.5}, 0.8, 4.0, 28.0
-_LATENCY, _LOAD, _END, _BLOCK = 1500.0, 2250.0, 1150.0, 3850.0
-_SHARED = 1.1  # times the prediction, where several blocks share a multiprocessor
-_ONE_PART = 0.83  # of the prediction, where products come in one part: it is too high beside those of other kernels
-
-
-def _step_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling) -> float:
+def _step_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for one operation of the warps of a block that own pixels."""
     parts, columns, rows = parts_of(problem), _column_tiles(problem, variant.out_chunk), variant.row_tiles
     together = 64 if variant.wgmma else 16
@@ -306,29 +297,32 @@ def _step_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling:
     slots = (4 * rows * columns if parts == 2 else 0) + splits + 5 * loads
     if not variant.wgmma:
         slots += products + 2 * columns * parts
-    return warps * max(products * _OPERATION[variant.wgmma], slots * _SLOT)
+    return warps * max(products * (terms.wgmma if variant.wgmma else terms.mma), slots * terms.slot)
 
 
-def _tile_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, resident: int) -> float:
+def _tile_cycles(
+    problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, resident: int, terms: Costs
+) -> float:
     """Predicted cycles for a round of so many resident blocks."""
     columns, steps = _column_tiles(problem, variant.out_chunk), steps_of(problem)
-    step = max(resident * _step_cycles(problem, variant, tiling), _LATENCY / variant.ahead)
+    step = max(resident * _step_cycles(problem, variant, tiling, terms), terms.latency / variant.ahead)
     loads = 1 if variant.steps_held >= steps else tiling.bands * math.ceil(steps / variant.steps_held)
-    weights = loads * (_LOAD + resident * min(steps, variant.steps_held) * columns * _WEIGHTS)
+    weights = loads * (terms.load + resident * min(steps, variant.steps_held) * columns * terms.weights)
     written = tiling.bands * variant.rows * 8 * columns / variant.unit
     places = 15 * variant.out_chunk if _along_channels(problem, variant.out_chunk) else 60
     read = math.prod(tiling.lanes) * (variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places)
-    ends = tiling.bands * _END + resident * (written + read) / 32 * _WORD
-    return _BLOCK + weights + tiling.bands * steps * step + ends
+    ends = tiling.bands * terms.end + resident * (written + read) / 32 * terms.word
+    return terms.block + weights + tiling.bands * steps * step + ends
 
 
 def _estimate(
     problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
+    terms = costs("overlap_gemm", device)
     resident, rounds = rounds_of(tiling.total * out_blocks(problem, variant.out_chunk), variant.min_blocks, device)
-    work = rounds * _tile_cycles(problem, variant, tiling, resident) / device.clock_hz
-    work *= (_ONE_PART if parts_of(problem) == 1 else 1.0) * (_SHARED if variant.min_blocks > 1 else 1.0)
+    work = rounds * _tile_cycles(problem, variant, tiling, resident, terms) / device.clock_hz
+    work *= (terms.one_part if parts_of(problem) == 1 else 1.0) * (terms.shared if variant.min_blocks > 1 else 1.0)
     size, channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
     images, slabs, rows, width = tiling.window
     halo = images * slabs * rows * round_up(width * size, 32) * tiling.total * channels

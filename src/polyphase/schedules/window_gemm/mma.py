@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -219,7 +220,7 @@ def _tiling(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
-    best, least = None, math.inf
+    best, least, terms = None, math.inf, costs("window_mma", device)
     for images, depth, height, width in lanes_of(problem, variant.positions):
         if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
             break
@@ -229,7 +230,7 @@ def _tiling(
             tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
         if not _fits(variant, tiling, device):
             continue
-        work = tiling.total * _stage_cycles(problem, pass_, variant, tiling)
+        work = tiling.total * _stage_cycles(problem, pass_, variant, tiling, terms)
         if work < least:
             best, least = tiling, work
     if best is None and layouts.aligned:  # whole pieces make long rows longer
@@ -272,60 +273,52 @@ def _tiles(
     return _Tiling(lanes, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
 
 
-# Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
-# beside those; for a stage, also where no other block is resident; for a block, and each result that it stores. Fitted
-# to 336 measured variants on an H200 (docs/performance.md, "Gradients on tensor cores").
-_OPERATION, _SLOT = 1.45, 2.6
-_PREFERENCE = 1.15  # for exact sums, where they are about as fast
-# Measured over predicted time in channels_last, where windows come element by element: of weight gradients in float32,
-# and of input gradients.
-_ELEMENTWISE, _ELEMENTWISE_INPUT = 2.0, 0.65
-_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.35 / 24, 130.0, 500.0, 1150.0, 0.25
-
-
-def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling) -> float:
+def _stage_cycles(
+    problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling, terms: Costs
+) -> float:
     """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
     size = DTYPE_BYTES[problem.dtype]
     depth = _depth(problem, pass_, variant)
     operations = depth * size // 32
     products = variant.row_tiles * variant.column_tiles
     slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
-    cycles = operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
+    cycles = operations * _WARPS * (products * terms.operation + slots / 4 * terms.slot)
     moved = 0.0
     for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
-        cycles += copy_cycles(part, channels, _WARPS, size)
+        cycles += copy_cycles(part, channels, _WARPS, size, terms)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
         moved += channels * (depth * size if of_weight else row_bytes(part, size))
-    return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
+    return cycles + moved * terms.byte + terms.stage + (terms.lone_stage if variant.min_blocks == 1 else 0.0)
 
 
 def _estimate(
     problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    stage = _stage_cycles(problem, pass_, variant, tiling)
-    blocks, block = blocks_of(problem, pass_, variant.rows, variant.out_chunk), _BLOCK
+    terms = costs("window_mma", device)
+    stage = _stage_cycles(problem, pass_, variant, tiling, terms)
+    blocks, block = blocks_of(problem, pass_, variant.rows, variant.out_chunk), terms.block
     if pass_ is Pass.WEIGHT_GRAD:
         parts = _parts(problem, variant, tiling, device)
         stages = math.ceil(tiling.total / parts)
         blocks *= parts
-        end = 2e-6 + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+        end = terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
     else:
         stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
         blocks *= tiling.total
         end = 0.0
-        block += _STORED * variant.rows * variant.columns
+        block += terms.stored * variant.rows * variant.columns
     resident, rounds = rounds_of(blocks, variant.min_blocks, device)
     cycles = rounds * resident * (stages * stage + block)
     work = cycles / device.clock_hz + end
     if problem.channels_last and tiling.window.piece == 1:
         if pass_ is Pass.INPUT_GRAD:
-            work *= _ELEMENTWISE_INPUT
+            work *= terms.elementwise_input_grad
         elif problem.dtype == "float32":
-            work *= _ELEMENTWISE
+            work *= terms.elementwise_weight_grad
     floor = problem.bytes / device.copy_bytes_per_second
     seconds, bound = slower_of(work, floor)
-    return _PREFERENCE * seconds, bound
+    return terms.preference * seconds, bound
 
 
 def _deepest(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
@@ -26,22 +27,6 @@ _MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one di
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 PIECE_BYTES = 16  # of rows that are copied
 _LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
-
-# Cycles, fitted to 595 and, where threads copy windows, 92 measured variants on an H200 (docs/performance.md): for an
-# instruction of the cores, to read shared memory once for it, and for a column of it; for an operation; for a row of up
-# to 128 bytes that the engine brings; for a stage.
-_PRODUCT, _READ, _COLUMN, _OPERATION, _ROW, _STAGE = 14.9, 0.83, 0.127, 32.0, 0.505, 390.0
-# The same for copies: for one that a row begins in; for a thread's piece of the operand.
-_WORDS, _RUN_PIECE = 141.0, 75.0
-# The rest of copying, by the pass and the bytes of an element: of a stage; of a piece that a thread finds, which lies
-# alike in several channels; of each copy of it. Those of half types were fitted later, to 49 layers (input gradient)
-# and to 142 tiles of six layers.
-_COPIED = {
-    (Pass.INPUT_GRAD, 4): (1330.0, 355.0, 49.0),
-    (Pass.INPUT_GRAD, 2): (2712.0, 440.0, 32.0),
-    (Pass.WEIGHT_GRAD, 4): (0.0, 355.0, 49.0),
-    (Pass.WEIGHT_GRAD, 2): (569.0, 647.0, 129.0),
-}
 
 
 class WgmmaVariant(NamedTuple):
@@ -148,12 +133,14 @@ def tiling_of(
     rows = variant.rows if pass_ is Pass.INPUT_GRAD else 0  # whose place is remembered
     declared = round_up(12 * rows + 20 * variant.buffers, 1024)  # by the kernel itself, before what is aligned so
     available = device.shared_bytes_per_block - declared
-    tilings = _tilings(problem, pass_, layouts, variant._replace(buffers=0))
+    tilings = _tilings(problem, pass_, layouts, variant._replace(buffers=0), costs("window_wgmma", device))
     return next((tiling for tiling in tilings if shared_bytes_of(variant, tiling) <= available), None)
 
 
 @lru_cache(maxsize=64)  # a list has hundreds of kilobytes; variants of one call follow each other
-def _tilings(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant) -> list[Tiling]:
+def _tilings(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, terms: Costs
+) -> list[Tiling]:
     """All tiles, those of least work first."""
     if (layouts.weight_channels_last and pass_ is Pass.INPUT_GRAD) or layouts.output[4] != 1:
         return []
@@ -166,7 +153,7 @@ def _tilings(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, varia
     found = [each for each in tilings if each is not None and max(each.window.extent) <= MAX_SIDE]
     least = min(_LEAST_COPIED_ROW, problem.input_size[-1])
     long = [each for each in found if each.window_box is not None or each.lanes[3] >= least]
-    return sorted(long or found, key=lambda tiling: tiling.total * stage_cycles(problem, pass_, variant, tiling))
+    return sorted(long or found, key=lambda tiling: tiling.total * stage_cycles(problem, pass_, variant, tiling, terms))
 
 
 def _tiles(
@@ -418,24 +405,29 @@ def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: Wgmma
     return Runs.of_boxes((1, 1, 1, math.ceil(depth / span)), boxes)
 
 
-def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
+def stage_cycles(
+    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling, terms: Costs
+) -> float:
     """Predicted cycles of a multiprocessor for a stage."""
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
     reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.steps)
-    product = _PRODUCT + _READ * reads + _COLUMN * variant.columns
+    product = terms.product + terms.read * reads + terms.column * variant.columns
     rows = tiling.runs.rows if tiling.runs.boxes is not None else 0
     if tiling.window_box is None:
-        copies = _copy_cycles(problem, pass_, variant, tiling)
+        copies = _copy_cycles(problem, pass_, variant, tiling, terms)
         if tiling.runs.boxes is None:
             pieces = tiling.runs.bytes // variant.columns // tiling.runs.piece_bytes
-            copies += _RUN_PIECE * math.ceil(variant.columns / (LOADERS // pieces))
+            copies += terms.run_piece * math.ceil(variant.columns / (LOADERS // pieces))
     else:
         rows += variant.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
         copies = 0.0
-    return tiling.steps * (GROUPS * variant.row_tiles * product + _OPERATION) + rows * _ROW + copies + _STAGE
+    operation = GROUPS * variant.row_tiles * product + terms.operation
+    return tiling.steps * operation + rows * terms.row + copies + terms.stage
 
 
-def _copy_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
+def _copy_cycles(
+    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling, terms: Costs
+) -> float:
     """The same for what loaders copy of a window (``operand/window_rows.cuh``)."""
     vector = PIECE_BYTES // DTYPE_BYTES[problem.dtype]
     pieces = tiling.window.rows * tiling.window.pieces
@@ -445,8 +437,9 @@ def _copy_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVaria
     found = math.ceil(min(apart, variant.out_chunk) * pieces / LOADERS)
     copied = found * math.ceil(variant.out_chunk / apart)
     begun = 1 / tiling.tiles[3] if problem.padding[-1] > 0 else 0.0  # tiles that rows begin in
-    stage, piece, copy = _COPIED[pass_, DTYPE_BYTES[problem.dtype]]
-    return stage + found * piece + copied * (copy + begun * _WORDS)
+    kind = f"{pass_.value}_{'halves' if DTYPE_BYTES[problem.dtype] == 2 else 'float32'}"
+    copy = terms[f"copy_{kind}"] + begun * terms.words
+    return terms[f"copy_stage_{kind}"] + found * terms[f"copy_piece_{kind}"] + copied * copy
 
 
 def _reads(problem: ConvTransposeProblem, pass_: Pass) -> int:
