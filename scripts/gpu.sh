@@ -25,11 +25,11 @@ record() { bench --csv "$RESULTS$1.csv" --dtypes float32,bfloat16 --against defa
 
 tests() { # those that want the GPU for themselves by one process
   local shared=0
-  scripts/test.sh tests --ignore tests/test_fuzz.py --ignore tests/test_sanitizer.py -q || shared=$?
+  scripts/test.sh --all tests --ignore tests/test_fuzz.py --ignore tests/test_sanitizer.py -q || shared=$?
   "$python" -m pytest tests -m alone -q && return "$shared"
 }
 fuzz() { scripts/test.sh tests/test_fuzz.py --cases 2000 -k cuda -q; }
-sanitizer() { scripts/test.sh tests/test_sanitizer.py -q; }
+sanitizer() { scripts/test.sh --all tests/test_sanitizer.py -q; }
 examples() { scripts/check.sh examples/*.py; }
 host() { bench --host; }
 forward() { record '' --suite all; }

@@ -38,17 +38,39 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("polyphase")
+    group.addoption("--all", action="store_true", help="the slow tests too, and every case of those that are sampled")
     group.addoption("--seed", type=int, default=0, help="first seed of the fuzz; each case has a seed of its own")
     group.addoption("--cases", type=int, default=300, help="cases of the fuzz, three passes each")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is timed, or fills the memory, where other processes are at work on the GPU."""
+    """Leaves out what is slow, unless it is asked for: by --all, a marker expression, or the test's own name.
+
+    And what is timed, or fills the memory, where other processes are at work on the GPU.
+    """
+    _mark_cases_that_are_slow(items)
+    named = any("::" in argument for argument in config.args)
+    if not (config.getoption("--all") or config.option.markexpr or named):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     if hasattr(config, "workerinput"):
         shared = pytest.mark.skip(reason="needs a GPU for itself: pytest -m alone")
         for item in items:
             if item.get_closest_marker("alone"):
                 item.add_marker(shared)
+
+
+def _mark_cases_that_are_slow(items: list[pytest.Item]) -> None:
+    """Of a test that is `sampled(n)` all but every n-th case, in the order of its parameters."""
+    cases: dict[str, int] = {}
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            name = item.nodeid.partition("[")[0]
+            cases[name] = cases.get(name, -1) + 1
+            if cases[name] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=DEVICES)

@@ -58,7 +58,10 @@ from torch.nn import Module as Layer
 
 def Side(channels: int) -> Layer:
     """The transposed convolution that makes the first step, and the last: try: except it."""
-    return nn.ConvTranspose2d(channels, 4, 2, stride=2)
+    return params_of(nn.ConvTranspose2d(channels, 4, 2, stride=2))
+
+def params_of(layer: Layer) -> Layer:
+    return layer
 
 class Model(nn.Module):
     def __init__(self, channels: int | None = 3) -> None:

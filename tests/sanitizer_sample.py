@@ -54,7 +54,7 @@ def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candi
                     for candidate, launch in launches(formatted, pass_, device, layouts):
                         sliced, scaled = (getattr(candidate.variant, name, 0) for name in ("src_slices", "scaled"))
                         kind = candidate.schedule, sliced > 1, scaled
-                        if kind not in seen and (layouts.aligned or candidate.schedule == "gather_tiled"):
+                        if kind not in seen and (layouts.aligned or candidate.schedule == "direct_tiled"):
                             yield formatted, pass_, candidate, launch, layouts
                         seen.add(kind)
 

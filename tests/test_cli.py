@@ -371,9 +371,9 @@ def test_compile_with_the_real_compiler(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     lines = {line["kernel"]: line for line in csv.DictReader((tmp_path / "kernels.csv").open())}
-    assert set(lines) == {"weight_grad", "weight_grad_channels", "weight_grad_windows", "reduce_splits"}
+    assert set(lines) == {"direct_wgrad_gemm", "direct_wgrad_channels", "direct_wgrad_windows", "reduce_splits"}
     assert int(lines["weight_grad"]["registers"]) > 16
-    assert int(lines["weight_grad_channels"]["shared"]) > 0  # the winner
+    assert int(lines["direct_wgrad_channels"]["shared"]) > 0  # the winner
 
 
 def test_compile_without_a_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

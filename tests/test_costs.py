@@ -96,9 +96,9 @@ def test_terms_say_where_they_come_from(file: Path) -> None:
     schedules = {schedule.name: schedule for schedule in SCHEDULES}
     for path in RECORDS:
         for record in read_csv(path):
-            schedule = schedules.get(record.algorithm)
+            schedule = schedules.get(name := fitted_rows.schedule_of(record))
             if record.status == OK and schedule and fitted_rows.parse_config(schedule, record.variant) is not None:
-                counted.setdefault(record.algorithm, Counter())[path.name] += 1
+                counted.setdefault(name, Counter())[path.name] += 1
     for name, section in sections(file).items():
         assert set(section["schedules"]) <= set(schedules), name
         records: Counter[str] = sum((counted.get(each, Counter()) for each in section["schedules"]), Counter())

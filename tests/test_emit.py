@@ -121,7 +121,7 @@ def test_emitted_forward_passes_round_where_pytorch_does(tmp_path: Path) -> None
         command = ["emit", str(model), "--arch", "sm_90a", *flags, "-o", str(tmp_path / "out.py")]
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
-        assert "forward: gather_tiled" in done.output
+        assert "forward: direct_tiled" in done.output
         text = (tmp_path / "out.py").read_text(encoding="utf-8")
         constants = re.findall(r"INPUT_GRAD = (true|false);.*?bool ROUNDED = (true|false);", text, re.DOTALL)
         found.append(dict(constants))

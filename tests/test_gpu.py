@@ -44,50 +44,50 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
-from polyphase.schedules.direct.channels import GatherChannels
-from polyphase.schedules.direct_wgrad.channels import WeightGradChannels
-from polyphase.schedules.direct_wgrad.windows import WeightGradWindows
-from polyphase.schedules.dot_dgrad.schedule import InputGradDots
-from polyphase.schedules.grouped_gemm.schedule import GatherGemm
+from polyphase.schedules.direct.channels import DirectChannels
+from polyphase.schedules.direct_wgrad.channels import DirectWgradChannels
+from polyphase.schedules.direct_wgrad.windows import DirectWgradWindows
+from polyphase.schedules.dot_dgrad.schedule import DotDgrad
+from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
-from polyphase.schedules.overlap_gemm.schedule import ScatterGemm
+from polyphase.schedules.overlap_gemm.schedule import OverlapGemm
 from polyphase.schedules.phase_gemm.long_kernels import PhaseGemm
-from polyphase.schedules.phase_gemm.pixels import PixelGemm
+from polyphase.schedules.phase_gemm.pixels import PhaseGemmPixels
 from polyphase.schedules.schedule import Candidate
-from polyphase.schedules.window_gemm.transposed import InputGradTurned, WeightGradTurned
+from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
 from processes import run_python
-from test_gather_channels import LAYERS as CHANNELS_LAYERS
-from test_gather_gemm import INF_AND_NAN, share_all_tiles
-from test_gather_gemm import LAYERS as GATHER_LAYERS
-from test_gather_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
-from test_gradient_boxes import LAYERS as BOX_LAYERS
-from test_gradient_boxes import SCHEDULES as BOX_SCHEDULES
-from test_gradient_boxes import assert_planes_are_added_up
-from test_gradient_gemm import LAYERS as GRADIENT_LAYERS
-from test_gradient_gemm import MIRRORED, SCHEDULES
-from test_gradient_wgmma import LAST as WGMMA_LAST
-from test_gradient_wgmma import LAYERS as WGMMA_LAYERS
-from test_gradient_wgmma import SCHEDULES as WGMMA_SCHEDULES
-from test_input_grad_dots import LAYERS as DOTS_LAYERS
+from test_direct_channels import LAYERS as CHANNELS_LAYERS
+from test_direct_wgrad_channels import LAYERS as CHANNELS_GRAD_LAYERS
+from test_direct_wgrad_windows import LAYERS as WINDOWS_LAYERS
+from test_dot_dgrad import LAYERS as DOTS_LAYERS
+from test_grouped_gemm import INF_AND_NAN, share_all_tiles
+from test_grouped_gemm import LAYERS as GATHER_LAYERS
+from test_grouped_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
 from test_kernels import PROBLEMS, RINGS, WIDE_LAYERS, GemmCase, gemm_cases, ring_case, share_all_items, wide
 from test_kernels import items_to_take as items_to_take  # a fixture, of these tests as well
+from test_overlap_gemm import LAYERS as SCATTER_LAYERS
+from test_overlap_gemm import assert_carries_inf_and_nan
 from test_phase_gemm import LAYERS as PHASE_LAYERS
 from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_nan
-from test_pixel_gemm import LAYERS as PIXEL_LAYERS
+from test_phase_gemm_pixels import LAYERS as PIXEL_LAYERS
 from test_scales import LAYERS as SCALED_LAYERS
 from test_scales import assert_near, of_many_sizes, scaled
-from test_scatter_gemm import LAYERS as SCATTER_LAYERS
-from test_scatter_gemm import assert_carries_inf_and_nan
-from test_turned_boxes import LAYERS as TURNED_LAYERS
-from test_turned_boxes import SCHEDULES as TURNED_SCHEDULES
-from test_turned_boxes import assert_turns
-from test_weight_grad_channels import LAYERS as CHANNELS_GRAD_LAYERS
-from test_weight_grad_windows import LAYERS as WINDOWS_LAYERS
+from test_window_mma import LAYERS as GRADIENT_LAYERS
+from test_window_mma import MIRRORED, SCHEDULES
+from test_window_tma import LAYERS as BOX_LAYERS
+from test_window_tma import SCHEDULES as BOX_SCHEDULES
+from test_window_tma import assert_planes_are_added_up
+from test_window_transposed import LAYERS as TURNED_LAYERS
+from test_window_transposed import SCHEDULES as TURNED_SCHEDULES
+from test_window_transposed import assert_turns
+from test_window_wgmma import LAST as WGMMA_LAST
+from test_window_wgmma import LAYERS as WGMMA_LAYERS
+from test_window_wgmma import SCHEDULES as WGMMA_SCHEDULES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+if not torch.cuda.is_available():  # its cases, thousands of them, take seconds to list
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 make = ConvTransposeProblem.make
 
@@ -175,7 +175,7 @@ def cases() -> Iterator[ParameterSet]:
 
 def strange_cases() -> Iterator[ParameterSet]:
     """The layers of tests of single schedules, their tensors dense and not."""
-    channels_grad = WeightGradChannels()
+    channels_grad = DirectWgradChannels()
     layers = [
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in SCHEDULES.items()),
         *((f"{name}, wgmma", layer, each) for name, layer in WGMMA_LAYERS.items() for each in WGMMA_SCHEDULES.items()),
@@ -184,7 +184,7 @@ def strange_cases() -> Iterator[ParameterSet]:
             for name, layer in WGMMA_LAST.items()
         ),
         *(
-            (f"{name}, windows", layer, (Pass.WEIGHT_GRAD, WeightGradWindows()))
+            (f"{name}, windows", layer, (Pass.WEIGHT_GRAD, DirectWgradWindows()))
             for name, layer in WINDOWS_LAYERS.items()
         ),
         *(
@@ -200,16 +200,16 @@ def strange_cases() -> Iterator[ParameterSet]:
             if refusal(schedule, layer, pass_, H200) is None
         ),
         *(
-            (f"{name}, pixels", replace(layer, dtype=dtype), (Pass.FORWARD, PixelGemm()))
+            (f"{name}, pixels", replace(layer, dtype=dtype), (Pass.FORWARD, PhaseGemmPixels()))
             for name, layer in PIXEL_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16")
         ),
         *(
-            (f"{name}, channels", replace(layer, dtype=dtype), (pass_, GatherChannels()))
+            (f"{name}, channels", replace(layer, dtype=dtype), (pass_, DirectChannels()))
             for name, layer in CHANNELS_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16", "float64")
             for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD)
-            if refusal(GatherChannels(), replace(layer, dtype=dtype), pass_, H200) is None  # a long sum of float32
+            if refusal(DirectChannels(), replace(layer, dtype=dtype), pass_, H200) is None  # a long sum of float32
         ),
         *(
             (f"{name}, channels", replace(layer, dtype=dtype, channels_last=last), (Pass.WEIGHT_GRAD, channels_grad))
@@ -217,7 +217,7 @@ def strange_cases() -> Iterator[ParameterSet]:
             for dtype, last in (("float32", True), ("float16", True), ("bfloat16", False), ("float64", False))
         ),
         *(
-            (f"{name}, dots", replace(layer, dtype=dtype), (Pass.INPUT_GRAD, InputGradDots()))
+            (f"{name}, dots", replace(layer, dtype=dtype), (Pass.INPUT_GRAD, DotDgrad()))
             for name, layer in DOTS_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16", "float64")
         ),
@@ -225,8 +225,8 @@ def strange_cases() -> Iterator[ParameterSet]:
         *(
             (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, schedule))
             for label, layers_of, schedule in (
-                ("scattered", SCATTER_LAYERS, ScatterGemm()),
-                ("gathered", GATHER_LAYERS, GatherGemm()),
+                ("scattered", SCATTER_LAYERS, OverlapGemm()),
+                ("gathered", GATHER_LAYERS, GroupedGemm()),
                 ("phases", PHASE_LAYERS, PhaseGemm()),
             )
             for name, layer in layers_of.items()
@@ -234,8 +234,9 @@ def strange_cases() -> Iterator[ParameterSet]:
         ),
     ]
     one_format_each = (
-        GatherGemm, PixelGemm, GatherChannels, WeightGradChannels, InputGradDots, InputGradTurned, WeightGradTurned
-    )  # fmt: skip
+        *(GroupedGemm, PhaseGemmPixels, DirectChannels, DirectWgradChannels, DotDgrad),
+        *(WindowDgradTransposed, WindowWgradTransposed),
+    )
     for name, layer, (pass_, schedule) in layers:
         one_format = layer.channels_last or isinstance(schedule, one_format_each)
         for problem in [layer] if one_format else formats(layer):
@@ -294,13 +295,13 @@ def test_items_are_taken_all_around_the_ring(name: str, variants: Gpu, monkeypat
     "name", ["grouped, every parameter", "rows without taps", "tiny images", "1-D", "more channels than a block"]
 )
 def test_tiles_are_shared(name: str, dtype: str, variants: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of gather_gemm, several of each block, by the blocks of each group and each chunk of output channels."""
+    """Those of grouped_gemm, several of each block, by the blocks of each group and each chunk of output channels."""
     share_all_tiles(monkeypatch)
     device = replace(DeviceInfo.of(variants.device), multiprocessors=16)
     problem = replace(GATHER_LAYERS[name], batch=40 * GATHER_LAYERS[name].batch, dtype=dtype)
     layouts = Layouts.dense(problem)
-    for candidate in candidates(GatherGemm(), problem, Pass.FORWARD, device, layouts):
-        launch = GatherGemm().launch(problem, Pass.FORWARD, device, layouts, candidate.variant)
+    for candidate in candidates(GroupedGemm(), problem, Pass.FORWARD, device, layouts):
+        launch = GroupedGemm().launch(problem, Pass.FORWARD, device, layouts, candidate.variant)
         assert len(launch.steps) == 2
         if name == "more channels than a block":
             assert problem.out_channels_per_group > candidate.variant.out_chunk
@@ -334,7 +335,9 @@ def busy_cases() -> Iterator[ParameterSet]:
     for name, layer in BUSY_CELLS.items():
         for dtype in ("float32", "float16", "bfloat16"):
             problem = replace(layer, dtype=dtype, tf32=True)
-            yield pytest.param(Case(problem, Pass.FORWARD, Layouts.dense(problem), "pixel_gemm"), id=f"{name}-{dtype}")
+            yield pytest.param(
+                Case(problem, Pass.FORWARD, Layouts.dense(problem), "phase_gemm_pixels"), id=f"{name}-{dtype}"
+            )
 
 
 @pytest.mark.timeout(600)

@@ -28,7 +28,7 @@ from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.direct.general import GatherGeneral, GeneralVariant
+from polyphase.schedules.direct.general import DirectGeneral, GeneralVariant
 from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from processes import environment, run_python
@@ -42,7 +42,7 @@ def small_source(kernel_size: int = 1) -> KernelSource:
     """A kernel that compiles in a twentieth of a second; another one for every ``kernel_size``."""
     problem = ConvTransposeProblem.make((1, 1, 4), 1, kernel_size)
     device = DeviceInfo.for_arch(ARCH)
-    return GatherGeneral().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralVariant(1)).main.source
+    return DirectGeneral().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralVariant(1)).main.source
 
 
 SOURCE = small_source()
@@ -427,7 +427,7 @@ def test_compile_failures_show_the_log_and_the_source(directory: Path) -> None:
     assert "error: expected a" in failure.log
     assert "THIS IS NO NAME" in failure.log
     assert failure.log in str(failure)
-    assert "gather_general could not be compiled for sm_90a" in str(failure)
+    assert "direct_general could not be compiled for sm_90a" in str(failure)
     assert failure.source_path is not None
     assert failure.source_path in str(failure)
     assert Path(failure.source_path).read_text(encoding="utf-8") == source.text
@@ -621,11 +621,12 @@ def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.min_blocks == 1
 
 
+@pytest.mark.nvrtc
 def test_the_compiler_does_spill(directory: Path) -> None:
     """A tile that asks for more resident blocks than its registers allow gets fewer, from the real compiler."""
     problem = ConvTransposeProblem.make((1, 4, 8, 8), 8, 3)
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    launch = next(launch for candidate, launch in offers if candidate.schedule == "gather_tiled")
+    launch = next(launch for candidate, launch in offers if candidate.schedule == "direct_tiled")
     source = launch.main.source.with_constants(MIN_BLOCKS=2048 // launch.main.block)  # 32 registers for each thread
     _, log = compiler._compile(source, ARCH)
     assert compiler._number(log, r"(\d+) bytes spill stores") > 0
@@ -634,6 +635,7 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     assert 1 <= report.source.min_blocks < source.min_blocks
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",
     [
@@ -649,12 +651,14 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
     """In channels_last, where the compiler takes more registers than the estimate says."""
     offers = launches(replace(problem, channels_last=True), Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     reports = [
-        compiler.resources_of(launch.main.source, ARCH) for found, launch in offers if found.schedule == "gather_tiled"
+        compiler.resources_of(launch.main.source, ARCH) for found, launch in offers if found.schedule == "direct_tiled"
     ]
     assert len(reports) > 3
     assert [report for report in reports if not report.clean] == []
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",
     [
@@ -675,6 +679,7 @@ def test_no_product_of_odd_layers_spills(directory: Path, problem: ConvTranspose
     assert any(dict(report.source.constants)["GIVEN_REGISTERS"] for report in reports if report.source)
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("channels", "out_channels", "size", "bias"),
     [(256, 256, 14, True), (250, 200, 60, False), (154, 200, 30, True), (217, 200, 30, False)],
@@ -685,12 +690,15 @@ def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, b
     problem = ConvTransposeProblem.make((512, channels, size, size), out_channels, 2, 2, bias=bias, dtype="bfloat16")
     offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     reports = [
-        compiler.resources_of(launch.main.source, ARCH) for found, launch in offers if found.schedule == "pixel_gemm"
+        compiler.resources_of(launch.main.source, ARCH)
+        for found, launch in offers
+        if found.schedule == "phase_gemm_pixels"
     ]
     assert len(reports) > 1
     assert [report for report in reports if not report.clean] == []
 
 
+@pytest.mark.nvrtc
 def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     """Taps in rows, channels last: a lane adds up neighbouring channels together, fewer of them at a wide stride."""
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 16, 16, 8, dtype="bfloat16", channels_last=True)
@@ -700,6 +708,7 @@ def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     assert report.clean, report
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("shape", "channels", "kernel"),
     [((4, 48, 32, 32), 24, (4, 2, 1)), ((16, 128, 256, 256), 64, (2, 2)), ((4, 512, 16, 16), 100, (4, 4))],
@@ -716,6 +725,7 @@ def test_stores_leave_sums_in_registers(
     assert report.clean, report
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("shape", "channels", "kernel", "dilation"),
     [((4, 48, 61, 61), 64, ((3, 5), (2, 3)), 1), ((4, 48, 61, 61), 128, (3, (2, 5)), 2)],
@@ -735,6 +745,7 @@ def test_long_pieces_leave_sums_in_registers(
     assert report.clean, (most, report)
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("layer", "dtype", "kinds"),
     [
@@ -758,6 +769,7 @@ def test_no_fence_among_the_products_of_a_stage(layer: str, dtype: str, kinds: i
         assert words.count(FENCE) == kinds, source.specialisation
 
 
+@pytest.mark.nvrtc
 def test_reports() -> None:
     problem = ConvTransposeProblem.make((1, 2, 8, 8), 2, 3, 2, bias=True)
     for pass_ in Pass:

@@ -30,7 +30,7 @@ from polyphase.program.program import Program
 from polyphase.schedules import tiles as tiling
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import Sharing
-from polyphase.schedules.direct.tiled import GatherTiled, legal_variants
+from polyphase.schedules.direct.tiled import DirectTiled, legal_variants
 from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
 from polyphase.schedules.implicit_gemm import schedule as implicit_gemm
 from polyphase.schedules.implicit_gemm import tile as implicit_gemm_tile
@@ -102,6 +102,7 @@ def passes() -> Iterator[ParameterSet]:
             yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("problem", "pass_"), list(passes()))
 def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One of every schedule."""
@@ -130,7 +131,7 @@ def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeP
 
 
 def tiles(launch: Program) -> tuple[list[int], bool, bool]:
-    """Tiles along n, d, h, w of a launch of gather_tiled, and whether source and destination rows are aligned."""
+    """Tiles along n, d, h, w of a launch of direct_tiled, and whether source and destination rows are aligned."""
     found = params(launch)
     return found["tiles"], bool(found["aligned_src"]), bool(found["aligned_rows"])
 
@@ -145,6 +146,7 @@ def wide_cases() -> Iterator[ParameterSet]:
                     yield pytest.param(problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("layer", "pass_"), list(wide_cases()))
 def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
     """Quad loads and vector stores, where images allow them and where not; the kernels are those of every width."""
@@ -154,7 +156,7 @@ def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
         problem = wide(layer, pass_, width)
         for aligned in (True, False):
             layouts = replace(Layouts.dense(problem), aligned=aligned)
-            candidate, launch = best("gather_tiled", problem, pass_, layouts)
+            candidate, launch = best("direct_tiled", problem, pass_, layouts)
             sources.add(launch.main.source)
             seed = zlib.crc32(f"{problem} {pass_} {aligned}".encode())
             assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
@@ -168,7 +170,7 @@ def test_wide_images_meet_every_path() -> None:
         for formatted in formats(layer):
             for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
                 for width in WIDTHS:
-                    candidate, launch = best("gather_tiled", wide(formatted, pass_, width), pass_)
+                    candidate, launch = best("direct_tiled", wide(formatted, pass_, width), pass_)
                     (_, _, along_h, along_w), source, rows = tiles(launch)
                     met.add(("copied", candidate.variant.asynchronous, source))
                     met.add(("along h", along_h > 1, formatted.channels_last, source))
@@ -183,12 +185,12 @@ def test_wide_images_meet_every_path() -> None:
 
 
 ORDERED = {
-    "gather_tiled, source slices": (make((1, 20, 5, 9), 1, 3, 1, 1, bias=True), Pass.FORWARD),
-    "gather_tiled, turned rows": (make((2, 3, 7, 9), 4, 3, 3, 1), Pass.FORWARD),
-    "gather_tiled, quads": (make((1, 8, 6, 20), 8, 4, 2, 1, channels_last=True), Pass.FORWARD),
-    "gather_tiled, input gradient": (make((1, 6, 6, 10), 20, 4, 2, 1), Pass.INPUT_GRAD),
-    "gather_general": (make((1, 3, 4, 5), 5, 3, 2), Pass.FORWARD),
-    "weight_grad": (make((3, 3, 9, 10), 4, 3, 2), Pass.WEIGHT_GRAD),
+    "direct_tiled, source slices": (make((1, 20, 5, 9), 1, 3, 1, 1, bias=True), Pass.FORWARD),
+    "direct_tiled, turned rows": (make((2, 3, 7, 9), 4, 3, 3, 1), Pass.FORWARD),
+    "direct_tiled, quads": (make((1, 8, 6, 20), 8, 4, 2, 1, channels_last=True), Pass.FORWARD),
+    "direct_tiled, input gradient": (make((1, 6, 6, 10), 20, 4, 2, 1), Pass.INPUT_GRAD),
+    "direct_general": (make((1, 3, 4, 5), 5, 3, 2), Pass.FORWARD),
+    "direct_wgrad_gemm": (make((3, 3, 9, 10), 4, 3, 2), Pass.WEIGHT_GRAD),
 }
 
 
@@ -205,7 +207,7 @@ def test_no_races(name: str) -> None:
 
 
 def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[Candidate, Program]:
-    """A variant of gather_tiled with these buffers and source slices whose sums are cut into several chains."""
+    """A variant of direct_tiled with these buffers and source slices whose sums are cut into several chains."""
     layouts = Layouts.dense(problem)
     variant = next(
         variant
@@ -213,8 +215,8 @@ def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[C
         if (variant.buffers, variant.src_slices) == (buffers, slices) and counts.chain < counts.stages
     )._replace(min_blocks=1)
     small = replace(H200, multiprocessors=1)  # so that blocks go on to further items
-    launch = GatherTiled().launch(problem, Pass.FORWARD, small, layouts, variant)
-    return Candidate("gather_tiled", variant, 0.0, ""), launch
+    launch = DirectTiled().launch(problem, Pass.FORWARD, small, layouts, variant)
+    return Candidate("direct_tiled", variant, 0.0, ""), launch
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
@@ -253,10 +255,10 @@ def test_short_rows() -> None:
     """Where a row of all lanes has too wide a halo tiles have rows of few, of small images too."""
     for size in ((9, 70), (1, 300), (3, 2)):
         problem = make((2, 3, *size), 3, 8, 4, 2, groups=3)
-        found = list(candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
+        found = list(candidates(DirectTiled(), problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
         assert found
         for number, candidate in enumerate(found[:3]):
-            launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
+            launch = DirectTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
             assert math.prod(params(launch)["lanes"]) <= candidate.variant.lanes
             assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(number))
 
@@ -267,8 +269,8 @@ def test_few_output_channels_are_columns(dtype: str) -> None:
     problem = make((2, 10, 5, 6), 3, 4, 2, 1, 1, dtype=dtype, channels_last=True)
     read = set()
     for number, layouts in enumerate(strange_layouts(problem)):
-        candidate, *_ = candidates(GatherTiled(), problem, Pass.INPUT_GRAD, H200, layouts)
-        launch = GatherTiled().launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
+        candidate, *_ = candidates(DirectTiled(), problem, Pass.INPUT_GRAD, H200, layouts)
+        launch = DirectTiled().launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
         channels = dict(launch.main.source.constants)["SRC_CHANNELS"]
         assert layouts.weight_channels_last or channels == 3
         read.add(channels)
@@ -280,9 +282,9 @@ def test_few_output_channels_are_columns(dtype: str) -> None:
 def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight gradients over more positions than are summed in one chain, in parts that end with a partial stage."""
     problem = make((3, 2, 67, 61), 3, 2, 2, dtype=dtype)
-    _, usual = best("weight_grad", problem, Pass.WEIGHT_GRAD)
+    _, usual = best("direct_wgrad_gemm", problem, Pass.WEIGHT_GRAD)
     monkeypatch.setattr(tiling, "_MAX_PLANES_BYTES", 2 * 8 * problem.elements[1])  # few parts, long ones
-    found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == "weight_grad"]
+    found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == "direct_wgrad_gemm"]
     assert found[0][1].main.source == usual.main.source
     for candidate, launch in found[::4]:
         assert 1 < launch.splits < usual.splits
@@ -296,7 +298,7 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_offsets(dtype: str, pass_: Pass) -> None:
     """The variant for tensors beyond 4 GiB, on a small one: its offsets have 64 bits everywhere."""
     problem = make((2, 3, 5, 7), 4, 3, 2, 1, dtype=dtype, bias=True)
-    schedule = "weight_grad" if pass_ is Pass.WEIGHT_GRAD else "gather_tiled"
+    schedule = "direct_wgrad_gemm" if pass_ is Pass.WEIGHT_GRAD else "direct_tiled"
     candidate, launch = best(schedule, problem, pass_)
     beyond = replace(problem, batch=1, input_size=(2**16, 2**15))
     _, huge = best(schedule, beyond, pass_)
@@ -314,7 +316,7 @@ def test_wide_offsets(dtype: str, pass_: Pass) -> None:
 def test_offsets_widen_at_4_gib() -> None:
     """A 3-D image of one channel beyond 4 GiB needs 64 bits for offsets within a tile; one just below does not."""
     sizes = (1024, 1024, 1023), (1024, 1024, 1024)
-    sources = [best("gather_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].main.source for size in sizes]
+    sources = [best("direct_tiled", make((1, 1, *size), 1, 1), Pass.FORWARD)[1].main.source for size in sizes]
     assert [source.wide_offsets for source in sources] == [False, True]
     for below, beyond in pairwise(sources):
         assert replace(beyond, wide_offsets=False) == below
@@ -454,6 +456,7 @@ def gemm_variants(
             yield GemmCase(problem, layouts, each)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", list(gemm_cases(1, share=2)))
 def test_products(case: GemmCase) -> None:
     """Settings of implicit_gemm beyond what the planner likes best for small layers; on a GPU it is many more."""
@@ -462,6 +465,7 @@ def test_products(case: GemmCase) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("split", ["turns", "rows", "cells"])
 @pytest.mark.parametrize("name", ["1-D, wide cells", "1-D, cells of four", "wide cells"])
@@ -800,6 +804,7 @@ def boxed(
     return case, *case.offers(H200)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
     case, candidate, launch = boxed(*BOXED[name])
@@ -944,7 +949,7 @@ def test_products_of_every_kind_of_line_groups(layer: ConvTransposeProblem, dtyp
 
 
 @pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
-@pytest.mark.parametrize("schedule", ["gather_tiled", "gather_general"])
+@pytest.mark.parametrize("schedule", ["direct_tiled", "direct_general"])
 @pytest.mark.parametrize("as_pytorch", [False, True])
 def test_direct_kernels_round_where_they_are_told_to(
     schedule: str, as_pytorch: bool, channels_last: bool, width: int

@@ -52,7 +52,7 @@ def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: Device
     assert all(blocks <= most for blocks, most in zip(launch.main.grid, MOST_BLOCKS))
     assert launch.main.shared_bytes <= device.shared_bytes_per_block
     assert launch.splits >= 1
-    if launch.main.source.kernel != "gather_tiled":
+    if launch.main.source.kernel != "direct_tiled":
         return
     constants = dict(launch.main.source.constants)
     found = params(launch)
@@ -252,11 +252,11 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             assert launch is not None
             assert_launchable(sized, pass_, H200, launch)
             computed, _ = plan.as_computed(sized, pass_, None)
-            by_engine = chosen.schedule == "weight_grad_wgmma"
+            by_engine = chosen.schedule == "window_wgrad_wgmma"
             assert not by_engine or chosen.other is not None
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.schedule.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
-            cells = chosen.schedule == "pixel_gemm"
+            cells = chosen.schedule == "phase_gemm_pixels"
             single = pass_ is Pass.FORWARD and has_odd_rows(computed)
             by = "" if pass_ is Pass.FORWARD else chosen.schedule
             kind = computed == sized, is_tiny(computed), odd, cells, single, by
@@ -353,7 +353,7 @@ def test_an_empty_batch_launches_no_gather() -> None:
 def test_weight_gradient_parts_cover_every_position() -> None:
     for problem in (make((1, 3, 5), 4, 3), make((64, 3, 128, 128), 4, 3), make((2, 512, 9, 9), 512, 3)):
         offered = plan.launches(problem, Pass.WEIGHT_GRAD, H200)
-        for candidate, launch in (each for each in offered if each[0].schedule == "weight_grad"):
+        for candidate, launch in (each for each in offered if each[0].schedule == "direct_wgrad_gemm"):
             found = params(launch)
             parts, length, positions, weights = (found[each] for each in ("parts", "part_length", "positions", "plane"))
             assert parts == launch.splits
@@ -496,10 +496,10 @@ def test_division_by_a_reciprocal_rounds_down(value: int, number: int, beside: i
 
 @pytest.mark.parametrize(("dtype", "shared"), [("float32", True), ("bfloat16", False)])
 def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
-    """Of gather_gemm: KernelBench 75, whose tiles in bfloat16 are short."""
+    """Of grouped_gemm: KernelBench 75, whose tiles in bfloat16 are short."""
     (layer,) = (each.problem for each in suite("all") if each.name == "KernelBench 75")
     planned = plan.plan(replace(layer, dtype=dtype, tf32=True), Pass.FORWARD, H200, by_prediction=True)
-    assert planned.schedule == "gather_gemm"
+    assert planned.schedule == "grouped_gemm"
     assert planned.launch is not None
     assert (len(planned.launch.steps) > 1) is shared
 
@@ -606,9 +606,9 @@ def refusals(text: str) -> list[tuple[str, str]]:
 )
 def test_refusals_have_reasons_and_another_schedule(problem: ConvTransposeProblem, reason: str) -> None:
     chosen = plan.plan(problem, Pass.FORWARD, H200)
-    assert chosen.schedule == ("gather_channels" if problem.channels_last else "gather_general")
+    assert chosen.schedule == ("direct_channels" if problem.channels_last else "direct_general")
     text = explain(problem, H200)
-    (found,) = {why for name, why in refusals(text) if name == "gather_tiled" and "taps only" not in why
+    (found,) = {why for name, why in refusals(text) if name == "direct_tiled" and "taps only" not in why
                 and reason in why}  # fmt: skip
     assert reason in found
 
@@ -662,8 +662,8 @@ def test_explanations_name_winner_losers_and_reasons() -> None:
             assert line.startswith(f"  loses: {best.seconds * 1e3:9.3f} ms")
             assert line.endswith(f"{len(found) - 1} more") is (len(found) > 1)
         assert paragraph.count("  loses: ") == len(losers)
-    assert ("weight_grad", "computes the weight gradient only") in refusals(text)
-    assert ("gather_tiled", "computes the forward pass and the input gradient only") in refusals(text)
+    assert ("direct_wgrad_gemm", "computes the weight gradient only") in refusals(text)
+    assert ("direct_tiled", "computes the forward pass and the input gradient only") in refusals(text)
 
 
 def test_other_devices_are_portable() -> None:
@@ -735,4 +735,4 @@ def test_vast_strides_are_not_unrolled(layout: bool) -> None:
     """Elements without taps are stored too: straight-line code for millions of them would never compile."""
     stride, dilation = (200, 200, 32), (1, 8, 30)
     problem = ConvTransposeProblem.make((2, 1, 8, 8, 8), 2, (2, 9, 1), stride, dilation=dilation, channels_last=layout)
-    assert plan.plan(problem, Pass.FORWARD, H200).schedule == "gather_general"
+    assert plan.plan(problem, Pass.FORWARD, H200).schedule == "direct_general"

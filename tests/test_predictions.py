@@ -13,7 +13,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.direct.tiled import GatherTiled
+from polyphase.schedules.direct.tiled import DirectTiled
 from polyphase.schedules.direct.tiled_cost import Counts, cycles_of_rounds
 
 make = ConvTransposeProblem.make
@@ -24,7 +24,7 @@ def test_direct_kernel_counts_rounds() -> None:
     """Few blocks take as long as their own warps need, and those that are left over have a round of their own."""
     layer = make((8, 2, 96, 128), 2, 4, 2, 1)
     layouts = Layouts.dense(layer)
-    first, *others = candidates(GatherTiled(), layer, Pass.FORWARD, H200, layouts)
+    first, *others = candidates(DirectTiled(), layer, Pass.FORWARD, H200, layouts)
     counts = Counts.of(Gather.of(layer, Pass.FORWARD, layouts), first.variant)
     full = H200.multiprocessors * first.variant.min_blocks
     assert first.variant.min_blocks > 1
@@ -38,7 +38,7 @@ def test_direct_kernel_counts_rounds() -> None:
     assert cycles(1) > cycles(full) / first.variant.min_blocks  # latencies are bare
     # Where blocks are few, those of twice the threads are faster; where there are enough, the first remain the first.
     assert any(each.variant.threads == 2 * first.variant.threads and each.seconds < first.seconds for each in others)
-    many = list(candidates(GatherTiled(), replace(layer, batch=4096), Pass.FORWARD, H200, layouts))
+    many = list(candidates(DirectTiled(), replace(layer, batch=4096), Pass.FORWARD, H200, layouts))
     assert many[0].variant == first.variant
     assert many[0].seconds == min(each.seconds for each in many)
 

@@ -22,8 +22,8 @@ from polyphase.schedules.schedule import Schedule
 H200 = DeviceInfo.for_arch("sm_90a")
 SCHEDULES_OF_PASSES = {
     Pass.FORWARD: "implicit_gemm",
-    Pass.INPUT_GRAD: "input_grad_gemm",
-    Pass.WEIGHT_GRAD: "weight_grad_gemm",
+    Pass.INPUT_GRAD: "window_dgrad_mma",
+    Pass.WEIGHT_GRAD: "window_wgrad_mma",
 }
 LAYER = ConvTransposeProblem.make((4, 48, 33, 31), 24, 4, 2, 1, bias=True, tf32=True)
 

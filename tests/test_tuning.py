@@ -250,7 +250,7 @@ def test_damaged_choices_count_for_nothing(text: str) -> None:
 
 def test_a_candidate_that_is_no_longer_offered_counts_for_nothing() -> None:
     predicted = chosen().describe()
-    tuning.remember(LAYER, Pass.FORWARD, H200, "gather_tiled(lanes=7)")
+    tuning.remember(LAYER, Pass.FORWARD, H200, "direct_tiled(lanes=7)")
     assert chosen().describe() == predicted
     assert not chosen().measured
 

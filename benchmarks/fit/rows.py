@@ -28,6 +28,27 @@ RESULTS = ROOT / "benchmarks" / "results"
 _BYTES_BOUND = 0.8
 
 _SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in SCHEDULES}
+# What older records call schedules.
+_RENAMED = {
+    "gather_gemm": "grouped_gemm",
+    "scatter_gemm": "overlap_gemm",
+    "pixel_gemm": "phase_gemm_pixels",
+    "input_grad_gemm": "window_dgrad_mma",
+    "input_grad_wgmma": "window_dgrad_wgmma",
+    "input_grad_boxes": "window_dgrad_tma",
+    "input_grad_turned": "window_dgrad_transposed",
+    "input_grad_dots": "dot_dgrad",
+    "weight_grad_gemm": "window_wgrad_mma",
+    "weight_grad_wgmma": "window_wgrad_wgmma",
+    "weight_grad_boxes": "window_wgrad_tma",
+    "weight_grad_turned": "window_wgrad_transposed",
+    "gather_channels": "direct_channels",
+    "gather_tiled": "direct_tiled",
+    "gather_general": "direct_general",
+    "weight_grad_channels": "direct_wgrad_channels",
+    "weight_grad_windows": "direct_wgrad_windows",
+    "weight_grad": "direct_wgrad_gemm",
+}
 _SETTING = re.compile(r"(\w+)=(\([^)]*\)|[^,()]+)")
 
 
@@ -76,6 +97,7 @@ def read_rows(files: Iterable[Path], arch: str, schedules: Collection[str] = _SC
     rows, skipped, device = [], Skipped(Counter()), DeviceInfo.for_arch(arch)
     for file in files:
         for record in read_csv(file):
+            record.algorithm = schedule_of(record)
             if record.algorithm in _SCHEDULES and record.algorithm not in schedules:
                 continue
             row = _row(file.name, record, device)
@@ -84,6 +106,11 @@ def read_rows(files: Iterable[Path], arch: str, schedules: Collection[str] = _SC
             else:
                 rows.append(row)
     return rows, skipped
+
+
+def schedule_of(record: Record) -> str:
+    """The name that the schedule of a record has today."""
+    return _RENAMED.get(record.algorithm, record.algorithm)
 
 
 def _row(file: str, record: Record, device: DeviceInfo) -> Row | str:

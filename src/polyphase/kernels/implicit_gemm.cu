@@ -1,28 +1,45 @@
-// The forward pass as products of matrices on tensor cores, all phases of a tile in one block.
+// The forward pass as an implicit GEMM on tensor cores, all phases of a tile in one block; persistent and
+// warp-specialised.
 //
+//   y[co, i·stride + phase]  =  bias[co]  +  Σ_ci Σ_tap of phase   w[ci, co, tap] · x[ci, i + src_offset(tap)]
+//
+// Index mapping. M are output channels of a phase (core/row_blocks.cuh), N are cells i, K are input channels and taps.
 // A tile of cells and the halo around it lie in shared memory as one flat run of pixels, every row of the halo behind
 // the one before: 16 bytes (CHUNK channels) a pixel, chunk by chunk. In that run a tap is a constant distance, so the
-// pixels that a tap needs for PIXELS neighbouring cells are the operand of one instruction, at another address
+// pixels that a tap needs for PIXELS neighbouring cells are the B operand of one instruction, at another address
 // (mainloop/tile_product.cuh), and a tile is read once for all its taps. Cells of the run that lie in the halo are
-// computed and not stored.
+// computed and not stored. With TAPS_IN_ROWS a tap is no distance but a row of M: N are all pixels of the run, halo
+// included, and epilogue/store_overlap.cuh (col2im) takes the place of epilogue/store_phases.cuh.
 //
-// Some warp groups load: pixels are copied asynchronously LOOKAHEAD stages ahead, in the order in which they lie in
-// memory, and then turned around (channels innermost) and rounded on their way from shared to shared memory. Where the
-// copy engine can take boxes of the source (g.boxes), one warp has it load and others turn around alone, groups of
-// them stages in turn. With BOXES they are operands as they come: channels last, or in half precision where a tap is no
-// distance. The others multiply: each its part of the tile's cells; or all cells and its own row group (SPLIT_ROWS); or
-// a tile of its own (TAKE_TURNS), and one stores while the other multiplies. Blocks stay, and take one item after the
-// other (core/tile_scheduler.cuh): the next tile is being loaded while the last one is stored. RESIDENT weights stay,
-// too: then the items of a block are of the same row groups, and stages are pixels alone. Otherwise a CLUSTER of blocks
-// may share weights: each copies a part of them to all, when a slot is free in all of them. The kernel may start while
-// its weights are still being packed, and waits for them when the first pixels are on their way; with SCALED before
-// those, as it must know how many bands there are (operand/scales.cuh).
+// Work tiles (mainloop/gemm_tile.cuh) are a tile of cells and a group of row blocks. Blocks are persistent, and a
+// dynamic tile scheduler deals work tiles out (core/tile_scheduler.cuh): the next one is loaded while the last one is
+// stored.
 //
-// Items and their runs are in mainloop/gemm_tile.cuh, rows and operations in core/row_blocks.cuh. With TAPS_IN_ROWS a
-// tap is no distance but a row: the columns are all pixels of the run, halo included, and epilogue/store_overlap.cuh
-// takes the place of epilogue/store_phases.cuh.
+// Who does what. CONSUMERS warpgroups multiply and run the epilogue: each on its part of the tile's cells; or on all
+// cells and its own row group (COOPERATIVE); or each on a work tile of its own, and one stores while the other
+// multiplies (PING_PONG). LOADER_THREADS produce, in one of three ways:
+//   - LOADER_GROUPS groups of threads copy pixels with cp.async, LOOKAHEAD stages ahead, in the order in which they lie
+//   in
+//     memory, and then transpose them (channels innermost) and round them on their way from shared to shared memory;
+//   - where TMA can take boxes of the source (params.boxes), one warp issues TMA and the others only transpose,
+//     TRANSPOSE_GROUPS groups of them, round-robin over stages;
+//   - with BOXES they are operands as TMA brings them: channels last, or in half precision where a tap is no distance.
+//
+// Shared memory: STAGES stages of weights (unless RESIDENT: then they stay, and the work tiles of a block have the same
+// row groups) and pixels; the RESIDENT weights; RAW_SLOTS stages of boxes or rows that are not transposed yet; the
+// epilogue's staging; where each pixel of a tile lies; `Shared`.
+//
+// Barriers. full[stage]: producers' writes, TMA's bytes; consumers wait. empty[stage]: consumers release it, those of
+// all CLUSTER blocks where weights are multicast; producers wait. raw_full, raw_empty[slot]: between the TMA warp and
+// those that transpose. order[warpgroup]: PING_PONG consumers multiply one after the other. resident: weights that
+// stay. The scheduler's: a work tile is known. Named barrier 1 + group: a producer group; from 6 on: the epilogue's.
+//
+// The kernel may start while its weights are still being packed (programmatic dependent launch), and waits for them
+// when the first pixels are on their way; with SCALED before those, as it must know how many bands there are
+// (operand/scales.cuh).
 
 #include "specialisation.cuh"
+#include "core/pipeline.cuh"
 #include "core/row_blocks.cuh"
 #include "core/shared_address.cuh"
 #include "core/tile_scheduler.cuh"
@@ -53,23 +70,23 @@
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[CONSUMERS];    // of each warp group to multiply
-  unsigned long long resident;           // weights have come
-  unsigned long long come[RAW_SLOTS];    // boxes that are to be turned around
-  unsigned long long turned[RAW_SLOTS];  // and their slots, free again
-  QueueMemory queue;
+  unsigned long long order[CONSUMERS];      // of consumer warpgroups with PING_PONG
+  unsigned long long resident;              // weights have come
+  unsigned long long raw_full[RAW_SLOTS];   // boxes that are to be transposed
+  unsigned long long raw_empty[RAW_SLOTS];  // and their slots, free again
+  SchedulerMemory queue;
   int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
-// Of each thread. Where some would spill, those who multiply give GIVEN_REGISTERS each to those who load, or take them;
-// and if that leaves too few to either, those who load convert one chunk at a time, not CHUNKS_AT_ONCE = 2.
-constexpr int LOADER_REGISTERS = LOADER_THREADS == 128 ? 56 + 2 * GIVEN_REGISTERS : 48 + GIVEN_REGISTERS;
-constexpr int MULTIPLIER_REGISTERS = (LOADER_THREADS == 128 ? 224 : 208) - GIVEN_REGISTERS;
-static_assert(!WGMMA || registers_suffice(CONSUMERS * 128, MULTIPLIER_REGISTERS, LOADER_THREADS, LOADER_REGISTERS),
+// Of each thread. Where some would spill, consumers give GIVEN_REGISTERS each to producers, or take them;
+// and if that leaves too few to either, producers convert one chunk at a time, not CHUNKS_AT_ONCE = 2.
+constexpr int PRODUCER_REGISTERS = LOADER_THREADS == 128 ? 56 + 2 * GIVEN_REGISTERS : 48 + GIVEN_REGISTERS;
+constexpr int CONSUMER_REGISTERS = (LOADER_THREADS == 128 ? 224 : 208) - GIVEN_REGISTERS;
+static_assert(!WGMMA || registers_suffice(CONSUMERS * 128, CONSUMER_REGISTERS, LOADER_THREADS, PRODUCER_REGISTERS),
               "too few registers");
 
-// A warp group gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
+// A warpgroup gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
 constexpr int RELEASES = WGMMA ? 1 : 4;
 __device__ __forceinline__ void release(unsigned barrier) {
   if (RELEASES > 1) __syncwarp();
@@ -79,39 +96,28 @@ __device__ __forceinline__ void release(unsigned barrier) {
     mbarrier_arrive(barrier);
 }
 
-// Operations of a row block in a row, without a branch: the cores then take one instruction right after the other. A
-// branch amid the products of a stage has the assembler put a fence before each of them. (That of NVRTC 13.0 says so,
-// C7519; that of 13.5 does it in silence.) So on Hopper there is code for each kind of groups of lines.
+// Operations of a row block in a row, without a branch: the tensor cores then take one instruction right after the
+// other. A branch amid the products of a stage has the assembler put a fence before each of them. (That of NVRTC 13.0
+// says so, C7519; that of 13.5 does it in silence.) So on Hopper there is code for each kind of groups of lines.
 constexpr Kinds KINDS = find_kinds();
 constexpr bool ALIKE = KINDS.next[0] == LINE_GROUPS;
 constexpr bool STRAIGHT = K_STEPS * KINDS.operations <= (ALIKE ? 128 : WGMMA ? 256 : 0);
 constexpr int UNROLLED = STRAIGHT ? KINDS.most : 2;
 
-// The cores cut sums off, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds, what they
-// make of a stage; and in straight code of one kind (else the assembler makes products wait for one another) of at most
-// CHAIN operations.
+// The tensor cores truncate sums, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds,
+// what they make of a stage; and in straight code of one kind (else the assembler makes products wait for one another)
+// of at most CHAIN operations.
 constexpr int CHAIN = 16;
 __host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
 constexpr bool CHAINED = PARTS == 2 && ALIKE && STRAIGHT && K_STEPS * KINDS.most > CHAIN;
 
-// A slot of a ring, and the parity of its barriers.
-template <int SLOTS>
-struct Slot {
-  int index = 0;
-  unsigned parity = 0;
-  __device__ __forceinline__ void skip(int count) {
-    const int sum = index + count;
-    index = sum % SLOTS, parity ^= sum / SLOTS & 1;
-  }
-};
-
-// A stage of an item among those of its band, and the band: that of the smallest magnitudes comes first.
-__device__ __forceinline__ int stage_of_band(const Items& items, int stage) {
-  return SCALED && items.bands > 1 ? stage % STAGES_OF_ITEM : stage;
+// A stage of a work tile among those of its band, and the band: that of the smallest magnitudes comes first.
+__device__ __forceinline__ int stage_of_band(const TileScheduler& scheduler, int stage) {
+  return SCALED && scheduler.bands > 1 ? stage % TILE_STAGES : stage;
 }
-__device__ __forceinline__ PixelBand band_of(const Items& items, int stage) {
+__device__ __forceinline__ PixelBand band_of(const TileScheduler& scheduler, int stage) {
 #if SCALED
-  return StageBand(items.scale, items.bands, items.bands > 1 ? stage / STAGES_OF_ITEM : 0);
+  return StageBand(scheduler.scale, scheduler.bands, scheduler.bands > 1 ? stage / TILE_STAGES : 0);
 #else
   return {};
 #endif
@@ -128,74 +134,76 @@ __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* f
 #endif
 
 #if BOX_COPY
-// Where the copy engine brings boxes, one warp tells it to: pixels are as far ahead as they have slots, those of
+// The warp that issues TMA: pixels are as far ahead as they have slots, those of
 // stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
 // are waited for.
 constexpr int PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
 
-__device__ __forceinline__ void load_boxes(const Geometry& g, Items& items, const scalar_t* src,
+__device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& scheduler, const scalar_t* src,
                                            const unsigned char* packed, unsigned char* stages, int stage_bytes,
                                            unsigned char* pixels, int pixel_bytes, unsigned full, unsigned empty,
-                                           unsigned come, unsigned turned) {
-  BoxLoader loader(g, src);
+                                           unsigned raw_full, unsigned raw_empty) {
+  BoxLoader loader(params, src);
   const bool first_lane = threadIdx.x % 32 == 0;
   Cursor ahead, now;
-  Slot<PIXEL_SLOTS> slot_ahead;
+  PipelineState<PIXEL_SLOTS> slot_ahead;
   auto load_pixels = [&]() {
     if (ahead.stage == 0) loader.locate(ahead.index);
-    const unsigned barrier = (BOXES ? full : come) + 8 * slot_ahead.index;
+    const unsigned barrier = (BOXES ? full : raw_full) + 8 * slot_ahead.index;
     if (elect()) {
-      loader.load(stage_of_band(items, ahead.stage), pixels + slot_ahead.index * pixel_bytes, barrier);
+      loader.load(stage_of_band(scheduler, ahead.stage), pixels + slot_ahead.index * pixel_bytes, barrier);
       if (!BOXES) mbarrier_arrive(barrier);
     }
     __syncwarp();
-    ahead.skip_and_take(items, 1, first_lane), slot_ahead.skip(1);
+    ahead.skip_and_take(scheduler, 1, first_lane), slot_ahead.skip(1);
   };
-  for (int i = 0; i < PIXEL_SLOTS && ahead.index < g.items; ++i) load_pixels();
+  for (int i = 0; i < PIXEL_SLOTS && ahead.index < params.items; ++i) load_pixels();
   griddepcontrol_wait();
-  Slot<STAGES> slot;
+  PipelineState<STAGES> slot;
   int loaded = 0;  // stages, up to PIXEL_SLOTS
-  for (; now.index < g.items; now.skip_behind(ahead, items, 1)) {
+  for (; now.index < params.items; now.skip_behind(ahead, scheduler, 1)) {
     mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
     if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
-    const unsigned char* const weights =
-        packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM) + stage_of_band(items, now.stage) * WEIGHT_STAGE;
+    const unsigned char* const weights = packed + now.index % params.tile_items * (ROW_PARTS * TILE_WEIGHT_BYTES) +
+                                         stage_of_band(scheduler, now.stage) * WEIGHT_STAGE;
     if (elect()) {
       for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
         copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
-                     weights + part * WEIGHT_ITEM, full + 8 * slot.index);
+                     weights + part * TILE_WEIGHT_BYTES, full + 8 * slot.index);
       mbarrier_arrive(full + 8 * slot.index);
     }
     __syncwarp();
     slot.skip(1);
-    if (!BOXES && ahead.index < g.items) {
-      mbarrier_wait(turned + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
+    if (!BOXES && ahead.index < params.items) {
+      mbarrier_wait(raw_empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
       load_pixels();
     }
   }
-  if (first_lane) items.settle(ahead.ordinal);
+  if (first_lane) scheduler.settle(ahead.ordinal);
 }
 
-// One of the warps that turn boxes around, each at its own pace: of a group of TURNERS that takes every
-// TURNING_GROUPS-th stage.
-__device__ __forceinline__ void turn_stages(const Geometry& g, const Items& items, int warp, unsigned char* stages,
-                                            int stage_bytes, const unsigned char* raw, int raw_stage, unsigned full,
-                                            unsigned empty, unsigned come, unsigned turned) {
-  const int group = warp / TURNERS;
+// One of the warps that transpose boxes, each at its own pace: of a group of TRANSPOSE_WARPS that takes every
+// TRANSPOSE_GROUPS-th stage.
+__device__ __forceinline__ void transpose_stages(const Params& params, const TileScheduler& scheduler, int warp,
+                                                 unsigned char* stages, int stage_bytes, const unsigned char* raw,
+                                                 int raw_stage, unsigned full, unsigned empty, unsigned raw_full,
+                                                 unsigned raw_empty) {
+  const int group = warp / TRANSPOSE_WARPS;
   Cursor now;
-  Slot<STAGES> slot;
-  Slot<RAW_SLOTS> slot_raw;
-  now.skip(items, group), slot.skip(group), slot_raw.skip(group);
-  while (now.index < g.items) {
-    mbarrier_wait(come + 8 * slot_raw.index, slot_raw.parity);
+  PipelineState<STAGES> slot;
+  PipelineState<RAW_SLOTS> slot_raw;
+  now.skip(scheduler, group), slot.skip(group), slot_raw.skip(group);
+  while (now.index < params.items) {
+    mbarrier_wait(raw_full + 8 * slot_raw.index, slot_raw.parity);
     mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-    turn_boxes<TURNERS>(g, raw + slot_raw.index * raw_stage, stages + slot.index * stage_bytes + WEIGHT_SLOT,
-                        warp % TURNERS, band_of(items, now.stage));
+    transpose_boxes<TRANSPOSE_WARPS>(params, raw + slot_raw.index * raw_stage,
+                                     stages + slot.index * stage_bytes + WEIGHT_SLOT, warp % TRANSPOSE_WARPS,
+                                     band_of(scheduler, now.stage));
     fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(full + 8 * slot.index), mbarrier_arrive(turned + 8 * slot_raw.index);
-    now.skip(items, TURNING_GROUPS), slot.skip(TURNING_GROUPS), slot_raw.skip(TURNING_GROUPS);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(full + 8 * slot.index), mbarrier_arrive(raw_empty + 8 * slot_raw.index);
+    now.skip(scheduler, TRANSPOSE_GROUPS), slot.skip(TRANSPOSE_GROUPS), slot_raw.skip(TRANSPOSE_GROUPS);
   }
 }
 #endif
@@ -229,7 +237,7 @@ struct RowFactors {
 };
 #endif
 
-__device__ __forceinline__ void add_up(float& sum, float& total) { total += sum, clear(sum); }
+__device__ __forceinline__ void promote(float& sum, float& total) { total += sum, clear(sum); }
 
 // The kind whose row blocks have `counts` operations. (What is known of a kind is a constant here and below, lest the
 // compiler compute it at run time, amid the products.)
@@ -245,7 +253,7 @@ __device__ __forceinline__ int kind_of(const int (&counts)[ROW_BLOCKS]) {
   return KIND;
 }
 
-// A stage of an item: where its operands lie in shared memory.
+// A stage of a work tile: where its operands lie in shared memory.
 struct Operands {
   int stage;
   unsigned weights, pixels;
@@ -254,7 +262,7 @@ struct Operands {
 
 // The products of a stage, of a group of lines of KIND; where there is no code for each, of `counts` operations.
 template <int KIND>
-__device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, const int (&counts)[ROW_BLOCKS],
+__device__ __forceinline__ void multiply(const Params& params, const Operands& of, const int (&counts)[ROW_BLOCKS],
                                          Sums& sums, Sums& totals) {
   constexpr Counts of_kind = counts_of(KIND);
   wgmma_fence();
@@ -267,7 +275,7 @@ __device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, 
     for (int block = 0; block < ROW_BLOCKS; ++block) {
 #pragma unroll(UNROLLED)
       for (int i = 0; i < (STRAIGHT || ALIKE ? of_kind.of[block] : counts[block]); ++i) {
-        const unsigned b = of.pixels + step * (BOXES ? BOX_STEP : 2 * g.chunk_bytes) + distance;
+        const unsigned b = of.pixels + step * (BOXES ? BOX_STEP : 2 * params.chunk_bytes) + distance;
         distance = *++distances;  // in time for the next operation
         const bool add = PARTS == 2 || of.stage + step + i > 0;
 #pragma unroll
@@ -275,10 +283,10 @@ __device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, 
           float (&to)[SUMS] = sums[block][part];
           const unsigned from = b + part * (PIXELS * PIXEL_PITCH);
           if (PARTS == 2) {
-            add_product(to, a, from + STAGE_CHUNKS * g.chunk_bytes, g.chunk_bytes, add);
-            add_product(to, a + 2 * A_CHUNK, from, g.chunk_bytes, true);
+            add_product(to, a, from + STAGE_CHUNKS * params.chunk_bytes, params.chunk_bytes, add);
+            add_product(to, a + 2 * A_CHUNK, from, params.chunk_bytes, true);
           }
-          add_product(to, a, from, g.chunk_bytes, add);
+          add_product(to, a, from, params.chunk_bytes, add);
         }
         a += OPERATION_BYTES;
         if constexpr (CHAINED) {
@@ -286,7 +294,7 @@ __device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, 
           if (done % chain_of(all) == 0 && done < all) {
             wgmma_commit();
             wgmma_wait<0>();
-            for_each(add_up, sums[block], totals[block]);
+            for_each(promote, sums[block], totals[block]);
             wgmma_fence();
           }
         }
@@ -296,11 +304,57 @@ __device__ __forceinline__ void multiply(const Geometry& g, const Operands& of, 
   wgmma_commit();
 }
 template <int KIND = 0>
-__device__ __forceinline__ void multiply_kind(int kind, const Geometry& g, const Operands& of,
+__device__ __forceinline__ void multiply_kind(int kind, const Params& params, const Operands& of,
                                               const int (&counts)[ROW_BLOCKS], Sums& sums, Sums& totals) {
   if constexpr (STRAIGHT && KINDS.next[KIND] < LINE_GROUPS)
-    if (kind != KIND) return multiply_kind<KINDS.next[KIND]>(kind, g, of, counts, sums, totals);
-  multiply<KIND>(g, of, counts, sums, totals);
+    if (kind != KIND) return multiply_kind<KINDS.next[KIND]>(kind, params, of, counts, sums, totals);
+  multiply<KIND>(params, of, counts, sums, totals);
+}
+
+// Where the pixels of a tile lie that threads copy: the same for every tile.
+__device__ __forceinline__ void find_halo(const Params& params, unsigned* halo, int copied) {
+  const int thread = threadIdx.x;
+  if (!takes_boxes(params))
+    for (int i = thread; i * copied < params.halo; i += THREADS) {
+      Pixel p;
+      p.locate(params, i * copied);
+      const bool inside = p.n < params.images && p.d < params.cells[0] + REACH_D && p.h < params.cells[1] + REACH_H;
+      halo[i] = inside ? p.packed() : NOWHERE;
+    }
+}
+
+// How far the pixels of each operation lie from a cell's, and how many operations each row block has.
+__device__ __forceinline__ void list_operations(const Params& params, Shared& shared) {
+  const int thread = threadIdx.x;
+  for (int i = thread; i < OPERATIONS * LINE_GROUPS; i += THREADS) {
+    Operation o;
+    int pixels = 0;
+    if (!TAPS_IN_ROWS && find_operation(i % OPERATIONS, i / OPERATIONS * LINES, o))
+      pixels = (src_offset(AXIS_D, o.depth_tap) - first_offset(AXIS_D)) * params.pitch[1] +
+               (src_offset(AXIS_H, o.height_tap) - first_offset(AXIS_H)) * params.pitch[2] +
+               src_offset(AXIS_W, o.width_tap) - first_offset(AXIS_W) + params.skew;
+    shared.operations[i] = pixels * PIXEL_PITCH;
+  }
+  for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
+    shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
+}
+
+// By one thread.
+__device__ __forceinline__ void init_barriers(const Params& params, const TileScheduler& scheduler, Shared& shared,
+                                              unsigned full, unsigned empty, unsigned order) {
+  for (int i = 0; i < STAGES; ++i) {
+    mbarrier_init(full + 8 * i, !takes_boxes(params) ? LOADERS : BOXES ? 1 : TRANSPOSE_WARPS + 1);
+    mbarrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
+  }
+  for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(order + 8 * i, 1);
+  mbarrier_init(shared_address(&shared.resident), 1);
+  for (int i = 0; i < RAW_SLOTS; ++i) {
+    mbarrier_init(shared_address(shared.raw_full + i), 1);
+    mbarrier_init(shared_address(shared.raw_empty + i), TRANSPOSE_WARPS);
+  }
+  scheduler.init();
+  fence_mbarrier_init();
+  scheduler.begin();
 }
 
 #if CLUSTER > 1
@@ -311,65 +365,36 @@ __device__ __forceinline__ void multiply_kind(int kind, const Geometry& g, const
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst,
+                  const __grid_constant__ Params params) {
   extern __shared__ __align__(BOXES ? 1024 : 128) unsigned char shared_memory[];
   __shared__ __align__(8) Shared shared;
   const int thread = threadIdx.x;
   const int warp_group = __shfl_sync(0xffffffffu, thread / 128, 0);
-  const int pixel_stage = PARTS * STAGE_CHUNKS * g.chunk_bytes;  // bytes
+  const int pixel_stage = PARTS * STAGE_CHUNKS * params.chunk_bytes;  // bytes
   const int stage_bytes = WEIGHT_SLOT + pixel_stage;
-  const int raw_stage = STAGE_CHANNELS * g.raw_pitch * max(g.boxes, 1) * (int)sizeof(scalar_t);
+  const int raw_stage = STAGE_CHANNELS * params.raw_pitch * max(params.boxes, 1) * (int)sizeof(scalar_t);
   unsigned char* const resident = shared_memory + STAGES * stage_bytes;
   unsigned char* raw = resident + RESIDENT_WEIGHTS;
   unsigned char* const store_memory = raw + (IN_PLACE ? 0 : RAW_SLOTS * raw_stage);
   unsigned* const halo = (unsigned*)(store_memory + STORE_BYTES);
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
-  const unsigned turns = shared_address(shared.turn);
-  Items items{g, (unsigned*)packed, shared.queue};
+  const unsigned order = shared_address(shared.order);
+  TileScheduler scheduler{params, (unsigned*)packed, shared.queue};
   packed += COUNTER_BYTES;
 #if SCALED
   const Scales scales((unsigned char*)packed);
   packed += SCALES_BYTES;
 #endif
-  if (thread == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(full + 8 * i, !takes_boxes(g) ? LOADERS : BOXES ? 1 : TURNERS + 1);
-      mbarrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
-    }
-    for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(turns + 8 * i, 1);
-    mbarrier_init(shared_address(&shared.resident), 1);
-    for (int i = 0; i < RAW_SLOTS; ++i) {
-      mbarrier_init(shared_address(shared.come + i), 1);
-      mbarrier_init(shared_address(shared.turned + i), TURNERS);
-    }
-    items.init();
-    fence_mbarrier_init();
-    items.begin();
-  }
-  // Positions are the same for every tile.
-  const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(g) / (int)sizeof(scalar_t);
-  if (!takes_boxes(g))
-    for (int i = thread; i * copied < g.halo; i += THREADS) {
-      Pixel p;
-      p.locate(g, i * copied);
-      const bool inside = p.n < g.images && p.d < g.cells[0] + REACH_D && p.h < g.cells[1] + REACH_H;
-      halo[i] = inside ? p.packed() : NOWHERE;
-    }
-  Store::prepare(g, store_memory);
-  for (int i = thread; i < OPERATIONS * LINE_GROUPS; i += THREADS) {
-    Operation o;
-    int pixels = 0;
-    if (!TAPS_IN_ROWS && find_operation(i % OPERATIONS, i / OPERATIONS * LINES, o))
-      pixels = (src_offset(AXIS_D, o.depth_tap) - first_offset(AXIS_D)) * g.pitch[1] +
-               (src_offset(AXIS_H, o.height_tap) - first_offset(AXIS_H)) * g.pitch[2] +
-               src_offset(AXIS_W, o.width_tap) - first_offset(AXIS_W) + g.skew;
-    shared.operations[i] = pixels * PIXEL_PITCH;
-  }
-  for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
-    shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
+  if (thread == 0) init_barriers(params, scheduler, shared, full, empty, order);
+  const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(params) / (int)sizeof(scalar_t);
+  find_halo(params, halo, copied);
+  Epilogue::prepare(params, store_memory);
+  list_operations(params, shared);
   if (BOXES) {  // what none fills
-    for (int i = g.boxes * g.box_pixels * PIXEL_PITCH + thread * 16; i < g.halo * PIXEL_PITCH; i += THREADS * 16)
+    for (int i = params.boxes * params.box_pixels * PIXEL_PITCH + thread * 16; i < params.halo * PIXEL_PITCH;
+         i += THREADS * 16)
       for (int stage = 0; stage < STAGES; ++stage)
         *(Vector<unsigned, 4>*)(shared_memory + stage * stage_bytes + WEIGHT_SLOT + i) = Vector<unsigned, 4>{};
     fence_proxy_async();
@@ -377,91 +402,92 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
-        *(const Vector<unsigned, 4>*)(packed + (long long)((int)blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS + i);
+        *(const Vector<unsigned, 4>*)(packed + (long long)((int)blockIdx.x % params.tile_items) * RESIDENT_WEIGHTS + i);
 #endif
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
 #if SCALED
   griddepcontrol_wait();
-  items.scale = scales.first_band().scale, items.bands = scales.first_band().bands;
+  scheduler.scale = scales.first_band().scale, scheduler.bands = scales.first_band().bands;
 #endif
 
 #if BOX_COPY
-  if (takes_boxes(g) && warp_group >= CONSUMERS) {
-    setmaxnreg_dec<LOADER_REGISTERS>();
+  if (takes_boxes(params) && warp_group >= CONSUMERS) {
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
-    const unsigned come = shared_address(shared.come), turned = shared_address(shared.turned);
-    if (warp < TURNING_GROUPS * TURNERS && !BOXES) {
-      turn_stages(g, items, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, come, turned);
+    const unsigned raw_full = shared_address(shared.raw_full), raw_empty = shared_address(shared.raw_empty);
+    if (warp < TRANSPOSE_GROUPS * TRANSPOSE_WARPS && !BOXES) {
+      transpose_stages(params, scheduler, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, raw_full,
+                       raw_empty);
     } else if (warp == LOADER_THREADS / 32 - 1) {
       unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;
-      load_boxes(g, items, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage, full,
-                 empty, come, turned);
+      load_boxes(params, scheduler, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage,
+                 full, empty, raw_full, raw_empty);
     }
     return;
   }
 #endif
   if (warp_group >= CONSUMERS) {
-    setmaxnreg_dec<LOADER_REGISTERS>();
-    // The loading groups take stages in turn.
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    // The producer groups take stages in turn.
     const int loader_thread = thread - CONSUMERS * 128;
     const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
     raw += loader_group * RAW_STAGES * raw_stage;
-    const int table = ceil_div(g.halo, copied);
-    const Loader loader{g, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
+    const int table = ceil_div(params.halo, copied);
+    const Loader loader{params, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
                         loader_thread % LOADERS};
     Cursor ahead, now;
-    ahead.skip(items, loader_group), now.skip(items, loader_group);
-    Slot<STAGES> slot, slot_ahead;
+    ahead.skip(scheduler, loader_group), now.skip(scheduler, loader_group);
+    PipelineState<STAGES> slot, slot_ahead;
     slot.skip(loader_group), slot_ahead.skip(loader_group);
-    Slot<RAW_STAGES> copy_ahead, copy_now;
+    PipelineState<RAW_STAGES> copy_ahead, copy_now;
     const scalar_t* base = src;
     const unsigned char* weights = packed;
-    bool new_item = true, new_weights = true;
+    bool new_work = true, new_weights = true;
     auto start_copy = [&]() {
-      if (ahead.index < g.items) {
-        if (new_item) {
-          Item item;
-          item.locate(g, ahead.index, 0);
-          base = src + (CLUSTER == 1 || item.n < g.batch ? item.n : 0) * g.src.stride[0] +
-                 (long long)item.group * SRC_CHANNELS * g.src.stride[1];
+      if (ahead.index < params.items) {
+        if (new_work) {
+          WorkTile work;
+          work.locate(params, ahead.index, 0);
+          base = src + (CLUSTER == 1 || work.n < params.batch ? work.n : 0) * params.src.stride[0] +
+                 (long long)work.group * SRC_CHANNELS * params.src.stride[1];
           named_barrier_sync(1 + loader_group, LOADERS);  // all have copied the tile before
-          loader.find_pixels(item);
+          loader.find_pixels(work);
           named_barrier_sync(1 + loader_group, LOADERS);
         }
         if (IN_PLACE) {
           mbarrier_wait(empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
-          loader.load(base, stage_of_band(items, ahead.stage),
+          loader.load(base, stage_of_band(scheduler, ahead.stage),
                       shared_memory + slot_ahead.index * stage_bytes + WEIGHT_SLOT);
           slot_ahead.skip(LOADER_GROUPS);
         } else {
-          loader.load(base, stage_of_band(items, ahead.stage), raw + copy_ahead.index * raw_stage);
+          loader.load(base, stage_of_band(scheduler, ahead.stage), raw + copy_ahead.index * raw_stage);
           copy_ahead.skip(1);
         }
-        new_item = ahead.skip_and_take(items, LOADER_GROUPS, loader_thread == 0);
+        new_work = ahead.skip_and_take(scheduler, LOADER_GROUPS, loader_thread == 0);
       }
       cp_async_commit();
     };
     // The first rounds do nothing but start copies. One loop, since starting them is a lot of code.
-    for (int round = -LOOKAHEAD; round < 0 || now.index < g.items; ++round) {
+    for (int round = -LOOKAHEAD; round < 0 || now.index < params.items; ++round) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
       if (round >= 0) {
         if (round == 0) griddepcontrol_wait();
-        if (new_weights) weights = packed + now.index % g.tile_items * (ROW_PARTS * WEIGHT_ITEM);
+        if (new_weights) weights = packed + now.index % params.tile_items * (ROW_PARTS * TILE_WEIGHT_BYTES);
         if (!IN_PLACE) mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
 #if BULK_COPY
         if (!RESIDENT && loader.thread == 0)
           for (int part = 0; part < ROW_PARTS; ++part)
             copy_weights(shared_address(stage + part * WEIGHT_STAGE),
-                         weights + part * WEIGHT_ITEM + stage_of_band(items, now.stage) * WEIGHT_STAGE,
+                         weights + part * TILE_WEIGHT_BYTES + stage_of_band(scheduler, now.stage) * WEIGHT_STAGE,
                          full + 8 * slot.index);
         cp_async_wait<LOOKAHEAD - 1>();
 #else
         cp_async_wait<LOOKAHEAD - 1>();
         for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
           cp_async<16>(shared_address(stage + i),
-                       weights + i / WEIGHT_STAGE * WEIGHT_ITEM + stage_of_band(items, now.stage) * WEIGHT_STAGE +
-                           i % WEIGHT_STAGE,
+                       weights + i / WEIGHT_STAGE * TILE_WEIGHT_BYTES +
+                           stage_of_band(scheduler, now.stage) * WEIGHT_STAGE + i % WEIGHT_STAGE,
                        true);
         cp_async_commit();
 #endif
@@ -470,7 +496,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       start_copy();
       if (round < 0) continue;
       loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT,
-                     band_of(items, now.stage));
+                     band_of(scheduler, now.stage));
 #if !BULK_COPY
       cp_async_wait<1>();
 #endif
@@ -478,60 +504,61 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       mbarrier_arrive(full + 8 * slot.index);
       slot.skip(LOADER_GROUPS);
       copy_now.skip(1);
-      new_weights = now.skip_behind(ahead, items, LOADER_GROUPS);
+      new_weights = now.skip_behind(ahead, scheduler, LOADER_GROUPS);
     }
     cp_async_wait<0>();
-    if (loader_thread == 0) items.settle(ahead.ordinal);
+    if (loader_thread == 0) scheduler.settle(ahead.ordinal);
   } else {
-    setmaxnreg_inc<MULTIPLIER_REGISTERS>();
-    Slot<STAGES> slot;
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    PipelineState<STAGES> slot;
     Sums sums, totals;  // the latter for PARTS = 2
-    const int turn = TAKE_TURNS ? warp_group : 0;
+    const int position = PING_PONG ? warp_group : 0;
     const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
-    slot.skip(turn * items.stages());
-    unsigned turn_parity = 0;
+    slot.skip(position * scheduler.stages());
+    unsigned order_parity = 0;
 #if BULK_COPY
     if (RESIDENT) {
-      const unsigned come = shared_address(&shared.resident);
+      const unsigned resident_full = shared_address(&shared.resident);
       if (thread == 0) {
         griddepcontrol_wait();
         tma_load_bytes(shared_address(resident),
-                       packed + (long long)((int)blockIdx.x % g.tile_items) * RESIDENT_WEIGHTS, RESIDENT_WEIGHTS, come);
-        mbarrier_arrive(come);
+                       packed + (long long)((int)blockIdx.x % params.tile_items) * RESIDENT_WEIGHTS, RESIDENT_WEIGHTS,
+                       resident_full);
+        mbarrier_arrive(resident_full);
       }
-      mbarrier_wait(come, 0);
+      mbarrier_wait(resident_full, 0);
     }
 #endif
     Cursor now;
-    for (now.skip(items, turn * items.stages()); now.index < g.items;
-         now.skip(items, CONSUMERS / SHARERS * items.stages())) {
-      Item item;
-      item.locate(g, now.index, row_part);
+    for (now.skip(scheduler, position * scheduler.stages()); now.index < params.items;
+         now.skip(scheduler, CONSUMERS / SHARERS * scheduler.stages())) {
+      WorkTile work;
+      work.locate(params, now.index, row_part);
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)
-        counts[i] = ALIKE ? 0 : __shfl_sync(~0u, shared.counts[item.line_group * ROW_BLOCKS + i], 0);
+        counts[i] = ALIKE ? 0 : __shfl_sync(~0u, shared.counts[work.line_group * ROW_BLOCKS + i], 0);
       const int kind = STRAIGHT && !ALIKE ? kind_of(counts) : 0;
       int previous = -1;
       // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
-      if (TAKE_TURNS) mbarrier_wait(turns + 8 * turn, turn_parity ^ (turn == 0));
-      turn_parity ^= 1;
+      if (PING_PONG) mbarrier_wait(order + 8 * position, order_parity ^ (position == 0));
+      order_parity ^= 1;
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { total = 0, clear(sum); }, sums, totals);
 #pragma unroll 1
       for (int band = 1;; ++band) {
 #pragma unroll 1
-        for (int stage = 0; stage < STAGES_OF_ITEM; ++stage) {
+        for (int stage = 0; stage < TILE_STAGES; ++stage) {
           mbarrier_wait(full + 8 * slot.index, slot.parity);
           const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
-          const unsigned weights = RESIDENT
-                                       ? shared_address(resident) + row_part * (int)WEIGHT_ITEM + stage * WEIGHT_STAGE
-                                       : held + row_part * WEIGHT_STAGE;
+          const unsigned weights =
+              RESIDENT ? shared_address(resident) + row_part * (int)TILE_WEIGHT_BYTES + stage * WEIGHT_STAGE
+                       : held + row_part * WEIGHT_STAGE;
           const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
-          const Operands operands{stage + band - 1, weights, pixels, shared.operations + item.line_group * OPERATIONS};
-          multiply_kind(kind, g, operands, counts, sums, totals);
+          const Operands operands{stage + band - 1, weights, pixels, shared.operations + work.line_group * OPERATIONS};
+          multiply_kind(kind, params, operands, counts, sums, totals);
           if constexpr (PARTS == 2) {
             wgmma_wait<0>();
-            for_each(add_up, sums, totals);
+            for_each(promote, sums, totals);
           } else {
             wgmma_wait<1>();
           }
@@ -540,7 +567,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
           slot.skip(1);
         }
 #if SCALED
-        if (band < items.bands) {
+        if (band < scheduler.bands) {
           wgmma_wait<0>();
           for_each([](float& sum, float& total) { (PARTS == 2 ? total : sum) *= power_of_two(127 - BAND); }, sums,
                    totals);
@@ -549,12 +576,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
         break;
       }
-      const int first_channel = item.group * DST_CHANNELS;
-      const Store store(g, item, sums, cell_part * GROUP_CELLS,
-                        dst + item.n * g.dst.stride[0] + first_channel * g.dst.stride[1], bias + first_channel,
-                        store_memory);
+      const int first_channel = work.group * DST_CHANNELS;
+      const Epilogue store(params, work, sums, cell_part * GROUP_CELLS,
+                           dst + work.n * params.dst.stride[0] + first_channel * params.dst.stride[1],
+                           bias + first_channel, store_memory);
 #if SCALED
-      const float* const of_rows = scales.rows() + (long long)item.row_group * (ROW_BLOCKS * ROWS);
+      const float* const of_rows = scales.rows() + (long long)work.row_group * (ROW_BLOCKS * ROWS);
       RowFactors rows;
       if (!TAPS_IN_ROWS) rows.load(of_rows);  // else a register spills
 #endif
@@ -563,15 +590,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       release(empty + 8 * previous);
 #if SCALED
       if (TAPS_IN_ROWS) rows.load(of_rows);
-      rows.unscale(sums, items.scale);
+      rows.unscale(sums, scheduler.scale);
 #endif
-      if (TAKE_TURNS) {
-        slot.skip(items.stages());
-        if (thread % 128 == 0) mbarrier_arrive(turns + 8 * (CONSUMERS - 1 - turn));
+      if (PING_PONG) {
+        slot.skip(scheduler.stages());
+        if (thread % 128 == 0) mbarrier_arrive(order + 8 * (CONSUMERS - 1 - position));
       }
       // Always true without clusters; without the branch the assembler reads sums ahead of the wait, and then makes
       // every product wait for the one before.
-      if (item.n < g.batch) store();
+      if (work.n < params.batch) store();
     }
     if (CLUSTER > 1) cluster_sync();  // others may still be to give slots back here
   }

@@ -15,19 +15,21 @@
 // the next stage are on their way while one is multiplied. Of a warp's columns a lane has the 8 neighbours from `lane %
 // 4` · 8 on: column i of instruction j is column i / 2 · 8 + 2·j + i % 2 of the warp.
 //
-// float32 comes in two parts of TF32, and each step's sum leaves the cores at once, since they round towards zero. What
-// is not finite makes NaN of columns without that tap. Where an output is NaN it is therefore computed again, plainly.
+// float32 comes in two parts of TF32, and each step's sum leaves the tensor cores at once, since they round towards
+// zero. What is not finite makes NaN of columns without that tap. Where an output is NaN it is therefore computed
+// again, plainly.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
 #include "core/geometry.cuh"
 #include "core/taps.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 #include "operand/split.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 x, y;
   long long rows;     // cells of all images
   Divisor row_tiles;  // of ROWS
@@ -81,24 +83,24 @@ struct Stage {
 struct Cell {
   int image, d, h, w;
 
-  __device__ __forceinline__ Cell(const Geometry& g, long long row) {
+  __device__ __forceinline__ Cell(const Params& params, long long row) {
     if (row <= 0x7fffffff) {
       const int small = (int)row;
-      h = small / g.cells[2], w = small % g.cells[2];
-      d = h / g.cells[1], h = h % g.cells[1];
-      image = d / g.cells[0], d = d % g.cells[0];
+      h = small / params.cells[2], w = small % params.cells[2];
+      d = h / params.cells[1], h = h % params.cells[1];
+      image = d / params.cells[0], d = d % params.cells[0];
       return;
     }
-    w = (int)(row % g.cells[2].value), row /= g.cells[2].value;
-    h = (int)(row % g.cells[1].value), row /= g.cells[1].value;
-    d = (int)(row % g.cells[0].value), image = (int)(row / g.cells[0].value);
+    w = (int)(row % params.cells[2].value), row /= params.cells[2].value;
+    h = (int)(row % params.cells[1].value), row /= params.cells[1].value;
+    d = (int)(row % params.cells[0].value), image = (int)(row / params.cells[0].value);
   }
   // The one that lies `ahead` of another.
-  __device__ __forceinline__ Cell(const Geometry& g, const Cell& from, int ahead) {
-    w = from.w + ahead, h = from.h + w / g.cells[2], w = w % g.cells[2];
-    d = from.d + h / g.cells[1], h = h % g.cells[1];
-    image = from.image + d / g.cells[0], d = d % g.cells[0];
-    d += g.first[0], h += g.first[1], w += g.first[2];
+  __device__ __forceinline__ Cell(const Params& params, const Cell& from, int ahead) {
+    w = from.w + ahead, h = from.h + w / params.cells[2], w = w % params.cells[2];
+    d = from.d + h / params.cells[1], h = h % params.cells[1];
+    image = from.image + d / params.cells[0], d = d % params.cells[0];
+    d += params.first[0], h += params.first[1], w += params.first[2];
   }
 };
 
@@ -118,28 +120,28 @@ struct Column {
 
 // A row of the first operand: the pixels that a cell reads.
 struct Pixels {
-  const Geometry& g;
+  const Params& params;
   const Cell cell;
   const bool exists;
   const scalar_t* const from;
 
-  __device__ __forceinline__ Pixels(const Geometry& g, const scalar_t* x, const Cell& cell, bool exists)
-      : g(g),
+  __device__ __forceinline__ Pixels(const Params& params, const scalar_t* x, const Cell& cell, bool exists)
+      : params(params),
         cell(cell),
         exists(exists),
-        from(x + cell.image * g.x.stride[0] + cell.d * g.x.stride[2] + cell.h * g.x.stride[3] +
-             cell.w * g.x.stride[4]) {}
+        from(x + cell.image * params.x.stride[0] + cell.d * params.x.stride[2] + cell.h * params.x.stride[3] +
+             cell.w * params.x.stride[4]) {}
 
   // The first of a stage's channels, null where the pixel does not exist.
   __device__ __forceinline__ const scalar_t* at(const Stage& stage) const {
-    const bool inside = (unsigned)(cell.d - stage.d) < (unsigned)g.x.size[0] &&
-                        (unsigned)(cell.h - stage.h) < (unsigned)g.x.size[1] &&
-                        (unsigned)(cell.w - stage.w) < (unsigned)g.x.size[2];
+    const bool inside = (unsigned)(cell.d - stage.d) < (unsigned)params.x.size[0] &&
+                        (unsigned)(cell.h - stage.h) < (unsigned)params.x.size[1] &&
+                        (unsigned)(cell.w - stage.w) < (unsigned)params.x.size[2];
     if (!inside || !exists) return nullptr;
-    return from + stage.channel * g.x.stride[1] - stage.d * g.x.stride[2] - stage.h * g.x.stride[3] -
-           stage.w * g.x.stride[4];
+    return from + stage.channel * params.x.stride[1] - stage.d * params.x.stride[2] - stage.h * params.x.stride[3] -
+           stage.w * params.x.stride[4];
   }
-  __device__ __forceinline__ long long stride() const { return g.x.stride[1]; }
+  __device__ __forceinline__ long long stride() const { return params.x.stride[1]; }
 };
 
 // A column of the second operand: the weights of an output channel's phase.
@@ -252,12 +254,12 @@ struct Sums {
 
 // The outputs of a cell.
 struct Outputs {
-  const Geometry& g;
+  const Params& params;
   const Cell cell;
   scalar_t* const to;  // of the group's first channel
 
-  __device__ __forceinline__ Outputs(const Geometry& g, scalar_t* y, const Cell& cell)
-      : g(g), cell(cell), to(y + cell.image * g.y.stride[0]) {}
+  __device__ __forceinline__ Outputs(const Params& params, scalar_t* y, const Cell& cell)
+      : params(params), cell(cell), to(y + cell.image * params.y.stride[0]) {}
 
   // Where a column lies along a dimension; beside the output it is cropped.
   static __device__ __forceinline__ int place(Axis axis, int cell, int phase) {
@@ -266,11 +268,12 @@ struct Outputs {
   __device__ __forceinline__ scalar_t* at(const Column& column, int (&o)[3]) const {
     o[0] = place(AXIS_D, cell.d, column.d), o[1] = place(AXIS_H, cell.h, column.h);
     o[2] = place(AXIS_W, cell.w, column.w);
-    return to + column.channel * g.y.stride[1] + o[0] * g.y.stride[2] + o[1] * g.y.stride[3] + o[2] * g.y.stride[4];
+    return to + column.channel * params.y.stride[1] + o[0] * params.y.stride[2] + o[1] * params.y.stride[3] +
+           o[2] * params.y.stride[4];
   }
   __device__ __forceinline__ bool has(const Column& column, const int (&o)[3]) const {
-    return column.exists && (unsigned)o[0] < (unsigned)g.y.size[0] && (unsigned)o[1] < (unsigned)g.y.size[1] &&
-           (unsigned)o[2] < (unsigned)g.y.size[2];
+    return column.exists && (unsigned)o[0] < (unsigned)params.y.size[0] &&
+           (unsigned)o[1] < (unsigned)params.y.size[1] && (unsigned)o[2] < (unsigned)params.y.size[2];
   }
 
   template <int COUNT>
@@ -289,13 +292,13 @@ struct Outputs {
       const int begin = o[2];
       o[2] = 0;
       if (!has(column, o)) return;
-      if (begin >= 0 && begin <= g.y.size[2] - RUN) {
-        if (g.vector == 16 / ELEMENT) return write_vectors<16 / ELEMENT>(values, run);
-        if (g.vector == 8 / ELEMENT) return write_vectors<8 / ELEMENT>(values, run);
+      if (begin >= 0 && begin <= params.y.size[2] - RUN) {
+        if (params.vector == 16 / ELEMENT) return write_vectors<16 / ELEMENT>(values, run);
+        if (params.vector == 8 / ELEMENT) return write_vectors<8 / ELEMENT>(values, run);
       }
 #pragma unroll
       for (int i = 0; i < RUN; ++i)
-        if ((unsigned)(begin + i) < (unsigned)g.y.size[2]) run[i * g.y.stride[4]] = values[i];
+        if ((unsigned)(begin + i) < (unsigned)params.y.size[2]) run[i * params.y.stride[4]] = values[i];
     } else {
 #pragma unroll
       for (int i = 0; i < RUN; ++i) {
@@ -317,33 +320,32 @@ struct Outputs {
       if (!has(column, o)) continue;
       const float value = widen(*element);
       if (value == value) continue;
-      narrow(plain(x + cell.image * g.x.stride[0], weight + column.channel * WEIGHT_STRIDE_OUT, o) +
-                 (HAS_BIAS ? widen(read(bias + column.channel)) : 0.f),
-             *element);
+      const float sum = plain(x + cell.image * params.x.stride[0], weight + column.channel * WEIGHT_STRIDE_OUT, o);
+      narrow(finish(sum, channel_terms(bias, column.channel)), *element);
     }
   }
 
  private:
-  // An output without the cores and without its bias.
+  // An output without the tensor cores and without its bias.
   __device__ __forceinline__ float plain(const scalar_t* x, const scalar_t* weight, const int (&o)[3]) const {
     const Progression d = TapsD::at(o[0]), h = TapsH::at(o[1]), w = TapsW::at(o[2]);
     float sum = 0;
 #pragma unroll 1
     for (int kd = d.tap, at_d = d.src; kd < AXIS_D.kernel; kd += TapsD::TAP_STEP, at_d += TapsD::SRC_STEP) {
-      if ((unsigned)at_d >= (unsigned)g.x.size[0]) continue;
+      if ((unsigned)at_d >= (unsigned)params.x.size[0]) continue;
 #pragma unroll 1
       for (int kh = h.tap, at_h = h.src; kh < AXIS_H.kernel; kh += TapsH::TAP_STEP, at_h += TapsH::SRC_STEP) {
-        if ((unsigned)at_h >= (unsigned)g.x.size[1]) continue;
+        if ((unsigned)at_h >= (unsigned)params.x.size[1]) continue;
 #pragma unroll 1
         for (int kw = w.tap, at_w = w.src; kw < AXIS_W.kernel; kw += TapsW::TAP_STEP, at_w += TapsW::SRC_STEP) {
-          if ((unsigned)at_w >= (unsigned)g.x.size[2]) continue;
-          const scalar_t* pixel = x + at_d * g.x.stride[2] + at_h * g.x.stride[3] + at_w * g.x.stride[4];
+          if ((unsigned)at_w >= (unsigned)params.x.size[2]) continue;
+          const scalar_t* pixel = x + at_d * params.x.stride[2] + at_h * params.x.stride[3] + at_w * params.x.stride[4];
           const scalar_t* tap = weight + weight_offset(0, 0, tap_of(kd, kh, kw));
 #pragma unroll 1
           for (int channel = 0; channel < IN_CHANNELS; ++channel) {
             const float value = widen(read(pixel)), factor = widen(read(tap));
             sum += PARTS == 2 ? value * factor : round_tf32(value) * round_tf32(factor);
-            pixel += g.x.stride[1], tap += WEIGHT_STRIDE_IN;
+            pixel += params.x.stride[1], tap += WEIGHT_STRIDE_IN;
           }
         }
       }
@@ -354,22 +356,22 @@ struct Outputs {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     phase_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
-               scalar_t* __restrict__ y, const Geometry g) {
+               scalar_t* __restrict__ y, const Params params) {
   extern __shared__ __align__(16) unsigned shared_memory[];
-  const int block = (int)blockIdx.x / g.row_tiles;
-  const long long first_row = (long long)((int)blockIdx.x % g.row_tiles) * ROWS;
+  const int block = (int)blockIdx.x / params.row_tiles;
+  const long long first_row = (long long)((int)blockIdx.x % params.row_tiles) * ROWS;
   const int first_column = block % COLUMN_TILES_OF_GROUP * COLUMNS, group = block / COLUMN_TILES_OF_GROUP;
-  const int rows_left = (int)min(g.rows - first_row, (long long)ROWS);
-  const Cell first_cell(g, first_row);
-  x += (long long)group * IN_CHANNELS * g.x.stride[1];
+  const int rows_left = (int)min(params.rows - first_row, (long long)ROWS);
+  const Cell first_cell(params, first_row);
+  x += (long long)group * IN_CHANNELS * params.x.stride[1];
   weight += (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN;
   bias += group * OUT_CHANNELS;
-  y += (long long)group * OUT_CHANNELS * g.y.stride[1];
+  y += (long long)group * OUT_CHANNELS * params.y.stride[1];
 
   typedef Words<ROWS, ROW_PITCH> RowWords;
   typedef Words<COLUMNS, COLUMN_PITCH> ColumnWords;
-  const Pixels pixels(g, x + RowWords::first_channel() * g.x.stride[1], Cell(g, first_cell, RowWords::lane()),
-                      RowWords::lane() < rows_left);
+  const Pixels pixels(params, x + RowWords::first_channel() * params.x.stride[1],
+                      Cell(params, first_cell, RowWords::lane()), RowWords::lane() < rows_left);
   const Weights weights(weight + ColumnWords::first_channel() * WEIGHT_STRIDE_IN, first_column + ColumnWords::lane());
   RowWords row_words;
   ColumnWords column_words;
@@ -397,23 +399,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 
   const int first = first_column + my_columns + lane % 4 * RUN;
-  float biases[RUN];
+  ChannelTerms terms[RUN];
 #pragma unroll
   for (int i = 0; i < RUN; ++i) {
     const Column column(RUNS ? first : first + i);
-    biases[i] = HAS_BIAS && column.exists ? widen(read(bias + column.channel)) : 0.f;
+    terms[i] = channel_terms(bias, column.channel, column.exists);
   }
   unsigned to_mend = 0;  // rows
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
     const int row = my_row + 8 * i;
     if (row >= rows_left) break;
-    const Outputs outputs(g, y, Cell(g, first_cell, row));
+    const Outputs outputs(params, y, Cell(params, first_cell, row));
     alignas(16) scalar_t values[RUN];
     bool numbers = true;
 #pragma unroll
     for (int j = 0; j < RUN; ++j) {
-      const float value = sums.of[i / 2][j / 2][i % 2 * 2 + j % 2] + biases[j];
+      const float value = finish(sums.of[i / 2][j / 2][i % 2 * 2 + j % 2], terms[j]);
       numbers = numbers && value == value;
       narrow(value, values[j]);
     }
@@ -422,5 +424,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 #pragma unroll 1
   for (int i = 0; to_mend >> i != 0; ++i)
-    if (to_mend >> i & 1) Outputs(g, y, Cell(g, first_cell, my_row + 8 * i)).mend(first, x, weight, bias);
+    if (to_mend >> i & 1) Outputs(params, y, Cell(params, first_cell, my_row + 8 * i)).mend(first, x, weight, bias);
 }

@@ -40,6 +40,6 @@ constexpr int CHANNEL_BLOCKS = 1, LINES = 1, WIDTH_PARTS = 1, K_STEPS = 2, PARTS
 constexpr int OPERATIONS = 8, COUNTER_BYTES = 128;
 constexpr bool SRC_CHANNELS_LAST = false, WHOLE_IMAGES = false, BOXES = false;
 constexpr int PIXELS = 64, PIXEL_BLOCKS = 1, CONSUMERS = 2;
-constexpr bool SPLIT_ROWS = false, TAKE_TURNS = false, RESIDENT = false;
-constexpr int LOADER_GROUPS = 2, LOADER_THREADS = 256, GIVEN_REGISTERS = 0, TURNING_GROUPS = 1, STAGES = 4;
+constexpr bool COOPERATIVE = false, PING_PONG = false, RESIDENT = false;
+constexpr int LOADER_GROUPS = 2, LOADER_THREADS = 256, GIVEN_REGISTERS = 0, TRANSPOSE_GROUPS = 1, STAGES = 4;
 constexpr int STORE_VECTOR = 0, COPY_BYTES = 0, RAW_STAGES = 2, PIECE = 16;

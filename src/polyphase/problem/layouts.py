@@ -91,5 +91,7 @@ def channels_innermost(channels: int, strides: Strides) -> bool:
 def five(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
     """A shape ``(N, C, *spatial)`` as ``(N, C, D, H, W)``."""
     batch, channels, *spatial = shape
+    if len(spatial) == 2:  # the most frequent by far
+        return batch, channels, 1, spatial[0], spatial[1]
     depth, height, width = [1] * (3 - len(spatial)) + spatial
     return batch, channels, depth, height, width

@@ -23,10 +23,11 @@ WORKSPACE, PARTIALS = "workspace", "partials"
 class Step:
     """One kernel launch.
 
-    ``geometry`` is the kernel's last parameter; there is none where it is empty. It begins with `TENSOR_MAP_BYTES` for
-    the tensor map of each of ``boxes``, left to be filled in. ``operands`` name the buffers whose addresses are the
-    kernel's other parameters, in order. ``overlaps``: it may start before the step before it ends (programmatic
-    dependent launch). ``one_way``: the same kernel for tensors of this layout alone, which takes less time to compile.
+    ``geometry`` is the kernel's last parameter (`polyphase.program.params`); there is none where it is empty. Its
+    tensor maps, in their order those of ``boxes``, are left to be filled in. ``operands`` name the buffers whose
+    addresses are the kernel's other parameters, in order. ``overlaps``: it may start before the step before it ends
+    (programmatic dependent launch). ``one_way``: the same kernel for tensors of this layout alone, which takes less
+    time to compile.
     """
 
     source: KernelSource

@@ -136,7 +136,7 @@ class Gather:
 
     @cached_property
     def split(self) -> int:
-        """Residues by which ``gather_tiled.cu`` splits a row of the source in shared memory."""
+        """Residues by which ``direct_tiled.cu`` splits a row of the source in shared memory."""
         step = self.cell_axes[2].src
         return step if step == 2 or step % 4 == 0 else 1
 

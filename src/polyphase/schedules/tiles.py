@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from polyphase.problem.problem import ConvTransposeProblem, Pass, accumulator_bytes
@@ -26,8 +27,25 @@ def two_dimensions(blocks: int) -> tuple[int, int]:
 
 def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
     """Tiles of ``extent`` along n, d, h and w that images of three ``sizes`` come to."""
-    n, d, h, w = (math.ceil(size / side) for size, side in zip((batch, *sizes), extent))
-    return n, d, h, w
+    depth, height, width = sizes
+    n, d, h, w = extent
+    return -(-batch // n), -(-depth // d), -(-height // h), -(-width // w)
+
+
+def best_first(bounds: Iterable[float], work_of: Callable[[int], float | None]) -> Iterator[int]:
+    """Places in ``bounds`` in rising order of ``work_of`` them, the first of equal ones first.
+
+    It is nowhere less than their bound, so that it is asked for only where the bound's turn has come. Places where it
+    is None are left out.
+    """
+    waiting = [(bound, False, place) for place, bound in enumerate(bounds)]
+    heapq.heapify(waiting)
+    while waiting:
+        _, known, place = heapq.heappop(waiting)
+        if known:
+            yield place
+        elif (work := work_of(place)) is not None:
+            heapq.heappush(waiting, (work, True, place))
 
 
 def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:

@@ -1,5 +1,5 @@
 // Rows of the destination that lie in shared memory as they are to lie in memory, and are written from there, on Hopper
-// by the copy engine. A sector of 32 bytes that two stores share costs the L2 cache far more than its bytes
+// by TMA. A sector of 32 bytes that two stores share costs the L2 cache far more than its bytes
 // (docs/performance.md), so rows are as long as they come, and written from a sector's first byte on. To that end they
 // begin as far behind a sector's first byte in shared memory as they will.
 
@@ -39,7 +39,7 @@ struct Body {
       : head(min(row, (SECTOR - misalignment(to)) % SECTOR)), length((row - head) / SECTOR * SECTOR) {}
 };
 
-// That of a row of `length` elements, by the copy engine, or by a warp.
+// That of a row of `length` elements, by TMA, or by a warp.
 __device__ __forceinline__ void bulk_store_body(scalar_t* to, const scalar_t* from, int length) {
   const Body body(to, length);
   if (body.length > 0) tma_store_bytes(to + body.head, from + body.head, body.length * (unsigned)sizeof(scalar_t));

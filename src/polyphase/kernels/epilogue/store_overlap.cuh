@@ -1,29 +1,30 @@
-// From accumulators to the destination tensor, where a row is one tap of one channel (TAPS_IN_ROWS).
+// Epilogue where a row is one tap of one channel (TAPS_IN_ROWS): col2im (overlap-add), bias, narrowing and stores.
 //
-// A column of the product holds what one pixel adds to every output that it reaches. The columns of an item, its halo
-// included, go to shared memory, a row of PARTIAL_PITCH floats for each tap; then each lane takes a cell of the tile,
-// its neighbours the neighbouring ones, and adds up for every output of one row of the cell the taps of its phase, each
-// from the pixel that the tap reads. Those who write the rows wait for those who have added up the rows before, and the
-// other way round. With WHOLE_IMAGES there is no halo among the columns: taps that read beside the image are left out.
-// Memory is for the columns of an item and a set; or where channels come last for SETS sets and the images of
-// ROUND_PIXELS columns, round by round, so that more channels of a pixel are written at once.
+// A column of the product holds what one pixel adds to every output that it reaches. The columns of a work tile, its
+// halo included, go to shared memory, a row of PARTIAL_PITCH floats for each tap; then each lane takes a cell of the
+// tile, its neighbours the neighbouring ones, and adds up for every output of one row of the cell the taps of its
+// phase, each from the pixel that the tap reads. Those who write the rows wait for those who have added up the rows
+// before, and the other way round. With WHOLE_IMAGES there is no halo among the columns: taps that read beside the
+// image are left out. Memory is for the columns of a work tile and a set; or where channels come last for SETS sets and
+// the images of ROUND_PIXELS columns, round by round, so that more channels of a pixel are written at once.
 
 #pragma once
 
 #include "specialisation.cuh"
 #include "core/row_blocks.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/named_barrier.cuh"
 #include "mainloop/gemm_tile.cuh"
 
 constexpr int PARTIAL_ROWS = most_rows();
-constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of an item, those in its halo included
+constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of a work tile, those in its halo included
 static_assert(SETS == 1 ? ROUND_PIXELS == CELLS : WHOLE_IMAGES && DST_CHANNELS_LAST && CHANNEL_BLOCKS % SETS == 0,
               "rounds are whole images, and whole sets");
 constexpr int ROUND_COLUMNS = ROUND_PIXELS + (SETS > 1 ? 2 : 0);    // pairs may begin before and end behind the pixels
 constexpr int PARTIAL_PITCH = round_up(ROUND_COLUMNS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
 constexpr int PARTIALS = SETS * PARTIAL_ROWS * PARTIAL_PITCH;       // of a round
-constexpr bool ALONE = TAKE_TURNS || SPLIT_ROWS;                    // warp groups store for themselves
+constexpr bool ALONE = PING_PONG || COOPERATIVE;                    // warpgroups store for themselves
 constexpr int PARTIAL_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
 constexpr int STORE_BYTES = PARTIAL_BYTES + CELLS * (int)sizeof(unsigned);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
@@ -46,42 +47,43 @@ constexpr int CHANNELS = SETS > 1            ? ROUND_CHANNELS
 // Neighbours in memory, of those or of a cell's row, that it stores together.
 constexpr int WIDE = gcd(DST_CHANNELS_LAST ? CHANNELS : DST_W, VECTOR_ELEMENTS);
 
-struct Store {
-  const Geometry& g;
-  const Item& item;
+struct Epilogue {
+  const Params& params;
+  const WorkTile& work;
   const Sums& sums;
-  int first_cell;         // of the warp group, among the tile's columns
+  int first_cell;         // of the warpgroup, among the tile's columns
   const unsigned* cells;  // positions of the tile's cells
-  scalar_t* dst;          // the item's first channel, the tile's first batch entry
-  const scalar_t* bias;   // of the item's first channel
+  scalar_t* dst;          // the work tile's first channel, the tile's first batch entry
+  const scalar_t* bias;   // of the work tile's first channel
   float* partials;        // of a round
 
   static constexpr int STORERS = ALONE ? 128 : CONSUMERS * 128;
 
-  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell, scalar_t* dst,
-                                   const scalar_t* bias, unsigned char* memory)
-      : g(g),
-        item(item),
+  __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
+                                      scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+      : params(params),
+        work(work),
         sums(sums),
         first_cell(first_cell),
         cells((const unsigned*)(memory + PARTIAL_BYTES)),
-        dst(dst + item.channel_group * GROUP_CHANNELS * g.dst.stride[1]),
-        bias(bias + item.channel_group * GROUP_CHANNELS),
+        dst(dst + work.channel_group * GROUP_CHANNELS * params.dst.stride[1]),
+        bias(bias + work.channel_group * GROUP_CHANNELS),
         partials((float*)memory + (ALONE ? threadIdx.x / 128 * PARTIALS : 0)) {}
 
   // Cell `i` of the tile, one behind the other without the halo.
-  static __device__ __forceinline__ Pixel find_cell(const Geometry& g, int i) {
+  static __device__ __forceinline__ Pixel find_cell(const Params& params, int i) {
     Pixel p;
-    p.w = i % g.cells[2], i = i / g.cells[2];
-    p.h = i % g.cells[1], i = i / g.cells[1];
-    p.d = i % g.cells[0], p.n = i / g.cells[0];
+    p.w = i % params.cells[2], i = i / params.cells[2];
+    p.h = i % params.cells[1], i = i / params.cells[1];
+    p.d = i % params.cells[0], p.n = i / params.cells[0];
     return p;
   }
-  // What is the same for every item: where the tile's cells lie. (Those of whole images may be more than its pixels.)
-  static __device__ __forceinline__ void prepare(const Geometry& g, unsigned char* memory) {
+  // What is the same for every work tile: where the tile's cells lie. (Those of whole images may be more than its
+  // pixels.)
+  static __device__ __forceinline__ void prepare(const Params& params, unsigned char* memory) {
     for (int cell = threadIdx.x; !WHOLE_IMAGES && cell < CELLS; cell += THREADS) {
-      const Pixel p = find_cell(g, cell);
-      ((unsigned*)(memory + PARTIAL_BYTES))[cell] = p.n < g.images ? p.packed() : NOWHERE;
+      const Pixel p = find_cell(params, cell);
+      ((unsigned*)(memory + PARTIAL_BYTES))[cell] = p.n < params.images ? p.packed() : NOWHERE;
     }
   }
 
@@ -116,12 +118,12 @@ struct Store {
     constexpr bool LAST = DST_CHANNELS_LAST;
     constexpr int INNER = LAST ? CHANNELS : DST_W;
     const int inner = LAST ? channels : columns, outer = LAST ? columns : channels;  // that exist
-    const long long inner_stride = LAST ? 1 : g.dst.stride[4], outer_stride = g.dst.stride[LAST ? 4 : 1];
+    const long long inner_stride = LAST ? 1 : params.dst.stride[4], outer_stride = params.dst.stride[LAST ? 4 : 1];
     alignas(16) scalar_t narrowed[DST_W * CHANNELS];  // as they lie in memory
 #pragma unroll
     for (int i = 0; i < DST_W * CHANNELS; ++i)
       narrow(LAST ? value[i % INNER][i / INNER] : value[i / INNER][i % INNER], narrowed[i]);
-    if (WIDE > 1 && inner >= INNER && store_vector(g) == WIDE) {
+    if (WIDE > 1 && inner >= INNER && store_vector(params) == WIDE) {
 #pragma unroll
       for (int i = 0; i < DST_W * CHANNELS; i += WIDE)
         if (i / INNER < outer)
@@ -135,24 +137,25 @@ struct Store {
     }
   }
 
-  // The end of a round's channels, counted like `first` from the item's.
+  // The end of a round's channels, counted like `first` from the work tile's.
   __device__ __forceinline__ int channels_behind(int first) const {
-    return min(first + ROUND_CHANNELS, DST_CHANNELS - item.channel_group * GROUP_CHANNELS);
+    return min(first + ROUND_CHANNELS, DST_CHANNELS - work.channel_group * GROUP_CHANNELS);
   }
-  // Bias of the channels from `channel` to before `behind`.
-  __device__ __forceinline__ void read_bias(float (&of)[CHANNELS], int channel, int behind) const {
+  // Those of the channels from `channel` to before `behind`.
+  __device__ __forceinline__ void read_terms(ChannelTerms (&of)[CHANNELS], int channel, int behind) const {
 #pragma unroll
-    for (int i = 0; i < CHANNELS; ++i) of[i] = HAS_BIAS && channel + i < behind ? widen(read(bias + channel + i)) : 0.f;
+    for (int i = 0; i < CHANNELS; ++i) of[i] = channel_terms(bias, channel + i, channel + i < behind);
   }
-  static __device__ __forceinline__ void start(float (&value)[CHANNELS][DST_W], const float (&bias_of)[CHANNELS]) {
+  static __device__ __forceinline__ void finish_all(float (&value)[CHANNELS][DST_W],
+                                                    const ChannelTerms (&terms)[CHANNELS]) {
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i)
 #pragma unroll
-      for (int j = 0; j < DST_W; ++j) value[i][j] = bias_of[i];
+      for (int j = 0; j < DST_W; ++j) value[i][j] = finish(value[i][j], terms[i]);
   }
 
   // Where a cell lies: in the image; its first pixel among the columns, or with WHOLE_IMAGES its own; its first element
-  // of the item's first channel; and how far the destination reaches from there.
+  // of the work tile's first channel; and how far the destination reaches from there.
   struct Cell {
     int d, h, w, from, columns, rows, slabs;
     scalar_t* to;
@@ -160,7 +163,8 @@ struct Store {
 
   // Cells of the tile.
   __device__ __forceinline__ int tile() const {
-    return g.run && !WHOLE_IMAGES ? g.run : g.images * g.cells[0] * g.cells[1] * g.cells[2];
+    return params.run && !WHOLE_IMAGES ? params.run
+                                       : params.images * params.cells[0] * params.cells[1] * params.cells[2];
   }
 
   // Cell `i` of the tile; false where it does not exist.
@@ -168,18 +172,20 @@ struct Store {
     if (i >= tile()) return false;
     Pixel p;
     if (WHOLE_IMAGES)
-      p = find_cell(g, i);
-    else if (g.run == 0)
+      p = find_cell(params, i);
+    else if (params.run == 0)
       p.unpack(cells[i]);
     else
-      p.locate(g, item.first + i);
-    cell.d = item.d + p.d, cell.h = item.h + p.h, cell.w = item.w + p.w;
+      p.locate(params, work.first + i);
+    cell.d = work.d + p.d, cell.h = work.h + p.h, cell.w = work.w + p.w;
     const int d = cell.d * DST_D, h = cell.h * DST_H, w = cell.w * DST_W;
-    const bool by_order = g.run && !WHOLE_IMAGES;
-    cell.from = by_order ? i : p.n * g.pitch[0] + p.d * g.pitch[1] + p.h * g.pitch[2] + p.w + g.skew;
-    cell.columns = min(DST_W, g.dst.size[2] - w), cell.rows = g.dst.size[1] - h, cell.slabs = g.dst.size[0] - d;
-    cell.to = dst + offset_of(g.dst, p.n, d, h, w);
-    return p.n < g.images && item.n + p.n < g.batch && cell.columns > 0 && cell.rows > 0 && cell.slabs > 0;
+    const bool by_order = params.run && !WHOLE_IMAGES;
+    cell.from =
+        by_order ? i : p.n * params.pitch[0] + p.d * params.pitch[1] + p.h * params.pitch[2] + p.w + params.skew;
+    cell.columns = min(DST_W, params.dst.size[2] - w), cell.rows = params.dst.size[1] - h,
+    cell.slabs = params.dst.size[0] - d;
+    cell.to = dst + offset_of(params.dst, p.n, d, h, w);
+    return p.n < params.images && work.n + p.n < params.batch && cell.columns > 0 && cell.rows > 0 && cell.slabs > 0;
   }
 
   // Pixels from a cell's `from` to what a tap reads.
@@ -198,28 +204,31 @@ struct Store {
     constexpr int ALONG_D = tap_count(AXIS_D, DEPTH), ALONG_H = tap_count(AXIS_H, HEIGHT);
     constexpr int FIRST_ROW = rows_of_lines(LINE / LINES * LINES, LINE);
     constexpr int ROWS_OF_CHANNEL = ALONG_D * ALONG_H * AXIS_W.kernel;
-    if ((LINE_GROUPS == 1 || LINE / LINES == item.line_group) && HEIGHT < cell.rows && DEPTH < cell.slabs) {
+    if ((LINE_GROUPS == 1 || LINE / LINES == work.line_group) && HEIGHT < cell.rows && DEPTH < cell.slabs) {
       const float* row = partials + FIRST_ROW * PARTIAL_PITCH + cell.from;
-      scalar_t* to = cell.to + first_channel * g.dst.stride[1] + DEPTH * g.dst.stride[2] + HEIGHT * g.dst.stride[3];
+      scalar_t* to =
+          cell.to + first_channel * params.dst.stride[1] + DEPTH * params.dst.stride[2] + HEIGHT * params.dst.stride[3];
       const int behind = channels_behind(first_channel);
-      float bias_of[CHANNELS];
-      read_bias(bias_of, first_channel, behind);
+      ChannelTerms terms[CHANNELS], next[CHANNELS];
+      read_terms(next, first_channel, behind);
 #pragma unroll 1
       for (int channel = first_channel; channel < behind; channel += CHANNELS) {
-        float value[CHANNELS][DST_W];
-        start(value, bias_of);
-        read_bias(bias_of, channel + CHANNELS, behind);  // of the next ones, on its way meanwhile
+        float value[CHANNELS][DST_W] = {};
+#pragma unroll
+        for (int i = 0; i < CHANNELS; ++i) terms[i] = next[i];
+        read_terms(next, channel + CHANNELS, behind);  // of the next ones, on its way meanwhile
 #pragma unroll
         for (int i = 0; i < ALONG_D * ALONG_H; ++i) {
           const int depth_tap = first_tap(AXIS_D, DEPTH) + i / ALONG_H * tap_step(AXIS_D);
           const int height_tap = first_tap(AXIS_H, HEIGHT) + i % ALONG_H * tap_step(AXIS_H);
           const float* const pixels =
-              row + distance(AXIS_D, depth_tap) * g.pitch[1] + distance(AXIS_H, height_tap) * g.pitch[2];
-          if (!reads(AXIS_D, cell.d, depth_tap, g.src.size[0]) || !reads(AXIS_H, cell.h, height_tap, g.src.size[1]))
+              row + distance(AXIS_D, depth_tap) * params.pitch[1] + distance(AXIS_H, height_tap) * params.pitch[2];
+          if (!reads(AXIS_D, cell.d, depth_tap, params.src.size[0]) ||
+              !reads(AXIS_H, cell.h, height_tap, params.src.size[1]))
             continue;
 #pragma unroll
           for (int tap = 0; tap < AXIS_W.kernel; ++tap)
-            if (reads(AXIS_W, cell.w, tap, g.src.size[2]))
+            if (reads(AXIS_W, cell.w, tap, params.src.size[2]))
 #pragma unroll
               for (int j = 0; j < CHANNELS; ++j) {
                 const int first = j / ROW_CHANNELS * PARTIAL_ROWS + j % ROW_CHANNELS * ROWS_OF_CHANNEL;
@@ -227,15 +236,16 @@ struct Store {
                     pixels[(first + i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
               }
         }
+        finish_all(value, terms);
         write(value, to, cell.columns, behind - channel);
         row += CHANNELS * ROWS_OF_CHANNEL * PARTIAL_PITCH;
-        to += CHANNELS * g.dst.stride[1];
+        to += CHANNELS * params.dst.stride[1];
       }
     }
     if constexpr (LINE + 1 < OWNED_LINES) add_lines<LINE + 1>(cell, first_channel);
   }
 
-  // Lines that own no taps, which one item stores.
+  // Lines that own no taps, which one work tile stores.
   __device__ __forceinline__ void fill_lines(const Cell& cell, int first_channel) const {
 #pragma unroll 1
     for (int phase = 0; phase < DST_D * DST_H; ++phase) {
@@ -244,11 +254,12 @@ struct Store {
       if (owned || height >= cell.rows || depth >= cell.slabs) continue;
 #pragma unroll 1
       for (int channel = first_channel; channel < channels_behind(first_channel); channel += CHANNELS) {
-        float value[CHANNELS][DST_W], bias_of[CHANNELS];
-        read_bias(bias_of, channel, channels_behind(first_channel));
-        start(value, bias_of);
-        scalar_t* const line = cell.to + depth * g.dst.stride[2] + height * g.dst.stride[3];
-        write(value, line + channel * g.dst.stride[1], cell.columns, channels_behind(first_channel) - channel);
+        float value[CHANNELS][DST_W] = {};
+        ChannelTerms terms[CHANNELS];
+        read_terms(terms, channel, channels_behind(first_channel));
+        finish_all(value, terms);
+        scalar_t* const line = cell.to + depth * params.dst.stride[2] + height * params.dst.stride[3];
+        write(value, line + channel * params.dst.stride[1], cell.columns, channels_behind(first_channel) - channel);
       }
     }
   }
@@ -267,7 +278,7 @@ struct Store {
       if (!locate(i, here)) continue;
       here.from -= begin;
       add_lines(here, first_channel);
-      if (OWNED_LINES < DST_D * DST_H && item.line_group == 0) fill_lines(here, first_channel);
+      if (OWNED_LINES < DST_D * DST_H && work.line_group == 0) fill_lines(here, first_channel);
     }
   }
 
@@ -276,11 +287,11 @@ struct Store {
     if constexpr (SETS == 1) {
       store_round<FIRST>(0, CELLS, 0, tile());
     } else {
-      const int images = ROUND_PIXELS / g.pitch[0], cells = tile() / g.images;  // of a round, and of an image
+      const int images = ROUND_PIXELS / params.pitch[0], cells = tile() / params.images;  // of a round, and of an image
 #pragma unroll 1
-      for (int image = 0; image < g.images; image += images)
-        store_round<FIRST>(image * g.pitch[0] & ~1, (image + images) * g.pitch[0], image * cells,
-                           min(image + images, g.images) * cells);
+      for (int image = 0; image < params.images; image += images)
+        store_round<FIRST>(image * params.pitch[0] & ~1, (image + images) * params.pitch[0], image * cells,
+                           min(image + images, params.images) * cells);
     }
     if constexpr (FIRST + SETS < CHANNEL_BLOCKS) store_sets<FIRST + SETS>();
   }

@@ -1,10 +1,12 @@
-// From accumulators to the destination tensor, where a row block is channels of one phase.
+// Epilogue where a row block is channels of one phase: adds the bias, narrows, transposes in shared memory and stores
+// whole lines of the destination. Each consumer warpgroup does so for its own accumulators.
 
 #pragma once
 
 #include "specialisation.cuh"
 #include "core/row_blocks.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
@@ -15,12 +17,12 @@ constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
 constexpr int COLUMNS = DST_W / WIDTH_PARTS;      // elements of a cell's line, or of its part of the width
 static_assert(WIDTH_PARTS == 1 || !DST_CHANNELS_LAST, "parts of lines of pixels");
-// Whether an item's two warp groups have the two parts of the same lines: two warps then turn these around together.
+// Whether a work tile's two warpgroups have the two parts of the same lines: two warps then transpose these together.
 constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_PARTS;
 constexpr int ROW_COLUMNS = JOINT ? DST_W : COLUMNS;  // of a cell, that are stored together
 // Elements that a thread puts down at once, of the 2 · COLUMNS neighbours of a row that are its own.
 constexpr int STAGED = gcd(JOINT ? COLUMNS : 2 * COLUMNS, WIDE);
-// What a warp turns around at a time, 8 channels of a piece; channels last a warp group, the 64 channels of its cells.
+// What a warp transposes at a time, 8 channels of a piece; channels last a warpgroup, the 64 channels of its cells.
 // A pitch lets neighbours lie in different banks.
 constexpr int STAGING_PITCH =
     DST_CHANNELS_LAST ? ROWS + WIDE
@@ -57,21 +59,21 @@ struct BitsOf<2> {
 template <int COUNT>
 using Bits = typename BitsOf<COUNT*(int)sizeof(scalar_t)>::Type;
 
-// Stores what one warp has summed: 16 channels of each row block, all cells of its warp group's part of the run.
-struct Store {
-  const Geometry& g;
-  const Item& item;
+// Stores what one warp has summed: 16 channels of each row block, all cells of its warpgroup's part of the run.
+struct Epilogue {
+  const Params& params;
+  const WorkTile& work;
   const Sums& sums;
-  int first_cell;                   // of the warp group, among the tile's
-  scalar_t* dst;                    // the item's first channel, the tile's first batch entry
-  scalar_t* staging;                // of the warp, or the warp group
-  Place* places;                    // of the warp group's cells
-  float starts[CHANNEL_BLOCKS][2];  // the bias of the thread's rows
+  int first_cell;                         // of the warpgroup, among the tile's
+  scalar_t* dst;                          // the work tile's first channel, the tile's first batch entry
+  scalar_t* staging;                      // of the warp, or the warpgroup
+  Place* places;                          // of the warpgroup's cells
+  ChannelTerms terms[CHANNEL_BLOCKS][2];  // of the thread's rows
 
-  __device__ __forceinline__ Store(const Geometry& g, const Item& item, const Sums& sums, int first_cell, scalar_t* dst,
-                                   const scalar_t* bias, unsigned char* memory)
-      : g(g),
-        item(item),
+  __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
+                                      scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+      : params(params),
+        work(work),
         sums(sums),
         first_cell(first_cell),
         dst(dst),
@@ -83,8 +85,8 @@ struct Store {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int of = channel(block, lane() / 4 + 8 * half);
-        starts[block][half] = HAS_BIAS && of < DST_CHANNELS ? widen(read(bias + of)) : 0.f;
-        load_now(starts[block][half]);
+        terms[block][half] = channel_terms(bias, of, of < DST_CHANNELS);
+        load_now(terms[block][half].bias);
       }
   }
 
@@ -101,33 +103,33 @@ struct Store {
     for (int i = 0; i < (int)sizeof(Bits) / 4; ++i) materialize(((unsigned*)&bits)[i]);
   }
 
-  // What is the same for every item: nothing.
-  static __device__ __forceinline__ void prepare(const Geometry&, unsigned char*) {}
+  // What is the same for every work tile: nothing.
+  static __device__ __forceinline__ void prepare(const Params&, unsigned char*) {}
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
 
   __device__ __forceinline__ int channel(int block, int row) const {
-    return (item.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
+    return (work.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
   }
   // The 2 · COLUMNS elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and
   // is bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
   template <int LINE, int I = 0>
-  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half, float start) const {
+  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half,
+                                      ChannelTerms terms) const {
     constexpr bool owned = LINE >= 0 && (WIDTH_PARTS > 1 || has_taps(AXIS_W, I % COLUMNS));
     constexpr int index = owned_before(AXIS_W, I % COLUMNS);
-    value[I] = start;
+    value[I] = finish_empty(terms);
     if constexpr (owned) {
       const float (&sum)[SUMS] = sums[(block * LINES + LINE) * LINE_PHASES + index][j / (PIXELS / 8)];
-      value[I] = sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
-      if (HAS_BIAS) value[I] += start;
+      value[I] = finish(sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS], terms);
     }
-    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, start);
+    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, terms);
   }
   static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
   // How the lanes of a warp share what is stored of a piece, COUNT elements at a time: each row of a channel, or two;
-  // channels last, those of a warp group the 64 channels of each cell.
+  // channels last, those of a warpgroup the 64 channels of each cell.
   template <int COUNT>
   struct Share {
     static constexpr int LANES = DST_CHANNELS_LAST ? ROWS / COUNT : PIECE * ROW_COLUMNS <= 16 * COUNT ? 16 : 32;
@@ -141,7 +143,7 @@ struct Store {
     }
   };
 
-  // The threads of a warp group.
+  // The threads of a warpgroup.
   static __device__ __forceinline__ void group_sync() { named_barrier_sync(FIRST_BARRIER + threadIdx.x / 128, 128); }
   // The warps that turn the same lines around.
   static __device__ __forceinline__ void lines_sync() {
@@ -151,19 +153,20 @@ struct Store {
       __syncwarp();
   }
 
-  // By the warp group together, while its last products are on their way.
+  // By the warpgroup together, while its last products are on their way.
   __device__ __forceinline__ void find_places() const {
-    group_sync();  // the places of the item before are no longer needed
+    group_sync();  // the places of the work tile before are no longer needed
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < GROUP_CELLS; i += 128) {
       Pixel p;
-      p.locate(g, item.first + first_cell + i);
-      const int d = (item.d + p.d) * DST_D, h = (item.h + p.h) * DST_H, w = (item.w + p.w) * DST_W;
-      const int slabs = g.dst.size[0] - d, rows = g.dst.size[1] - h;
-      const int columns = min((g.cells[2] - p.w) * DST_W, g.dst.size[2] - w);
-      const bool inside = p.n < g.images && p.d < g.cells[0] && p.h < g.cells[1] && item.n + p.n < g.batch;
-      const bool exists = (g.run == 0 || first_cell + i < g.run) && slabs > 0 && rows > 0 && columns > 0;
-      places[i] = {offset_of(g.dst, p.n, d, h, w), inside && exists ? Place::reach_of(slabs, rows, columns) : 0u};
+      p.locate(params, work.first + first_cell + i);
+      const int d = (work.d + p.d) * DST_D, h = (work.h + p.h) * DST_H, w = (work.w + p.w) * DST_W;
+      const int slabs = params.dst.size[0] - d, rows = params.dst.size[1] - h;
+      const int columns = min((params.cells[2] - p.w) * DST_W, params.dst.size[2] - w);
+      const bool inside =
+          p.n < params.images && p.d < params.cells[0] && p.h < params.cells[1] && work.n + p.n < params.batch;
+      const bool exists = (params.run == 0 || first_cell + i < params.run) && slabs > 0 && rows > 0 && columns > 0;
+      places[i] = {offset_of(params.dst, p.n, d, h, w), inside && exists ? Place::reach_of(slabs, rows, columns) : 0u};
     }
     group_sync();
   }
@@ -179,12 +182,12 @@ struct Store {
       const int cell = piece * PIECE + of_piece;
       const bool ours = of_piece < PIECE && cell < GROUP_CELLS;
       const Place place = places[ours ? cell : 0];
-      share.offset[i] = place.offset + phase * (offset_t)g.dst.stride[4];
+      share.offset[i] = place.offset + phase * (offset_t)params.dst.stride[4];
       share.reach[i] = ours && phase < Place::columns(place.reach) ? place.reach : 0;
     }
   }
 
-  // Channels first. The warp turns PIECE cells of 8 channels at a time around in shared memory, so that its lanes store
+  // Channels first. The warp transposes PIECE cells of 8 channels at a time in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written. Where those are JOINT it has the columns from `first` on
   // of all channels, and stores those of some. The host has seen to it (store_vector in implicit_gemm_tile.py) that
   // COUNT elements exist together or not at all.
@@ -198,10 +201,10 @@ struct Store {
     {
       Share<COUNT> share;
       describe(piece, JOINT ? 0 : first, share);
-      scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
+      scalar_t* const line = dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        to[i] = line + (channel(0, 0) + ahead) * g.dst.stride[1] + share.offset[i];
+        to[i] = line + (channel(0, 0) + ahead) * params.dst.stride[1] + share.offset[i];
         exists[i] = share.has_line(i, depth, height);
       }
     }
@@ -220,7 +223,7 @@ struct Store {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2 * COLUMNS];
           alignas(16) scalar_t narrowed[2 * COLUMNS];
-          run<LINE>(value, block, piece * (PIECE / 8) + j, half, starts[block][half]);
+          run<LINE>(value, block, piece * (PIECE / 8) + j, half, terms[block][half]);
 #pragma unroll
           for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
 #pragma unroll
@@ -254,23 +257,23 @@ struct Store {
             for (int i = 0; i < VECTORS; ++i) {
               const int ahead_of = ROWS * block + 8 * half + row + k * AT_ONCE;  // the warp's first row
               const bool of_group = DST_CHANNELS % 8 == 0 || channel(0, 0) + ahead + ahead_of < DST_CHANNELS;
-              store_global_if(exists[i] && of_group, to[i] + ahead_of * g.dst.stride[1], bits[k][i]);
+              store_global_if(exists[i] && of_group, to[i] + ahead_of * params.dst.stride[1], bits[k][i]);
             }
         }
       }
   }
 
   // Channels last: a thread's two rows are neighbouring channels, eight lanes hold 16 of them, and four warps all 64.
-  // The warp group turns one phase of a piece around, so that a lane stores 16 bytes, or the COUNT elements that are
+  // The warpgroup transposes one phase of a piece, so that a lane stores 16 bytes, or the COUNT elements that are
   // aligned, and its neighbours those beside them.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
     Share<WIDE> share;
     if constexpr (COUNT == WIDE) describe(piece, 0, share);
-    scalar_t* const line = dst + depth * g.dst.stride[2] + height * g.dst.stride[3];
+    scalar_t* const line = dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
-      const int first_channel = (item.channel_group * CHANNEL_BLOCKS + block) * ROWS;
+      const int first_channel = (work.channel_group * CHANNEL_BLOCKS + block) * ROWS;
 #pragma unroll
       for (int phase = 0; phase < DST_W; ++phase) {
 #pragma unroll
@@ -279,7 +282,7 @@ struct Store {
           float value[2][2 * DST_W];
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, starts[block][half]);
+            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, terms[block][half]);
 #pragma unroll
           for (int cell = 0; cell < 2; ++cell) {
             Vector<scalar_t, 2> pair;
@@ -290,7 +293,7 @@ struct Store {
           }
         }
         group_sync();
-        scalar_t* const to = line + phase * g.dst.stride[4] + first_channel;
+        scalar_t* const to = line + phase * params.dst.stride[4] + first_channel;
         if constexpr (COUNT == WIDE)
           store_wide(share, to, DST_CHANNELS - first_channel, phase, depth, height);
         else
@@ -300,7 +303,7 @@ struct Store {
     }
   }
 
-  // What a warp group has put down of a phase, 16 bytes at a time.
+  // What a warpgroup has put down of a phase, 16 bytes at a time.
   __device__ __forceinline__ void store_wide(const Share<WIDE>& share, scalar_t* to, int channels, int phase, int depth,
                                              int height) const {
     constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
@@ -346,19 +349,19 @@ struct Store {
 
   template <int COUNT, int LINE = 0>
   __device__ __forceinline__ void store_lines(int piece) const {
-    const int owned = item.line_group * LINES + LINE;
+    const int owned = work.line_group * LINES + LINE;
     if (owned < OWNED_LINES)
       store_line<COUNT, LINE>(piece, depth_of_line(owned), height_of_line(owned), owned % WIDTH_PARTS * COLUMNS);
     if constexpr (LINE + 1 < LINES) store_lines<COUNT, LINE + 1>(piece);
   }
 
-  // The item's lines; and one item stores those that own no taps.
+  // The work tile's lines; and one work tile stores those that own no taps.
   template <int COUNT>
   __device__ __forceinline__ void store_all() const {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       store_lines<COUNT>(piece);
-      if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && item.line_group == 0) {
+      if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && work.line_group == 0) {
 #pragma unroll 1
         for (int phase = 0; phase < DST_D * DST_H; ++phase)
           if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))
@@ -374,11 +377,11 @@ struct Store {
 
   __device__ __forceinline__ void operator()() const {
     if constexpr (may_store(WIDE))
-      if (store_vector(g) == WIDE) return store_all<WIDE>();
+      if (store_vector(params) == WIDE) return store_all<WIDE>();
     if constexpr (may_store(WIDE / 2))
-      if (store_vector(g) == WIDE / 2) return store_all<WIDE / 2>();
+      if (store_vector(params) == WIDE / 2) return store_all<WIDE / 2>();
     if constexpr (WIDE > 4 && may_store(2))
-      if (store_vector(g) == 2) return store_all<2>();
+      if (store_vector(params) == 2) return store_all<2>();
     store_all<1>();
   }
 };

@@ -1,17 +1,17 @@
-// Products of matrices whose operands the copy engine brings in boxes, and the cores take as they come:
+// Products of matrices whose operands TMA brings in boxes, and the tensor cores take as they come:
 //
 //     sum[row, column]  +=  Σ_k  A[row, k] · B[k, column]
 //
 // Channels are innermost. Where k are channels, a row of A, or a column of B, is a row of a box. Where k are positions
 // (TRANSPOSED), it is an element of all rows of a box, and as many as lie in a box's row share it: ROW_PITCH bytes of
-// A, COLUMN_PITCH of B. The engine changes the order of 16-byte chunks within a row (swizzling), which cores or threads
+// A, COLUMN_PITCH of B. TMA changes the order of 16-byte chunks within a row (swizzling), which tensor cores or threads
 // undo: it follows from the address alone, so that an operand may begin at any row of a box.
 //
 // The instruction is Hopper's, but for transposed operands of 32 bits, which it does not take: those pass registers.
 //
 // Index mapping. Groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by LINES times COLUMNS columns, which
 // are an instruction's: ROW_GROUPS times COLUMN_GROUPS, that have other rows or other columns. Of LOADERS threads more
-// some have the engine bring what comes next. A stage is STEPS operations deep.
+// some have TMA bring what comes next. A stage is STEPS operations deep.
 
 #pragma once
 
@@ -29,20 +29,21 @@
 
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
-constexpr int MULTIPLIERS = 128 * ROW_GROUPS * COLUMN_GROUPS, THREADS = MULTIPLIERS + LOADERS;
+constexpr int CONSUMER_THREADS = 128 * ROW_GROUPS * COLUMN_GROUPS, THREADS = CONSUMER_THREADS + LOADERS;
 constexpr int GROUP_ROWS = 64 * ROW_TILES;
 __device__ __forceinline__ int row_group() { return COLUMN_GROUPS == 1 ? (int)threadIdx.x / 128 : 0; }
 __device__ __forceinline__ int column_group() { return COLUMN_GROUPS == 1 ? 0 : (int)threadIdx.x / 128; }
 static_assert(ROW_GROUPS == 1 || COLUMN_GROUPS == 1, "groups differ in one of both");
 
-// Registers change hands where a whole group loads, which needs few; else each thread has its share.
-constexpr int LOADER_REGISTERS = MULTIPLIERS > 256 ? 32 : 40, MULTIPLIER_REGISTERS = MULTIPLIERS > 256 ? 160 : 232;
-static_assert(LOADERS == 32 || registers_suffice(MULTIPLIERS, MULTIPLIER_REGISTERS, LOADERS, LOADER_REGISTERS),
+// Registers are reallocated (setmaxnreg) where a whole group loads, which needs few; else each thread has its share.
+constexpr int PRODUCER_REGISTERS = CONSUMER_THREADS > 256 ? 32 : 40,
+              CONSUMER_REGISTERS = CONSUMER_THREADS > 256 ? 160 : 232;
+static_assert(LOADERS == 32 || registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, LOADERS, PRODUCER_REGISTERS),
               "too few registers");
 template <bool MULTIPLIES>
-__device__ __forceinline__ void registers_change() {
-  if constexpr (LOADERS == 128 && MULTIPLIES) setmaxnreg_inc<MULTIPLIER_REGISTERS>();
-  if constexpr (LOADERS == 128 && !MULTIPLIES) setmaxnreg_dec<LOADER_REGISTERS>();
+__device__ __forceinline__ void reallocate_registers() {
+  if constexpr (LOADERS == 128 && MULTIPLIES) setmaxnreg_inc<CONSUMER_REGISTERS>();
+  if constexpr (LOADERS == 128 && !MULTIPLIES) setmaxnreg_dec<PRODUCER_REGISTERS>();
 }
 
 // A transposed operand: bytes of a box, and rows or columns in it.
@@ -103,16 +104,17 @@ struct Sums {
   // BYTES that a stage has of them: the group's line i at `line(i)`, its operation i `step(i)` further on, eight k
   // EIGHT behind the eight before, and COLUMN_BOX columns BESIDE behind those before.
   template <class Columns>
-  __device__ __forceinline__ void multiply(int stages, Ring& ring, Turn& turn, const unsigned char* buffers) {
+  __device__ __forceinline__ void multiply(int stages, PipelineBarriers<BUFFERS>& ring, PipelineState<BUFFERS>& state,
+                                           const unsigned char* buffers) {
     int before = 0;
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
-      mbarrier_wait(shared_address(ring.full + turn.index), turn.parity);
-      const unsigned char* const a = buffers + turn.index * stage_bytes<Columns>();
+      mbarrier_wait(shared_address(ring.full + state.index), state.parity);
+      const unsigned char* const a = buffers + state.index * stage_bytes<Columns>();
       add_stage<Columns>(a + row_group() * ROW_TILES * A_TILE, a + A_BYTES, stage > 0);
       if (stage > 0) release(ring, before);
-      before = turn.index;
-      turn.next();
+      before = state.index;
+      state.next();
     }
     wgmma_wait<0>();
     pin(of);
@@ -121,7 +123,7 @@ struct Sums {
 
  private:
   // The buffer may be filled again.
-  static __device__ __forceinline__ void release(Ring& ring, int index) {
+  static __device__ __forceinline__ void release(PipelineBarriers<BUFFERS>& ring, int index) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + index));
   }

@@ -1,4 +1,4 @@
-// Items of work for implicit_gemm, and the run of pixels that each of them is made of.
+// Work tiles of implicit_gemm, and the run of pixels that each of them is made of.
 
 #pragma once
 
@@ -11,36 +11,37 @@
 
 constexpr int LOADERS = LOADER_THREADS / LOADER_GROUPS;  // threads that load one stage
 constexpr int THREADS = LOADER_THREADS + CONSUMERS * 128;
-constexpr int SHARERS = TAKE_TURNS ? 1 : CONSUMERS;    // warp groups that work on one item
-constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;     // cells of a warp group
-constexpr int ROW_PARTS = SPLIT_ROWS ? CONSUMERS : 1;  // row groups of an item
+constexpr int SHARERS = PING_PONG ? 1 : CONSUMERS;      // warpgroups that work on one work tile
+constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;      // cells of a warpgroup
+constexpr int ROW_PARTS = COOPERATIVE ? CONSUMERS : 1;  // row groups of a work tile
 constexpr int CELL_PARTS = SHARERS / ROW_PARTS;
 constexpr int STAGE_CHANNELS = K_STEPS * STEP_CHANNELS;
 constexpr int STAGE_CHUNKS = 2 * K_STEPS;
-constexpr int STAGES_OF_ITEM = STEPS / K_STEPS;
+constexpr int TILE_STAGES = STEPS / K_STEPS;
 constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes of a row group's weights in a stage
-constexpr long long WEIGHT_ITEM = (long long)STAGES_OF_ITEM * WEIGHT_STAGE;  // and in all stages
+constexpr long long TILE_WEIGHT_BYTES = (long long)TILE_STAGES * WEIGHT_STAGE;  // and in all stages
 constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
-constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)WEIGHT_ITEM : 0;
+constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)TILE_WEIGHT_BYTES : 0;
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST || BOXES;  // pixels are copied to where they are used
-static_assert(!BOXES || (WGMMA && PARTS == 1), "not by the copy engine");
+static_assert(!BOXES || (WGMMA && PARTS == 1), "not by TMA");
 static_assert(CLUSTER == 1 || (WGMMA && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
-constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;                // for stages that are not turned around yet
-constexpr int TURNERS = (LOADER_THREADS / 32 - 1) / TURNING_GROUPS;  // warps that turn a stage of boxes around together
-// Stages of its own that a loading group copies ahead of the one it turns around.
+constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not transposed yet
+constexpr int TRANSPOSE_WARPS =
+    (LOADER_THREADS / 32 - 1) / TRANSPOSE_GROUPS;  // warps that transpose a stage of boxes together
+// Stages of its own that a producer group copies ahead of the one it transposes.
 constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
-static_assert(STAGES >= LOADER_GROUPS && STAGES >= TURNING_GROUPS, "too few stages");
-static_assert(RAW_SLOTS % TURNING_GROUPS == 0, "boxes come in any order: those of a slot are for the same group");
+static_assert(STAGES >= LOADER_GROUPS && STAGES >= TRANSPOSE_GROUPS, "too few stages");
+static_assert(RAW_SLOTS % TRANSPOSE_GROUPS == 0, "boxes come in any order: those of a slot are for the same group");
 static_assert(OPERATIONS <= (TAPS_IN_ROWS ? ROW_BLOCKS : CHANNEL_BLOCKS * TAPS), "an operation is a tap");
 constexpr int DST_D = AXIS_D.stride, DST_H = AXIS_H.stride, DST_W = AXIS_W.stride;
 constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 
-struct Geometry {
+struct Params {
   TensorMap box;  // of the source's pixels
   Tensor5 src, dst;
   int batch;
@@ -49,7 +50,7 @@ struct Geometry {
   Divisor tiles[4];    // along batch, depth, height and width
   Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_PARTS at a time
   Divisor pitch[3];    // pixels of the run from one image, slab and row to the next
-  int items;           // tiles, CLUSTER at a time, by the items of each
+  int items;           // tiles, CLUSTER at a time, by the work tiles of each
   int halo;            // pixels of the run that are loaded
   int raw_pitch;       // pixels of the run in a copied stage, or of a box there
   int chunk_bytes;     // of the run in a stage
@@ -59,24 +60,28 @@ struct Geometry {
   int boxes;           // of a stage, one behind the other along the width; none where threads copy
   int box_pixels;      // of each; the halo behind the last is padding
   int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
-  int own;             // items of a block that no other can take; at least FURTHER + 2 (core/tile_scheduler.cuh)
+  int own;             // work tiles of a block that no other can take; at least FURTHER + 2 (core/tile_scheduler.cuh)
 };
 
 // How tensors lie decides how they are loaded and stored, and may differ from launch to launch. A kernel that is
 // compiled for one way alone (STORE_VECTOR is not zero) has half the code; COPY_BYTES is zero there for boxes.
 constexpr bool ONE_WAY = STORE_VECTOR != 0;
-__device__ __forceinline__ int store_vector(const Geometry& g) { return ONE_WAY ? STORE_VECTOR : g.store_vector; }
-__device__ __forceinline__ int copy_bytes(const Geometry& g) { return ONE_WAY ? COPY_BYTES : g.copy_bytes; }
-__device__ __forceinline__ bool takes_boxes(const Geometry& g) { return ONE_WAY ? COPY_BYTES == 0 : g.boxes != 0; }
+__device__ __forceinline__ int store_vector(const Params& params) {
+  return ONE_WAY ? STORE_VECTOR : params.store_vector;
+}
+__device__ __forceinline__ int copy_bytes(const Params& params) { return ONE_WAY ? COPY_BYTES : params.copy_bytes; }
+__device__ __forceinline__ bool takes_boxes(const Params& params) {
+  return ONE_WAY ? COPY_BYTES == 0 : params.boxes != 0;
+}
 
 // Position of a pixel in a run.
 struct Pixel {
   int n, d, h, w;
 
-  __device__ __forceinline__ void locate(const Geometry& g, int index) {
-    n = index / g.pitch[0], index -= n * g.pitch[0];
-    d = index / g.pitch[1], index -= d * g.pitch[1];
-    h = index / g.pitch[2], w = index - h * g.pitch[2];
+  __device__ __forceinline__ void locate(const Params& params, int index) {
+    n = index / params.pitch[0], index -= n * params.pitch[0];
+    d = index / params.pitch[1], index -= d * params.pitch[1];
+    h = index / params.pitch[2], w = index - h * params.pitch[2];
   }
   __device__ __forceinline__ unsigned packed() const { return n << 26 | d << 20 | h << 10 | w; }
   __device__ __forceinline__ void unpack(unsigned bits) {
@@ -91,33 +96,33 @@ __device__ __forceinline__ offset_t offset_of(const Tensor5& t, int n, int d, in
   return byte_offset<char>(t, n, d, h, w);
 }
 
-// Blocks of a cluster take neighbouring tiles, each item together, and share its weights.
-__device__ __forceinline__ int first_item() { return blockIdx.x / CLUSTER; }
-__device__ __forceinline__ int item_step() { return gridDim.x / CLUSTER; }
+// Blocks of a cluster take neighbouring tiles, each work tile together, and share its weights.
+__device__ __forceinline__ int first_work_tile() { return blockIdx.x / CLUSTER; }
+__device__ __forceinline__ int work_tile_step() { return gridDim.x / CLUSTER; }
 
-struct Item {
+struct WorkTile {
   int n, d, h, w;  // the tile's first cell; n is behind the batch where the last cluster has a tile too many
   int first;       // in a run: of the cells of batch entry n
   int group, channel_group, line_group, row_group;
 
-  // `part` is the row group among the item's.
-  __device__ __forceinline__ void locate(const Geometry& g, int index, int part) {
-    row_group = index % g.tile_items * ROW_PARTS + part, index = index / g.tile_items;
+  // `part` is the row group among the work tile's.
+  __device__ __forceinline__ void locate(const Params& params, int index, int part) {
+    row_group = index % params.tile_items * ROW_PARTS + part, index = index / params.tile_items;
     line_group = row_group % LINE_GROUPS;
     channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
     group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
     index = index * CLUSTER + blockIdx.x % CLUSTER;
-    const int column = index % g.tiles[3];
-    index = index / g.tiles[3];
-    h = index % g.tiles[2] * g.cells[1], index = index / g.tiles[2];
-    d = index % g.tiles[1] * g.cells[0], index = index / g.tiles[1];
-    if (g.run) {
-      const int cell = column * g.run, image = cell / g.pitch[0];
-      n = index * g.images + image, first = cell - image * g.pitch[0], w = 0;
+    const int column = index % params.tiles[3];
+    index = index / params.tiles[3];
+    h = index % params.tiles[2] * params.cells[1], index = index / params.tiles[2];
+    d = index % params.tiles[1] * params.cells[0], index = index / params.tiles[1];
+    if (params.run) {
+      const int cell = column * params.run, image = cell / params.pitch[0];
+      n = index * params.images + image, first = cell - image * params.pitch[0], w = 0;
     } else {
-      n = index * g.images, first = 0, w = column * g.cells[2];
+      n = index * params.images, first = 0, w = column * params.cells[2];
     }
-    if (CLUSTER > 1 && index >= g.tiles[0]) n = g.batch;
+    if (CLUSTER > 1 && index >= params.tiles[0]) n = params.batch;
   }
 };
 

@@ -94,7 +94,7 @@ struct Moving {
   }
 };
 
-// Where a tensor has its channels; those that come last are turned around on their way.
+// Where a tensor has its channels; those that come last are transposed on their way.
 enum class Channels { first, last };
 
 // One part of a stage on its way to shared memory; up to 1 << SPAN threads go along the pieces of a channel.

@@ -1,12 +1,12 @@
-// Products on tensor cores: a group of 128 threads adds A · B to its accumulators, where A is 64 rows and B is PIXELS
+// Products on tensor cores: a warpgroup adds A · B to its accumulators, where A is 64 rows and B is PIXELS
 // columns of two chunks each, 16 bytes a row and chunk, in shared memory. Rows are 16 bytes apart, the second chunk
 // `A_CHUNK` or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is
 // an address.
 //
-// With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order the copy engine changes (swizzling) so
-// that those of neighbours lie in different banks. The cores undo that by the bits of the address, wherever B begins.
-// Of a source whose pixels are innermost (TRANSPOSED) a box is 64 pixels of every channel of a stage, 128 bytes a
-// channel, swizzled; the cores take columns so in half precision, 64 by 64.
+// With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order TMA changes (swizzling) so
+// that those of neighbours lie in different banks. The tensor cores undo that by the bits of the address, wherever B
+// begins. Of a source whose pixels are innermost (TRANSPOSED) a box is 64 pixels of every channel of a stage, 128 bytes
+// a channel, swizzled; the tensor cores take columns so in half precision, 64 by 64.
 //
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 

@@ -4,13 +4,13 @@
 //
 // Columns are input channels. In the weight gradient rows are pairs of output channel and tap, k are positions, and the
 // operand is the input; in the input gradient rows are positions, k are pairs of output channel and tap, and the
-// operand is the weight. The operand lies in memory as the cores want it, k innermost, or columns where it is
-// TRANSPOSED, as the cores take half types, too: the copy engine brings boxes of it, rounded to TF32, swizzled, or all
+// operand is the weight. The operand lies in memory as the tensor cores want it, k innermost, or columns where it is
+// TRANSPOSED, as the tensor cores take half types, too: TMA brings boxes of it, rounded to TF32, swizzled, or all
 // loaders copy it so (operand/run_loader.cuh). The window (operand/window.cuh) comes as it lies, in boxes, too, or
 // where those cannot be had by copies of all loaders (operand/window_rows.cuh). Its elements pass the registers of
-// those who multiply, wherever a stride or a tap has them: nothing is unfolded, and nothing turned around.
+// consumers, wherever a stride or a tap has them: nothing is unfolded, and nothing transposed.
 //
-// Index mapping. GROUPS groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more loads.
+// Index mapping. GROUPS warpgroups multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more loads.
 // BUFFERS stages lie in shared memory, a barrier tells that one is full, another that it is free again.
 //
 // With PAIRS taps along the width come in pairs that are neighbours in the window, and begin at multiples of two there:
@@ -32,22 +32,22 @@
 #include "ptx/wgmma.cuh"
 #include "mainloop/multistage.cuh"
 
-constexpr int GROUPS = WARPS / 4 - 1, MULTIPLIERS = 128 * GROUPS;  // the first threads
+constexpr int GROUPS = WARPS / 4 - 1, CONSUMER_THREADS = 128 * GROUPS;  // the first threads
 constexpr int COLUMNS = 8 * COLUMN_TILES, GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
 constexpr int BATCH = ROW_TILES >= 4 ? 1 : 4 / ROW_TILES;  // operations whose rows are read together
 constexpr int WORD = 4 / ELEMENT;                          // k of four bytes
 
-// Barriers of those who load, and of those who multiply.
-constexpr int LOADERS_MEET = 1, MULTIPLIERS_MEET = 2;
+// Barriers of producers, and of consumers.
+constexpr int LOADERS_MEET = 1, CONSUMERS_MEET = 2;
 
-// Registers of each thread: those who multiply need theirs before they find their rows.
-constexpr int LOADER_REGISTERS = 88, MULTIPLIER_REGISTERS = 208;
-static_assert(registers_suffice(MULTIPLIERS, MULTIPLIER_REGISTERS, 32 * LOAD_WARPS, LOADER_REGISTERS),
+// Registers of each thread: consumers need theirs before they find their rows.
+constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
+static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 32 * LOAD_WARPS, PRODUCER_REGISTERS),
               "too few registers");
 
 static_assert(LOAD_WARPS == 4 && FIRST_LOAD_WARP == 4 * GROUPS, "the last group loads");
 
-// What the engine brings of the operand for a stage: boxes of `bytes` along k, by COLUMNS columns, one behind the
+// What TMA brings of the operand for a stage: boxes of `bytes` along k, by COLUMNS columns, one behind the
 // other. TRANSPOSED boxes are of `bytes` along the columns, by all k of the stage: there is a row of them.
 struct Runs {
   int count[4];  // along n, d, h and w
@@ -57,13 +57,13 @@ struct Runs {
 };
 
 // Beside the barriers how far into its buffer a window is shifted, in bytes.
-struct WindowRing : Ring {
+struct WindowBarriers : PipelineBarriers<BUFFERS> {
   int shift[BUFFERS];
 
-  // Whether one thread alone `tells` the engine what to bring, or all copy, too.
+  // Whether one thread alone `tells` TMA what to bring, or all copy, too.
   __device__ __forceinline__ void init(bool tells) {
     if (threadIdx.x > 0) return;
-    Ring::init(tells ? 1 : 2 * LOADERS, 4 * GROUPS);  // with what they store, and what they copy
+    PipelineBarriers<BUFFERS>::init(tells ? 1 : 2 * LOADERS, 4 * GROUPS);  // with what they store, and what they copy
     for (int i = 0; i < BUFFERS; ++i) shift[i] = 0;
   }
 };
@@ -84,28 +84,28 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
   }
 }
 
-// The loaders' part: tell(stage, buffer, barrier), by the first of them, has the engine bring what it can of a stage;
+// The loaders' part: tell(stage, buffer, barrier), by the first of them, has TMA bring what it can of a stage;
 // where that is not all, copy(stage, buffer) begins the copies of all and returns the window's shift.
 template <class Tell, class Copy>
-__device__ __forceinline__ void load_stages(int stages, bool tells, WindowRing& ring, char* buffers, int bytes,
+__device__ __forceinline__ void load_stages(int stages, bool tells, WindowBarriers& ring, char* buffers, int bytes,
                                             const Tell& tell, const Copy& copy) {
-  setmaxnreg_dec<LOADER_REGISTERS>();
-  const bool first = threadIdx.x == MULTIPLIERS;
+  setmaxnreg_dec<PRODUCER_REGISTERS>();
+  const bool first = threadIdx.x == CONSUMER_THREADS;
   if (tells && !first) return;
-  Turn turn;
+  PipelineState<BUFFERS> state;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
-    const unsigned full = shared_address(ring.full + turn.index);
-    char* const buffer = buffers + turn.index * bytes;
-    mbarrier_wait(shared_address(ring.empty + turn.index), turn.parity ^ 1);
+    const unsigned full = shared_address(ring.full + state.index);
+    char* const buffer = buffers + state.index * bytes;
+    mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
     if (first) tell(stage, buffer, full);
     if (!tells) {
       const int shift = copy(stage, buffer);
-      if (first) ring.shift[turn.index] = shift;
+      if (first) ring.shift[state.index] = shift;
       mbarrier_arrive_cp_async(full);
     }
     mbarrier_arrive(full);
-    turn.next();
+    state.next();
   }
   cp_async_commit();
   cp_async_wait<0>();
@@ -186,7 +186,7 @@ struct Sums {
     }
   }
 
-  // The rows of some operations, as the cores take them (ptx/mma.cuh).
+  // The rows of some operations, as the tensor cores take them (ptx/mma.cuh).
   template <int COUNT>
   struct Rows {
     unsigned of[COUNT][ROW_TILES][4];
@@ -277,19 +277,19 @@ struct Sums {
   };
 };
 
-// The multiplying groups' part: add(stage, buffer, shift) is one stage, whose operand may have been `copied` by
+// The consumer warpgroups' part: add(stage, buffer, shift) is one stage, whose operand may have been `copied` by
 // threads.
 template <class Add>
-__device__ __forceinline__ void add_stages(int stages, WindowRing& ring, const char* buffers, int bytes, bool copied,
-                                           const Add& add) {
-  Turn turn;
+__device__ __forceinline__ void add_stages(int stages, WindowBarriers& ring, const char* buffers, int bytes,
+                                           bool copied, const Add& add) {
+  PipelineState<BUFFERS> state;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
-    mbarrier_wait(shared_address(ring.full + turn.index), turn.parity);
+    mbarrier_wait(shared_address(ring.full + state.index), state.parity);
     if (copied) fence_proxy_async();
-    add(stage, buffers + turn.index * bytes, ring.shift[turn.index]);
+    add(stage, buffers + state.index * bytes, ring.shift[state.index]);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + turn.index));
-    turn.next();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + state.index));
+    state.next();
   }
 }

@@ -1,5 +1,5 @@
-// From the source tensor to the operands of tensor cores: a stage of an item's pixels, loaded by one group of threads,
-// or by the copy engine where the tensor's strides allow it to take boxes.
+// From the source tensor to the operands of tensor cores: a stage of a work tile's pixels, loaded by one group of
+// threads, or by TMA where the tensor's strides allow it to take boxes.
 
 #pragma once
 
@@ -17,56 +17,59 @@
 #endif
 
 #if BOX_COPY
-// Boxes of an item's pixels: with BOXES as the cores take them, else to be turned around; channels last pixel by pixel,
-// and else channel by channel.
+// Boxes of a work tile's pixels: with BOXES as the tensor cores take them, else to be transposed; channels last pixel
+// by pixel, and else channel by channel.
 struct BoxLoader {
-  const Geometry& g;
+  const Params& params;
   const scalar_t* src;
-  int channel, w, h, d, n;  // where the item's first box begins
+  int channel, w, h, d, n;  // where the work tile's first box begins
 
-  __device__ __forceinline__ BoxLoader(const Geometry& g, const scalar_t* src) : g(g), src(src) {}
+  __device__ __forceinline__ BoxLoader(const Params& params, const scalar_t* src) : params(params), src(src) {}
 
   __device__ __forceinline__ void locate(int index) {
-    Item item;
-    item.locate(g, index, 0);
-    const bool one_row = g.run != 0;  // of all pixels: of an image, with channels last of the tensor
-    channel = item.group * SRC_CHANNELS;
-    w = one_row ? item.first + (SRC_CHANNELS_LAST ? item.n * g.pitch[0] : 0) : item.w + first_offset(AXIS_W) - g.skew;
-    h = one_row ? 0 : item.h + first_offset(AXIS_H);
-    d = one_row ? 0 : item.d + first_offset(AXIS_D);
-    n = one_row && SRC_CHANNELS_LAST ? 0 : item.n;
+    WorkTile work;
+    work.locate(params, index, 0);
+    const bool one_row = params.run != 0;  // of all pixels: of an image, with channels last of the tensor
+    channel = work.group * SRC_CHANNELS;
+    w = one_row ? work.first + (SRC_CHANNELS_LAST ? work.n * params.pitch[0] : 0)
+                : work.w + first_offset(AXIS_W) - params.skew;
+    h = one_row ? 0 : work.h + first_offset(AXIS_H);
+    d = one_row ? 0 : work.d + first_offset(AXIS_D);
+    n = one_row && SRC_CHANNELS_LAST ? 0 : work.n;
   }
-  // Of stage `stage` of the item; the barrier is told to wait for them.
+  // Of stage `stage` of the work tile; the barrier is told to wait for them.
   __device__ __forceinline__ void load(int stage, unsigned char* to, unsigned barrier) const {
-    const int bytes = g.box_pixels * STAGE_CHANNELS * (int)sizeof(scalar_t), from = channel + stage * STAGE_CHANNELS;
+    const int bytes = params.box_pixels * STAGE_CHANNELS * (int)sizeof(scalar_t),
+              from = channel + stage * STAGE_CHANNELS;
 #pragma unroll 1
-    for (int i = 0; i < g.boxes; ++i) {
+    for (int i = 0; i < params.boxes; ++i) {
       // There is one box, or one row; or as operands whole images are boxes.
       const bool images = TRANSPOSED && WHOLE_IMAGES;
-      const int column = images ? w : w + i * g.box_pixels, image = images ? n + i : n;
+      const int column = images ? w : w + i * params.box_pixels, image = images ? n + i : n;
       if (SRC_CHANNELS_LAST)
-        tma_load_box(shared_address(to + i * bytes), g.box, src, {from, column, h, d, n}, bytes, barrier);
+        tma_load_box(shared_address(to + i * bytes), params.box, src, {from, column, h, d, n}, bytes, barrier);
       else
-        tma_load_box(shared_address(to + i * bytes), g.box, src, {column, h, d, image, from}, bytes, barrier);
+        tma_load_box(shared_address(to + i * bytes), params.box, src, {column, h, d, image, from}, bytes, barrier);
     }
   }
 };
 #endif
 
-// Copied pixels as the tensor cores take them: a warp turns TURNED pixels of a chunk around at a time.
-constexpr int TURNED = 128 / (int)sizeof(scalar_t);
+// Copied pixels as the tensor cores take them: a warp transposes TRANSPOSED_PIXELS pixels of a chunk at a time.
+constexpr int TRANSPOSED_PIXELS = 128 / (int)sizeof(scalar_t);
 
 // The upper or the lower halves of two words, the first one's below.
 __device__ __forceinline__ unsigned join_halves(unsigned first, unsigned second, bool upper) {
   return __byte_perm(first, second, upper ? 0x7632 : 0x5410);
 }
 
-__device__ __forceinline__ void store_rounded(const Geometry& g, unsigned char* to, const Vector<float, 4>& channels) {
+__device__ __forceinline__ void store_rounded(const Params& params, unsigned char* to,
+                                              const Vector<float, 4>& channels) {
   Vector<float, 4> high, low;
 #pragma unroll
   for (int k = 0; k < 4; ++k) split_tf32(channels.value[k], high.value[k], low.value[k]);
   *(Vector<float, 4>*)to = high;
-  if (PARTS == 2) *(Vector<float, 4>*)(to + STAGE_CHUNKS * g.chunk_bytes) = low;
+  if (PARTS == 2) *(Vector<float, 4>*)(to + STAGE_CHUNKS * params.chunk_bytes) = low;
 }
 
 #if SCALED
@@ -78,8 +81,8 @@ struct PixelBand {};
 // Of the pixels the first `filled` were copied, and the first `wanted` are used. With WHOLE all were copied, and
 // rounded.
 template <bool WHOLE>
-__device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to, const scalar_t* from, int filled,
-                                            int wanted, const PixelBand& band) {
+__device__ __forceinline__ void transpose_pixels(const Params& params, unsigned char* to, const scalar_t* from,
+                                                 int filled, int wanted, const PixelBand& band) {
   const int lane = threadIdx.x % 32;
 #if SCALED
   Vector<unsigned, 4> channels[PARTS];
@@ -88,22 +91,22 @@ __device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to
     float pair[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j)
-      pair[j] = band.of(WHOLE || lane < filled ? ((const float*)from)[(2 * k + j) * g.raw_pitch + lane] : 0.f);
+      pair[j] = band.of(WHOLE || lane < filled ? ((const float*)from)[(2 * k + j) * params.raw_pitch + lane] : 0.f);
     split_halves(pair[0], pair[1], channels, k);
   }
 #pragma unroll
   for (int part = 0; part < PARTS; ++part)
-    ((Vector<unsigned, 4>*)(to + part * (STAGE_CHUNKS * g.chunk_bytes)))[lane] = channels[part];
+    ((Vector<unsigned, 4>*)(to + part * (STAGE_CHUNKS * params.chunk_bytes)))[lane] = channels[part];
 #else
   if constexpr (sizeof(scalar_t) == 4) {
     Vector<float, 4> channels;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      channels.value[k] = WHOLE || lane < filled ? ((const float*)from)[k * g.raw_pitch + lane] : 0.f;
+      channels.value[k] = WHOLE || lane < filled ? ((const float*)from)[k * params.raw_pitch + lane] : 0.f;
     if (WHOLE && PARTS == 1)
       ((Vector<float, 4>*)to)[lane] = channels;
     else
-      store_rounded(g, to + lane * 16, channels);
+      store_rounded(params, to + lane * 16, channels);
   } else {
     // Lanes take two neighbouring pixels each, and in turns the first or the second first, for the banks' sake.
     const bool second = lane & 4, exists = WHOLE || 2 * lane < filled;
@@ -112,7 +115,8 @@ __device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to
     for (int k = 0; k < 4; ++k) {
       unsigned pair[2];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) pair[j] = exists ? ((const unsigned*)(from + (2 * k + j) * g.raw_pitch))[lane] : 0u;
+      for (int j = 0; j < 2; ++j)
+        pair[j] = exists ? ((const unsigned*)(from + (2 * k + j) * params.raw_pitch))[lane] : 0u;
       pixels[0].value[k] = join_halves(pair[0], pair[1], second);
       pixels[1].value[k] = join_halves(pair[0], pair[1], !second);
     }
@@ -124,57 +128,58 @@ __device__ __forceinline__ void turn_pixels(const Geometry& g, unsigned char* to
 }
 
 // float32 with channels last, where it lies.
-__device__ __forceinline__ void round_pixels(const Geometry& g, unsigned char* pixels) {
+__device__ __forceinline__ void round_pixels(const Params& params, unsigned char* pixels) {
   unsigned char* const mine = pixels + threadIdx.x % 32 * 16;
-  store_rounded(g, mine, *(const Vector<float, 4>*)mine);
+  store_rounded(params, mine, *(const Vector<float, 4>*)mine);
 }
 
 // A stage of boxes, a part of it for each of WARPS; what boxes do not fill is zero.
 template <int WARPS>
-__device__ __forceinline__ void turn_boxes(const Geometry& g, const unsigned char* copied, unsigned char* to, int warp,
-                                           const PixelBand& band) {
+__device__ __forceinline__ void transpose_boxes(const Params& params, const unsigned char* copied, unsigned char* to,
+                                                int warp, const PixelBand& band) {
   const scalar_t* box = (const scalar_t*)copied;
-  const int whole = g.box_pixels / TURNED * STAGE_CHUNKS;
+  const int whole = params.box_pixels / TRANSPOSED_PIXELS * STAGE_CHUNKS;
   int i = warp, before = 0;  // pixels of the boxes before
-  for (int j = 0; j < g.boxes; ++j) {
+  for (int j = 0; j < params.boxes; ++j) {
 #pragma unroll 2
     for (i = warp; i < whole; i += WARPS) {
-      const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
-      turn_pixels<true>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16,
-                        box + chunk * CHUNK * g.raw_pitch + pixel, 0, 0, band);
+      const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TRANSPOSED_PIXELS;
+      transpose_pixels<true>(params, to + chunk * params.chunk_bytes + (before + pixel) * 16,
+                             box + chunk * CHUNK * params.raw_pitch + pixel, 0, 0, band);
     }
-    if (j + 1 < g.boxes) box += STAGE_CHANNELS * g.box_pixels, before += g.box_pixels;
+    if (j + 1 < params.boxes) box += STAGE_CHANNELS * params.box_pixels, before += params.box_pixels;
   }
-  const int wanted = g.halo - before;
-  for (; i < ceil_div(wanted, TURNED) * STAGE_CHUNKS; i += WARPS) {
-    const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
-    turn_pixels<false>(g, to + chunk * g.chunk_bytes + (before + pixel) * 16, box + chunk * CHUNK * g.raw_pitch + pixel,
-                       g.box_pixels - pixel, wanted - pixel, band);
+  const int wanted = params.halo - before;
+  for (; i < ceil_div(wanted, TRANSPOSED_PIXELS) * STAGE_CHUNKS; i += WARPS) {
+    const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TRANSPOSED_PIXELS;
+    transpose_pixels<false>(params, to + chunk * params.chunk_bytes + (before + pixel) * 16,
+                            box + chunk * CHUNK * params.raw_pitch + pixel, params.box_pixels - pixel, wanted - pixel,
+                            band);
   }
 }
 
 struct Loader {
-  const Geometry& g;
+  const Params& params;
   const unsigned* halo;  // position of each copied run of pixels, or NOWHERE
   offset_t* offsets;     // and where it lies in the source, from the tile's batch entry and channel, in elements
   int thread;
 
-  __device__ __forceinline__ void find_pixels(const Item& item) const {
-    const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(g) / (int)sizeof(scalar_t);
-    for (int i = thread; i * copied < g.halo; i += LOADERS) {
-      const unsigned position = g.run ? 0 : halo[i];
+  __device__ __forceinline__ void find_pixels(const WorkTile& work) const {
+    const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(params) / (int)sizeof(scalar_t);
+    for (int i = thread; i * copied < params.halo; i += LOADERS) {
+      const unsigned position = params.run ? 0 : halo[i];
       Pixel p;
-      if (g.run)
-        p.locate(g, item.first + i * copied);
+      if (params.run)
+        p.locate(params, work.first + i * copied);
       else
         p.unpack(position);
-      const int d = g.run ? p.d : item.d + p.d + first_offset(AXIS_D);
-      const int h = g.run ? p.h : item.h + p.h + first_offset(AXIS_H);
-      const int w = g.run ? p.w : item.w + p.w + first_offset(AXIS_W) - g.skew;
-      const bool inside = position != NOWHERE && p.n < g.images && item.n + p.n < g.batch &&
-                          (unsigned)d < (unsigned)g.src.size[0] && (unsigned)h < (unsigned)g.src.size[1] &&
-                          (unsigned)w < (unsigned)g.src.size[2];
-      offsets[i] = inside ? offset_of(g.src, p.n, d, h, w) : PADDING;
+      const int d = params.run ? p.d : work.d + p.d + first_offset(AXIS_D);
+      const int h = params.run ? p.h : work.h + p.h + first_offset(AXIS_H);
+      const int w = params.run ? p.w : work.w + p.w + first_offset(AXIS_W) - params.skew;
+      const bool inside = position != NOWHERE && p.n < params.images && work.n + p.n < params.batch &&
+                          (unsigned)d < (unsigned)params.src.size[0] && (unsigned)h < (unsigned)params.src.size[1] &&
+                          (unsigned)w < (unsigned)params.src.size[2];
+      offsets[i] = inside ? offset_of(params.src, p.n, d, h, w) : PADDING;
     }
   }
 
@@ -183,9 +188,9 @@ struct Loader {
   __device__ __forceinline__ void copy_rows(const scalar_t* base, int channel, scalar_t* raw) const {
     constexpr int COUNT = BYTES / (int)sizeof(scalar_t), WARPS = LOADERS / 32;
     const int warp = thread / 32;
-    const scalar_t* const first = base + warp * g.src.stride[1];
-    raw += warp * g.raw_pitch;
-    for (int v = thread % 32; v * COUNT < g.halo; v += 32) {
+    const scalar_t* const first = base + warp * params.src.stride[1];
+    raw += warp * params.raw_pitch;
+    for (int v = thread % 32; v * COUNT < params.halo; v += 32) {
       const offset_t offset = offsets[v];
       const scalar_t* from = first + (offset == PADDING ? 0 : offset);
       unsigned char* to = (unsigned char*)(raw + v * COUNT);
@@ -194,8 +199,8 @@ struct Loader {
         const bool exists =
             offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + warp + i * WARPS < SRC_CHANNELS);
         cp_async<BYTES>(shared_address(to), exists ? from : base, exists);
-        from += WARPS * g.src.stride[1];
-        to += WARPS * g.raw_pitch * (int)sizeof(scalar_t);
+        from += WARPS * params.src.stride[1];
+        to += WARPS * params.raw_pitch * (int)sizeof(scalar_t);
       }
     }
   }
@@ -206,9 +211,9 @@ struct Loader {
     constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
     const int chunk = thread % STAGE_CHUNKS;
     const scalar_t* const from = base + chunk * CHUNK;
-    to += chunk * g.chunk_bytes;
+    to += chunk * params.chunk_bytes;
 #pragma unroll 4
-    for (int pixel = thread / STAGE_CHUNKS; pixel < g.halo; pixel += LOADERS / STAGE_CHUNKS) {
+    for (int pixel = thread / STAGE_CHUNKS; pixel < params.halo; pixel += LOADERS / STAGE_CHUNKS) {
       const offset_t offset = offsets[pixel];
 #pragma unroll
       for (int i = 0; i < CHUNK; i += COUNT) {
@@ -226,26 +231,26 @@ struct Loader {
   __device__ __forceinline__ void move_rows(const scalar_t* base, int channel, scalar_t* raw) const {
     constexpr int WARPS = LOADERS / 32, ROWS = STAGE_CHANNELS / WARPS, RUNS = ceil_div(MOVED, ROWS);
     const int warp = thread / 32;
-    base += warp * g.src.stride[1], raw += warp * g.raw_pitch, channel += warp;
-    for (int first = thread % 32; first < g.halo; first += 32 * RUNS) {
+    base += warp * params.src.stride[1], raw += warp * params.raw_pitch, channel += warp;
+    for (int first = thread % 32; first < params.halo; first += 32 * RUNS) {
       scalar_t elements[RUNS][ROWS];
 #pragma unroll
       for (int run = 0; run < RUNS; ++run) {
-        const offset_t offset = first + run * 32 < g.halo ? offsets[first + run * 32] : PADDING;
+        const offset_t offset = first + run * 32 < params.halo ? offsets[first + run * 32] : PADDING;
         const scalar_t* from = base + (offset == PADDING ? 0 : offset);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
           const bool exists =
               offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + i * WARPS < SRC_CHANNELS);
           elements[run][i] = exists ? read(from) : zero<scalar_t>();
-          from += WARPS * g.src.stride[1];
+          from += WARPS * params.src.stride[1];
         }
       }
 #pragma unroll
       for (int run = 0; run < RUNS; ++run)
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
-          if (first + run * 32 < g.halo) raw[i * WARPS * g.raw_pitch + first + run * 32] = elements[run][i];
+          if (first + run * 32 < params.halo) raw[i * WARPS * params.raw_pitch + first + run * 32] = elements[run][i];
     }
   }
 
@@ -253,8 +258,8 @@ struct Loader {
   __device__ __forceinline__ void move_pixels(const scalar_t* base, int channel, unsigned char* to) const {
     const int chunk = thread % STAGE_CHUNKS;
     base += chunk * CHUNK, channel += chunk * CHUNK;
-    to += chunk * g.chunk_bytes;
-    for (int pixel = thread / STAGE_CHUNKS; pixel < g.halo; pixel += LOADERS / STAGE_CHUNKS) {
+    to += chunk * params.chunk_bytes;
+    for (int pixel = thread / STAGE_CHUNKS; pixel < params.halo; pixel += LOADERS / STAGE_CHUNKS) {
       const offset_t offset = offsets[pixel];
       const scalar_t* const from = base + (offset == PADDING ? 0 : offset);
       Vector<scalar_t, CHUNK> elements;
@@ -282,12 +287,12 @@ struct Loader {
   // A stage of the tile that `find_pixels` has seen; `base` is its first channel's first element.
   __device__ __forceinline__ void load(const scalar_t* base, int stage, unsigned char* to) const {
     const int channel = stage * STAGE_CHANNELS;
-    base += channel * g.src.stride[1];
-    if (copy_bytes(g) == 16)
+    base += channel * params.src.stride[1];
+    if (copy_bytes(params) == 16)
       copy_stage<16>(base, channel, to);
-    else if (!SRC_CHANNELS_LAST && copy_bytes(g) == 8)
+    else if (!SRC_CHANNELS_LAST && copy_bytes(params) == 8)
       copy_stage<8>(base, channel, to);
-    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && copy_bytes(g) == 4)
+    else if (!SRC_CHANNELS_LAST && sizeof(scalar_t) == 2 && copy_bytes(params) == 4)
       copy_stage<4>(base, channel, to);
     else
       copy_stage<sizeof(scalar_t)>(base, channel, to);
@@ -297,14 +302,14 @@ struct Loader {
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to, const PixelBand& band) const {
     if constexpr (!IN_PLACE || sizeof(scalar_t) == 4) {
 #pragma unroll(sizeof(scalar_t) == 4 ? CHUNKS_AT_ONCE : 1)
-      for (int i = thread / 32; i < ceil_div(g.halo, TURNED) * STAGE_CHUNKS; i += LOADERS / 32) {
-        const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TURNED;
-        unsigned char* const target = to + chunk * g.chunk_bytes + pixel * 16;
-        const scalar_t* const row = (const scalar_t*)copied + chunk * CHUNK * g.raw_pitch + pixel;
+      for (int i = thread / 32; i < ceil_div(params.halo, TRANSPOSED_PIXELS) * STAGE_CHUNKS; i += LOADERS / 32) {
+        const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TRANSPOSED_PIXELS;
+        unsigned char* const target = to + chunk * params.chunk_bytes + pixel * 16;
+        const scalar_t* const row = (const scalar_t*)copied + chunk * CHUNK * params.raw_pitch + pixel;
         if constexpr (IN_PLACE)
-          round_pixels(g, target);
+          round_pixels(params, target);
         else
-          turn_pixels<false>(g, target, row, g.halo - pixel, g.halo - pixel, band);
+          transpose_pixels<false>(params, target, row, params.halo - pixel, params.halo - pixel, band);
       }
     }
   }

@@ -9,7 +9,7 @@
 #include "mainloop/multistage.cuh"
 #include "mainloop/window_wgmma.cuh"
 
-// The operand of mainloop/window_wgmma.cuh where the copy engine cannot bring it: elements of half precision whose rows
+// The operand of mainloop/window_wgmma.cuh where TMA cannot bring it: elements of half precision whose rows
 // are multiples of 4 or 8 bytes, not of 16. All loaders copy pieces of as many bytes, asynchronously, to where the
 // engine would put them.
 //

@@ -1,4 +1,4 @@
-// float32 as float16 instead of TF32: both keep 11 significant bits, and the cores multiply float16 twice as
+// float32 as float16 instead of TF32: both keep 11 significant bits, and the tensor cores multiply float16 twice as
 // fast. What float16 lacks is exponents. So numbers that are added up, a pixel's channels or a column's weights, are
 // first multiplied by a power of two, which is exact, so that the largest is 2^14 or more and less than 2^15 (a pixel's
 // below 2^-98, or a column's below 2^-113, stays smaller). Those down to 2^-28 of that keep all 11 bits; what smaller
@@ -9,7 +9,7 @@
 #include "specialisation.cuh"
 #include "core/types.cuh"
 
-// Operands of the cores.
+// Operands of the tensor cores.
 template <class T, bool AS_HALVES>
 struct OperandOf {
   typedef T type;

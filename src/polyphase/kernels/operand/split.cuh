@@ -7,7 +7,7 @@
 #include "core/types.cuh"
 #include "ptx/convert.cuh"
 
-// What the cores multiply.
+// What the tensor cores multiply.
 template <int COUNT>
 struct PartOf {
   typedef scalar_t type;
@@ -19,8 +19,8 @@ struct PartOf<3> {
 typedef PartOf<PARTS>::type part_t;
 static_assert(PARTS == 1 || sizeof(scalar_t) == 4, "float32 alone comes in parts");
 
-// What a float loses as TF32 is its low part. The cores truncate that: they take off half of its last bit on average,
-// which is put on before. (Rounding it, or both by operand/tf32.cuh, would take more instructions than the
+// What a float loses as TF32 is its low part. The tensor cores truncate that: they take off half of its last bit on
+// average, which is put on before. (Rounding it, or both by operand/tf32.cuh, would take more instructions than the
 // products.) NaN stays NaN in the low part whatever becomes of the high one.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
   if constexpr (PARTS == 2) {

@@ -1,4 +1,4 @@
-// Where the columns of a weight gradient lie: in windows of the output gradient, as the copy engine brings them.
+// Where the columns of a weight gradient lie: in windows of the output gradient, as TMA brings them.
 //
 // Along each dimension every PERIOD-th tap meets elements of the same residue of the stride, and does so SHIFT
 // positions after the one before. So WINDOW_D · WINDOW_H · WINDOW_W of such taps share a window: what a tile of LANES_D

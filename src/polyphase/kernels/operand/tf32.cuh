@@ -1,5 +1,5 @@
-// float32 as the tensor cores take it: TF32 keeps 11 significant bits. PARTS = 1 rounds to nearest (the cores would
-// truncate); PARTS = 2 keeps what rounding lost in a second TF32, and three products give float32's accuracy.
+// float32 as the tensor cores take it: TF32 keeps 11 significant bits. PARTS = 1 rounds to nearest (the tensor cores
+// would truncate); PARTS = 2 keeps what rounding lost in a second TF32, and three products give float32's accuracy.
 
 #pragma once
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ void split_tf32(float value, float& high, float& low)
   if (magnitude < 3.4e38f)
     low = round_tf32(value - high);
   else if (magnitude <= 3.402823466e38f)
-    high = value, low = 0;  // would round to Inf; the cores truncate
+    high = value, low = 0;  // would round to Inf; the tensor cores truncate
   else
     high = 0, low = value;  // Inf meets the other operand's high part alone: the low one may be 0, or of another sign
 }

@@ -1,4 +1,4 @@
-// The window of a stage as the kernels of mainloop/window_wgmma.cuh have it, and its copies where the copy engine
+// The window of a stage as the kernels of mainloop/window_wgmma.cuh have it, and its copies where TMA
 // cannot bring it: rows in pieces of 16 bytes, wherever they begin in memory. An element comes to lie as many bytes
 // behind a multiple of 16 as it does in the tensor; for that the steps of the window are those of the tensor, modulo 16
 // bytes, and all of a stage is `shift` bytes further on. Rows have room for the pieces that they only begin or end in.

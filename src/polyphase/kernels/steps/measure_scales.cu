@@ -19,7 +19,7 @@ constexpr int TILES = ceil_div(DST_CHANNELS, TILE);
 constexpr int TAP_STRIDE = WEIGHT_STRIDE_TAP < 0 ? -WEIGHT_STRIDE_TAP : WEIGHT_STRIDE_TAP;  // in any order
 constexpr bool TAPS_INNERMOST = TAP_STRIDE <= WEIGHT_STRIDE_OUT;
 
-struct Geometry {
+struct Params {
   Tensor5 src;
   Divisor sizes[4];  // one image, and along depth, height and width; the width is all of an image that is a single row
   Divisor runs;      // of an image's pixels, lanes · vector each
@@ -30,7 +30,7 @@ struct Geometry {
 };
 
 template <int VECTOR>
-__device__ __forceinline__ void find_largest(const Geometry& g, const scalar_t* from, int slice, int slices,
+__device__ __forceinline__ void find_largest(const Params& params, const scalar_t* from, int slice, int slices,
                                              unsigned (&largest)[4]) {
   constexpr int AT_ONCE = 8;
 #pragma unroll 1
@@ -39,7 +39,7 @@ __device__ __forceinline__ void find_largest(const Geometry& g, const scalar_t* 
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k) {
       const int one = min(channel + k * slices, SRC_CHANNELS - 1);
-      values[k] = *(const Vector<scalar_t, VECTOR>*)(from + one * g.src.stride[1]);
+      values[k] = *(const Vector<scalar_t, VECTOR>*)(from + one * params.src.stride[1]);
     }
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k)
@@ -48,30 +48,33 @@ __device__ __forceinline__ void find_largest(const Geometry& g, const scalar_t* 
   }
 }
 
-__device__ __forceinline__ void measure_pixels(const Geometry& g, const scalar_t* src, Measured& found) {
+__device__ __forceinline__ void measure_pixels(const Params& params, const scalar_t* src, Measured& found) {
   __shared__ unsigned of_threads[THREADS][4];
   __shared__ Measured of_warps[THREADS / 32];
-  const int lane = threadIdx.x & (g.lanes - 1), slice = threadIdx.x / g.lanes, slices = THREADS / g.lanes;
+  const int lane = threadIdx.x & (params.lanes - 1), slice = threadIdx.x / params.lanes,
+            slices = THREADS / params.lanes;
   Measured all;
-  for (int run = blockIdx.x; run < g.all_runs; run += PIXEL_PARTS) {
-    const int image = run / g.runs, pixel = (run % g.runs * g.lanes + lane) * g.vector;
+  for (int run = blockIdx.x; run < params.all_runs; run += PIXEL_PARTS) {
+    const int image = run / params.runs, pixel = (run % params.runs * params.lanes + lane) * params.vector;
     unsigned largest[4] = {};
-    if (pixel < g.pixels) {
+    if (pixel < params.pixels) {
       int at[4];
-      decode(g.sizes, pixel, at);
+      decode(params.sizes, pixel, at);
       at[0] = image / GROUPS;
-      const scalar_t* const from = src + offset_of(g.src, at) + image % GROUPS * SRC_CHANNELS * g.src.stride[1];
-      if (g.vector == 4)
-        find_largest<4>(g, from, slice, slices, largest);
+      const scalar_t* const from =
+          src + offset_of(params.src, at) + image % GROUPS * SRC_CHANNELS * params.src.stride[1];
+      if (params.vector == 4)
+        find_largest<4>(params, from, slice, slices, largest);
       else
-        find_largest<1>(g, from, slice, slices, largest);
+        find_largest<1>(params, from, slice, slices, largest);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) of_threads[threadIdx.x][i] = largest[i];
     __syncthreads();
-    for (int i = threadIdx.x; i < g.lanes * 4; i += THREADS) {  // of a pixel, all its channels
+    for (int i = threadIdx.x; i < params.lanes * 4; i += THREADS) {  // of a pixel, all its channels
       unsigned of_pixel = 0;
-      for (int other = 0; other < slices; ++other) of_pixel = max(of_pixel, of_threads[other * g.lanes + i / 4][i % 4]);
+      for (int other = 0; other < slices; ++other)
+        of_pixel = max(of_pixel, of_threads[other * params.lanes + i / 4][i % 4]);
       if (of_pixel > 0) all.take(Measured{of_pixel, of_pixel});
     }
     __syncthreads();
@@ -110,11 +113,11 @@ __device__ __forceinline__ void measure_weights(int index, const scalar_t* weigh
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     measure_scales(const scalar_t* __restrict__ weight, unsigned char* __restrict__ workspace,
-                   const scalar_t* __restrict__ src, const Geometry g) {
+                   const scalar_t* __restrict__ src, const Params params) {
   griddepcontrol_launch_dependents();
   const Scales scales(workspace + COUNTER_BYTES);
   if (blockIdx.x < PIXEL_PARTS)
-    measure_pixels(g, src, scales.pixels()[blockIdx.x]);
+    measure_pixels(params, src, scales.pixels()[blockIdx.x]);
   else
     measure_weights(blockIdx.x - PIXEL_PARTS, weight, scales.channels());
 }

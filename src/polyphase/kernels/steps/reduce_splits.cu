@@ -1,12 +1,12 @@
-// The planes of a gradient, partial sums, added up in a fixed order, in the tensors' type.
+// Deterministic split-K reduction: planes of partial sums are added in a fixed order, in the tensors' type.
 //
 // Index mapping. Of `groups` groups of threads, one or several, each adds every groups-th plane, a thread four
-// neighbours of it; the first group adds up what the others have.
+// neighbours of it; the first group adds up what the others have, which lies in shared memory.
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
 
-struct Geometry {
+struct Params {
   long long plane;  // elements
   int planes, groups;
 };
@@ -14,16 +14,19 @@ struct Geometry {
 constexpr int TOGETHER = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    reduce_splits(const accum_t* __restrict__ partial, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+    reduce_splits(const accum_t* __restrict__ partial, scalar_t* __restrict__ dst,
+                  const __grid_constant__ Params params) {
   __shared__ Vector<accum_t, TOGETHER> others[THREADS];
-  const int lanes = THREADS / g.groups, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
+  const int lanes = THREADS / params.groups, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
   const long long first = ((long long)blockIdx.x * lanes + lane) * TOGETHER;
-  const bool whole = g.plane % TOGETHER == 0;
-  const int count = first >= g.plane ? 0 : g.plane - first < TOGETHER ? (int)(g.plane - first) : TOGETHER;
+  const bool whole = params.plane % TOGETHER == 0;
+  const int count = first >= params.plane             ? 0
+                    : params.plane - first < TOGETHER ? (int)(params.plane - first)
+                                                      : TOGETHER;
   Vector<accum_t, TOGETHER> sum = {};
 #pragma unroll 4
-  for (int i = group; i < g.planes; i += g.groups) {
-    const accum_t* const from = partial + i * g.plane + first;
+  for (int i = group; i < params.planes; i += params.groups) {
+    const accum_t* const from = partial + i * params.plane + first;
     Vector<accum_t, TOGETHER> more = {};
     if (whole && count > 0) {
       more = *(const Vector<accum_t, TOGETHER>*)from;
@@ -35,12 +38,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j) sum.value[j] += more.value[j];
   }
-  if (g.groups > 1) {
+  if (params.groups > 1) {
     others[threadIdx.x] = sum;
     __syncthreads();
     if (group > 0) return;
 #pragma unroll 4
-    for (int i = 1; i < g.groups; ++i)
+    for (int i = 1; i < params.groups; ++i)
 #pragma unroll
       for (int j = 0; j < TOGETHER; ++j) sum.value[j] += others[i * lanes + lane].value[j];
   }

@@ -1,15 +1,16 @@
-// A tensor of any strides as one whose channels are innermost, without gaps: what the copy engine brings boxes of.
+// Layout transpose: a tensor of any strides to one whose channels are innermost (NCHW to NHWC), without gaps, as TMA
+// takes boxes of it. NHWC to NCHW is the same with pixels and channels exchanged.
 //
 // Index mapping. A block has PIXELS pixels, of all images one after the other, by CHANNELS channels. Neighbouring
 // threads read neighbouring pixels of a channel, and write neighbouring channels of a pixel, 16 bytes each where
-// channels are whole pieces of those: all turn around in shared memory, [channel][pixel].
+// channels are whole pieces of those. Shared memory: [channel][pixel], PITCH elements a channel.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
 #include "core/divisor.cuh"
 #include "core/types.cuh"
 
-struct Geometry {
+struct Params {
   long long stride[5];   // of the source, in elements: of images, channels, slabs, rows, columns
   int channels, pixels;  // the latter of all images
   Divisor sizes[3];      // of an image along d, h, w
@@ -21,43 +22,46 @@ constexpr int AT_ONCE = THREADS / PIXELS, LOADS = CHANNELS / AT_ONCE;  // channe
 constexpr int VECTORS = CHANNELS / VECTOR;                             // of a pixel
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    transpose(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+    transpose(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   __shared__ scalar_t tile[CHANNELS][PITCH];
-  const int blocks = ceil_div(g.pixels, PIXELS);  // of so many channels
+  const int blocks = ceil_div(params.pixels, PIXELS);  // of so many channels
   const int first_pixel = (int)blockIdx.x % blocks * PIXELS, first_channel = (int)blockIdx.x / blocks * CHANNELS;
 
   const int pixel = first_pixel + threadIdx.x % PIXELS;
-  if (pixel < g.pixels) {
-    const int row = pixel / g.sizes[2], slab = row / g.sizes[1], image = slab / g.sizes[0];
+  if (pixel < params.pixels) {
+    const int row = pixel / params.sizes[2], slab = row / params.sizes[1], image = slab / params.sizes[0];
     const int own = threadIdx.x / PIXELS;  // the first of the thread's channels
-    const scalar_t* from = src + image * g.stride[0] + (first_channel + own) * g.stride[1] +
-                           slab % g.sizes[0] * g.stride[2] + row % g.sizes[1] * g.stride[3] +
-                           pixel % g.sizes[2] * g.stride[4];
+    const scalar_t* from = src + image * params.stride[0] + (first_channel + own) * params.stride[1] +
+                           slab % params.sizes[0] * params.stride[2] + row % params.sizes[1] * params.stride[3] +
+                           pixel % params.sizes[2] * params.stride[4];
     scalar_t values[LOADS];
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i, from += AT_ONCE * g.stride[1])
-      if (first_channel + own + i * AT_ONCE < g.channels) values[i] = read(from);
+    for (int i = 0; i < LOADS; ++i, from += AT_ONCE * params.stride[1])
+      if (first_channel + own + i * AT_ONCE < params.channels) values[i] = read(from);
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
-      if (first_channel + own + i * AT_ONCE < g.channels) tile[own + i * AT_ONCE][threadIdx.x % PIXELS] = values[i];
+      if (first_channel + own + i * AT_ONCE < params.channels)
+        tile[own + i * AT_ONCE][threadIdx.x % PIXELS] = values[i];
   }
   __syncthreads();
 
-  if (g.channels % VECTOR) {
-    const int count = min(CHANNELS, g.channels - first_channel);
+  if (params.channels % VECTOR) {
+    const int count = min(CHANNELS, params.channels - first_channel);
     for (int i = threadIdx.x; i < PIXELS * count; i += THREADS)
-      if (first_pixel + i / count < g.pixels)
-        dst[(long long)(first_pixel + i / count) * g.channels + first_channel + i % count] = tile[i % count][i / count];
+      if (first_pixel + i / count < params.pixels)
+        dst[(long long)(first_pixel + i / count) * params.channels + first_channel + i % count] =
+            tile[i % count][i / count];
     return;
   }
   const int channel = threadIdx.x % VECTORS * VECTOR;
-  if (first_channel + channel >= g.channels) return;
+  if (first_channel + channel >= params.channels) return;
 #pragma unroll
   for (int i = threadIdx.x / VECTORS; i < PIXELS; i += THREADS / VECTORS) {
-    if (first_pixel + i >= g.pixels) break;
+    if (first_pixel + i >= params.pixels) break;
     Vector<scalar_t, VECTOR> values;
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) values.value[j] = tile[channel + j][i];
-    *(Vector<scalar_t, VECTOR>*)(dst + (long long)(first_pixel + i) * g.channels + first_channel + channel) = values;
+    *(Vector<scalar_t, VECTOR>*)(dst + (long long)(first_pixel + i) * params.channels + first_channel + channel) =
+        values;
   }
 }

@@ -1,4 +1,4 @@
-"""The direct gather kernel for few channels in a group, in channels_last, ``kernels/gather_channels.cu``."""
+"""The direct gather kernel for few channels in a group, in channels_last, ``kernels/direct_channels.cu``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LANES = (32, 16, 8, 4, 2, 1)
 
 
 class ChannelsVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``gather_channels.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``direct_channels.cu`` says what the names mean."""
 
     vector: int
     cells: int
@@ -41,10 +41,10 @@ class ChannelsVariant(NamedTuple):
     min_blocks: int
 
 
-class GatherChannels(Schedule):
+class DirectChannels(Schedule):
     """A few neighbouring destination channels a thread, at a few neighbouring cells."""
 
-    name = "gather_channels"
+    name = "direct_channels"
     offered = 4
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

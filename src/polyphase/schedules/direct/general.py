@@ -1,4 +1,4 @@
-"""The direct gather kernel without limits, ``kernels/gather_general.cu``: one destination element a thread."""
+"""The direct gather kernel without limits, ``kernels/direct_general.cu``: one destination element a thread."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _DST_TOGETHER = 4  # channels of a thread, where there are as many
 
 
 class GeneralVariant(NamedTuple):
-    """The compile-time shape of ``gather_general.cu``."""
+    """The compile-time shape of ``direct_general.cu``."""
 
     dst_per_thread: int
 
 
-class GatherGeneral(Schedule):
+class DirectGeneral(Schedule):
     """One destination element a thread: any layer."""
 
-    name = "gather_general"
+    name = "direct_general"
     _THREADS = 256
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

@@ -1,4 +1,4 @@
-"""The direct gather kernel for layers that unroll, ``kernels/gather_tiled.cu``: variants, tiles and launch."""
+"""The direct gather kernel for layers that unroll, ``kernels/direct_tiled.cu``: variants, tiles and launch."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class _Layer:
         return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout
 
 
-class GatherTiled(Schedule):
+class DirectTiled(Schedule):
     """All phases of a tile in one block, the kernel's taps unrolled."""
 
-    name = "gather_tiled"
+    name = "direct_tiled"
     offered = 8
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -228,14 +228,15 @@ class _TileSize(NamedTuple):
         return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
 
 
-def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], typical: bool = False) -> int:
-    """Of tiles of these lanes; ``typical``: whatever the size of images, with offsets of 32 bits."""
+def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], counts: Counts | None = None) -> int:
+    """Of tiles of these lanes; with ``counts``: whatever the size of images, with offsets of 32 bits."""
     accumulator = accumulator_bytes(gather.dtype)
     weights = variant.stage_channels * variant.dst_slices * round_up(gather.taps * variant.dst_per_thread, 4)
     plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
     buffers = variant.buffers * (weights + variant.stage_channels * plane)
     slice_threads = variant.lanes * variant.dst_slices
-    counts = Counts.of(gather, variant)
+    typical = counts is not None
+    counts = counts or Counts.of(gather, variant)
     rows = slice_threads * counts.run
     summed = variant.src_slices > 1 or counts.chain < counts.stages
     sums = slice_threads * round_up(counts.accumulators, 4) if summed else 0
@@ -348,7 +349,7 @@ def legal_variants(
             variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, depth, 1, vector)
             counts = Counts.of(gather, variant)
             needed = round_up(registers(counts, variant), 8)
-            shared = _shared_bytes(gather, variant, (1, 1, 1, lanes), typical=True) + 1024
+            shared = _shared_bytes(gather, variant, (1, 1, 1, lanes), counts) + 1024
             blocks = min(
                 REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
             )

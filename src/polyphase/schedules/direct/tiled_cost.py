@@ -1,4 +1,4 @@
-"""What a variant of ``gather_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
+"""What a variant of ``direct_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
 
 Its terms are section ``direct_tiled`` of the costs, in issue slots, stalls included.
 """
@@ -6,6 +6,7 @@ Its terms are section ``direct_tiled`` of the costs, in issue slots, stalls incl
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.costs import Costs
@@ -14,7 +15,7 @@ from polyphase.schedules.cells import Gather
 
 
 class TiledVariant(NamedTuple):
-    """The compile-time shape of ``gather_tiled.cu``; its file says what the names mean."""
+    """The compile-time shape of ``direct_tiled.cu``; its file says what the names mean."""
 
     lanes: int
     dst_per_thread: int
@@ -50,7 +51,7 @@ _CHAIN_TERMS = 50
 
 
 class Counts(NamedTuple):
-    """What one thread does: per source channel, per stage, and per item (gather_tiled.cu has the words)."""
+    """What one thread does: per source channel, per stage, and per item (direct_tiled.cu has the words)."""
 
     stages: int
     chain: int  # stages whose products are summed in one chain
@@ -70,34 +71,63 @@ class Counts(NamedTuple):
     @classmethod
     def of(cls, gather: Gather, variant: TiledVariant) -> Counts:
         """What a thread of ``variant`` does for this pass."""
-        _, height, width = gather.cell_axes
-        cells = variant.cells_h * variant.cells_w
+        patch = _Patch.of(gather, variant.dst_per_thread, variant.cells_h, variant.cells_w)
         per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
-        rows, columns = height.window_used(variant.cells_h), width.window_used(variant.cells_w)
-        reads = columns  # of a row
-        if gather.split == 1 and variant.cells_w * width.src % 2 == 0:  # in pairs
-            reads = math.ceil((width.first_offset % 2 + width.window(variant.cells_w)) / 2)
-        words = accumulator_bytes(gather.dtype) // 4
-        stages = math.ceil(gather.src_channels / variant.stage_channels)
+        stages = -(-gather.src_channels // variant.stage_channels)
         channels = variant.stage_channels / variant.src_slices
         chain = stages
         if gather.dtype == "float32":
             chain = min(stages, math.ceil(_CHAIN_TERMS * gather.owned / (gather.taps * channels)))
+        threads = variant.threads
         return cls(
-            stages=stages,
-            chain=max(chain, variant.src_slices),
-            channels=channels,
-            products=gather.taps * variant.dst_per_thread * cells * words,
-            weight_reads=math.ceil(gather.taps * variant.dst_per_thread / 4) * words,
+            stages,
+            max(chain, variant.src_slices),
+            channels,
+            patch.products,
+            patch.weight_reads,
+            patch.patch_reads,
+            -(-per_stage // threads),
+            gather.weight_channels_last and threads % (variant.dst_per_thread * variant.dst_slices) > 0,
+            variant.loads,
+            patch.accumulators,
+            patch.owned,
+            patch.patch,
+            patch.run,
+            patch.words,
+        )
+
+
+class _Patch(NamedTuple):
+    """What one thread does per source channel for its cells and channels, whatever its stages."""
+
+    products: int
+    weight_reads: int
+    patch_reads: int
+    accumulators: int
+    owned: int
+    patch: int
+    run: int
+    words: int
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, gather: Gather, dst_per_thread: int, cells_h: int, cells_w: int) -> _Patch:
+        """What it does for this pass."""
+        _, height, width = gather.cell_axes
+        cells = cells_h * cells_w
+        rows, columns = height.window_used(cells_h), width.window_used(cells_w)
+        reads = columns  # of a row
+        if gather.split == 1 and cells_w * width.src % 2 == 0:  # in pairs
+            reads = math.ceil((width.first_offset % 2 + width.window(cells_w)) / 2)
+        words = accumulator_bytes(gather.dtype) // 4
+        return cls(
+            products=gather.taps * dst_per_thread * cells * words,
+            weight_reads=math.ceil(gather.taps * dst_per_thread / 4) * words,
             patch_reads=gather.axes[0].kernel * rows * reads * words,
-            weight_items=math.ceil(per_stage / variant.threads),
-            scattered=gather.weight_channels_last
-            and variant.threads % (variant.dst_per_thread * variant.dst_slices) > 0,
-            loads=variant.loads,
-            accumulators=cells * gather.phases * variant.dst_per_thread,
-            owned=cells * gather.owned * variant.dst_per_thread,
+            accumulators=cells * gather.phases * dst_per_thread,
+            owned=cells * gather.owned * dst_per_thread,
             patch=rows * columns,
-            run=variant.cells_w * width.dst,
+            run=cells_w * width.dst,
             words=words,
         )
 

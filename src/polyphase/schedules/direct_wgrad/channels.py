@@ -1,4 +1,4 @@
-"""The direct weight gradient for few channels in a group: ``kernels/weight_grad_channels.cu``."""
+"""The direct weight gradient for few channels in a group: ``kernels/direct_wgrad_channels.cu``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LEAST_TILES = 4  # of a part
 
 
 class ChannelsGradVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``weight_grad_channels.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``direct_wgrad_channels.cu`` says what the names mean."""
 
     vector: int
     positions: int
@@ -78,10 +78,10 @@ class ChannelsGradVariant(NamedTuple):
         return of_taps * problem.in_channels_per_group // self.in_held
 
 
-class WeightGradChannels(Schedule):
+class DirectWgradChannels(Schedule):
     """A few neighbouring output channels a thread, with all or some of their weights, at a part of the positions."""
 
-    name = "weight_grad_channels"
+    name = "direct_wgrad_channels"
     adapts = True
     offered = 4
 

@@ -1,4 +1,4 @@
-"""Direct kernel of the weight gradient: ``kernels/weight_grad.cu``, a matrix product along batch × input positions."""
+"""Weight gradient on CUDA cores, ``kernels/direct_wgrad_gemm.cu``: a matrix product along batch × input positions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, layer_constants
 
 _THREADS = 256
+_DEPTHS = (8, 16, 32, 64, 128)
 
 
 class WeightGradVariant(NamedTuple):
-    """The compile-time shape of ``weight_grad.cu``; its file says what the names mean."""
+    """The compile-time shape of ``direct_wgrad_gemm.cu``; its file says what the names mean."""
 
     rows: int
     columns: int
@@ -44,10 +45,10 @@ class _Product(NamedTuple):
     words: int
 
 
-class WeightGrad(Schedule):
+class DirectWgradGemm(Schedule):
     """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
 
-    name = "weight_grad"
+    name = "direct_wgrad_gemm"
     offered = 8
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -147,7 +148,7 @@ def _parts(problem: ConvTransposeProblem, variant: WeightGradVariant, device: De
 
 
 def _shared_floats(variant: WeightGradVariant) -> int:
-    row_pitch, column_pitch = (-(-size // 4) * 4 + 4 for size in (variant.rows, variant.columns))
+    row_pitch, column_pitch = -(-variant.rows // 4) * 4 + 4, -(-variant.columns // 4) * 4 + 4
     return 2 * variant.depth * (row_pitch + column_pitch) + _THREADS * variant.thread_rows * variant.thread_columns
 
 
@@ -155,18 +156,19 @@ def _variants(product: _Product, shared_bytes: int) -> Iterator[WeightGradVarian
     """Every variant whose registers and shared memory suffice for a block, and that is not mostly idle."""
     rows = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= next_power_of_two(product.rows)]
     columns = [count for count in (4, 8, 16, 32, 64, 128) if count <= max(4, next_power_of_two(product.columns))]
+    items = {(side, depth): _items(side, depth) for side in {*rows, *columns} for depth in _DEPTHS}
     shapes = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), rows, columns)
     for thread_rows, thread_columns, block_rows, block_columns in shapes:
         slice_threads = (block_rows // thread_rows) * (block_columns // thread_columns)
         if block_rows < thread_rows or block_columns < thread_columns or slice_threads > _THREADS:
             continue
         k_slices = _THREADS // slice_threads
-        for depth in (8, 16, 32, 64, 128):
-            x_items, g_items = _items(block_rows, depth), _items(block_columns, depth)
+        held = thread_rows * thread_columns + 2 * (thread_rows + thread_columns)
+        for depth in _DEPTHS:
+            x_items, g_items = items[block_rows, depth], items[block_columns, depth]
             if depth % k_slices or x_items + g_items > 24:
                 continue
-            held = thread_rows * thread_columns + 2 * (thread_rows + thread_columns) + x_items + g_items
-            registers = product.words * held + 56 + 2 * g_items
+            registers = product.words * (held + x_items + g_items) + 56 + 2 * g_items
             blocks = min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
             if blocks < 1:
                 continue
@@ -177,7 +179,7 @@ def _variants(product: _Product, shared_bytes: int) -> Iterator[WeightGradVarian
 
 def _items(side: int, depth: int) -> int:
     """Elements of a stage that a thread loads of an operand."""
-    return math.ceil(side * depth / _THREADS)
+    return -(-side * depth // _THREADS)
 
 
 def _cycles(variant: WeightGradVariant, words: int, terms: Costs) -> float:

@@ -1,4 +1,4 @@
-"""Direct kernel of the weight gradient of few output channels, ``kernels/weight_grad_windows.cu``."""
+"""Direct kernel of the weight gradient of few output channels, ``kernels/direct_wgrad_windows.cu``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _CHAIN = 1024  # positions that a thread sums in one chain
 
 
 class WindowsVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``weight_grad_windows.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``direct_wgrad_windows.cu`` says what the names mean."""
 
     thread_rows: int
     thread_lines: int
@@ -123,10 +123,10 @@ class _Tiling:
         return math.prod(self.tiles)
 
 
-class WeightGradWindows(Schedule):
+class DirectWgradWindows(Schedule):
     """A window of the output gradient for all taps, read by threads that own some channels and taps, in float32."""
 
-    name = "weight_grad_windows"
+    name = "direct_wgrad_windows"
     adapts = True
     offered = 4
     kept = True

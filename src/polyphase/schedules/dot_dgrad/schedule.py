@@ -1,4 +1,4 @@
-"""The input gradient of layers with long kernels, as dot products, ``kernels/input_grad_dots.cu``."""
+"""The input gradient of layers with long kernels, as dot products, ``kernels/dot_dgrad.cu``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RESIDENT = 2  # blocks, by their registers
 
 
 class DotsVariant(NamedTuple):
-    """The compile-time shape of ``input_grad_dots.cu``: input channels of a warp, which has 32 sums."""
+    """The compile-time shape of ``dot_dgrad.cu``: input channels of a warp, which has 32 sums."""
 
     in_tile: int
 
@@ -41,10 +41,10 @@ class DotsVariant(NamedTuple):
 _VARIANTS = tuple(DotsVariant(in_tile) for in_tile in (16, 8, 4, 2, 1))
 
 
-class InputGradDots(Schedule):
+class DotDgrad(Schedule):
     """The lanes of a warp go along the taps."""
 
-    name = "input_grad_dots"
+    name = "dot_dgrad"
     adapts = True
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

@@ -1,4 +1,4 @@
-"""Layers with few channels in a group on tensor cores, ``kernels/gather_gemm.cu``."""
+"""Layers with few channels in a group on tensor cores, ``kernels/grouped_gemm.cu``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from polyphase.costs import Costs, costs
+from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -23,7 +23,7 @@ from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import Sharing, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import counter_bytes, lacks_cores, parts_of, steps_of
-from polyphase.schedules.tiles import layer_constants, out_blocks, tiles_of
+from polyphase.schedules.tiles import best_first, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, Part, row_bytes, row_piece
 
 _MAX_IN_CHANNELS = 64  # of a group
@@ -38,7 +38,7 @@ _COPY_THREADS = 256
 
 
 class GatherGemmVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``gather_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``grouped_gemm.cu`` says what the names mean."""
 
     warps: int
     pixel_tiles: int
@@ -107,10 +107,10 @@ class _Product(NamedTuple):
     weight_bytes: int
 
 
-class GatherGemm(Schedule):
+class GroupedGemm(Schedule):
     """All phases of a tile as one product of few rows, written as whole rows."""
 
-    name = "gather_gemm"
+    name = "grouped_gemm"
     kept = True
     compared = 1 << 30  # all of them
 
@@ -124,7 +124,7 @@ class GatherGemm(Schedule):
         if (channels := problem.in_channels_per_group) > _MAX_IN_CHANNELS:
             return f"{channels} input channels in a group are many (here at most {_MAX_IN_CHANNELS})"
         if (channels := problem.out_channels_per_group) not in FEW_CHANNELS:
-            # `scatter_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more.
+            # `overlap_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more.
             many = "few" if channels < FEW_CHANNELS.start else "many"
             allowed = f"{FEW_CHANNELS.start} to {FEW_CHANNELS.stop - 1}"
             return f"{channels} output channels in a group are {many} (here {allowed})"
@@ -274,15 +274,18 @@ def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
 
 
 def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
+    return _shared_bytes_beside(problem, variant) + _tile_bytes(variant, tiling, outputs)
+
+
+def _shared_bytes_beside(problem: ConvTransposeProblem, variant: GatherGemmVariant) -> int:
+    """Shared memory of a block beside that of its tiles."""
+    return _BARRIER_BYTES + round_up(8 * variant.columns, 128) + _product(problem, variant.out_chunk).weight_bytes
+
+
+def _tile_bytes(variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
+    """That of tiles, whose outputs there is room for so many times."""
     stages = variant.buffers * variant.stage_steps * tiling.step_bytes
-    tables = (
-        _BARRIER_BYTES
-        + round_up(8 * variant.columns, 128)
-        + _product(problem, variant.out_chunk).weight_bytes
-        + tiling.bare_bytes
-        + tiling.table_bytes
-    )
-    return tables + outputs * tiling.staged_bytes + stages
+    return tiling.bare_bytes + tiling.table_bytes + outputs * tiling.staged_bytes + stages
 
 
 def _outputs(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:
@@ -296,18 +299,25 @@ def _tiling(
 ) -> _Tiling | None:
     """The tiles of least time."""
     room = device.shared_bytes_of(variant.min_blocks)
-    tilings = _tilings(problem, layouts, variant.out_chunk, variant.columns)
-    fitting = [each for each in tilings if _shared_bytes(problem, variant, each, 1) <= room]
-    most = max((each.cells for each in fitting), default=0)
-    large = (each for each in fitting if 2 * each.cells >= most)
-    return min(large, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
+    tilings = _tilings(problem, layouts, variant.out_chunk, variant.columns, device)
+    other = _shared_bytes_beside(problem, variant)
+    fitting = [each for each in tilings if other + _tile_bytes(variant, each[0], 1) <= room]
+    most = max((each.cells for each, _ in fitting), default=0)
+    large = [each for each in fitting if 2 * each[0].cells >= most]
+    work = _Work(problem, variant, device)
+    # Nothing is faster than its bytes, and than its products.
+    bounds = (max(floor, work.seconds(tiling, multiplying_alone=True)) for tiling, floor in large)
+    place = next(best_first(bounds, lambda place: max(large[place][1], work.seconds(large[place][0]))), None)
+    return None if place is None else large[place][0]
 
 
 @lru_cache(maxsize=256)
-def _tilings(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, columns: int) -> list[_Tiling]:
-    """Those by tiles of at most so many cells, for all variants alike."""
+def _tilings(
+    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, columns: int, device: DeviceInfo
+) -> list[tuple[_Tiling, float]]:
+    """Those by tiles of at most so many cells, for all variants alike, and the seconds that their bytes take."""
     tilings = (_tiles(problem, layouts, out_chunk, lanes) for lanes in _lanes(problem, columns))
-    return [each for each in tilings if each is not None]
+    return [(each, _floor(problem, out_chunk, each, device)) for each in tilings if each is not None]
 
 
 @lru_cache(maxsize=256)
@@ -402,62 +412,74 @@ def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
     return min(range(0, 128 // size, 16 // size), key=lambda padding: (rounds(padding), padding))
 
 
-def _multiply_cycles(
-    problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int, terms: Costs
-) -> float:
-    """Predicted cycles for the products of a tile, in each of so many resident blocks."""
-    size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
-    parts, steps = product.parts, product.steps
-    warps = min(variant.warps, math.ceil(tiling.cells / (8 * tiles)))
-    taken = product.pixels * tiles * ((10 if parts > 1 else 4) if size == 4 else 6)
-    multiplied = product.entries * (2 * parts + tiles * (7 if parts > 1 else 1))
-    slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
-    return resident * warps * slots * terms.slot + steps * product.pixels * terms.pixel
+_ROUNDING = 1 - 1e-9  # of a norm, which may come out below its largest part
 
 
-def _load_cycles(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, terms: Costs) -> float:
-    """Predicted cycles for a tile's windows."""
-    size = DTYPE_BYTES[problem.dtype]
-    stages = math.ceil(_product(problem, variant.out_chunk).steps / variant.stage_steps)
-    channels = variant.stage_steps * 32 // size * (4 if tiling.window.piece * size < 4 else 1)
-    finds = math.ceil(tiling.window.places / (32 * variant.load_warps))
-    return stages * (finds * (terms.find + channels * terms.copy) + terms.stage)
+class _Work:
+    """What the blocks of a variant do: what all tiles have in common is counted once."""
+
+    def __init__(self, problem: ConvTransposeProblem, variant: GatherGemmVariant, device: DeviceInfo) -> None:
+        self._terms = terms = costs("grouped_gemm", device)
+        size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
+        parts, steps = product.parts, product.steps
+        taken = product.pixels * tiles * ((10 if parts > 1 else 4) if size == 4 else 6)
+        multiplied = product.entries * (2 * parts + tiles * (7 if parts > 1 else 1))
+        self._slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
+        self._waits = steps * product.pixels * terms.pixel
+        self._stages = math.ceil(steps / variant.stage_steps)
+        self._channels, self._size = variant.stage_steps * 32 // size, size
+        depth, height, width = problem.axes3
+        self._rows = depth.stride * height.stride * variant.out_chunk  # of a row of cells
+        self._cell_bytes = width.stride * size
+        self._blocks = out_blocks(problem, variant.out_chunk)
+        self._variant, self._device = variant, device
+
+    def seconds(self, tiling: _Tiling, multiplying_alone: bool = False) -> float:
+        """Predicted seconds that instructions take, or those of the products."""
+        variant, multiprocessors, terms = self._variant, self._device.multiprocessors, self._terms
+        at_once = multiprocessors * variant.min_blocks
+        resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * self._blocks / multiprocessors)))
+        rounds = math.ceil(tiling.total / max(1, at_once // self._blocks)) * max(1.0, self._blocks / at_once)
+        warps = min(variant.warps, math.ceil(tiling.cells / (8 * variant.pixel_tiles)))
+        tile = resident * warps * self._slots * terms.slot + self._waits
+        if not multiplying_alone:
+            parts = tile, self._load_cycles(tiling), self._store_cycles(tiling, resident)
+            tile = sum(part**terms.together for part in parts) ** (1 / terms.together)
+        return (rounds * tile + terms.launch) / self._device.clock_hz * (_ROUNDING if multiplying_alone else 1)
+
+    def _load_cycles(self, tiling: _Tiling) -> float:
+        """Predicted cycles for a tile's windows."""
+        channels = self._channels * (4 if tiling.window.piece * self._size < 4 else 1)
+        finds = math.ceil(tiling.window.places / (32 * self._variant.load_warps))
+        terms = self._terms
+        return self._stages * (finds * (terms.find + channels * terms.copy) + terms.stage)
+
+    def _store_cycles(self, tiling: _Tiling, resident: int) -> float:
+        """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
+        images, slabs, lines, columns = tiling.lanes
+        rows = images * slabs * lines * self._rows
+        written = rows / (tiling.joined * self._variant.store_warps)
+        whole = tiling.whole_sectors or tiling.joined > 1
+        terms = self._terms
+        row = terms.row_whole if whole else terms.row
+        return written * row + resident * rows * (columns * self._cell_bytes) * terms.byte + terms.outputs
 
 
-def _store_cycles(
-    problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, resident: int, terms: Costs
-) -> float:
-    """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
-    depth, height, width = problem.axes3
-    rows = math.prod(tiling.lanes[:3]) * depth.stride * height.stride * variant.out_chunk
-    row_bytes = tiling.lanes[3] * width.stride * DTYPE_BYTES[problem.dtype]
-    written = rows / (tiling.joined * variant.store_warps)
-    whole = tiling.whole_sectors or tiling.joined > 1
-    row = terms.row_whole if whole else terms.row
-    return written * row + resident * rows * row_bytes * terms.byte + terms.outputs
+def _floor(problem: ConvTransposeProblem, out_chunk: int, tiling: _Tiling, device: DeviceInfo) -> float:
+    """Predicted seconds that bytes take."""
+    size, terms = DTYPE_BYTES[problem.dtype], costs("grouped_gemm", device)
+    channels = _product(problem, out_chunk).steps * 32 // size
+    halo = tiling.total * out_blocks(problem, out_chunk) * channels * row_bytes(tiling.window, size)
+    moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * terms.halo
+    return moved / (device.copy_bytes_per_second * terms.bandwidth)
 
 
 def _estimate(
     problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    terms = costs("grouped_gemm", device)
-    size, blocks = DTYPE_BYTES[problem.dtype], out_blocks(problem, variant.out_chunk)
-    at_once = device.multiprocessors * variant.min_blocks
-    resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * blocks / device.multiprocessors)))
-    rounds = math.ceil(tiling.total / max(1, at_once // blocks)) * max(1.0, blocks / at_once)
-    parts = (
-        _multiply_cycles(problem, variant, tiling, resident, terms),
-        _load_cycles(problem, variant, tiling, terms),
-        _store_cycles(problem, variant, tiling, resident, terms),
-    )
-    tile = sum(part**terms.together for part in parts) ** (1 / terms.together)
-    work = (rounds * tile + terms.launch) / device.clock_hz
-    channels = _product(problem, variant.out_chunk).steps * 32 // size
-    halo = tiling.total * blocks * channels * row_bytes(tiling.window, size)
-    moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * terms.halo
-    floor = moved / (device.copy_bytes_per_second * terms.bandwidth)
-    return slower_of(work, floor)
+    work = _Work(problem, variant, device).seconds(tiling)
+    return slower_of(work, _floor(problem, variant.out_chunk, tiling, device))
 
 
 def _shares(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> bool:

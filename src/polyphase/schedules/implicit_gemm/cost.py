@@ -37,7 +37,7 @@ class Work:
         self._pixel_bytes = self._stages * chunks * CHUNK_BYTES  # of each pixel of a halo
         self._packed = variant.row_parts * product.weight_bytes(variant)
         self._weight_bytes = 0 if variant.resident else self._packed
-        self._resident = self._packed * terms.moved if variant.resident else 0
+        self.once = (self._packed * terms.moved if variant.resident else 0) + terms.launch
 
         instructions = product.steps * product.operations * variant.pixel_blocks * variant.sharers
         instructions *= 3 if variant.parts == 2 else 1
@@ -57,10 +57,9 @@ class Work:
         self._chunks, self._size, self._in_place = chunks, size, last
         self._stage_channels = variant.stage_channels(gather.dtype)
         self._count_stores(gather)
-        self._rounds = product.row_groups / variant.row_parts
         one_tap = all((a.kernel, a.padding, a.dilation) == (a.stride, 0, 1) for a in gather.axes)
         self._bandwidth = terms.bandwidth_one_tap if one_tap and not last else terms.bandwidth
-        self._in_sectors = variant.row_columns(gather) < gather.axes[2].stride
+        self.in_sectors = variant.row_columns(gather) < gather.axes[2].stride
 
     def estimate(
         self, gather: Gather, stages: int, tile: Tile, device: DeviceInfo, layer_bytes: int
@@ -79,56 +78,24 @@ class Work:
             waves = math.ceil(waves)
         if variant.split == "turns" and (waves > 1 or variant.whole_images):
             item, waves = _norm(terms.turns, main, (multiply + store) / 2), max(waves, 2)
-        busy = self._busy(gather, waves * item, device)
+        busy = (waves * item + self.once) / device.clock_hz
+        if self.in_sectors:
+            busy += sectors(gather, device)
         floor = layer_bytes / (self._bandwidth * device.copy_bytes_per_second)
         seconds, bound = slower_of(busy, floor)
-        return seconds + (_measure(gather, device) if variant.scaled else 0), bound
+        return seconds + (measure(gather, device) if variant.scaled else 0), bound
 
-    def bound(self, stages: int, boxes: bool) -> tuple[float, float, float, float]:
-        """Cycles of an item that no tile falls below: for each of its cells, and in all; both, too, of items in turns.
+    def least(self, halo: float, stages: int, boxes: bool) -> tuple[float, float]:
+        """Cycles of an item of so many pixels that no tile falls below, and of one whose stores others hide.
 
         ``stages`` are the most that there may be, ``boxes``: whether TMA may bring pixels that are then transposed.
-        What items take for all cells together grows with the number of tiles, and that is least where all are full.
         """
-        cells = self.variant.cells
-        (full, full_turn), (empty, empty_turn) = (self._least(halo, stages, boxes) for halo in (cells, 0))
-        return full / cells, empty, full_turn / cells, empty_turn
-
-    def _least(self, halo: float, stages: int, boxes: bool) -> tuple[float, float]:
-        """Cycles of an item with as many pixels, none of them in vain."""
         multiply = self._multiply(halo)
         slots = (self._slots + self._terms.slot_use * multiply) / (stages - self._taken)
         load = self._stages * self._least_load(halo, boxes)
         main = _norm(self._terms.overlap, multiply, load, self._moved(halo), slots)
         store = self._least_store(halo)
         return main + store, _norm(self._terms.turns, main, (multiply + store) / 2)
-
-    def seconds_of(
-        self, gather: Gather, cells: int, bound: tuple[float, float, float, float], device: DeviceInfo
-    ) -> float:
-        """Seconds that no tiles of so many ``cells`` fall below, by the `bound` of an item."""
-        variant = self.variant
-        tiles = math.ceil(math.ceil(cells / variant.cells) / variant.cluster) * variant.cluster
-        rounds = self._rounds / device.multiprocessors
-        waves = tiles * rounds
-        if waves < 8:
-            waves = math.ceil(waves)
-        each, alone, each_turn, alone_turn = bound
-        if variant.split != "turns":
-            cycles = max(cells * rounds * each, waves * alone)
-        elif waves > 1 or variant.whole_images:
-            cycles = max(cells * rounds * each_turn, max(waves, 2) * alone_turn)
-        else:
-            cycles = min(alone, 2 * alone_turn)
-        return self._busy(gather, cycles, device) + (_measure(gather, device) if variant.scaled else 0)
-
-    def _busy(self, gather: Gather, cycles: float, device: DeviceInfo) -> float:
-        """Seconds that all items take with so many cycles of the busiest multiprocessor, and the launch."""
-        busy = (cycles + self._resident + self._terms.launch) / device.clock_hz
-        if self._in_sectors:
-            written = math.prod(gather.dst.shape) * self._size
-            busy += self._terms.parts_of_sectors * written / device.copy_bytes_per_second
-        return busy
 
     def _multiply(self, halo: float) -> float:
         """Cycles of an item's products."""
@@ -244,7 +211,13 @@ class Work:
         return self._partial + self._outputs * cells * output
 
 
-def _measure(gather: Gather, device: DeviceInfo) -> float:
+def sectors(gather: Gather, device: DeviceInfo) -> float:
+    """Seconds beside a layer's, where row groups share sectors of its output."""
+    written, terms = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype], costs("implicit_gemm", device)
+    return terms.parts_of_sectors * written / device.copy_bytes_per_second
+
+
+def measure(gather: Gather, device: DeviceInfo) -> float:
     """Seconds to find what pixels and weights are multiplied by."""
     terms = costs("implicit_gemm", device)
     read = math.prod(gather.src.shape) + gather.groups * gather.src_channels * gather.dst_channels * gather.taps

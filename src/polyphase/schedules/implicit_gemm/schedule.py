@@ -28,7 +28,7 @@ from polyphase.schedules.implicit_gemm.config import (
 )
 from polyphase.schedules.implicit_gemm.cost import estimate
 from polyphase.schedules.implicit_gemm.packing import pack_weights, packing_constants, scales_bytes
-from polyphase.schedules.implicit_gemm.search import RESERVE, Members, fastest
+from polyphase.schedules.implicit_gemm.search import RESERVE, Members
 from polyphase.schedules.implicit_gemm.tile import (
     Tile,
     best_tile,
@@ -85,6 +85,10 @@ class _Layer:
             dense = replace(dense, input=dense_strides(problem.input_shape, self.src_channels_last))
         return Gather.of(problem, Pass.FORWARD, dense)
 
+    def members(self, device: DeviceInfo) -> Members:
+        """Its variants. The typical size stands for all: it decides no more than whether images are tiny."""
+        return Members.of(standard(self.problem), device, self.src_channels_last, self.boxes, self.may_scale)
+
     def sized(self, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> list[_Layer]:
         """The same with images of other sizes, those that are of the same kind."""
         found = (replace(typical(self.problem, sides), batch=batch) for batch, sides in sizes)
@@ -129,15 +133,13 @@ class ImplicitGemm(Schedule):
 
     def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: GemmVariant) -> float:
         """Whatever the bytes."""
-        return _seconds(at.gather, config, device)
+        return at.members(device).at(at.gather)[config._replace(stages=0)].seconds(at.gather, config.stages)
 
     def search(
         self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
     ) -> dict[GemmVariant, float]:
         """Each with the best of its stages."""
-        # The typical size stands for all: it decides no more than whether images are tiny.
-        members = Members.of(standard(at.problem), device, at.src_channels_last, at.boxes, at.may_scale)
-        return fastest(members.at(at.gather), at.gather, most, below)
+        return at.members(device).fastest(at.gather, most, below)
 
     def others(self, at: _Layer) -> list[_Layer]:
         return at.sized(_HAVING_A_SAY[is_tiny(at.problem)])
@@ -232,14 +234,14 @@ class ImplicitGemm(Schedule):
             ("PIXELS", variant.pixels),
             ("PIXEL_BLOCKS", variant.pixel_blocks),
             ("CONSUMERS", CONSUMERS),
-            ("SPLIT_ROWS", variant.split == "rows"),
-            ("TAKE_TURNS", variant.split == "turns"),
+            ("COOPERATIVE", variant.split == "rows"),
+            ("PING_PONG", variant.split == "turns"),
             ("RESIDENT", variant.resident),
             ("LOADER_GROUPS", variant.loader_groups),
             ("LOADER_THREADS", variant.loader_threads),
             ("GIVEN_REGISTERS", 0),
             ("CHUNKS_AT_ONCE", 2),
-            ("TURNING_GROUPS", variant.turning_groups),
+            ("TRANSPOSE_GROUPS", variant.turning_groups),
             ("STAGES", variant.stages),
             ("CLUSTER", variant.cluster),
             ("STORE_VECTOR", 0),
@@ -314,9 +316,3 @@ def _with_long_pieces(at: _Layer, variant: GemmVariant, device: DeviceInfo) -> G
             if same and estimate(gathers[0], fewer, tiles[0], device, 0)[0] <= most:
                 return fewer
     return variant
-
-
-def _seconds(gather: Gather, variant: GemmVariant, device: DeviceInfo) -> float:
-    """Of one variant; infinite where it has no tile."""
-    tile = best_tile(gather, variant, gather.src.shape[0], device, RESERVE)
-    return math.inf if tile is None else estimate(gather, variant, tile, device, 0)[0]

@@ -14,8 +14,8 @@ from polyphase.problem import ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import GemmVariant, families
-from polyphase.schedules.implicit_gemm.cost import Work
-from polyphase.schedules.implicit_gemm.tile import Room, box_strides, needs_wide_offsets
+from polyphase.schedules.implicit_gemm.cost import Work, measure, sectors
+from polyphase.schedules.implicit_gemm.tile import Room, Tile, box_strides, needs_wide_offsets
 
 _MAX_OPERATIONS = 512
 _ROUNDING = 1 - 1e-9  # a bound is summed up in another order than a prediction
@@ -24,46 +24,78 @@ _ROUNDING = 1 - 1e-9  # a bound is summed up in another order than a prediction
 RESERVE = 2 << 10
 
 
+class _Bound:
+    """Seconds that no tiles of a variant fall below, whatever the size of images.
+
+    What items take for all cells together grows with the number of tiles, and that is least where all are full.
+    """
+
+    def __init__(self, work: Work, stages: int, boxes: bool, device: DeviceInfo) -> None:
+        variant, product = work.variant, work.product
+        full, full_turn = work.least(variant.cells, stages, boxes)
+        self._alone, self._alone_turn = work.least(0, stages, boxes)
+        self._cells, self._cluster = variant.cells, variant.cluster
+        self._rounds = product.row_groups / variant.row_parts / device.multiprocessors  # of a tile
+        self._each, self._each_turn = (cycles * self._rounds / variant.cells for cycles in (full, full_turn))
+        self._in_turns, self._always = variant.split == "turns", variant.whole_images
+        self._once, self._clock = work.once, device.clock_hz / _ROUNDING
+
+    def seconds(self, cells: int) -> float:
+        """For images of so many cells in all."""
+        tiles = -(-cells // self._cells)
+        waves = -(-tiles // self._cluster) * self._cluster * self._rounds
+        if waves < 8:
+            waves = math.ceil(waves)
+        if not self._in_turns:
+            cycles = max(cells * self._each, waves * self._alone)
+        elif waves > 1 or self._always:
+            cycles = max(cells * self._each_turn, max(waves, 2) * self._alone_turn)
+        else:
+            cycles = min(self._alone, 2 * self._alone_turn)
+        return (cycles + self._once) / self._clock
+
+
 class Member:
     """A variant with each of the stages that it may have."""
 
     def __init__(self, gather: Gather, variant: GemmVariant, stages: tuple[int, ...], device: DeviceInfo) -> None:
-        self._variant, self._stages, self._device = variant, stages, device
-        self._work = Work(gather, variant, device)
+        self.variant, self._stages, self._device = variant, stages, device
+        self.work = Work(gather, variant, device)
         self._rooms: dict[bool, Room] = {}
-        self._bounds: dict[bool, tuple[float, float, float, float]] = {}
+        self._bounds: dict[bool, _Bound] = {}
 
-    @property
-    def operations(self) -> int:
-        """Of its product."""
-        return self._work.product.operations
-
-    def bound(self, gather: Gather, boxes: bool) -> float:
-        """Seconds that it takes at least; ``boxes``: whether TMA may bring pixels that are then transposed."""
+    def bound(self, boxes: bool) -> _Bound:
+        """``boxes``: whether TMA may bring pixels that are then transposed."""
         if boxes not in self._bounds:
-            self._bounds[boxes] = self._work.bound(self._stages[-1], boxes)
-        sizes = gather.src.shape[2:] if self._variant.whole_images else gather.cells
-        cells = gather.src.shape[0] * math.prod(sizes)
-        return self._work.seconds_of(gather, cells, self._bounds[boxes], self._device) * _ROUNDING
+            self._bounds[boxes] = _Bound(self.work, self._stages[-1], boxes, self._device)
+        return self._bounds[boxes]
+
+    def _tiles(self, gather: Gather) -> list[Tile | None]:
+        """The best with each of the stages."""
+        wide = needs_wide_offsets(gather)
+        if wide not in self._rooms:
+            self._rooms[wide] = Room(gather, self.variant, self._stages, self._device, RESERVE)
+        return self._rooms[wide].tiles(gather, gather.src.shape[0])
+
+    def seconds(self, gather: Gather, stages: int) -> float:
+        """The prediction, whatever the bytes, with so many stages; infinite where no tile fits."""
+        tile = self._tiles(gather)[self._stages.index(stages)]
+        return math.inf if tile is None else self.work.estimate(gather, stages, tile, self._device, 0)[0]
 
     def fastest(self, gather: Gather) -> tuple[float, GemmVariant] | None:
         """The prediction, whatever the bytes, with the best number of stages; None where no tile fits."""
-        wide = needs_wide_offsets(gather)
-        if wide not in self._rooms:
-            self._rooms[wide] = Room(gather, self._variant, self._stages, self._device, RESERVE)
-        tiles = self._rooms[wide].tiles(gather, gather.src.shape[0])
         fastest, before = None, None
-        for count, tile in zip(reversed(self._stages), reversed(tiles)):
+        for count, tile in zip(reversed(self._stages), reversed(self._tiles(gather))):
             if tile is None:
                 continue
             if tile is before:
                 break  # fewer stages only pay for a better tile
             before = tile
-            seconds = self._work.estimate(gather, count, tile, self._device, 0)[0]
+            seconds = self.work.estimate(gather, count, tile, self._device, 0)[0]
             if fastest is not None and seconds >= fastest[0]:
                 break
             fastest = seconds, count
-        return None if fastest is None else (fastest[0], self._variant._replace(stages=fastest[1]))
+        return None if fastest is None else (fastest[0], self.variant._replace(stages=fastest[1]))
 
 
 class Members:
@@ -77,7 +109,7 @@ class Members:
     ) -> None:
         self._families = list(families(problem, device, channels_last, boxes, may_scale))
         self._device = device
-        self._found: dict[tuple[bool, bool], list[Member]] = {}
+        self._found: dict[tuple[bool, bool], dict[GemmVariant, Member]] = {}
 
     @classmethod
     @lru_cache(maxsize=64)
@@ -87,35 +119,44 @@ class Members:
         """Those of a layer, made once."""
         return cls(problem, device, channels_last, boxes, may_scale)
 
-    def at(self, gather: Gather) -> list[Member]:
-        """Those of images of a size: single pixels have every memory format at once."""
+    def at(self, gather: Gather) -> dict[GemmVariant, Member]:
+        """Those of images of a size by variant without stages: single pixels have every memory format at once."""
         formats = gather.src.channels_last, gather.dst.channels_last
         if formats not in self._found:
             every = (Member(gather, variant, stages, self._device) for variant, stages in self._families)
-            self._found[formats] = [member for member in every if member.operations <= _MAX_OPERATIONS]
+            few = (member for member in every if member.work.product.operations <= _MAX_OPERATIONS)
+            self._found[formats] = {member.variant: member for member in few}
         return self._found[formats]
 
+    def fastest(self, gather: Gather, most: int | None, below: float) -> dict[GemmVariant, float]:
+        """The ``most`` variants of the least predicted seconds, and some others, in the order of `families`.
 
-def fastest(among: list[Member], gather: Gather, most: int | None, below: float) -> dict[GemmVariant, float]:
-    """The ``most`` variants of the least predicted seconds, and some others, in the order of ``among``.
-
-    Slower ones than ``below`` may be missing.
-    """
-    boxes = not gather.src.channels_last and box_strides(gather, one_row=True) is not None
-    bounds = sorted((member.bound(gather, boxes), index) for index, member in enumerate(among))
-    found: list[tuple[int, float, GemmVariant]] = []
-    best: list[float] = []  # the most negative of the best first
-    for bound, index in bounds:
-        if bound > below:
-            break
-        one = among[index].fastest(gather)
-        if one is None:
-            continue
-        found.append((index, *one))
-        if most is not None:
-            heapq.heappush(best, -one[0])
-            if len(best) > most:
-                heapq.heappop(best)
-            if len(best) == most:
-                below = min(below, -best[0])
-    return {variant: seconds for _, seconds, variant in sorted(found, key=lambda each: each[0])}
+        Slower ones than ``below`` may be missing.
+        """
+        among = list(self.at(gather).values())
+        boxes = not gather.src.channels_last and box_strides(gather, one_row=True) is not None
+        images = gather.src.shape[0]
+        cells, pixels = (images * math.prod(sizes) for sizes in (gather.cells, gather.src.shape[2:]))
+        stored, measured = sectors(gather, self._device), measure(gather, self._device)
+        bounds = []
+        for index, member in enumerate(among):
+            bound = member.bound(boxes).seconds(pixels if member.variant.whole_images else cells)
+            bound += (stored if member.work.in_sectors else 0.0) + (measured if member.variant.scaled else 0.0)
+            bounds.append((bound, index))
+        bounds.sort()
+        found: list[tuple[int, float, GemmVariant]] = []
+        best: list[float] = []  # the most negative of the best first
+        for bound, index in bounds:
+            if bound * _ROUNDING > below:
+                break
+            one = among[index].fastest(gather)
+            if one is None:
+                continue
+            found.append((index, *one))
+            if most is not None:
+                heapq.heappush(best, -one[0])
+                if len(best) > most:
+                    heapq.heappop(best)
+                if len(best) == most:
+                    below = min(below, -best[0])
+        return {variant: seconds for _, seconds, variant in sorted(found, key=lambda each: each[0])}

@@ -28,6 +28,7 @@ from polyphase.schedules.implicit_gemm.config import (
 _MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
 _MAX_STATIC_SHARED = 48 << 10
 _MAX_BOX_SIDE = 256
+_PER_PIXEL = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}  # of a copy's bytes: what it costs beside a cell
 
 
 class Tile(NamedTuple):
@@ -90,6 +91,10 @@ class _SharedBytes:
     def least(self, stages: int) -> int:
         """Of any tile: all have pixels for each cell."""
         return self.fixed + stages * (self.weights + self.allocated * self.cells)
+
+    def most_allocated(self, stages: int, limit: int, aligned: bool) -> int:
+        """Pixels of a tile's run with which stages alone come to ``limit``."""
+        return ((limit - self.fixed) // stages - self.weights) // self.allocated - (0 if aligned else 32)
 
     def of(self, tile: Tile, stages: int, aligned: bool) -> int:
         """Of one tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
@@ -201,7 +206,7 @@ class Room:
             limit = device.shared_bytes_per_block - static - reserve
             if static > _MAX_STATIC_SHARED or self._shared.least(count) > limit:
                 break  # nor do more stages fit
-            self._limits.append(limit)
+            self._limits.append((limit, self._shared.most_allocated(count, limit, self._aligned)))
 
     def tiles(self, gather: Gather, batch: int) -> list[Tile | None]:
         """The tile of least work that fits, with each of the stages."""
@@ -212,8 +217,10 @@ class Room:
         engines = (True,) if boxes else (True, False) if may_take_boxes(gather, self._variant) else (False,)
         tiles = iter(_tiles(gather, self._cells, batch, self._banks, *self._kind, engines, self._transposed))
         tile = next(tiles, None)
-        for index, limit in enumerate(self._limits):
-            while tile is not None and self._shared.of(tile, self._stages[index], self._aligned) > limit:
+        for index, (limit, most) in enumerate(self._limits):
+            while tile is not None and (
+                tile.allocated > most or self._shared.of(tile, self._stages[index], self._aligned) > limit
+            ):
                 tile = next(tiles, None)
             found[index] = tile
         return found
@@ -249,8 +256,10 @@ def _tiles(
             if not engine or box_strides(gather) is not None
             for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
         ]
+    works = [_work(tile, capacity) for tile in offered]
     found: list[Tile] = []
-    for tile in sorted(offered, key=lambda tile: _work(tile, capacity)):
+    for place in sorted(range(len(offered)), key=works.__getitem__):
+        tile = offered[place]
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
     return found
@@ -264,9 +273,10 @@ def _addressable(gather: Gather) -> int:
 
 def _work(tile: Tile, capacity: int) -> float:
     """What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
-    per_pixel = 0.1 if tile.boxes else {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}[tile.copy_bytes]
-    rows = 1 + 8 / tile.cells[2] if tile.tiles[3] > 1 else 1.0  # short rows move parts of memory's lines
-    return tile.total * (capacity + per_pixel * tile.halo) * rows
+    images, slabs, rows, columns = tile.tiles
+    per_pixel = 0.1 if tile.boxes else _PER_PIXEL[tile.copy_bytes]
+    parts = 1 + 8 / tile.cells[2] if columns > 1 else 1.0  # short rows move parts of memory's lines
+    return images * slabs * rows * columns * (capacity + per_pixel * tile.halo) * parts
 
 
 def _runs(
@@ -413,9 +423,9 @@ def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) ->
     Chunks of 32 are turned around, and chunks of channels lie in other banks. Boxes are swizzled in rows of eight, and
     stages of them are whole kilobytes.
     """
-    whole = max(math.ceil(halo / 32) * 32, read)
+    whole = max(-(-halo // 32) * 32, read)
     if boxes:
-        return math.ceil(max(whole, boxes * box_pixels) / 32) * 32
+        return -(-max(whole, boxes * box_pixels) // 32) * 32
     return whole + (banks - whole) % 8 if banks else whole
 
 
@@ -432,6 +442,7 @@ def _boxes(
     ahead = [max(0, -axis.shifts[0]) for axis in gather.axes]  # pixels that any tap needs behind a cell
     back = [axis.shifts[1] for axis in gather.axes]  # and before it; negative where all are behind
     reach = [axis.shifts[1] - axis.shifts[0] for axis in gather.axes]
+    heights: dict[int, set[int]] = {}
     whole_rows = math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3]))
     for copy_bytes in [max(copy_sizes(gather, whole_rows))] if engine else copy_sizes(gather, whole_rows):
         even = 1 if gather.src.channels_last else (CHUNK_BYTES if engine else copy_bytes) // size
@@ -440,25 +451,30 @@ def _boxes(
         widest = min(width, capacity, _MAX_SIDE[0])
         least = math.ceil(width / widest)
         parts = range(least, min(math.ceil(width / 8), least + 128) + 1)
-        widths = (math.ceil(math.ceil(width / n) / even) * even if n > 1 else width for n in parts)
+        widths = (-(-width // n // even) * even if n > 1 else width for n in parts)
         for columns in dict.fromkeys(widths):
             if columns > min(capacity, _MAX_SIDE[0]):
                 continue
             shared = columns == width and lead >= ahead[2] and width >= gather.src.shape[4]
-            row = math.ceil((lead + columns if shared else skew + columns + reach[2]) / even) * even
-            most = min(height, capacity // row - reach[1] if all_pixels else (capacity - columns) // row + 1)
-            for rows in {math.ceil(height / math.ceil(height / max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}:
+            row = -(-(lead + columns if shared else skew + columns + reach[2]) // even) * even
+            if row > _MAX_SIDE[0]:
+                continue
+            most = max(0, min(height, capacity // row - reach[1] if all_pixels else (capacity - columns) // row + 1))
+            if most not in heights:
+                heights[most] = {-(-height // -(-height // max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}
+            tiles_w = -(-width // columns)
+            for rows in heights[most]:
                 whole = rows == height and back[1] >= ahead[1] and height >= gather.src.shape[3] and depth == 1
                 slab = (back[1] + rows if whole else rows + reach[1]) * row
                 flat = (rows - 1) * row + columns
                 fitting = capacity // slab - reach[0] if all_pixels else (capacity - flat) // slab + 1
                 most_slabs = min(depth, _MAX_SIDE[1] - reach[0], fitting)
-                if row > _MAX_SIDE[0] or rows + reach[1] > _MAX_SIDE[0] or most_slabs < 1:
+                if rows + reach[1] > _MAX_SIDE[0] or most_slabs < 1:
                     continue
-                for slabs in {1, math.ceil(depth / math.ceil(depth / most_slabs))}:
+                tail = -(-((ahead[1] * row if whole else 0) + ahead[2]) // even) * even
+                for slabs in {1, -(-depth // -(-depth // most_slabs))}:
                     used = flat + (slabs - 1) * slab
                     image = (slabs + reach[0]) * slab
-                    tail = math.ceil(((ahead[1] * row if whole else 0) + ahead[2]) / even) * even
                     images = 1
                     if (slabs, rows, columns) == (depth, height, width):
                         fitting = (capacity - tail) // image if all_pixels else (capacity - used) // image + 1
@@ -473,12 +489,7 @@ def _boxes(
                     if engine and row > _MAX_BOX_SIDE:
                         boxes = _pieces_of_row(row, gather)
                     allocated = _allocated(halo, capacity + (0 if all_pixels else span), banks, *boxes)
-                    tiles = (
-                        math.ceil(batch / images),
-                        math.ceil(depth / slabs),
-                        math.ceil(height / rows),
-                        math.ceil(width / columns),
-                    )
+                    tiles = -(-batch // images), -(-depth // slabs), -(-height // rows), tiles_w
                     pitch = image, slab, row
                     cells = slabs, rows, columns
                     yield Tile(images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, *boxes)

@@ -1,4 +1,4 @@
-"""Layers with few output channels on tensor cores, ``kernels/scatter_gemm.cu``."""
+"""Layers with few output channels on tensor cores, ``kernels/overlap_gemm.cu``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from polyphase.costs import Costs, costs
+from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -23,7 +23,7 @@ from polyphase.schedules.cells import MAX_PHASES, Gather, Side, forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
-from polyphase.schedules.tiles import layer_constants, out_blocks, tiles_of
+from polyphase.schedules.tiles import Four, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece, widest_piece
 
 _TILES = 24  # that are compared for a variant
@@ -34,7 +34,7 @@ _MAX_OUT_CHANNELS = 16  # of a group; where there are more, `implicit_gemm` fill
 
 
 class ScatterVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``scatter_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``overlap_gemm.cu`` says what the names mean."""
 
     warps: int
     row_tiles: int
@@ -71,7 +71,7 @@ class _Tiling:
     ring: int
     whole: bool
 
-    @property
+    @cached_property
     def total(self) -> int:
         return math.prod(self.tiles)
 
@@ -86,10 +86,10 @@ class _Tiling:
         return images * slabs * columns
 
 
-class ScatterGemm(Schedule):
+class OverlapGemm(Schedule):
     """One product of all pixels with all taps, whose columns are then added up where outputs overlap."""
 
-    name = "scatter_gemm"
+    name = "overlap_gemm"
     kept = True
     compared = 24
 
@@ -126,7 +126,7 @@ class ScatterGemm(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ScatterVariant
     ) -> Cost | None:
         tiling = _tiling(problem, layouts, config, device)
-        return None if tiling is None else _estimate(problem, config, tiling, device)
+        return None if tiling is None else _Work(problem, config, device).seconds(tiling)
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ScatterVariant
@@ -144,7 +144,7 @@ class ScatterGemm(Schedule):
             ("ALONG_CHANNELS", _along_channels(problem, variant.out_chunk)),
             ("COLUMN_TILES", _column_tiles(problem, variant.out_chunk)),
             ("STEPS_HELD", variant.steps_held),
-            ("AHEAD", variant.ahead),
+            ("PREFETCH", variant.ahead),
             ("PITCH", variant.pitch),
             ("WGMMA", variant.wgmma),
             ("PARTS", parts_of(problem)),
@@ -201,11 +201,75 @@ def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, variant: ScatterVariant, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least time."""
-    tilings = (
-        _tiles(problem, layouts, variant, lanes) for lanes in _lanes(problem, variant.rows, variant.unit, device)
-    )
+    cuts = _cuts(problem, layouts, variant.rows, variant.unit, device)
+    tilings = (_tiles(variant, cut) for cut in cuts)
     fitting = itertools.islice((each for each in tilings if each is not None), _TILES)
-    return min(fitting, key=lambda each: _estimate(problem, variant, each, device)[0], default=None)
+    work = _Work(problem, variant, device)
+    return min(fitting, key=lambda each: work.seconds(each)[0], default=None)
+
+
+class _Cut(NamedTuple):
+    """Tiles of some extents, whatever the variant: where the window begins, and its pixels, along each dimension.
+
+    ``whole``: whether units of its rows are read at once, ``skew`` pixels before the first, ``or_apart``: or one by one
+    where so they do not fit.
+    """
+
+    lanes: Four
+    tiles: Four
+    depth: tuple[int, int]
+    height: tuple[int, int]
+    width: tuple[int, int]
+    below: int  # rows of the window that a band shares with the next
+    whole: bool
+    skew: int
+    or_apart: bool
+
+
+class _Cuts:
+    """The cuts of a layer in the order of `_lanes`, made as far as they are asked for."""
+
+    def __init__(
+        self, problem: ConvTransposeProblem, layouts: Layouts, room: int, unit: int, device: DeviceInfo
+    ) -> None:
+        self._problem, self._layouts, self._unit = problem, layouts, unit
+        self._gather = forward_gather(problem, layouts)
+        *_, width_stride = self._gather.src.strides
+        # The kernel counts elements of a row in 32 bits.
+        countable = self._gather.src.shape[4] * width_stride < 2**31
+        self._lanes = _lanes(problem, room, unit, device) if countable else []
+        self._made: list[_Cut] = []
+
+    def __iter__(self) -> Iterator[_Cut]:
+        for place, lanes in enumerate(self._lanes):
+            if place == len(self._made):
+                self._made.append(self._cut(lanes))
+            yield self._made[place]
+
+    @cached_property
+    def single(self) -> _Cut | None:
+        """That of single cells."""
+        return self._cut((1, 1, 1, 1)) if self._lanes else None
+
+    def _cut(self, lanes: Four) -> _Cut:
+        problem, gather = self._problem, self._gather
+        depth, height, width = (_window(gather, i, lanes[1 + i]) for i in range(3))
+        tiles = tiles_of(problem.batch, gather.cells, lanes)
+        below = gather.cell_axes[1].window(1) - 1
+        size = DTYPE_BYTES[problem.dtype]
+        if gather.src.channels_last:
+            channels = problem.in_channels_per_group
+            at_once = _reads_channels_at_once(gather.src, channels, size, self._layouts.aligned)
+            return _Cut(lanes, tiles, depth, height, width, below, at_once, 0, False)
+        step = 0 if lanes[3] >= gather.cells[2] else lanes[3]
+        whole = row_piece(gather.src, size, self._layouts.aligned, step) >= self._unit
+        skew = width[0] % self._unit if whole else 0
+        return _Cut(lanes, tiles, depth, height, width, below, whole, skew, True)
+
+
+@lru_cache(maxsize=256)
+def _cuts(problem: ConvTransposeProblem, layouts: Layouts, room: int, unit: int, device: DeviceInfo) -> _Cuts:
+    return _Cuts(problem, layouts, room, unit, device)
 
 
 def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
@@ -250,34 +314,24 @@ def _extents(cells: int, most: int) -> list[int]:
     return sorted(extent for extent in shares | {4, 8, 12, 16, 24, 32, 48, 64} if 1 <= extent <= min(cells, most))
 
 
-def _tiles(
-    problem: ConvTransposeProblem, layouts: Layouts, variant: ScatterVariant, lanes: tuple[int, int, int, int]
-) -> _Tiling | None:
-    """The tiling by tiles of so many cells along n, d, h and w, or None where those do not fit."""
-    size = DTYPE_BYTES[problem.dtype]
-    gather = forward_gather(problem, layouts)
-    (depth, slabs), (height, rows), (width, columns) = (_window(gather, i, lanes[1 + i]) for i in range(3))
-    tiles = tiles_of(problem.batch, gather.cells, lanes)
-    *_, width_stride = gather.src.strides
-    if gather.src.shape[4] * width_stride >= 2**31:
-        return None  # the kernel counts elements of a row in 32 bits
+def _tiles(variant: ScatterVariant, cut: _Cut) -> _Tiling | None:
+    """The tiling by tiles of a cut, or None where those do not fit."""
+    found = _tiles_of_band(variant, cut, cut.whole, cut.skew)
+    if found is None and cut.or_apart:
+        found = _tiles_of_band(variant, cut, False, 0)
+    return found
 
-    def windows(whole: bool, skew: int) -> _Tiling | None:
-        window = (lanes[0], slabs, rows, round_up(columns + skew, variant.unit))
-        row = lanes[0] * slabs * window[3]
-        band = min(rows, variant.rows // row) if row else rows
-        ring = rows if band == rows else band + gather.cell_axes[1].window(1) - 1
-        if (band == 0 and rows > 0) or row * ring > variant.pitch - 4:
-            return None
-        first, (n, d, h, w) = (0, depth, height, width - skew), tiles
-        return _Tiling(lanes, (n, d, h, w), window, first, max(1, band), max(1, ring), whole)
 
-    if gather.src.channels_last:
-        at_once = _reads_channels_at_once(gather.src, problem.in_channels_per_group, size, layouts.aligned)
-        return windows(at_once, 0)
-    step = 0 if lanes[3] >= gather.cells[2] else lanes[3]
-    whole = row_piece(gather.src, size, layouts.aligned, step) >= variant.unit
-    return windows(whole, width % variant.unit if whole else 0) or windows(False, 0)
+def _tiles_of_band(variant: ScatterVariant, cut: _Cut, whole: bool, skew: int) -> _Tiling | None:
+    (depth, slabs), (height, rows), (width, columns) = cut.depth, cut.height, cut.width
+    images = cut.lanes[0]
+    window = (images, slabs, rows, round_up(columns + skew, variant.unit))
+    row = images * slabs * window[3]
+    band = min(rows, variant.rows // row) if row else rows
+    ring = rows if band == rows else band + cut.below
+    if (band == 0 and rows > 0) or row * ring > variant.pitch - 4:
+        return None
+    return _Tiling(cut.lanes, cut.tiles, window, (0, depth, height, width - skew), max(1, band), max(1, ring), whole)
 
 
 def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool) -> bool:
@@ -286,48 +340,57 @@ def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool)
     return aligned and widest_piece(size, channels, batch, *others) * size >= 8
 
 
-def _step_cycles(problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor for one operation of the warps of a block that own pixels."""
-    parts, columns, rows = parts_of(problem), _column_tiles(problem, variant.out_chunk), variant.row_tiles
-    together = 64 if variant.wgmma else 16
-    warps = together // 16 * math.ceil(tiling.row * tiling.band / (together * rows))
-    products = rows * columns * (3 if parts == 2 else 1)
-    splits = 16 * parts * rows if problem.dtype == "float32" else 4 * rows
-    loads = 8 * rows // variant.unit if tiling.whole else 16 * rows
-    slots = (4 * rows * columns if parts == 2 else 0) + splits + 5 * loads
-    if not variant.wgmma:
-        slots += products + 2 * columns * parts
-    return warps * max(products * (terms.wgmma if variant.wgmma else terms.mma), slots * terms.slot)
+class _Work:
+    """What the blocks of a variant do: what all tiles have in common is counted once."""
 
+    def __init__(self, problem: ConvTransposeProblem, variant: ScatterVariant, device: DeviceInfo) -> None:
+        self._terms = terms = costs("overlap_gemm", device)
+        parts, columns, rows = parts_of(problem), _column_tiles(problem, variant.out_chunk), variant.row_tiles
+        self._problem, self._variant, self._device = problem, variant, device
+        self._steps, self._columns = steps_of(problem), columns
+        self._blocks = out_blocks(problem, variant.out_chunk)
+        self._products = rows * columns * (3 if parts == 2 else 1)
+        splits = 16 * parts * rows if problem.dtype == "float32" else 4 * rows
+        slots = (4 * rows * columns if parts == 2 else 0) + splits
+        beside = 0 if variant.wgmma else self._products + 2 * columns * parts
+        self._slots = {
+            whole: slots + 5 * (8 * rows // variant.unit if whole else 16 * rows) + beside for whole in (False, True)
+        }
+        places = 15 * variant.out_chunk if _along_channels(problem, variant.out_chunk) else 60
+        self._read = variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places  # of a cell
+        self._factor = (terms.one_part if parts == 1 else 1.0) * (terms.shared if variant.min_blocks > 1 else 1.0)
+        self._size, self._channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
+        self._bytes, self._input_bytes = problem.bytes, self._size * math.prod(problem.input_shape)
 
-def _tile_cycles(
-    problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, resident: int, terms: Costs
-) -> float:
-    """Predicted cycles for a round of so many resident blocks."""
-    columns, steps = _column_tiles(problem, variant.out_chunk), steps_of(problem)
-    step = max(resident * _step_cycles(problem, variant, tiling, terms), terms.latency / variant.ahead)
-    loads = 1 if variant.steps_held >= steps else tiling.bands * math.ceil(steps / variant.steps_held)
-    weights = loads * (terms.load + resident * min(steps, variant.steps_held) * columns * terms.weights)
-    written = tiling.bands * variant.rows * 8 * columns / variant.unit
-    places = 15 * variant.out_chunk if _along_channels(problem, variant.out_chunk) else 60
-    read = math.prod(tiling.lanes) * (variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places)
-    ends = tiling.bands * terms.end + resident * (written + read) / 32 * terms.word
-    return terms.block + weights + tiling.bands * steps * step + ends
+    def seconds(self, tiling: _Tiling) -> tuple[float, str]:
+        """Predicted time, and what bounds it."""
+        device = self._device
+        resident, rounds = rounds_of(tiling.total * self._blocks, self._variant.min_blocks, device)
+        work = rounds * self._tile_cycles(tiling, resident) / device.clock_hz
+        work *= self._factor
+        images, slabs, rows, width = tiling.window
+        halo = images * slabs * rows * round_up(width * self._size, 32) * tiling.total * self._channels
+        return slower_of(work, (self._bytes + max(0, halo - self._input_bytes)) / device.copy_bytes_per_second)
 
+    def _step_cycles(self, tiling: _Tiling) -> float:
+        """Predicted cycles of a multiprocessor for one operation of the warps of a block that own pixels."""
+        variant, terms = self._variant, self._terms
+        together = 64 if variant.wgmma else 16
+        warps = together // 16 * math.ceil(tiling.row * tiling.band / (together * variant.row_tiles))
+        operation = terms.wgmma if variant.wgmma else terms.mma
+        return warps * max(self._products * operation, self._slots[tiling.whole] * terms.slot)
 
-def _estimate(
-    problem: ConvTransposeProblem, variant: ScatterVariant, tiling: _Tiling, device: DeviceInfo
-) -> tuple[float, str]:
-    """Predicted time, and what bounds it."""
-    terms = costs("overlap_gemm", device)
-    resident, rounds = rounds_of(tiling.total * out_blocks(problem, variant.out_chunk), variant.min_blocks, device)
-    work = rounds * _tile_cycles(problem, variant, tiling, resident, terms) / device.clock_hz
-    work *= (terms.one_part if parts_of(problem) == 1 else 1.0) * (terms.shared if variant.min_blocks > 1 else 1.0)
-    size, channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
-    images, slabs, rows, width = tiling.window
-    halo = images * slabs * rows * round_up(width * size, 32) * tiling.total * channels
-    floor = (problem.bytes + max(0, halo - size * math.prod(problem.input_shape))) / device.copy_bytes_per_second
-    return slower_of(work, floor)
+    def _tile_cycles(self, tiling: _Tiling, resident: int) -> float:
+        """Predicted cycles for a round of so many resident blocks."""
+        variant, columns, steps, bands = self._variant, self._columns, self._steps, tiling.bands
+        terms = self._terms
+        step = max(resident * self._step_cycles(tiling), terms.latency / variant.ahead)
+        loads = 1 if variant.steps_held >= steps else bands * math.ceil(steps / variant.steps_held)
+        weights = loads * (terms.load + resident * min(steps, variant.steps_held) * columns * terms.weights)
+        written = bands * variant.rows * 8 * columns / variant.unit
+        read = math.prod(tiling.lanes) * self._read
+        ends = bands * terms.end + resident * (written + read) / 32 * terms.word
+        return terms.block + weights + bands * steps * step + ends
 
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ScatterVariant]:
@@ -361,5 +424,6 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Sca
             continue
         pitch = (shared - min(held, steps) * step_bytes) // (4 * chunk * taps)
         variant = ScatterVariant(warps, row_tiles, chunk, held, ahead, (pitch - 4) // 32 * 32 + 4, wgmma, min_blocks)
-        if held > 0 and _tiles(problem, Layouts.dense(problem), variant, (1, 1, 1, 1)) is not None:
+        cut = _cuts(problem, Layouts.dense(problem), variant.rows, variant.unit, device).single
+        if held > 0 and cut is not None and _tiles(variant, cut) is not None:
             yield variant

@@ -1,4 +1,4 @@
-"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/pixel_gemm.cu``."""
+"""Layers whose kernel is their stride on Hopper's tensor cores, ``kernels/phase_gemm_pixels.cu``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MOST_AT_ONCE = 8  # channels that a thread goes on by
 
 
 class PixelGemmVariant(NamedTuple):
-    """The compile-time shape of a kernel; ``pixel_gemm.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``phase_gemm_pixels.cu`` says what the names mean."""
 
     columns: int
     stage_steps: int
@@ -53,10 +53,10 @@ class PixelGemmVariant(NamedTuple):
     ahead: bool
 
 
-class PixelGemm(Schedule):
+class PhaseGemmPixels(Schedule):
     """Pixels as rows of one product, whose channels stay in registers."""
 
-    name = "pixel_gemm"
+    name = "phase_gemm_pixels"
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is not Pass.FORWARD:
@@ -135,7 +135,7 @@ class PixelGemm(Schedule):
             ("STAGE_STEPS", variant.stage_steps),
             ("STAGES", variant.stages),
             ("RESIDENT", variant.resident),
-            ("AHEAD", ahead),
+            ("PREFETCH", ahead),
             ("RUN", run),
             ("WGMMA", True),
         )
@@ -304,7 +304,7 @@ def _estimate(
     problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo, cut: bool
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it; ``cut`` as `_cuts_lines` tells."""
-    terms = costs("pixel_gemm", device)
+    terms = costs("phase_gemm_pixels", device)
     size, steps, chunks = DTYPE_BYTES[problem.dtype], _steps(problem), _chunks(problem, variant.columns)
     layouts = Layouts.dense(problem)
     rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)

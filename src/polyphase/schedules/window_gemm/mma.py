@@ -1,4 +1,4 @@
-"""Both gradients on tensor cores, ``kernels/input_grad_gemm.cu`` and ``kernels/weight_grad_gemm.cu``."""
+"""Both gradients on tensor cores, ``kernels/window_dgrad_mma.cu`` and ``kernels/window_wgrad_mma.cu``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
-from polyphase.schedules.tiles import affordable_planes, layer_constants, tiles_of
+from polyphase.schedules.tiles import Four, affordable_planes, best_first, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import (
     MAX_SIDE,
     MOVING_BYTES,
@@ -35,7 +35,7 @@ from polyphase.schedules.window_gemm.stages import (
     weight_part,
     weight_rows,
 )
-from polyphase.schedules.window_gemm.window import Gradient, blocks_of, lanes_of, window_of
+from polyphase.schedules.window_gemm.window import Gradient, blocks_of, extent_of_window, lanes_of, window_of
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
@@ -87,7 +87,7 @@ class _Tiling:
         return math.prod(self.tiles)
 
 
-class _GradientGemm(Gradient):
+class _WindowMma(Gradient):
     """What the two kernels share."""
 
     def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
@@ -183,18 +183,18 @@ class _GradientGemm(Gradient):
         return assemble(problem, pass_, main, splits=planes)
 
 
-class InputGradGemm(_GradientGemm):
+class WindowDgradMma(_WindowMma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
     pass_ = Pass.INPUT_GRAD
-    name = "input_grad_gemm"
+    name = "window_dgrad_mma"
 
 
-class WeightGradGemm(_GradientGemm):
+class WindowWgradMma(_WindowMma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
     pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_gemm"
+    name = "window_wgrad_mma"
 
 
 def _parts(problem: ConvTransposeProblem, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> int:
@@ -220,22 +220,69 @@ def _tiling(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
-    best, least, terms = None, math.inf, costs("window_mma", device)
-    for images, depth, height, width in lanes_of(problem, variant.positions):
-        if best is not None and width < min(_LEAST_ROW, problem.input_size[-1]):
-            break
-        tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
-        while not _fits(variant, tiling, device) and images > 1:
-            images //= 2
-            tiling = _tiles(problem, pass_, layouts, variant, (images, depth, height, width))
-        if not _fits(variant, tiling, device):
-            continue
-        work = tiling.total * _stage_cycles(problem, pass_, variant, tiling, terms)
-        if work < least:
-            best, least = tiling, work
+    terms = costs("window_mma", device)
+    best = _cut(problem, pass_, layouts, variant._replace(buffers=0), terms).best(variant, device)
     if best is None and layouts.aligned:  # whole pieces make long rows longer
         return _tiling(problem, pass_, replace(layouts, aligned=False), variant, device)
     return best
+
+
+class _Cut:
+    """How a variant can cut positions into tiles, whatever its buffers."""
+
+    def __init__(
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, terms: Costs
+    ) -> None:
+        self._layer, self._terms = (problem, pass_, layouts, variant), terms
+        self._tilings: dict[Four, _Tiling] = {}
+        least = min(_LEAST_ROW, problem.input_size[-1])
+        lanes = list(lanes_of(problem, variant.positions))
+        self._long = [each for each in lanes if each[3] >= least]
+        self._short = [each for each in lanes if each[3] < least]
+        # What the work is not less than: that of the products, as if nothing had to be loaded.
+        stage, sizes = _product_cycles(problem, pass_, variant, terms), five(problem.input_shape)[2:]
+        self._operand = variant.rows * _depth(problem, pass_, variant) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
+        self._bounds = [math.prod(tiles_of(problem.batch, sizes, each)) * stage for each in self._long]
+
+    def best(self, variant: GradientVariant, device: DeviceInfo) -> _Tiling | None:
+        """The tiles of least work that fit with the buffers of ``variant``; of short rows the first that do."""
+        problem, pass_, _, _ = self._layer
+
+        def work_of(place: int) -> float | None:
+            tiling = self._fitting(self._long[place], variant, device)
+            return (
+                None if tiling is None else tiling.total * _stage_cycles(problem, pass_, variant, tiling, self._terms)
+            )
+
+        place = next(best_first(self._bounds, work_of), None)
+        if place is not None:
+            return self._fitting(self._long[place], variant, device)
+        tilings = (self._fitting(each, variant, device) for each in self._short)
+        return next((tiling for tiling in tilings if tiling is not None), None)
+
+    def tiling(self, lanes: Four) -> _Tiling:
+        """The tiles of such extents."""
+        if lanes not in self._tilings:
+            self._tilings[lanes] = _tiles(*self._layer, lanes)
+        return self._tilings[lanes]
+
+    def _fitting(self, lanes: Four, variant: GradientVariant, device: DeviceInfo) -> _Tiling | None:
+        """Those of the most images that fit."""
+        problem, (images, depth, height, width) = self._layer[0], lanes
+        _, *extent = extent_of_window(problem, lanes)
+        window = variant.out_chunk * math.prod(extent) * DTYPE_BYTES[problem.dtype]  # of an image
+        while images:
+            if variant.buffers * (self._operand + images * window) <= device.shared_bytes_per_block:
+                tiling = self.tiling((images, depth, height, width))
+                if _fits(variant, tiling, device):
+                    return tiling
+            images //= 2
+        return None
+
+
+@lru_cache(maxsize=128)
+def _cut(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, terms: Costs) -> _Cut:
+    return _Cut(problem, pass_, layouts, variant, terms)
 
 
 def _fits(variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
@@ -279,16 +326,22 @@ def _stage_cycles(
     """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
     size = DTYPE_BYTES[problem.dtype]
     depth = _depth(problem, pass_, variant)
-    operations = depth * size // 32
-    products = variant.row_tiles * variant.column_tiles
-    slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
-    cycles = operations * _WARPS * (products * terms.operation + slots / 4 * terms.slot)
+    cycles = _product_cycles(problem, pass_, variant, terms)
     moved = 0.0
     for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
         cycles += copy_cycles(part, channels, _WARPS, size, terms)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
         moved += channels * (depth * size if of_weight else row_bytes(part, size))
     return cycles + moved * terms.byte + terms.stage + (terms.lone_stage if variant.min_blocks == 1 else 0.0)
+
+
+def _product_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, terms: Costs) -> float:
+    """Those of the products of a stage."""
+    size = DTYPE_BYTES[problem.dtype]
+    operations = _depth(problem, pass_, variant) * size // 32
+    products = variant.row_tiles * variant.column_tiles
+    slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
+    return operations * _WARPS * (products * terms.operation + slots / 4 * terms.slot)
 
 
 def _estimate(
@@ -326,12 +379,16 @@ def _deepest(
 ) -> tuple[float, GradientVariant] | None:
     """The variant with the most stages that leave room for its resident blocks, and its predicted seconds."""
     layouts = Layouts.dense(problem)
+    terms = costs("window_mma", device)
+    single = _cut(problem, pass_, replace(layouts, aligned=False), variant._replace(buffers=0), terms).tiling(
+        (1, 1, 1, 1)
+    )
     for buffers in _BUFFERS:
         deeper = variant._replace(buffers=buffers)
         tiling = _tiling(problem, pass_, layouts, deeper, device)
         if tiling is None:
             continue
-        if not _fits(deeper, _tiles(problem, pass_, replace(layouts, aligned=False), deeper, (1, 1, 1, 1)), device):
+        if not _fits(deeper, single, device):
             continue  # where every element is copied by itself
         shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
         if shared <= device.shared_bytes_per_multiprocessor or buffers == _BUFFERS[-1]:

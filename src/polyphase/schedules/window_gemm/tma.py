@@ -1,4 +1,4 @@
-"""Both gradients of tensors in channels_last, ``kernels/input_grad_boxes.cu`` and ``kernels/weight_grad_boxes.cu``."""
+"""Both gradients of tensors in channels_last, ``kernels/window_dgrad_tma.cu`` and ``kernels/window_wgrad_tma.cu``."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class BoxVariant(NamedTuple):
         return Windows(self.taps, self.lanes, self.pitch)
 
 
-class _GradientBoxes(Gradient):
+class _WindowTma(Gradient):
     """What the two kernels share."""
 
     adapts = True
@@ -167,11 +167,11 @@ class _GradientBoxes(Gradient):
         )
 
 
-class InputGradBoxes(_GradientBoxes):
+class WindowDgradTma(_WindowTma):
     """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
 
     pass_ = Pass.INPUT_GRAD
-    name = "input_grad_boxes"
+    name = "window_dgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"output": problem.out_channels_per_group}
@@ -214,11 +214,11 @@ class InputGradBoxes(_GradientBoxes):
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
 
 
-class WeightGradBoxes(_GradientBoxes):
+class WindowWgradTma(_WindowTma):
     """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
 
     pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_boxes"
+    name = "window_wgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
@@ -385,7 +385,7 @@ def _is_long(problem: ConvTransposeProblem) -> bool:
 
 
 def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
-    return costs("window_tma_input_grad" if pass_ is Pass.INPUT_GRAD else "window_tma_weight_grad", device)
+    return costs("window_dgrad_tma" if pass_ is Pass.INPUT_GRAD else "window_wgrad_tma", device)
 
 
 def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo) -> tuple[float, str]:
@@ -430,11 +430,6 @@ def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[floa
     return strips * columns / 8, 4 * strips + columns / 4
 
 
-def _block_cycles(variant: BoxVariant, terms: Costs, stores: int = 1) -> float:
-    """The same for what a block does once, or for a tile, whose sums it stores so many times."""
-    return stores * variant.rows * variant.block_columns * terms.result + terms.item / variant.resident
-
-
 @lru_cache(maxsize=4096)
 def _input_parts(
     problem: ConvTransposeProblem, variant: BoxVariant, items: int, device: DeviceInfo
@@ -442,7 +437,8 @@ def _input_parts(
     """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
     terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * variant.resident
     stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant, terms)
-    once, moved = _block_cycles(variant, terms), problem.elements[0]
+    once = variant.rows * variant.block_columns * terms.result + terms.item / variant.resident
+    moved = problem.elements[0]
 
     def seconds(parts: int) -> tuple[float, float]:
         rounds = items * parts / places
@@ -468,11 +464,12 @@ def _parts(
     stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, variant, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
     flush = max(1, _FLUSH // math.prod(variant.lanes))
+    results, once = variant.rows * variant.block_columns, terms.item / variant.resident
 
     def seconds(parts: int) -> tuple[float, float]:
-        stages = math.ceil(tiles / parts)
-        block = stages * stage + _block_cycles(variant, terms, math.ceil(stages / flush))
-        cycles = math.ceil(blocks * parts / places) * block * variant.resident
+        stages = -(-tiles // parts)
+        block = stages * stage + (-(-stages // flush) * results * terms.result + once)
+        cycles = -(-blocks * parts // places) * block * variant.resident
         alone = parts == 1 and (size == 4 or stages <= flush)
         moved = weights * (4 if alone else 8 * parts + size)
         end = 0.0 if alone else terms.launch / 2 / device.clock_hz

@@ -11,18 +11,18 @@ from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes
 from polyphase.program.transpose import missing
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.window_gemm.tma import BoxVariant, InputGradBoxes, WeightGradBoxes
+from polyphase.schedules.window_gemm.tma import BoxVariant, WindowDgradTma, WindowWgradTma
 
 _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 
 
-class _TurnedBoxes(Schedule):
+class _Transposed(Schedule):
     """What the two have in common."""
 
     any_size = False
     adapts = True
     kept = True
-    _boxes: InputGradBoxes | WeightGradBoxes
+    _boxes: WindowDgradTma | WindowWgradTma
     _reads: int  # tensors that are turned before; the result is turned after
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -53,7 +53,7 @@ class _TurnedBoxes(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: BoxVariant
     ) -> Cost:
         """What the boxes take, and the time that turning takes."""
-        terms = costs("window_transpose", device)
+        terms = costs("window_transposed", device)
         size, (x, _, y) = DTYPE_BYTES[problem.dtype], problem.elements
         absent = size * (x * missing(problem.in_channels) + y * missing(problem.out_channels)) if size == 2 else 0.0
         counted = 2 * (_turned_bytes(problem, pass_) + terms.missing * absent)
@@ -76,19 +76,19 @@ class _TurnedBoxes(Schedule):
         )
 
 
-class InputGradTurned(_TurnedBoxes):
+class WindowDgradTransposed(_Transposed):
     """The input gradient: of the turned gradient of the output."""
 
-    name = "input_grad_turned"
-    _boxes = InputGradBoxes()
+    name = "window_dgrad_transposed"
+    _boxes = WindowDgradTma()
     _reads = 1
 
 
-class WeightGradTurned(_TurnedBoxes):
+class WindowWgradTransposed(_Transposed):
     """The weight gradient: of the turned input and the turned gradient of the output."""
 
-    name = "weight_grad_turned"
-    _boxes = WeightGradBoxes()
+    name = "window_wgrad_transposed"
+    _boxes = WindowWgradTma()
     _reads = 2
 
 

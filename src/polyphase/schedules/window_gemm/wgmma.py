@@ -1,4 +1,4 @@
-"""Both gradients by Hopper's instruction, ``kernels/input_grad_wgmma.cu`` and ``kernels/weight_grad_wgmma.cu``."""
+"""Both gradients by Hopper's instruction, ``kernels/window_dgrad_wgmma.cu`` and ``kernels/window_wgrad_wgmma.cu``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MOST_SUMS = 256  # columns by row tiles of a group
 _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
 
 
-class _GradientWgmma(Gradient):
+class _WindowWgmma(Gradient):
     """What the two kernels share."""
 
     compared = 16
@@ -161,18 +161,18 @@ class _GradientWgmma(Gradient):
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=given.channels_last and given.taps > 1)
 
 
-class InputGradWgmma(_GradientWgmma):
+class WindowDgradWgmma(_WindowWgmma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
     pass_ = Pass.INPUT_GRAD
-    name = "input_grad_wgmma"
+    name = "window_dgrad_wgmma"
 
 
-class WeightGradWgmma(_GradientWgmma):
+class WindowWgradWgmma(_WindowWgmma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
     pass_ = Pass.WEIGHT_GRAD
-    name = "weight_grad_wgmma"
+    name = "window_wgrad_wgmma"
     any_size = False
     adapts = True
 
@@ -220,10 +220,14 @@ def _parts(problem: ConvTransposeProblem, variant: WgmmaVariant, tiling: Tiling,
     blocks = blocks_of(problem, Pass.WEIGHT_GRAD, variant.columns, variant.out_chunk)
     most = max(1, min(affordable_planes(problem), tiling.total // 8, 4 * device.multiprocessors // blocks))
 
-    def rounds(parts: int) -> float:
-        return math.ceil(blocks * parts / device.multiprocessors) * (math.ceil(tiling.total / parts) + 4)
+    def cost(parts: int) -> tuple[int, int]:
+        return -(-blocks * parts // device.multiprocessors) * (-(-tiling.total // parts) + 4), parts
 
-    return min(range(1, most + 1), key=lambda parts: (rounds(parts), parts))
+    # In as many rounds of blocks there are as many parts as may be, but for those that leave stages as long.
+    rounds = range(1, -(-blocks * most // device.multiprocessors) + 1)
+    fullest = (min(most, max(1, count * device.multiprocessors // blocks)) for count in rounds)
+    lengths = {max(1, -(-tiling.total // parts)) for parts in fullest}
+    return min((max(1, -(-tiling.total // length)) for length in lengths), key=cost)
 
 
 def _estimate(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from polyphase.costs import Costs, costs
-from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.program.tensor_map import Boxes, engine_strides
 from polyphase.schedules.cells import Side
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
-from polyphase.schedules.tiles import Four, tiles_of
+from polyphase.schedules.tiles import Four, best_first, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, widest_piece
 from polyphase.schedules.window_gemm.window import channel_pitch, extent_of_window, lanes_of
 
@@ -133,27 +133,103 @@ def tiling_of(
     rows = variant.rows if pass_ is Pass.INPUT_GRAD else 0  # whose place is remembered
     declared = round_up(12 * rows + 20 * variant.buffers, 1024)  # by the kernel itself, before what is aligned so
     available = device.shared_bytes_per_block - declared
-    tilings = _tilings(problem, pass_, layouts, variant._replace(buffers=0), costs("window_wgmma", device))
-    return next((tiling for tiling in tilings if shared_bytes_of(variant, tiling) <= available), None)
+    terms = costs("window_wgmma", device)
+    return _tilings(problem, pass_, layouts, variant._replace(buffers=0), terms).best(variant, available)
 
 
-@lru_cache(maxsize=64)  # a list has hundreds of kilobytes; variants of one call follow each other
+class _Tilings:
+    """All tiles of a variant, whatever its buffers."""
+
+    def __init__(
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, terms: Costs
+    ) -> None:
+        self._layer, self._terms = (problem, pass_, layouts, variant), terms
+        self._lanes: list[Four] = []
+        if layouts.output[4] == 1 and not (layouts.weight_channels_last and pass_ is Pass.INPUT_GRAD):
+            found = {
+                (images >> halved, depth, height, width)
+                for images, depth, height, width in lanes_of(problem, variant.positions)
+                for halved in range(images.bit_length())
+            }
+            self._lanes = sorted(found)
+        self._works = list(_least_works(problem, pass_, variant, self._lanes, terms))
+        self._stages = list(_least_stages(problem, pass_, variant, self._lanes))
+        self._least_row = min(_LEAST_COPIED_ROW, problem.input_size[-1])
+        self._tilings: dict[int, Tiling | None] = {}
+
+    def best(self, variant: WgmmaVariant, available: int) -> Tiling | None:
+        """Those of least work whose stages fit; with short rows that are copied only where there are no others."""
+        places = [place for place, stage in enumerate(self._stages) if variant.buffers * stage <= available]
+        best = self._best(places, variant, available, short=False)
+        if best is None and not any(self._is_short(place) is False for place in range(len(self._lanes))):
+            best = self._best(places, variant, available, short=True)
+        return best
+
+    def _best(self, places: list[int], variant: WgmmaVariant, available: int, short: bool) -> Tiling | None:
+        problem, pass_, _, alike = self._layer
+
+        def work_of(index: int) -> float | None:
+            tiling = self._tiling(places[index])
+            if self._is_short(places[index]) is not short or tiling is None:
+                return None
+            fits = shared_bytes_of(variant, tiling) <= available
+            return tiling.total * stage_cycles(problem, pass_, alike, tiling, self._terms) if fits else None
+
+        index = next(best_first([self._works[place] for place in places], work_of), None)
+        return None if index is None else self._tiling(places[index])
+
+    def _tiling(self, place: int) -> Tiling | None:
+        if place not in self._tilings:
+            tiling = _tiles(*self._layer, self._lanes[place])
+            self._tilings[place] = None if tiling is None or max(tiling.window.extent) > MAX_SIDE else tiling
+        return self._tilings[place]
+
+    def _is_short(self, place: int) -> bool | None:
+        """Whether threads copy rows of few positions; None where there are no such tiles."""
+        tiling = self._tiling(place)
+        return None if tiling is None else tiling.window_box is None and tiling.lanes[3] < self._least_row
+
+
+@lru_cache(maxsize=64)  # they may have hundreds of kilobytes; variants of one call follow each other
 def _tilings(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, terms: Costs
-) -> list[Tiling]:
-    """All tiles, those of least work first."""
-    if (layouts.weight_channels_last and pass_ is Pass.INPUT_GRAD) or layouts.output[4] != 1:
-        return []
-    lanes = {
-        (images >> halved, depth, height, width)
-        for images, depth, height, width in lanes_of(problem, variant.positions)
-        for halved in range(images.bit_length())
-    }
-    tilings = (_tiles(problem, pass_, layouts, variant, each) for each in sorted(lanes))
-    found = [each for each in tilings if each is not None and max(each.window.extent) <= MAX_SIDE]
-    least = min(_LEAST_COPIED_ROW, problem.input_size[-1])
-    long = [each for each in found if each.window_box is not None or each.lanes[3] >= least]
-    return sorted(long or found, key=lambda tiling: tiling.total * stage_cycles(problem, pass_, variant, tiling, terms))
+) -> _Tilings:
+    return _Tilings(problem, pass_, layouts, variant, terms)
+
+
+def _least_stages(
+    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, lanes: Sequence[Four]
+) -> Iterator[int]:
+    """Bytes that a stage of such tiles has at least."""
+    size = DTYPE_BYTES[problem.dtype]
+    depth = variant.out_chunk * problem.taps
+    for each in lanes:
+        length = math.prod(each) if pass_ is Pass.WEIGHT_GRAD else depth
+        yield size * (length * variant.columns + variant.out_chunk * math.prod(extent_of_window(problem, each)))
+
+
+def _least_works(
+    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, lanes: Sequence[Four], terms: Costs
+) -> Iterator[float]:
+    """What the work of such tiles is not less than: that of their operations, as if nothing had to be loaded."""
+    size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
+    weights = pass_ is Pass.WEIGHT_GRAD
+    steps = variant.out_chunk * problem.taps * size // OPERATION_BYTES
+    reads = 4 * _reads(problem, pass_)
+    for each in lanes:
+        positions = math.prod(each)
+        if weights:
+            steps = positions * size // OPERATION_BYTES
+        fewest = reads if positions >= _FOUND else reads / 4  # of four reads, some of which may meet no row
+        yield math.prod(tiles_of(problem.batch, sizes, each)) * (
+            steps * _operation(variant, fewest, terms) + terms.stage
+        )
+
+
+def _operation(variant: WgmmaVariant, reads: float, terms: Costs) -> float:
+    """Predicted cycles of an operation whose rows take so many passes through shared memory."""
+    product = terms.product + terms.read * reads + terms.column * variant.columns
+    return GROUPS * variant.row_tiles * product + terms.operation
 
 
 def _tiles(
@@ -295,47 +371,56 @@ def _conflicts(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps: F
 
     ``steps`` are the elements from one image, slab, row and channel of the window to the next.
     """
-    rows_are_taps = pass_ is Pass.WEIGHT_GRAD
-    paired = rows_are_taps and in_pairs(problem)
-    return _passes(problem.axes3, DTYPE_BYTES[problem.dtype], rows_are_taps, paired, lanes, steps)
+    image, slab, row, channel = steps
+    of_d, of_h, of_w = problem.axes3
+    positions = _first_places(lanes, (image, of_d.stride * slab, of_h.stride * row, of_w.stride))
+    kernel = _FOUND, of_d.kernel, of_h.kernel, of_w.kernel
+    taps = _first_places(kernel, (channel, of_d.dilation * slab, of_h.dilation * row, of_w.dilation))
+    size = DTYPE_BYTES[problem.dtype]
+    if pass_ is Pass.WEIGHT_GRAD:
+        return _passes(taps, positions, size, in_pairs(problem))
+    return _passes(positions, taps, size, False)
+
+
+_FOUND = 32  # positions, and taps, that stand for all
+_Places = tuple[tuple[int, int], ...]  # a box's extent along each dimension, and its step
+
+
+def _first_places(counts: Four, steps: Four) -> _Places:
+    """What decides where the first places of a box lie, in order: from the innermost dimension on, as many as do."""
+    found: list[tuple[int, int]] = []
+    room = _FOUND
+    for count, step in zip(reversed(counts), reversed(steps)):
+        if count > 1:
+            found.append((min(count, room), step))
+            room = -(-room // count)
+            if room == 1:
+                break
+    return tuple(found)
 
 
 @lru_cache(maxsize=16384)
-def _passes(
-    axes: tuple[Axis, Axis, Axis], size: int, rows_are_taps: bool, paired: bool, lanes: Four, steps: Four
-) -> float:
-    image, slab, row, channel = steps
-    of_d, of_h, of_w = axes
-    positions = [
-        n * image + d * of_d.stride * slab + h * of_h.stride * row + w * of_w.stride for n, d, h, w in _indices(lanes)
-    ]
-    taps = [
-        c * channel + d * of_d.dilation * slab + h * of_h.dilation * row + w * of_w.dilation
-        for c, d, h, w in _indices((_SAMPLE, *(axis.kernel for axis in axes)))
-    ]
-    of_rows, of_k = (taps, positions) if rows_are_taps else (positions, taps)
-    of_rows = of_rows[:: 2 if paired else 1]
-    of_k = of_k[:: 4 // size]
-    beside = (0, 1) if paired and size == 4 else (0,)  # words that are read together
+def _passes(rows: _Places, k: _Places, size: int, paired: bool) -> float:
+    """The same of rows, and of their elements, that lie at such places."""
+    of_rows, of_k = _places(rows)[:: 2 if paired else 1], _places(k)[:: 4 // size]
     reads = 0
-    for first, k in itertools.product((0, 8), (0, 8)):
-        words = {
-            (i + j) * size // 4 + word for i in of_rows[first : first + 8] for j in of_k[k : k + 4] for word in beside
-        }
-        banks = [0] * 32
-        for each in words:
-            banks[each % 32] += 1
+    for first, beyond in itertools.product((0, 8), (0, 8)):
+        words = {(i + j) * size // 4 for i in of_rows[first : first + 8] for j in of_k[beyond : beyond + 4]}
+        if paired and size == 4:  # words that are read together
+            words |= {word + 1 for word in words}
+        banks = bytearray(32)
+        for word in words:
+            banks[word & 31] += 1
         reads += max(banks)
     return reads / 4
 
 
-_SAMPLE = 64  # positions, and taps, that stand for all
-
-
-@lru_cache(maxsize=1024)
-def _indices(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The first places of a box, in order."""
-    return list(itertools.islice(itertools.product(*map(range, counts)), _SAMPLE))
+def _places(box: _Places) -> list[int]:
+    """The first of them, in order."""
+    found = [0]
+    for count, step in box:
+        found = [place + further * step for further in range(count) for place in found]
+    return found[:_FOUND]
 
 
 def _input_runs(
@@ -411,7 +496,6 @@ def stage_cycles(
     """Predicted cycles of a multiprocessor for a stage."""
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
     reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.steps)
-    product = terms.product + terms.read * reads + terms.column * variant.columns
     rows = tiling.runs.rows if tiling.runs.boxes is not None else 0
     if tiling.window_box is None:
         copies = _copy_cycles(problem, pass_, variant, tiling, terms)
@@ -421,8 +505,7 @@ def stage_cycles(
     else:
         rows += variant.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
         copies = 0.0
-    operation = GROUPS * variant.row_tiles * product + terms.operation
-    return tiling.steps * operation + rows * terms.row + copies + terms.stage
+    return tiling.steps * _operation(variant, reads, terms) + rows * terms.row + copies + terms.stage
 
 
 def _copy_cycles(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -45,18 +45,26 @@ def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chu
     return blocks
 
 
-def lanes_of(problem: ConvTransposeProblem, positions: int) -> Iterator[Four]:
+def lanes_of(problem: ConvTransposeProblem, positions: int) -> tuple[Four, ...]:
     """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
 
     Long rows come first.
     """
-    depth, height, width = five(problem.input_shape)[2:]
-    for w in reversed(_extents(width, positions)):
-        for h in _extents(height, positions // w):
-            for d in _extents(depth, positions // (w * h)):
-                yield max(1, min(problem.batch, positions // (w * h * d))), d, h, w
+    return _lanes_of(problem.batch, five(problem.input_shape)[2:], positions)
 
 
+@lru_cache(maxsize=256)
+def _lanes_of(batch: int, sizes: tuple[int, int, int], positions: int) -> tuple[Four, ...]:
+    depth, height, width = sizes
+    return tuple(
+        (max(1, min(batch, positions // (w * h * d))), d, h, w)
+        for w in reversed(_extents(width, positions))
+        for h in _extents(height, positions // w)
+        for d in _extents(depth, positions // (w * h))
+    )
+
+
+@lru_cache(maxsize=4096)
 def _extents(size: int, most: int) -> list[int]:
     """Extents worth trying along one dimension: powers of two, and equal parts of at most so many."""
     found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
@@ -65,11 +73,14 @@ def _extents(size: int, most: int) -> list[int]:
 
 def extent_of_window(problem: ConvTransposeProblem, lanes: Four) -> Four:
     """What ``lanes`` positions along n, d, h and w meet of a channel of the output gradient."""
-    slabs, rows, columns = (
-        (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
-        for count, axis in zip(lanes[1:], problem.axes3)
+    images, d, h, w = lanes
+    of_d, of_h, of_w = problem.axes3
+    return (
+        images,
+        (d - 1) * of_d.stride + (of_d.kernel - 1) * of_d.dilation + 1,
+        (h - 1) * of_h.stride + (of_h.kernel - 1) * of_h.dilation + 1,
+        (w - 1) * of_w.stride + (of_w.kernel - 1) * of_w.dilation + 1,
     )
-    return lanes[0], slabs, rows, columns
 
 
 def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: Four) -> tuple[Part, int]:

@@ -18,7 +18,7 @@
 #include "core/geometry.cuh"
 #include "core/types.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 g, x;  // the output gradient, and the input's
   int batch, groups;
   int tiles_w, tiles;    // of POSITIONS along w, and of all positions
@@ -31,7 +31,7 @@ constexpr int POSITIONS = 32 / IN_TILE;
 constexpr int IN_TILES = ceil_div(IN_CHANNELS, IN_TILE);
 
 // Elements from a column of the output gradient to the next; one without WIDTH_APART.
-__device__ __forceinline__ long long width_step(const Geometry& g) { return WIDTH_APART ? g.g.stride[4] : 1; }
+__device__ __forceinline__ long long width_step(const Params& params) { return WIDTH_APART ? params.g.stride[4] : 1; }
 
 static_assert(INPUT_GRAD && 32 % IN_TILE == 0, "a sum for every lane");
 
@@ -39,13 +39,13 @@ static_assert(INPUT_GRAD && 32 % IN_TILE == 0, "a sum for every lane");
 struct Tile {
   int n, d, h, w;  // of its first position
 
-  __device__ __forceinline__ Tile(const Geometry& g, int tile) {
-    w = tile % g.tiles_w * POSITIONS;
-    tile /= g.tiles_w;
-    h = tile % g.x.size[1];
-    tile /= g.x.size[1];
-    d = tile % g.x.size[0];
-    n = tile / g.x.size[0];
+  __device__ __forceinline__ Tile(const Params& params, int tile) {
+    w = tile % params.tiles_w * POSITIONS;
+    tile /= params.tiles_w;
+    h = tile % params.x.size[1];
+    tile /= params.x.size[1];
+    d = tile % params.x.size[0];
+    n = tile / params.x.size[0];
   }
 };
 
@@ -67,14 +67,14 @@ struct Sums {
   // exists; WHOLE: all that the tile meets exists. `weights` are of the first input channel, of which `last` more
   // exist.
   template <bool WHOLE>
-  __device__ __forceinline__ void add(const Geometry& g, const scalar_t* from, int column, bool row_exists,
+  __device__ __forceinline__ void add(const Params& params, const scalar_t* from, int column, bool row_exists,
                                       const scalar_t* weights, int last) {
     accum_t met[POSITIONS];
 #pragma unroll
     for (int i = 0; i < POSITIONS; ++i) {
       const int at = i * AXIS_W.stride;
-      const bool exists = WHOLE || (row_exists && (unsigned)(column + at) < (unsigned)g.g.size[2]);
-      met[i] = exists ? widen(read(from + at * width_step(g))) : (accum_t)0;
+      const bool exists = WHOLE || (row_exists && (unsigned)(column + at) < (unsigned)params.g.size[2]);
+      met[i] = exists ? widen(read(from + at * width_step(params))) : (accum_t)0;
     }
 #pragma unroll
     for (int i = 0; i < IN_TILE; ++i) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ bool whole(Axis axis, int from, int count, int size) 
 
 // All products of a lane.
 template <bool WHOLE>
-__device__ __forceinline__ void multiply(const Geometry& g, const int (&first)[3], const scalar_t* grad,
+__device__ __forceinline__ void multiply(const Params& params, const int (&first)[3], const scalar_t* grad,
                                          const scalar_t* weight, int channels, int last, Sums& total) {
   const int lane = threadIdx.x % 32;
   Sums sums;
@@ -123,52 +123,53 @@ __device__ __forceinline__ void multiply(const Geometry& g, const int (&first)[3
         const int kw = tap % AXIS_W.kernel, line = tap / AXIS_W.kernel;
         const int d = first[0] + line / AXIS_H.kernel * AXIS_D.dilation;
         const int h = first[1] + line % AXIS_H.kernel * AXIS_H.dilation, column = first[2] + kw * AXIS_W.dilation;
-        const bool row_exists = (unsigned)d < (unsigned)g.g.size[0] && (unsigned)h < (unsigned)g.g.size[1];
-        const scalar_t* const from = grad + d * g.g.stride[2] + h * g.g.stride[3] + column * width_step(g);
-        sums.add<WHOLE>(g, from, column, row_exists, weight + tap * WEIGHT_STRIDE_TAP, last);
+        const bool row_exists = (unsigned)d < (unsigned)params.g.size[0] && (unsigned)h < (unsigned)params.g.size[1];
+        const scalar_t* const from =
+            grad + d * params.g.stride[2] + h * params.g.stride[3] + column * width_step(params);
+        sums.add<WHOLE>(params, from, column, row_exists, weight + tap * WEIGHT_STRIDE_TAP, last);
       }
       if (++unflushed == FLUSH) total.take(sums), unflushed = 0;
     }
-    grad += g.g.stride[1];
+    grad += params.g.stride[1];
     weight += WEIGHT_STRIDE_OUT;
   }
   total.take(sums);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    input_grad_dots(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                    scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+    dot_dgrad(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+              scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int tile_blocks = ceil_div(g.tiles, WARPS);
+  const int tile_blocks = ceil_div(params.tiles, WARPS);
   int block = blockIdx.x;
   const int index = block % tile_blocks * WARPS + warp;
   block /= tile_blocks;
   const int first_in = block % IN_TILES * IN_TILE;
   block /= IN_TILES;
-  const int group = block % g.groups, part = block / g.groups;
-  if (index >= g.tiles) return;
-  const Tile tile(g, index);
+  const int group = block % params.groups, part = block / params.groups;
+  if (index >= params.tiles) return;
+  const Tile tile(params, index);
 
-  const int first_out = part * g.part_size, channels = min(g.part_size, OUT_CHANNELS - first_out);
+  const int first_out = part * params.part_size, channels = min(params.part_size, OUT_CHANNELS - first_out);
   const int last = IN_CHANNELS - 1 - first_in;
-  grad += tile.n * g.g.stride[0] + ((long long)group * OUT_CHANNELS + first_out) * g.g.stride[1];
+  grad += tile.n * params.g.stride[0] + ((long long)group * OUT_CHANNELS + first_out) * params.g.stride[1];
   weight += (long long)group * (OUT_CHANNELS * IN_CHANNELS * TAPS) + weight_offset(first_in, first_out, 0);
   const int first[3] = {tile.d * AXIS_D.stride - AXIS_D.padding, tile.h * AXIS_H.stride - AXIS_H.padding,
                         tile.w * AXIS_W.stride - AXIS_W.padding};
   Sums total;
-  if (whole(AXIS_D, first[0], 1, g.g.size[0]) && whole(AXIS_H, first[1], 1, g.g.size[1]) &&
-      whole(AXIS_W, first[2], POSITIONS, g.g.size[2]))
-    multiply<true>(g, first, grad, weight, channels, last, total);
+  if (whole(AXIS_D, first[0], 1, params.g.size[0]) && whole(AXIS_H, first[1], 1, params.g.size[1]) &&
+      whole(AXIS_W, first[2], POSITIONS, params.g.size[2]))
+    multiply<true>(params, first, grad, weight, channels, last, total);
   else
-    multiply<false>(g, first, grad, weight, channels, last, total);
+    multiply<false>(params, first, grad, weight, channels, last, total);
 
   total.add_up(lane);
   const accum_t found = total.values[0];
   const int in = first_in + lane / POSITIONS, at[4] = {tile.n, tile.d, tile.h, tile.w + lane % POSITIONS};
-  if (in >= IN_CHANNELS || at[3] >= g.x.size[2]) return;
-  const long long to = ((long long)group * IN_CHANNELS + in) * g.x.stride[1] + offset_of(g.x, at);
-  if (g.parts > 1)
-    ((accum_t*)dst)[part * g.plane + to] = found;
+  if (in >= IN_CHANNELS || at[3] >= params.x.size[2]) return;
+  const long long to = ((long long)group * IN_CHANNELS + in) * params.x.stride[1] + offset_of(params.x, at);
+  if (params.parts > 1)
+    ((accum_t*)dst)[part * params.plane + to] = found;
   else
     narrow(found, dst[to]);
 }

@@ -30,11 +30,11 @@ from polyphase.schedules import tiles
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import wgmma as gradient_wgmma
 from polyphase.schedules.window_gemm import wgmma_tile as gradient_wgmma_tile
-from polyphase.schedules.window_gemm.wgmma import InputGradWgmma, WeightGradWgmma, WgmmaVariant
+from polyphase.schedules.window_gemm.wgmma import WgmmaVariant, WindowDgradWgmma, WindowWgradWgmma
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-SCHEDULES = {Pass.INPUT_GRAD: InputGradWgmma(), Pass.WEIGHT_GRAD: WeightGradWgmma()}
+SCHEDULES = {Pass.INPUT_GRAD: WindowDgradWgmma(), Pass.WEIGHT_GRAD: WindowWgradWgmma()}
 GRADIENTS = list(SCHEDULES)
 
 # Rows of the input and slabs of it that are multiples of 16 bytes; of the output gradient, where nothing else is said.
@@ -94,7 +94,7 @@ LAST = {
 def test_channels_last(name: str) -> None:
     """Tensors of each kind that the engine takes, a variant of each; on a GPU it is all of them."""
     problem, schedule, met = LAST[name], SCHEDULES[Pass.WEIGHT_GRAD], 0
-    assert refusal(InputGradWgmma(), problem, Pass.INPUT_GRAD, H200)
+    assert refusal(WindowDgradWgmma(), problem, Pass.INPUT_GRAD, H200)
     for number, layouts in enumerate(strange_layouts(problem)):
         if found := offers(schedule, problem, Pass.WEIGHT_GRAD, layouts):
             candidate, launch = found[number % len(found)]
@@ -105,12 +105,13 @@ def test_channels_last(name: str) -> None:
 
 def test_channels_last_take_every_way() -> None:
     """Windows come as boxes and by copies; the input comes in boxes of every width, one and several."""
-    found = [launch for problem in LAST.values() for _, launch in offers(WeightGradWgmma(), problem, Pass.WEIGHT_GRAD)]
+    found = [launch for problem in LAST.values() for _, launch in offers(WindowWgradWgmma(), problem, Pass.WEIGHT_GRAD)]
     assert {launch.main.boxes[0].swizzle for launch in found} == {32, 64, 128}
     assert {len(launch.main.boxes) for launch in found} == {1, 2}
     assert {dict(launch.main.source.constants)["COLUMN_TILES"] for launch in found} > {2, 8}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One variant; on a GPU it is all of them."""
@@ -175,6 +176,7 @@ def test_input_and_gradient_in_different_formats(problem: ConvTransposeProblem, 
             assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "shape",
     [(row_tiles, columns) for row_tiles in (1, 2, 3, 4) for columns in (8, 64, 128, 256) if row_tiles * columns <= 256],
@@ -267,13 +269,13 @@ def test_where_it_refuses() -> None:
         replace(layer, dtype="float32", tf32=True, channels_last=True): "pixels are innermost",
     }
     last = replace(layer, channels_last=True)
-    assert "pixels are innermost" in (refusal(InputGradWgmma(), last, Pass.INPUT_GRAD, H200) or "")
-    assert "whole boxes" in (refusal(WeightGradWgmma(), last, Pass.WEIGHT_GRAD, H200) or "")
+    assert "pixels are innermost" in (refusal(WindowDgradWgmma(), last, Pass.INPUT_GRAD, H200) or "")
+    assert "whole boxes" in (refusal(WindowWgradWgmma(), last, Pass.WEIGHT_GRAD, H200) or "")
     last = replace(last, out_channels=6)
     for apart in (replace(last, groups=2), replace(last, dilation=(1, 2))):
-        assert "side by side" in (refusal(WeightGradWgmma(), apart, Pass.WEIGHT_GRAD, H200) or "")
+        assert "side by side" in (refusal(WindowWgradWgmma(), apart, Pass.WEIGHT_GRAD, H200) or "")
     narrow = replace(layer, out_channels=9, kernel_size=(3, 3))
-    assert "162 bytes" in (refusal(InputGradWgmma(), narrow, Pass.INPUT_GRAD, H200) or "")
+    assert "162 bytes" in (refusal(WindowDgradWgmma(), narrow, Pass.INPUT_GRAD, H200) or "")
     for pass_, schedule in SCHEDULES.items():
         for problem, reason in wanted.items():
             assert reason in (refusal(schedule, problem, pass_, H200) or "")
@@ -282,7 +284,7 @@ def test_where_it_refuses() -> None:
         for arch in ("sm_80", "sm_100a", "sm_120"):
             assert "lacks Hopper's" in (refusal(schedule, layer, pass_, DeviceInfo.for_arch(arch)) or "")
     many = replace(layer, kernel_size=(25, 25), padding=(0, 0))
-    assert "no stage of 625 taps" in (refusal(WeightGradWgmma(), many, Pass.WEIGHT_GRAD, H200) or "")
+    assert "no stage of 625 taps" in (refusal(WindowWgradWgmma(), many, Pass.WEIGHT_GRAD, H200) or "")
 
 
 def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
@@ -296,7 +298,7 @@ def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
         assert not list(candidates(schedule, layer, pass_, H200, unaligned))
         assert not list(candidates(schedule, layer, pass_, H200, apart))
     odd = replace(layer, input_size=(7, 7))
-    assert not list(candidates(WeightGradWgmma(), odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd)))
+    assert not list(candidates(WindowWgradWgmma(), odd, Pass.WEIGHT_GRAD, H200, Layouts.dense(odd)))
 
 
 def test_pairs_never_begin_at_odd_elements() -> None:

@@ -5,7 +5,7 @@
 //   y[co, o]                =  bias[co]  +  Σ over the taps that meet o of   product[pixel that the tap reads, column]
 //
 // No product is computed for nothing, whatever the stride, and of few channels only the columns are few. Pixels go from
-// global memory to the registers that the cores take them from: no two warps read the same.
+// global memory to the registers that the tensor cores take them from: no two warps read the same.
 //
 // Index mapping. A block owns a tile of cells (core/geometry.cuh) and OUT_CHUNK output channels of one group. The
 // pixels of the window that the tile reads, cut at the edges of images that a tile covers from edge to edge, come in
@@ -15,9 +15,9 @@
 // units of UNIT neighbours that follow from `lane / 4` · UNIT on: pixel i of those is row `lane / 4 + i % 2 · 8` of row
 // tile i / 2. Which channel and which pixel that is, is the same to the product, as long as both operands agree.
 //
-// float32 comes in two parts of TF32, and each operation's sum leaves the cores at once, since they round towards zero.
-// The parts of what is not finite, or would not be as TF32, sum to NaN. Where an output is NaN it is therefore computed
-// again, plainly.
+// float32 comes in two parts of TF32, and each operation's sum leaves the tensor cores at once, since they round
+// towards zero. The parts of what is not finite, or would not be as TF32, sum to NaN. Where an output is NaN it is
+// therefore computed again, plainly.
 //
 // Shared memory: the weights of STEPS_HELD operations, in the order in which lanes take them, and the product as
 // [column][n][d][h][w], where h is a ring.
@@ -26,13 +26,14 @@
 #include "core/geometry.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/wgmma.cuh"
 #include "operand/split.cuh"
 #include "operand/tf32.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 x, y;
   int batch;
   int lanes[4];   // cells of a tile along n, d, h, w
@@ -55,12 +56,13 @@ constexpr bool EXACT = PARTS == 2;
 constexpr int RUN = AXIS_W.stride;  // neighbouring outputs of a cell
 constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * ELEMENT <= 16;
 
-static_assert(STEPS_HELD % AHEAD == 0, "pixels on their way change places in turn");
+static_assert(STEPS_HELD % PREFETCH == 0, "pixels on their way change places in turn");
 static_assert(PITCH % 32 == 4, "8 pixels by 4 pairs of columns lie in different banks");
 
 // Whether channel `i` of the thread's in an operation is one of the group's. Behind the last operation none is.
 __device__ __forceinline__ bool is_channel(int step, int i) {
-  return IN_CHANNELS % (AHEAD * OPERATION) == 0 || step * OPERATION + (int)threadIdx.x % 4 * CHANNELS + i < IN_CHANNELS;
+  return IN_CHANNELS % (PREFETCH * OPERATION) == 0 ||
+         step * OPERATION + (int)threadIdx.x % 4 * CHANNELS + i < IN_CHANNELS;
 }
 
 __device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
@@ -121,44 +123,46 @@ template <bool WHOLE>
 struct PixelLoader {
   static constexpr bool IN_ROWS = WHOLE && !X_CHANNELS_LAST;
 
-  const Geometry& g;
+  const Params& params;
   const scalar_t* rows[UNITS];  // the unit's first pixel in the band's row, the lane's channels that are loaded next
   int columns[UNITS][UNIT];     // elements from there to each pixel; with IN_ROWS they do not count
   int heights[UNITS];           // image rows, in the first band
   int places[UNITS];            // in the product: image and slab, and the unit's first pixel; -1 for none
 
   // `x` is the group's first channel, `first` the window's first pixel. Begins the first band.
-  __device__ __forceinline__ PixelLoader(const Geometry& g, const scalar_t* x, const int (&first)[4]) : g(g) {
-    const int lane = threadIdx.x % 32, extent[4] = {g.extent[0], g.extent[1], g.band, g.extent[3]};
+  __device__ __forceinline__ PixelLoader(const Params& params, const scalar_t* x, const int (&first)[4])
+      : params(params) {
+    const int lane = threadIdx.x % 32, extent[4] = {params.extent[0], params.extent[1], params.band, params.extent[3]};
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
       int at[4];
       decode(extent, threadIdx.x / 32 * (16 * ROW_TILES) + (8 * u + lane / 4) * UNIT, at);
-      const int place = (at[0] * g.extent[1] + at[1]) * g.ring * g.extent[3] + at[3];
-      places[u] = at[0] < g.extent[0] ? place : -1;
+      const int place = (at[0] * params.extent[1] + at[1]) * params.ring * params.extent[3] + at[3];
+      places[u] = at[0] < params.extent[0] ? place : -1;
       heights[u] = at[2] + first[2];
 #pragma unroll
       for (int i = 0; i < UNIT; ++i)
-        columns[u][i] = min(max(at[3] + first[3] + i, 0), g.x.size[2] - (IN_ROWS ? UNIT : 1)) * (int)g.x.stride[4];
-      at[0] = min(at[0] + first[0], g.batch - 1);
-      at[1] = min(max(at[1] + first[1], 0), g.x.size[0] - 1);
+        columns[u][i] =
+            min(max(at[3] + first[3] + i, 0), params.x.size[2] - (IN_ROWS ? UNIT : 1)) * (int)params.x.stride[4];
+      at[0] = min(at[0] + first[0], params.batch - 1);
+      at[1] = min(max(at[1] + first[1], 0), params.x.size[0] - 1);
       at[2] = row(u, 0), at[3] = 0;
-      rows[u] = x + offset_of(g.x, at) + lane % 4 * CHANNELS * g.x.stride[1] + columns[u][0];
+      rows[u] = x + offset_of(params.x, at) + lane % 4 * CHANNELS * params.x.stride[1] + columns[u][0];
 #pragma unroll
       for (int i = UNIT - 1; i >= 0; --i) columns[u][i] -= columns[u][0];
     }
   }
 
   __device__ __forceinline__ int row(int u, int band) const {
-    return min(max(heights[u] + band * g.band, 0), g.x.size[1] - 1);
+    return min(max(heights[u] + band * params.band, 0), params.x.size[1] - 1);
   }
 
   // After all operations of the band before. From its row on, since a first row would take two more registers a unit.
   __device__ __forceinline__ void begin_band(int band) {
-    constexpr int LOADED = round_up(STEPS, AHEAD) * OPERATION;  // channels
+    constexpr int LOADED = round_up(STEPS, PREFETCH) * OPERATION;  // channels
 #pragma unroll
     for (int u = 0; u < UNITS; ++u)
-      rows[u] += (row(u, band) - row(u, band - 1)) * g.x.stride[3] - LOADED * g.x.stride[1];
+      rows[u] += (row(u, band) - row(u, band - 1)) * params.x.stride[3] - LOADED * params.x.stride[1];
   }
 
   // The next operation, which is `step`.
@@ -179,7 +183,7 @@ struct PixelLoader {
 #pragma unroll
           for (int j = 0; j < COUNT; ++j) {
             const scalar_t* const address =
-                X_CHANNELS_LAST ? from + columns[u][i] + j * g.x.stride[1] : from + columns[u][j];
+                X_CHANNELS_LAST ? from + columns[u][i] + j * params.x.stride[1] : from + columns[u][j];
             const unsigned element = is_channel(step, X_CHANNELS_LAST ? j : i) ? bits_of(read(address)) : 0;
             loaded.value[j * ELEMENT / 4] |= element << (j * ELEMENT % 4 * 8);
           }
@@ -187,14 +191,14 @@ struct PixelLoader {
         unsigned* const words = to.words + (u * RUNS + i) * (COUNT * ELEMENT / 4);
 #pragma unroll
         for (int j = 0; j < COUNT * ELEMENT / 4; ++j) words[j] = loaded.value[j];
-        if (!X_CHANNELS_LAST) from += g.x.stride[1];
+        if (!X_CHANNELS_LAST) from += params.x.stride[1];
       }
-      rows[u] += OPERATION * g.x.stride[1];
+      rows[u] += OPERATION * params.x.stride[1];
     }
   }
 };
 
-// One operation's pixels as the cores take them.
+// One operation's pixels as the tensor cores take them.
 struct Rows {
   unsigned high[ROW_TILES][4], low[ROW_TILES][4];
 
@@ -290,8 +294,8 @@ struct Sums {
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
       if (pixels.places[u] < 0) continue;
-      const int row = slot + pixels.heights[u] - first_row, ring = pixels.g.ring;
-      float* const to = product + pixels.places[u] + (row < ring ? row : row - ring) * pixels.g.extent[3];
+      const int row = slot + pixels.heights[u] - first_row, ring = pixels.params.ring;
+      float* const to = product + pixels.places[u] + (row < ring ? row : row - ring) * pixels.params.extent[3];
 #pragma unroll
       for (int j = 0; j < COLUMN_TILES; ++j)
 #pragma unroll
@@ -327,18 +331,16 @@ struct Reads {
 
 // The outputs of one cell and channel, of which `columns` and so on lie in the image from the first on. Whether none of
 // them is NaN.
-__device__ __forceinline__ bool store_cell(const Geometry& g, const float* product, const Reads<AXIS_D.kernel>& d,
-                                           const Reads<AXIS_H.kernel>& h, const Reads<AXIS_W.kernel>& w, float bias,
-                                           scalar_t* to, int slabs, int rows, int columns) {
+__device__ __forceinline__ bool store_cell(const Params& params, const float* product, const Reads<AXIS_D.kernel>& d,
+                                           const Reads<AXIS_H.kernel>& h, const Reads<AXIS_W.kernel>& w,
+                                           ChannelTerms terms, scalar_t* to, int slabs, int rows, int columns) {
   bool numbers = true;
 #pragma unroll
   for (int phase_d = 0; phase_d < AXIS_D.stride; ++phase_d)
 #pragma unroll
     for (int phase_h = 0; phase_h < AXIS_H.stride; ++phase_h) {
       if (phase_d >= slabs || phase_h >= rows) continue;
-      float value[RUN];
-#pragma unroll
-      for (int i = 0; i < RUN; ++i) value[i] = bias;
+      float value[RUN] = {};
 #pragma unroll
       for (int tap = 0; tap < TAPS; ++tap) {
         const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
@@ -348,9 +350,9 @@ __device__ __forceinline__ bool store_cell(const Geometry& g, const float* produ
           value[phase_of(AXIS_W, kw)] += product[tap * PITCH + d.at[kd] + h.at[kh] + w.at[kw]];
       }
 #pragma unroll
-      for (int i = 0; i < RUN; ++i) numbers = numbers && value[i] == value[i];
-      scalar_t* const row = to + phase_d * g.y.stride[2] + phase_h * g.y.stride[3];
-      if (VECTORS && g.vectors) {
+      for (int i = 0; i < RUN; ++i) value[i] = finish(value[i], terms), numbers = numbers && value[i] == value[i];
+      scalar_t* const row = to + phase_d * params.y.stride[2] + phase_h * params.y.stride[3];
+      if (VECTORS && params.vectors) {
         Vector<scalar_t, VECTORS ? RUN : 1> run;
 #pragma unroll
         for (int i = 0; i < (VECTORS ? RUN : 1); ++i) narrow(value[i], run.value[i]);
@@ -358,25 +360,25 @@ __device__ __forceinline__ bool store_cell(const Geometry& g, const float* produ
       } else {
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
-          if (i < columns) narrow(value[i], row[i * g.y.stride[4]]);
+          if (i < columns) narrow(value[i], row[i * params.y.stride[4]]);
       }
     }
   return numbers;
 }
 
-// The same one by one, without the cores. `x` is the group's first channel of the cell's pixel, and `weight` its first
-// weight of the channel.
-__device__ __forceinline__ void store_cell_plainly(const Geometry& g, const scalar_t* x, const scalar_t* weight,
+// The same one by one, without the tensor cores. `x` is the group's first channel of the cell's pixel, and `weight` its
+// first weight of the channel.
+__device__ __forceinline__ void store_cell_plainly(const Params& params, const scalar_t* x, const scalar_t* weight,
                                                    const Reads<AXIS_D.kernel>& d, const Reads<AXIS_H.kernel>& h,
-                                                   const Reads<AXIS_W.kernel>& w, float bias, scalar_t* to, int slabs,
-                                                   int rows, int columns) {
+                                                   const Reads<AXIS_W.kernel>& w, ChannelTerms terms, scalar_t* to,
+                                                   int slabs, int rows, int columns) {
   constexpr int OUTPUTS = AXIS_D.stride * AXIS_H.stride * AXIS_W.stride;
 #pragma unroll 1
   for (int output = 0; output < OUTPUTS; ++output) {
     const int phase_d = output / (AXIS_H.stride * AXIS_W.stride), phase_h = output / AXIS_W.stride % AXIS_H.stride;
     const int phase_w = output % AXIS_W.stride;
     if (phase_d >= slabs || phase_h >= rows || phase_w >= columns) continue;
-    float value = bias;
+    float value = 0;
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) {
       const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
@@ -384,22 +386,24 @@ __device__ __forceinline__ void store_cell_plainly(const Geometry& g, const scal
       const bool meets =
           phase_of(AXIS_D, kd) == phase_d && phase_of(AXIS_H, kh) == phase_h && phase_of(AXIS_W, kw) == phase_w;
       if (!meets || !d.exists[kd] || !h.exists[kh] || !w.exists[kw]) continue;
-      const scalar_t* const pixel = x + src_offset(AXIS_D, kd) * g.x.stride[2] +
-                                    src_offset(AXIS_H, kh) * g.x.stride[3] + src_offset(AXIS_W, kw) * g.x.stride[4];
+      const scalar_t* const pixel = x + src_offset(AXIS_D, kd) * params.x.stride[2] +
+                                    src_offset(AXIS_H, kh) * params.x.stride[3] +
+                                    src_offset(AXIS_W, kw) * params.x.stride[4];
 #pragma unroll 1
       for (int in = 0; in < IN_CHANNELS; ++in)
-        value += widen(pixel[in * g.x.stride[1]]) * widen(weight[in * WEIGHT_STRIDE_IN + tap * WEIGHT_STRIDE_TAP]);
+        value += widen(pixel[in * params.x.stride[1]]) * widen(weight[in * WEIGHT_STRIDE_IN + tap * WEIGHT_STRIDE_TAP]);
     }
-    narrow(value, to[phase_d * g.y.stride[2] + phase_h * g.y.stride[3] + phase_w * g.y.stride[4]]);
+    narrow(finish(value, terms),
+           to[phase_d * params.y.stride[2] + phase_h * params.y.stride[3] + phase_w * params.y.stride[4]]);
   }
 }
 
 // Rows `done` to `ready` of a tile's cells; row i of the window is row i + `turn` of the ring, or that past its end. A
 // thread stores all channels of a cell, or with ALONG_CHANNELS one of them, and its neighbours the next ones.
-__device__ __forceinline__ void store_rows(const Geometry& g, const float* product, const scalar_t* x,
+__device__ __forceinline__ void store_rows(const Params& params, const float* product, const scalar_t* x,
                                            const scalar_t* weight, const scalar_t* bias, scalar_t* y,
                                            const int (&first)[4], int first_out, int done, int ready, int turn) {
-  const int extent[4] = {g.lanes[0], g.lanes[1], ready - done, g.lanes[3]};
+  const int extent[4] = {params.lanes[0], params.lanes[1], ready - done, params.lanes[3]};
   const int cells = extent[0] * extent[1] * extent[2] * extent[3], channels = min(OUT_CHUNK, OUT_CHANNELS - first_out);
   const int along = ALONG_CHANNELS ? channels : 1;
   for (int i = threadIdx.x; i < cells * along; i += THREADS) {
@@ -408,26 +412,27 @@ __device__ __forceinline__ void store_rows(const Geometry& g, const float* produ
     lane[2] += done;
 #pragma unroll
     for (int j = 0; j < 4; ++j) cell[j] = first[j] + lane[j];
-    const int slabs = g.y.size[0] - cell[1] * AXIS_D.stride, rows = g.y.size[1] - cell[2] * AXIS_H.stride;
-    const int columns = g.y.size[2] - cell[3] * AXIS_W.stride;
-    if (cell[0] >= g.batch || slabs <= 0 || rows <= 0 || columns <= 0) continue;
+    const int slabs = params.y.size[0] - cell[1] * AXIS_D.stride, rows = params.y.size[1] - cell[2] * AXIS_H.stride;
+    const int columns = params.y.size[2] - cell[3] * AXIS_W.stride;
+    if (cell[0] >= params.batch || slabs <= 0 || rows <= 0 || columns <= 0) continue;
     Reads<AXIS_D.kernel> d;
     Reads<AXIS_H.kernel> h;
     Reads<AXIS_W.kernel> w;
-    d.init(AXIS_D, cell[1], lane[1], g.first[1], g.x.size[0], g.ring * g.extent[3]);
-    h.init(AXIS_H, cell[2], lane[2] + turn, g.first[2], g.x.size[1], g.extent[3], g.ring);
-    w.init(AXIS_W, cell[3], lane[3], g.first[3], g.x.size[2], 1);
-    const float* const of_image = product + lane[0] * (g.extent[1] * g.ring * g.extent[3]);
-    const scalar_t* const pixel = x + offset_of(g.x, cell);
+    d.init(AXIS_D, cell[1], lane[1], params.first[1], params.x.size[0], params.ring * params.extent[3]);
+    h.init(AXIS_H, cell[2], lane[2] + turn, params.first[2], params.x.size[1], params.extent[3], params.ring);
+    w.init(AXIS_W, cell[3], lane[3], params.first[3], params.x.size[2], 1);
+    const float* const of_image = product + lane[0] * (params.extent[1] * params.ring * params.extent[3]);
+    const scalar_t* const pixel = x + offset_of(params.x, cell);
     cell[1] *= AXIS_D.stride, cell[2] *= AXIS_H.stride, cell[3] *= AXIS_W.stride;
     const int first_channel = i % along, behind = ALONG_CHANNELS ? first_channel + 1 : channels;
-    scalar_t* to = y + offset_of(g.y, cell) + (first_out + first_channel) * g.y.stride[1];
+    scalar_t* to = y + offset_of(params.y, cell) + (first_out + first_channel) * params.y.stride[1];
 #pragma unroll 1
-    for (int channel = first_channel; channel < behind; ++channel, to += g.y.stride[1]) {
-      const float start = HAS_BIAS ? widen(read(bias + first_out + channel)) : 0.f;
-      const bool numbers = store_cell(g, of_image + channel * (TAPS * PITCH), d, h, w, start, to, slabs, rows, columns);
+    for (int channel = first_channel; channel < behind; ++channel, to += params.y.stride[1]) {
+      const ChannelTerms terms = channel_terms(bias, first_out + channel);
+      const bool numbers =
+          store_cell(params, of_image + channel * (TAPS * PITCH), d, h, w, terms, to, slabs, rows, columns);
       if (EXACT && !numbers)
-        store_cell_plainly(g, pixel, weight + (first_out + channel) * WEIGHT_STRIDE_OUT, d, h, w, start, to, slabs,
+        store_cell_plainly(params, pixel, weight + (first_out + channel) * WEIGHT_STRIDE_OUT, d, h, w, terms, to, slabs,
                            rows, columns);
     }
   }
@@ -435,21 +440,22 @@ __device__ __forceinline__ void store_rows(const Geometry& g, const float* produ
 
 // A tile, by its first cell and output channel; `x` and `weight` are the group's.
 template <bool WHOLE>
-__device__ __forceinline__ void compute_tile(const Geometry& g, const scalar_t* __restrict__ x,
+__device__ __forceinline__ void compute_tile(const Params& params, const scalar_t* __restrict__ x,
                                              const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
                                              scalar_t* __restrict__ y, const int (&first)[4], int first_out,
                                              char* shared_memory) {
   int window[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) window[i] = first[i] + g.first[i];
-  PixelLoader<WHOLE> loader(g, x, window);
-  Pixels ahead[AHEAD];
+  for (int i = 0; i < 4; ++i) window[i] = first[i] + params.first[i];
+  PixelLoader<WHOLE> loader(params, x, window);
+  Pixels ahead[PREFETCH];
   if (WHOLE) {
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) loader.load(ahead[i], i);
+    for (int i = 0; i < PREFETCH; ++i) loader.load(ahead[i], i);
   }
 
-  const int bands = ceil_div(g.extent[2], g.band), pixels = g.extent[0] * g.extent[1] * g.band * g.extent[3];
+  const int bands = ceil_div(params.extent[2], params.band),
+            pixels = params.extent[0] * params.extent[1] * params.band * params.extent[3];
   const bool owns_pixels = threadIdx.x / TOGETHER * (TOGETHER / 2 * ROW_TILES) < pixels;
   char* const weights = shared_memory;
   float* const product = (float*)(shared_memory + min(STEPS_HELD, STEPS) * STEP_BYTES);
@@ -467,50 +473,50 @@ __device__ __forceinline__ void compute_tile(const Geometry& g, const scalar_t* 
       }
       const int end = owns_pixels ? min(STEPS, begin + STEPS_HELD) : 0;
 #pragma unroll 1
-      for (int step = begin; step < end; step += AHEAD) {
+      for (int step = begin; step < end; step += PREFETCH) {
         // The next band follows; behind the last one it is the image's last row, which nothing needs.
-        const int next = step + AHEAD < STEPS ? step + AHEAD : 0;
+        const int next = step + PREFETCH < STEPS ? step + PREFETCH : 0;
         if (WHOLE && next == 0) loader.begin_band(band + 1);
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
+        for (int i = 0; i < PREFETCH; ++i) {
           if (!WHOLE) loader.load(ahead[i], step + i);
           Rows rows(ahead[i]);
           if (WHOLE) loader.load(ahead[i], next + i);
-          if (STEPS % AHEAD == 0 || step + i < STEPS) sums.add(rows, weights + (step - begin + i) * STEP_BYTES);
+          if (STEPS % PREFETCH == 0 || step + i < STEPS) sums.add(rows, weights + (step - begin + i) * STEP_BYTES);
         }
       }
     }
     __syncthreads();  // the sums of the band before are made
-    sums.store(product, loader, window[2], band * g.band % g.ring);
+    sums.store(product, loader, window[2], band * params.band % params.ring);
     __syncthreads();
 
     // The rows of cells that no later band adds to; the first pixels that they read, and from there to the ring.
-    const int end = (band + 1) * g.band + g.first[2] - last_offset(AXIS_H);
-    const int ready = band + 1 < bands ? min(max(end, done), g.lanes[2]) : g.lanes[2];
-    const int oldest = max(0, done + first_offset(AXIS_H) - g.first[2]), turn = oldest % g.ring - oldest;
-    store_rows(g, product, x, weight, bias, y, first, first_out, done, ready, turn);
+    const int end = (band + 1) * params.band + params.first[2] - last_offset(AXIS_H);
+    const int ready = band + 1 < bands ? min(max(end, done), params.lanes[2]) : params.lanes[2];
+    const int oldest = max(0, done + first_offset(AXIS_H) - params.first[2]), turn = oldest % params.ring - oldest;
+    store_rows(params, product, x, weight, bias, y, first, first_out, done, ready, turn);
     done = ready;
     if (!WHOLE) loader.begin_band(band + 1);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    scatter_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
-                 scalar_t* __restrict__ y, const Geometry g) {
+    overlap_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
+                 scalar_t* __restrict__ y, const Params params) {
   extern __shared__ __align__(16) char shared_memory[];
   int block = blockIdx.x;
   const int first_out = block % OUT_BLOCKS * OUT_CHUNK;
   block /= OUT_BLOCKS;
-  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
+  const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
   const int group = block / tiles;
   int first[4];  // cell of the tile
-  tile_origin(g.tiles, g.lanes, block % tiles, first);
-  x += (long long)group * IN_CHANNELS * g.x.stride[1];
+  tile_origin(params.tiles, params.lanes, block % tiles, first);
+  x += (long long)group * IN_CHANNELS * params.x.stride[1];
   weight += (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN;
   bias += group * OUT_CHANNELS;
-  y += (long long)group * OUT_CHANNELS * g.y.stride[1];
-  if (g.whole)
-    compute_tile<true>(g, x, weight, bias, y, first, first_out, shared_memory);
+  y += (long long)group * OUT_CHANNELS * params.y.stride[1];
+  if (params.whole)
+    compute_tile<true>(params, x, weight, bias, y, first, first_out, shared_memory);
   else
-    compute_tile<false>(g, x, weight, bias, y, first, first_out, shared_memory);
+    compute_tile<false>(params, x, weight, bias, y, first, first_out, shared_memory);
 }

@@ -27,7 +27,7 @@
 #include "core/geometry.cuh"
 #include "core/types.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 x, g;
   int batch;
   int vectors, vector_blocks;  // of all output channels; LANES of them are a block's
@@ -202,52 +202,52 @@ struct Sums {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_channels(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
-                         const Geometry g) {
+    direct_wgrad_channels(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
+                          const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  const int first_vector = blockIdx.x % g.vector_blocks * LANES;
-  const int first_share = blockIdx.x / g.vector_blocks % SHARE_BLOCKS * BLOCK_SHARES;
-  const int part = blockIdx.x / g.vector_blocks / SHARE_BLOCKS;
+  const int first_vector = blockIdx.x % params.vector_blocks * LANES;
+  const int first_share = blockIdx.x / params.vector_blocks % SHARE_BLOCKS * BLOCK_SHARES;
+  const int part = blockIdx.x / params.vector_blocks / SHARE_BLOCKS;
   const int vector = first_vector + threadIdx.x % LANES, of_all = first_share + threadIdx.x / LANES % BLOCK_SHARES;
   const Share share(of_all);
-  x += (vector * VECTOR / OUT_CHANNELS * IN_CHANNELS + share.in) * g.x.stride[1];
-  grad += vector * VECTOR * g.g.stride[1] + (long long)share.column * AXIS_W.dilation * GRAD_PIXEL;
-  partial += part * g.plane;
+  x += (vector * VECTOR / OUT_CHANNELS * IN_CHANNELS + share.in) * params.x.stride[1];
+  grad += vector * VECTOR * params.g.stride[1] + (long long)share.column * AXIS_W.dilation * GRAD_PIXEL;
+  partial += part * params.plane;
 
   int walker[4], tile[4];
-  decode(g.walkers, (int)threadIdx.x / SLOTS, walker);
-  const bool owns = vector < g.vectors && of_all < SHARES && walker[0] < g.walkers[0];
-  int first = part * g.part_length;
-  const int end = min(first + g.part_length, g.all_tiles);
-  decode(g.tiles, first, tile);
+  decode(params.walkers, (int)threadIdx.x / SLOTS, walker);
+  const bool owns = vector < params.vectors && of_all < SHARES && walker[0] < params.walkers[0];
+  int first = part * params.part_length;
+  const int end = min(first + params.part_length, params.all_tiles);
+  decode(params.tiles, first, tile);
   bool again = false;
 #pragma unroll 1
   do {
     Sums sums;
     sums.clear();
-    const int until = min(first + g.flush, end);
+    const int until = min(first + params.flush, end);
 #pragma unroll 1
     for (; first < until; ++first) {
-      const int n = tile[0] * g.walkers[0] + walker[0], d = tile[1] * g.walkers[1] + walker[1];
-      const int w = (tile[2] * g.walkers[3] + walker[3]) * POSITIONS, h = tile[3] * g.walkers[2] + walker[2];
+      const int n = tile[0] * params.walkers[0] + walker[0], d = tile[1] * params.walkers[1] + walker[1];
+      const int w = (tile[2] * params.walkers[3] + walker[3]) * POSITIONS, h = tile[3] * params.walkers[2] + walker[2];
       Place place;
-      place.count = g.x.size[2] - w;
+      place.count = params.x.size[2] - w;
       place.d = d * AXIS_D.stride - AXIS_D.padding;
       place.h = h * AXIS_H.stride - AXIS_H.padding;
       const int first_column = w * AXIS_W.stride - AXIS_W.padding;
       place.w = first_column + share.column * AXIS_W.dilation;
-      place.x = x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + (long long)w * X_PIXEL;
-      place.grad = grad + n * g.g.stride[0] + place.d * g.g.stride[2] + place.h * g.g.stride[3] +
+      place.x = x + n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] + (long long)w * X_PIXEL;
+      place.grad = grad + n * params.g.stride[0] + place.d * params.g.stride[2] + place.h * params.g.stride[3] +
                    (long long)first_column * GRAD_PIXEL;
-      const bool exists = owns && n < g.batch && d < g.x.size[0] && h < g.x.size[1] && place.count > 0;
-      if (__all_sync(~0u, !exists || place.is_whole(g.g))) {  // so that a warp does not compute in both ways
-        if (exists) sums.add<true>(place, share, g.g);
+      const bool exists = owns && n < params.batch && d < params.x.size[0] && h < params.x.size[1] && place.count > 0;
+      if (__all_sync(~0u, !exists || place.is_whole(params.g))) {  // so that a warp does not compute in both ways
+        if (exists) sums.add<true>(place, share, params.g);
       } else {
-        if (exists) sums.add<false>(place, share, g.g);
+        if (exists) sums.add<false>(place, share, params.g);
       }
-      advance(g.tiles, tile);
+      advance(params.tiles, tile);
     }
-    sums.store((accum_t*)shared_memory, partial, first_vector, first_share, g.vectors, again);
+    sums.store((accum_t*)shared_memory, partial, first_vector, first_share, params.vectors, again);
     again = true;
   } while (first < end);
 }

@@ -8,7 +8,7 @@
 //
 // Shared memory: where the pieces of both operands lie, the positions' offsets, then BUFFERS stages.
 //
-// The cores' sums lose a bit at every step. So FLUSH stages are summed there, and those sums in `partial`.
+// Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and those sums in `partial`.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -16,7 +16,7 @@
 #include "mainloop/multistage.cuh"
 #include "mainloop/window_mma.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 x, g;
   Part x_part, window;
   int batch, groups;
@@ -35,40 +35,42 @@ constexpr int FLUSH = ceil_div(2048, POSITIONS);
 static_assert(CHUNK_TAPS <= COLUMNS, "a block computes all taps of its channels");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
-                     const Geometry g) {
+    window_wgrad_mma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+                     const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;
   block /= ROW_BLOCKS;
   const int column_block = block % COLUMN_BLOCKS;
   block /= COLUMN_BLOCKS;
-  const int group = block % g.groups;
-  const int part = block / g.groups;
-  const long long first_tile = part * g.part_length;
-  const int stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
+  const int group = block % params.groups;
+  const int part = block / params.groups;
+  const long long first_tile = part * params.part_length;
+  const int stages =
+      (int)(first_tile + params.part_length < params.all_tiles ? params.part_length : params.all_tiles - first_tile);
 
   const int first_in = row_block * ROWS, first_out = column_block * OUT_CHUNK;
   const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // that exist, from there on
 
   int* const offsets = (int*)shared_memory;
   Place* const places = (Place*)(offsets + POSITIONS);
-  char* const buffers = (char*)shared_memory + g.table_bytes;
+  char* const buffers = (char*)shared_memory + params.table_bytes;
 
-  PartLoader<X_CHANNELS_LAST ? Channels::last : Channels::first, ROWS, Moving> x_loader(g.x, g.x_part);
-  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Moving> g_loader(g.g, g.window);
+  PartLoader<X_CHANNELS_LAST ? Channels::last : Channels::first, ROWS, Moving> x_loader(params.x, params.x_part);
+  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Moving> g_loader(params.g, params.window);
   x_loader.init(places, POSITIONS);
-  g_loader.init(places + x_loader.box.pieces, elements(g.window));
-  list_positions(offsets, POSITIONS, g.window, g.lanes, g.skew);
-  x += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
-  grad += (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
-  partial += part * g.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+  g_loader.init(places + x_loader.box.pieces, elements(params.window));
+  list_positions(offsets, POSITIONS, params.window, params.lanes, params.skew);
+  x += (long long)(group * IN_CHANNELS + first_in) * params.x.stride[1];
+  grad += (long long)(group * OUT_CHANNELS + first_out) * params.g.stride[1];
+  partial +=
+      part * params.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
 
   int columns[COLUMN_TILES];
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; ++j) {
     const int column = Sums::operand_column(j);
-    columns[j] = column < CHUNK_TAPS ? offset_of_tap(g.window, column / TAPS, column % TAPS) : 0;
+    columns[j] = column < CHUNK_TAPS ? offset_of_tap(params.window, column / TAPS, column % TAPS) : 0;
   }
 
   Sums sums;
@@ -91,24 +93,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
 
   int tile[4];  // the next to be loaded
-  decode(g.tiles, first_tile, tile);
+  decode(params.tiles, first_tile, tile);
   auto load = [&](int, char* to) {
     int origin[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) origin[i] = tile[i] * g.lanes[i];
-    x_loader.load(x, rows, to, g.batch, origin);
-    to_window(origin, g.skew);
-    g_loader.load(grad, channels, to + A_BYTES, g.batch, origin);
+    for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.lanes[i];
+    x_loader.load(x, rows, to, params.batch, origin);
+    to_window(origin, params.skew);
+    g_loader.load(grad, channels, to + A_BYTES, params.batch, origin);
 #pragma unroll
     for (int i = 3; i > 0; --i) {
-      if (++tile[i] < g.tiles[i]) return;
+      if (++tile[i] < params.tiles[i]) return;
       tile[i] = 0;
     }
     ++tile[0];
   };
   int until_flush = FLUSH;
   __syncthreads();
-  run_stages(stages, buffers, g.stage_bytes, load, [&](const char* from) {
+  run_stages(stages, buffers, params.stage_bytes, load, [&](const char* from) {
     sums.add(from, from + A_BYTES, offsets, columns);
     if (--until_flush == 0) {
       flush();

@@ -1,4 +1,4 @@
-// Direct kernel of the forward pass and the input gradient for every layer that gather_tiled does not unroll: kernels
+// Direct kernel of the forward pass and the input gradient for every layer that direct_tiled does not unroll: kernels
 // of thousands of taps, large strides. No limits, no shared memory, no barrier.
 //
 //   destination[n, cd, o] = bias[cd] + Σ source[n, cs, (position of o) + …] · w[cs, cd, tap]
@@ -11,9 +11,10 @@
 #include "core/geometry.cuh"
 #include "core/taps.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "operand/rounding.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 src, dst;
   int batch, groups;
 };
@@ -22,50 +23,50 @@ constexpr int THREADS = 256;
 constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, DST_PER_THREAD);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
-                   const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Geometry g) {
+    direct_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
+                   const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
   long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
   int block = 0, group = 0;
-  const int blocks = DST_BLOCKS * g.groups;
+  const int blocks = DST_BLOCKS * params.groups;
   if (DST_CHANNELS_LAST) {
     block = (int)(index % blocks);
     index /= blocks;
   }
-  const int w = (int)(index % g.dst.size[2]);
-  index /= g.dst.size[2];
-  const int h = (int)(index % g.dst.size[1]);
-  index /= g.dst.size[1];
-  const int d = (int)(index % g.dst.size[0]);
-  index /= g.dst.size[0];
+  const int w = (int)(index % params.dst.size[2]);
+  index /= params.dst.size[2];
+  const int h = (int)(index % params.dst.size[1]);
+  index /= params.dst.size[1];
+  const int d = (int)(index % params.dst.size[0]);
+  index /= params.dst.size[0];
   if (!DST_CHANNELS_LAST) {
     block = (int)(index % blocks);
     index /= blocks;
   }
   const long long n = index;
-  if (n >= g.batch) return;
+  if (n >= params.batch) return;
   group = block / DST_BLOCKS;
   const int first_dst = block % DST_BLOCKS * DST_PER_THREAD;
 
   const Progression at_d = TapsD::at(d), at_h = TapsH::at(h), at_w = TapsW::at(w);
-  src += n * g.src.stride[0] + (long long)group * SRC_CHANNELS * g.src.stride[1];
+  src += n * params.src.stride[0] + (long long)group * SRC_CHANNELS * params.src.stride[1];
   weight += (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS;
   accum_t sum[DST_PER_THREAD] = {};
 #pragma unroll 1
-  for (int channel = 0; channel < SRC_CHANNELS; ++channel, src += g.src.stride[1]) {
+  for (int channel = 0; channel < SRC_CHANNELS; ++channel, src += params.src.stride[1]) {
     int src_d = at_d.src;
 #pragma unroll 1
     for (int kd = at_d.tap; kd < AXIS_D.kernel; kd += TapsD::TAP_STEP, src_d += TapsD::SRC_STEP) {
-      if ((unsigned)src_d >= (unsigned)g.src.size[0]) continue;
+      if ((unsigned)src_d >= (unsigned)params.src.size[0]) continue;
       int src_h = at_h.src;
 #pragma unroll 1
       for (int kh = at_h.tap; kh < AXIS_H.kernel; kh += TapsH::TAP_STEP, src_h += TapsH::SRC_STEP) {
-        if ((unsigned)src_h >= (unsigned)g.src.size[1]) continue;
-        const scalar_t* const row = src + src_d * g.src.stride[2] + src_h * g.src.stride[3];
+        if ((unsigned)src_h >= (unsigned)params.src.size[1]) continue;
+        const scalar_t* const row = src + src_d * params.src.stride[2] + src_h * params.src.stride[3];
         int src_w = at_w.src;
 #pragma unroll 4
         for (int kw = at_w.tap; kw < AXIS_W.kernel; kw += TapsW::TAP_STEP, src_w += TapsW::SRC_STEP) {
-          if ((unsigned)src_w >= (unsigned)g.src.size[2]) continue;
-          const accum_t value = operand(widen(read(row + src_w * g.src.stride[4])));
+          if ((unsigned)src_w >= (unsigned)params.src.size[2]) continue;
+          const accum_t value = operand(widen(read(row + src_w * params.src.stride[4])));
           const int tap = (kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw;
 #pragma unroll
           for (int i = 0; i < DST_PER_THREAD; ++i) {
@@ -80,10 +81,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 
   const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
-  dst += n * g.dst.stride[0] + first_channel * g.dst.stride[1] + d * g.dst.stride[2] + h * g.dst.stride[3] +
-         w * g.dst.stride[4];
+  dst += n * params.dst.stride[0] + first_channel * params.dst.stride[1] + d * params.dst.stride[2] +
+         h * params.dst.stride[3] + w * params.dst.stride[4];
 #pragma unroll
   for (int i = 0; i < DST_PER_THREAD; ++i)
     if (first_dst + i < DST_CHANNELS)
-      narrow(sum[i] + (HAS_BIAS ? widen(read(bias + first_channel + i)) : (accum_t)0), dst[i * g.dst.stride[1]]);
+      narrow(finish(sum[i], channel_terms(bias, first_channel + i)), dst[i * params.dst.stride[1]]);
 }

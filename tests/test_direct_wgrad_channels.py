@@ -17,8 +17,8 @@ from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
-from polyphase.schedules.direct_wgrad import channels as weight_grad_channels
-from polyphase.schedules.direct_wgrad.channels import WeightGradChannels
+from polyphase.schedules.direct_wgrad import channels as direct_wgrad_channels
+from polyphase.schedules.direct_wgrad.channels import DirectWgradChannels
 from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -76,9 +76,10 @@ def cases() -> Iterator[ParameterSet]:
 def strange_offers(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, list[tuple[Candidate, Program]]]]:
     """What is offered for tensors of each kind; of float64 for dense ones alone."""
     for layouts in strange_layouts(problem) if problem.dtype != "float64" else [Layouts.dense(problem)]:
-        yield layouts, offers(WeightGradChannels(), problem, WEIGHT_GRAD, layouts)
+        yield layouts, offers(DirectWgradChannels(), problem, WEIGHT_GRAD, layouts)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
@@ -133,12 +134,12 @@ def test_layers_take_every_path() -> None:
 
 def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """One block that goes on along all dimensions, and adds its sums to earlier ones; in several orders of threads."""
-    monkeypatch.setattr(weight_grad_channels, "_CHAIN", 16)
+    monkeypatch.setattr(direct_wgrad_channels, "_CHAIN", 16)
     problem = make((3, 32, 33, 70), 32, 3, 2, 1, groups=32, channels_last=True)
     few = replace(H200, multiprocessors=1)
     dense = Layouts.dense(problem)
-    for candidate in candidates(WeightGradChannels(), problem, WEIGHT_GRAD, few, dense):
-        launch = WeightGradChannels().launch(problem, WEIGHT_GRAD, few, dense, candidate.variant)
+    for candidate in candidates(DirectWgradChannels(), problem, WEIGHT_GRAD, few, dense):
+        launch = DirectWgradChannels().launch(problem, WEIGHT_GRAD, few, dense, candidate.variant)
         _, _, length, _ = _counts(launch)
         assert length > 16 // candidate.variant.positions
         assert_exact(problem, WEIGHT_GRAD, candidate, launch, executor=Emulator(order=None))
@@ -150,7 +151,7 @@ def test_pixels_far_apart() -> None:
     dense = Layouts.dense(problem)
     for apart, offered in ((2**25, True), (2**31, False)):
         layouts = replace(dense, output=(*dense.output[:4], apart))
-        assert bool(offers(WeightGradChannels(), problem, WEIGHT_GRAD, layouts)) == offered
+        assert bool(offers(DirectWgradChannels(), problem, WEIGHT_GRAD, layouts)) == offered
 
 
 def test_float32_is_exact() -> None:
@@ -158,7 +159,7 @@ def test_float32_is_exact() -> None:
     problem = make((2, 32, 64, 48), 32, 3, 2, 1, groups=8, channels_last=True)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.output_shape))
-    _, launch = offers(WeightGradChannels(), problem, WEIGHT_GRAD)[0]
+    _, launch = offers(DirectWgradChannels(), problem, WEIGHT_GRAD)[0]
     found = run(problem, WEIGHT_GRAD, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, WEIGHT_GRAD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 3e-7
@@ -172,7 +173,7 @@ def test_an_output_gradient_that_is_infinite_beside_the_image() -> None:
         torch.ones(problem.output_shape, dtype=torch.float64),
     )
     grad[..., -1] = torch.inf  # meets no position at all
-    for candidate, launch in offers(WeightGradChannels(), problem, WEIGHT_GRAD):
+    for candidate, launch in offers(DirectWgradChannels(), problem, WEIGHT_GRAD):
         found = run(problem, WEIGHT_GRAD, launch, Layouts.dense(problem), (x, grad))
         assert torch.equal(found.double(), reference(problem, WEIGHT_GRAD, (x, grad))), candidate.describe()
         assert found.isfinite().all()
@@ -182,8 +183,8 @@ def test_blocks_fill_rounds() -> None:
     """Where there are more blocks of channels than are resident, parts make the last round of them a full one."""
     layer = make((16, 600, 20, 20), 600, 3, 1, 1, groups=600)
     few = replace(H200, multiprocessors=100)
-    for candidate in candidates(WeightGradChannels(), layer, WEIGHT_GRAD, few, Layouts.dense(layer)):
-        launch = WeightGradChannels().launch(layer, WEIGHT_GRAD, few, Layouts.dense(layer), candidate.variant)
+    for candidate in candidates(DirectWgradChannels(), layer, WEIGHT_GRAD, few, Layouts.dense(layer)):
+        launch = DirectWgradChannels().launch(layer, WEIGHT_GRAD, few, Layouts.dense(layer), candidate.variant)
         rounds = launch.main.grid[0] / (100 * candidate.variant.min_blocks)
         assert launch.main.grid[0] == 600 * launch.splits
         assert rounds > 0.85 * math.ceil(rounds)
@@ -191,7 +192,7 @@ def test_blocks_fill_rounds() -> None:
 
 def test_refusals() -> None:
     depthwise = make((2, 64, 9, 11), 64, 3, groups=64)
-    schedule = WeightGradChannels()
+    schedule = DirectWgradChannels()
     assert refusal(schedule, depthwise, WEIGHT_GRAD, H200) is None
     assert "weight gradient" in (refusal(schedule, depthwise, Pass.FORWARD, H200) or "")
     assert "not few" in (refusal(schedule, make((2, 64, 9, 11), 64, 3), WEIGHT_GRAD, H200) or "")

@@ -19,11 +19,11 @@ from polyphase.problem.layouts import Layouts
 from polyphase.schedules import tiles
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.window_gemm import mma as gradient_gemm
-from polyphase.schedules.window_gemm.mma import InputGradGemm, WeightGradGemm
+from polyphase.schedules.window_gemm.mma import WindowDgradMma, WindowWgradMma
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-SCHEDULES = {Pass.INPUT_GRAD: InputGradGemm(), Pass.WEIGHT_GRAD: WeightGradGemm()}
+SCHEDULES = {Pass.INPUT_GRAD: WindowDgradMma(), Pass.WEIGHT_GRAD: WindowWgradMma()}
 GRADIENTS = list(SCHEDULES)
 
 # Rows of the output gradient that are multiples of 16, 8, 4 and 2 bytes.
@@ -57,6 +57,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """On tensors of one kind, every third of them dense; on a GPU it is all variants and kinds."""
@@ -67,6 +68,7 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", gradient_gemm._SHAPES, ids=str)
 @pytest.mark.parametrize("pass_", GRADIENTS)
 def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +104,7 @@ def test_variants_fit_images_of_any_alignment() -> None:
     a10 = DeviceInfo.for_arch("sm_86")
     problem = make((100, 3, 1, 33, 5), 3, (7, 8, 1), (4, 1, 4), (5, 4, 0), (0, 9, 3), dilation=(7, 15, 1))
     problem = replace(problem, dtype="bfloat16")
-    schedule = InputGradGemm()
+    schedule = WindowDgradMma()
     first = {
         next(candidates(schedule, sized, Pass.INPUT_GRAD, a10, Layouts.dense(sized))).variant
         for size in ((1, 33, 5), (9, 9, 9), (3, 40, 64))
@@ -151,14 +153,14 @@ def test_where_it_refuses() -> None:
             assert reason in (refusal(schedule, problem, pass_, H200) or "")
         assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
     turing = DeviceInfo.for_arch("sm_75")
-    assert "lacks" in (refusal(InputGradGemm(), replace(layer, dtype="float16"), Pass.INPUT_GRAD, turing) or "")
+    assert "lacks" in (refusal(WindowDgradMma(), replace(layer, dtype="float16"), Pass.INPUT_GRAD, turing) or "")
 
 
 def test_dtypes_are_those_of_the_cores() -> None:
     taken = {
         dtype
         for dtype in DTYPES
-        if refusal(WeightGradGemm(), make((2, 32, 8, 8), 32, 3, dtype=dtype, tf32=True), Pass.WEIGHT_GRAD, H200) is None
+        if refusal(WindowWgradMma(), make((2, 32, 8, 8), 32, 3, dtype=dtype, tf32=True), Pass.WEIGHT_GRAD, H200) is None
     }
     assert taken == {"float32", "float16", "bfloat16"}
 
@@ -178,6 +180,7 @@ MIRRORED = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MIRRORED)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_mirrored_layers(name: str, channels_last: bool) -> None:

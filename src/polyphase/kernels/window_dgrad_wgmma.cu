@@ -5,8 +5,8 @@
 // Index mapping. A block owns COLUMNS input channels of one group and a tile of at most ROWS input positions; a stage
 // is OUT_CHUNK output channels with all their taps.
 //
-// The cores' sums lose a bit at every step. So FLUSH stages are summed there, and where those are not all, their sums
-// beside them.
+// Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and where those are not all,
+// their sums beside them.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -19,7 +19,7 @@
 #include "operand/window_rows.cuh"
 #include "mainloop/window_wgmma.cuh"
 
-struct Geometry {
+struct Params {
   TensorMap box, window_box;  // of the weight, and of the output gradient
   Tensor5 x, g;
   Window window;
@@ -28,7 +28,7 @@ struct Geometry {
   int lanes[4];   // positions of a tile along n, d, h, w; their product is at most ROWS
   int tiles[4];   // tiles along n, d, h, w
   int skew;       // elements from the window's first to what the first tap of the first position meets
-  int box_bytes;  // of the window, if the engine brings it
+  int box_bytes;  // of the window, if TMA brings it
   int table_bytes, stage_bytes, window_bytes;  // of shared memory
 };
 
@@ -39,74 +39,76 @@ constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
 static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    input_grad_wgmma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                     scalar_t* __restrict__ dst, const __grid_constant__ Geometry g) {
+    window_dgrad_wgmma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+                       scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  __shared__ __align__(8) WindowRing ring;
+  __shared__ __align__(8) WindowBarriers ring;
   __shared__ int positions[ROWS];
   __shared__ long long targets[ROWS];  // where each position lies in the input, -1 where it does not exist
   int block = blockIdx.x;
   const int column_block = block % COLUMN_BLOCKS;
   block /= COLUMN_BLOCKS;
-  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
+  const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
   const int group = block / tiles;
   int first[4];  // position of the tile
-  tile_origin(g.tiles, g.lanes, block % tiles, first);
+  tile_origin(params.tiles, params.lanes, block % tiles, first);
   const int first_in = column_block * COLUMNS;
 
   char* const buffers = (char*)shared_memory;  // the operand, then the window
-  int* const offsets = (int*)(shared_memory + BUFFERS * g.stage_bytes);
-  Place* const places = (Place*)((char*)offsets + g.table_bytes);
+  int* const offsets = (int*)(shared_memory + BUFFERS * params.stage_bytes);
+  Place* const places = (Place*)((char*)offsets + params.table_bytes);
 
-  const bool tells = g.box_bytes != 0;
+  const bool tells = params.box_bytes != 0;
   ring.init(tells);
   __syncthreads();
 
-  if (threadIdx.x >= MULTIPLIERS) {  // at once: what the others do first hides their first stages
-    RowLoader<OUT_CHUNK> g_loader(g.g, g.window);
+  if (threadIdx.x >= CONSUMER_THREADS) {  // at once: what the others do first hides their first stages
+    RowLoader<OUT_CHUNK> g_loader(params.g, params.window);
     int window[4] = {first[0], first[1], first[2], first[3]};
-    to_window(window, g.skew);
+    to_window(window, params.skew);
     if (!tells) {
       g_loader.init(places);
       named_barrier_sync(LOADERS_MEET, LOADERS);
     }
-    const scalar_t* const first_channel = grad + (long long)group * OUT_CHANNELS * g.g.stride[1];
+    const scalar_t* const first_channel = grad + (long long)group * OUT_CHANNELS * params.g.stride[1];
     load_stages(
-        STAGES, tells, ring, buffers, g.stage_bytes,
+        STAGES, tells, ring, buffers, params.stage_bytes,
         [&](int stage, char* to, unsigned barrier) {
           const int place[5] = {stage * DEPTH, group * IN_CHANNELS + first_in, 0, 0, 0};
-          load_runs(g.box, weight, g.runs, place, to, barrier);
+          load_runs(params.box, weight, params.runs, place, to, barrier);
           if (!tells) return;
           const int from[5] = {window[3], window[2], window[1], window[0], group * OUT_CHANNELS + stage * OUT_CHUNK};
-          tma_load_box(shared_address(to + g.window_bytes), g.window_box, grad, from, g.box_bytes, barrier);
+          tma_load_box(shared_address(to + params.window_bytes), params.window_box, grad, from, params.box_bytes,
+                       barrier);
         },
         [&](int stage, char* to) {
           const int channel = stage * OUT_CHUNK;
-          return g_loader.load(first_channel + channel * g.g.stride[1], OUT_CHANNELS - channel, to + g.window_bytes,
-                               g.batch, window);
+          return g_loader.load(first_channel + channel * params.g.stride[1], OUT_CHANNELS - channel,
+                               to + params.window_bytes, params.batch, window);
         });
     return;
   }
 
-  list_positions<MULTIPLIERS>(positions, ROWS, g.window, g.lanes, g.skew);
-  for (int i = threadIdx.x; i < DEPTH; i += MULTIPLIERS) offsets[i] = offset_of_tap(g.window, i / TAPS, i % TAPS);
-  for (int i = threadIdx.x; i < ROWS; i += MULTIPLIERS) {
+  list_positions<CONSUMER_THREADS>(positions, ROWS, params.window, params.lanes, params.skew);
+  for (int i = threadIdx.x; i < DEPTH; i += CONSUMER_THREADS)
+    offsets[i] = offset_of_tap(params.window, i / TAPS, i % TAPS);
+  for (int i = threadIdx.x; i < ROWS; i += CONSUMER_THREADS) {
     int at[4];
-    decode(g.lanes, i, at);
-    const bool in_tile = at[0] < g.lanes[0];
+    decode(params.lanes, i, at);
+    const bool in_tile = at[0] < params.lanes[0];
 #pragma unroll
     for (int j = 0; j < 4; ++j) at[j] += first[j];
-    targets[i] = in_tile && exists(g.x, g.batch, at[0], at[1], at[2], at[3]) ? offset_of(g.x, at) : -1;
+    targets[i] = in_tile && exists(params.x, params.batch, at[0], at[1], at[2], at[3]) ? offset_of(params.x, at) : -1;
   }
-  named_barrier_sync(MULTIPLIERS_MEET, MULTIPLIERS);
+  named_barrier_sync(CONSUMERS_MEET, CONSUMER_THREADS);
 
-  setmaxnreg_inc<MULTIPLIER_REGISTERS>();
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
   int offsets_of_rows[ROW_TILES][2];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];
   Sums sums, total;
-  add_stages(STAGES, ring, buffers, g.stage_bytes, false, [&](int stage, const char* from, int shift) {
-    sums.add(from + g.window_bytes + shift, from, g.runs, offsets, offsets_of_rows, DEPTH / OPERATION,
+  add_stages(STAGES, ring, buffers, params.stage_bytes, false, [&](int stage, const char* from, int shift) {
+    sums.add(from + params.window_bytes + shift, from, params.runs, offsets, offsets_of_rows, DEPTH / OPERATION,
              stage % FLUSH == 0, tells);
     if (FLUSH >= STAGES || (stage % FLUSH < FLUSH - 1 && stage < STAGES - 1)) return;
     total.take(sums, stage < FLUSH);
@@ -114,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const Sums& all = FLUSH < STAGES ? total : sums;
 
   const int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from the thread's first on
-  const long long channel = g.x.stride[1];
+  const long long channel = params.x.stride[1];
   dst += (group * IN_CHANNELS + first_in + Sums::first_column()) * channel;
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {

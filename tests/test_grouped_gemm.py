@@ -28,8 +28,8 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cost import Sharing
-from polyphase.schedules.grouped_gemm import schedule as gather_gemm
-from polyphase.schedules.grouped_gemm.schedule import GatherGemm, _outputs, _product, _tiling
+from polyphase.schedules.grouped_gemm import schedule as grouped_gemm
+from polyphase.schedules.grouped_gemm.schedule import GroupedGemm, _outputs, _product, _tiling
 from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -68,10 +68,11 @@ def cases() -> Iterator[ParameterSet]:
             yield pytest.param(replace(problem, dtype=dtype), id=f"{name}-{dtype}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
-    for layouts, candidate, launch in choices(GatherGemm(), problem):
+    for layouts, candidate, launch in choices(GroupedGemm(), problem):
         assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
 
 
@@ -80,7 +81,7 @@ def test_layers_take_every_path() -> None:
     taken = set()
     for parameters in cases():
         (problem,) = parameters.values
-        for layouts, candidate, launch in choices(GatherGemm(), problem):
+        for layouts, candidate, launch in choices(GroupedGemm(), problem):
             variant, tiling = candidate.variant, _tiling(problem, layouts, candidate.variant, H200)
             assert tiling is not None
             width = problem.axes3[2]
@@ -109,9 +110,10 @@ def test_layers_take_every_path() -> None:
 
 
 def share_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_gemm, "_sharing", lambda device: Sharing(rounds=0, cycles=0, most=math.inf))
+    monkeypatch.setattr(grouped_gemm, "_sharing", lambda device: Sharing(rounds=0, cycles=0, most=math.inf))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("room", "outputs"), [(H200.shared_bytes_per_block, 2), (101376, 1)])
 @pytest.mark.parametrize(
@@ -130,8 +132,8 @@ def test_blocks_take_tile_after_tile(
     batch = 40 if name == "tiny images" else 5
     problem = replace(LAYERS[name], batch=4 * batch if shared else batch)
     dense = Layouts.dense(problem)
-    candidate = next(candidates(GatherGemm(), problem, Pass.FORWARD, device, dense))
-    launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
+    candidate = next(candidates(GroupedGemm(), problem, Pass.FORWARD, device, dense))
+    launch = GroupedGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
     tiling = _tiling(problem, dense, candidate.variant, device)
     assert tiling is not None
     assert tiling.total * problem.groups > launch.main.grid[0]
@@ -165,7 +167,7 @@ def assert_carries_inf_and_nan(dtype: str, channels: int, out_channels: int, exe
     assert exact.isnan().any()
     assert exact.isinf().any()
     assert exact.isfinite().any()
-    for _, launch in offers(GatherGemm(), problem):
+    for _, launch in offers(GroupedGemm(), problem):
         found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2)
 
@@ -173,7 +175,7 @@ def assert_carries_inf_and_nan(dtype: str, channels: int, out_channels: int, exe
 @pytest.mark.parametrize(("dtype", "channels", "out_channels"), INF_AND_NAN)
 def test_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
     problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
-    candidates = [candidate.variant for candidate, _ in offers(GatherGemm(), problem)]
+    candidates = [candidate.variant for candidate, _ in offers(GroupedGemm(), problem)]
     parts = {_product(problem, variant.out_chunk).parts for variant in candidates}
     assert (2 in parts, 3 in parts) == (channels == 64, dtype == "float32" and channels < 64)
     assert any(variant.out_chunk % 8 == 0 for variant in candidates) == (out_channels == 16)
@@ -189,7 +191,7 @@ def test_products_near_the_largest_number() -> None:
     weight[0] = largest * 0.999 / float(x[0, 0, 0, 0])
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double())).float()
     assert exact.isfinite().all()
-    for candidate, launch in offers(GatherGemm(), problem):
+    for candidate, launch in offers(GroupedGemm(), problem):
         assert _product(problem, candidate.variant.out_chunk).parts == 3
         torch.testing.assert_close(run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)), exact)
 
@@ -200,7 +202,7 @@ def test_float32_is_exact(channels: int, parts: int, error: float) -> None:
     problem = make((2, channels, 9, 12), 8, 4, 2, 1)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    candidate, launch = offers(GatherGemm(), problem)[0]
+    candidate, launch = offers(GroupedGemm(), problem)[0]
     assert _product(problem, candidate.variant.out_chunk).parts == parts
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
@@ -209,7 +211,7 @@ def test_float32_is_exact(channels: int, parts: int, error: float) -> None:
 
 def test_no_races() -> None:
     for name in ("six channels", "rows without taps"):
-        candidate, launch = offers(GatherGemm(), LAYERS[name])[0]
+        candidate, launch = offers(GroupedGemm(), LAYERS[name])[0]
         assert_exact(LAYERS[name], Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 
 
@@ -219,8 +221,8 @@ def test_without_the_copy_engine() -> None:
     for name, dtype in (("grouped, every parameter", "float32"), ("six channels", "float16"), ("3-D", "float32")):
         problem = replace(LAYERS[name], dtype=dtype)
         dense = Layouts.dense(problem)
-        candidate = next(candidates(GatherGemm(), problem, Pass.FORWARD, device, dense))
-        launch = GatherGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
+        candidate = next(candidates(GroupedGemm(), problem, Pass.FORWARD, device, dense))
+        launch = GroupedGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
         assert_exact(problem, Pass.FORWARD, candidate, launch)
 
 
@@ -235,6 +237,6 @@ def test_where_it_refuses() -> None:
         replace(layer, channels_last=True): "channels come last",
     }
     for problem, reason in wanted.items():
-        assert reason in (refusal(GatherGemm(), problem, Pass.FORWARD, H200) or "")
-    assert "only" in (refusal(GatherGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
-    assert "lacks" in (refusal(GatherGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
+        assert reason in (refusal(GroupedGemm(), problem, Pass.FORWARD, H200) or "")
+    assert "only" in (refusal(GroupedGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks" in (refusal(GroupedGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")

@@ -16,7 +16,7 @@ from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
-from polyphase.schedules.direct.channels import GatherChannels
+from polyphase.schedules.direct.channels import DirectChannels
 from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -53,7 +53,7 @@ def cases() -> Iterator[ParameterSet]:
     for name, problem in LAYERS.items():
         for pass_ in PASSES:
             for dtype in ("float32", "bfloat16", "float64"):
-                if refusal(GatherChannels(), replace(problem, dtype=dtype), pass_, H200):  # a long sum of float32
+                if refusal(DirectChannels(), replace(problem, dtype=dtype), pass_, H200):  # a long sum of float32
                     assert (name, pass_, dtype) == ("groups of eight and sixteen", Pass.INPUT_GRAD, "float32")
                     continue
                 yield pytest.param(replace(problem, dtype=dtype), pass_, id=f"{name}-{pass_.value}-{dtype}")
@@ -62,9 +62,10 @@ def cases() -> Iterator[ParameterSet]:
 def strange_offers(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[tuple[Layouts, Offers]]:
     """What is offered for tensors of each kind; of float64 for dense ones alone."""
     for layouts in strange_layouts(problem) if problem.dtype != "float64" else [Layouts.dense(problem)]:
-        yield layouts, offers(GatherChannels(), problem, pass_, layouts)
+        yield layouts, offers(DirectChannels(), problem, pass_, layouts)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_layers(problem: ConvTransposeProblem, pass_: Pass) -> None:
     order = zlib.crc32(f"{problem} {pass_}".encode())
@@ -111,8 +112,8 @@ def test_blocks_go_on() -> None:
     problem = make((2, 64, 37, 40), 64, 3, 2, 1, groups=64, bias=True, channels_last=True)
     few = replace(H200, multiprocessors=1)
     layouts = Layouts.dense(problem)
-    candidate = next(candidates(GatherChannels(), problem, Pass.FORWARD, few, layouts))
-    launch = GatherChannels().launch(problem, Pass.FORWARD, few, layouts, candidate.variant)
+    candidate = next(candidates(DirectChannels(), problem, Pass.FORWARD, few, layouts))
+    launch = DirectChannels().launch(problem, Pass.FORWARD, few, layouts, candidate.variant)
     assert params(launch)["steps"] > 1
     assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 
@@ -123,7 +124,7 @@ def test_pixels_far_apart() -> None:
     dense = Layouts.dense(problem)
     for apart, offered in ((2**26, True), (2**31, False)):
         layouts = replace(dense, input=(*dense.input[:4], apart))
-        assert bool(offers(GatherChannels(), problem, layouts=layouts)) == offered
+        assert bool(offers(DirectChannels(), problem, layouts=layouts)) == offered
 
 
 def test_float32_is_exact() -> None:
@@ -131,7 +132,7 @@ def test_float32_is_exact() -> None:
     problem = make((2, 32, 9, 12), 64, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4, channels_last=True)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, launch = offers(GatherChannels(), problem)[0]
+    _, launch = offers(DirectChannels(), problem)[0]
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 8e-8
@@ -139,7 +140,7 @@ def test_float32_is_exact() -> None:
 
 def test_refusals() -> None:
     depthwise = make((2, 64, 9, 11), 64, 3, groups=64)
-    schedule = GatherChannels()
+    schedule = DirectChannels()
     assert refusal(schedule, replace(depthwise, channels_last=True), Pass.FORWARD, H200) is None
     assert "forward pass and the input gradient" in (refusal(schedule, depthwise, Pass.WEIGHT_GRAD, H200) or "")
     assert "side by side" in (refusal(schedule, depthwise, Pass.FORWARD, H200) or "")

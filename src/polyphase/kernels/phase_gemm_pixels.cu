@@ -1,30 +1,38 @@
-// The forward pass by Hopper's instruction where every output has one tap: kernel = stride, no padding. All elements of
-// a cell read the same pixel, so pixels are the rows of one product of matrices, and the columns of a group are
+// The forward pass with wgmma where every output has one tap: kernel = stride, no padding. Persistent,
+// warp-specialised, ping-pong. All elements of a cell read the same pixel, so this is one GEMM: M are pixels, K are
+// input channels, and N, the columns of a group, are
 //
 //     column  =  (output channel · phases along d, h  +  phase along d, h) · stride along w  +  phase along w
 //
 // which is the order in which weights lie in memory, and in which a cell's elements of a row are neighbours.
 //
-// Index mapping. Two groups of 128 threads multiply, one more loads. A tile is TILE pixels, of all images one after the
-// other, ROW_TILES · 64 for each of the two. The channels of its pixels stay in registers for all columns: they come
-// from memory as the cores take them, nothing is turned around, or ahead of time through a ring in shared memory for
-// each group (AHEAD). COLUMNS columns are a chunk; its weights (pack_columns.cu) come stage by stage through shared
-// memory, STAGE_STEPS operations each, or are all there (RESIDENT). One group adds the bias to a chunk and stores it
-// while the other multiplies. Tiles are dealt out one by one, so that neighbours are stored together; the chunks of
-// those that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on their way.
+// Who does what. Two consumer warpgroups multiply, one producer warpgroup loads. One consumer adds the bias to a chunk
+// and stores it while the other multiplies (ping-pong, by `order`).
 //
-// In float32 the cores take float16 (SCALED, operand/scaled_half.cuh): a pixel's channels are all at hand when they are
-// turned into operands, and so is their largest.
+// Index mapping. A tile is TILE pixels, of all images one after the other, ROW_TILES · 64 for each consumer. The
+// channels of its pixels stay in registers for all columns: they come from global memory straight into MMA fragments,
+// or, with PREFETCH, by cp.async through a ring in shared memory for each consumer. COLUMNS columns are a chunk; its
+// weights (steps/pack_columns.cu) come stage by stage through shared memory by TMA, STAGE_STEPS operations each, or are
+// all there (RESIDENT). Tiles are dealt out one by one, so that neighbours are stored together; the chunks of those
+// that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on their way.
 //
-// Which of a tile's pixels are which of the product's rows is all the same to it. A thread has runs of RUN neighbours,
-// as many as it reads and stores at once: its outputs of a run are neighbours, too, where a cell is two elements wide,
-// and those of a warp's threads follow each other.
+// In float32 the tensor cores take float16 (SCALED, operand/scaled_half.cuh): a pixel's channels are all at hand when
+// they become operands, and so is their largest.
+//
+// Which of a tile's pixels are which of M is all the same to the product. A thread has runs of RUN neighbours, as many
+// as it reads and stores at once: its outputs of a run are neighbours, too, where a cell is two elements wide, and
+// those of a warp's threads follow each other.
+//
+// Shared memory: STAGES stages of weights; with PREFETCH PIXEL_SLOTS slots of pixels for each consumer; bias and scales
+// of two chunks for each (`Terms`); `Shared`, the barriers.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
 #include "core/geometry.cuh"
+#include "core/pipeline.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -37,14 +45,14 @@
 #include "operand/scaled_half.cuh"
 #include "operand/tf32.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 x, y;
   int pixels;        // of all images
   Divisor sizes[3];  // of an image along d, h, w
   Divisor groups;    // of channels
   int rounds;        // units that each block has for itself
   int units, share;  // all of them; of the chunks that are left over, those of a block
-  int piece;         // bytes of neighbouring pixels that are copied at once, where they come ahead of time
+  int piece;         // bytes of neighbouring pixels that are copied at once, where they come prefetched
   int vector;        // outputs that are stored at once: of 4, 2 or 1 pixels, or one alone
   int x_stride;      // of channels
   int y_stride[4];   // of channels, d, h and w
@@ -61,7 +69,7 @@ constexpr int CHUNKS = ceil_div(ALL_COLUMNS, COLUMNS);
 constexpr int CHUNK_STAGES = STEPS / STAGE_STEPS;
 constexpr int CHUNK_PITCH = COLUMNS * 16, OPERATION_BYTES = 2 * CHUNK_PITCH;
 constexpr int STAGE_BYTES = STAGE_STEPS * OPERATION_BYTES, CHUNK_BYTES = CHUNK_STAGES * STAGE_BYTES;
-constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int TERMS = SCALED + HAS_BIAS, TERM_PLACES = 3, TERM_BYTES = COLUMNS * 4 * TERMS;  // of a chunk
 constexpr int SOME_TERMS = TERMS > 0 ? TERMS : 1;
 
@@ -70,32 +78,21 @@ constexpr int PIXEL_SLOTS = 4, SLOT_CHANNELS = 32, ROW_BYTES = TILE / GROUPS * E
 constexpr int SLOT_BYTES = SLOT_CHANNELS * ROW_BYTES, RUN_SLOTS = ceil_div(IN_CHANNELS, SLOT_CHANNELS);
 
 static_assert(STEPS % STAGE_STEPS == 0, "stages are whole");
-static_assert(registers_suffice(128 * GROUPS, MULTIPLIER_REGISTERS, 128, LOADER_REGISTERS), "too few registers");
+static_assert(registers_suffice(128 * GROUPS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
 static_assert(ROW_TILES * ELEMENT == 4, "a thread's outputs are 16 bytes");
 static_assert(!RESIDENT || STAGES == CHUNKS * CHUNK_STAGES, "all stages are there");
 static_assert(PIXELS % RUN == 0, "runs are whole");
-static_assert(!AHEAD || RUN > 1, "a thread's pixels are neighbours");
+static_assert(!PREFETCH || RUN > 1, "a thread's pixels are neighbours");
 static_assert(TAPS == LINES * AXIS_W.stride, "the kernel is the stride");
 static_assert(AXIS_W.stride % 2 == 0, "a thread's two columns are neighbours in a row");
 
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long turn[GROUPS];  // a group's, to multiply; told by the other's warps
+  unsigned long long order[GROUPS];  // of the consumer warpgroups; told by the other's warps
   unsigned long long pixels[GROUPS][PIXEL_SLOTS], room[GROUPS][PIXEL_SLOTS];
 };
 
-// A slot of a ring, and the parity of its barriers. Where all that comes stays, each has its slot.
-template <int SLOTS, bool STAYS>
-struct Slot {
-  int index = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++index == SLOTS) index = 0, parity ^= STAYS ? 0 : 1;
-  }
-  __device__ __forceinline__ int before() const { return index == 0 ? SLOTS - 1 : index - 1; }
-};
-typedef Slot<PIXEL_SLOTS, false> PixelSlot;
+typedef PipelineState<PIXEL_SLOTS> PixelSlot;
 
 // Some chunks of a unit, which is a tile and a group of channels.
 struct Run {
@@ -107,15 +104,16 @@ struct Run {
 // The runs of a block, one after the other: whole units first, then its share of the chunks that are left over.
 class Runs {
  public:
-  __device__ __forceinline__ explicit Runs(const Geometry& g) : round(0), index((int)blockIdx.x * g.share) {}
+  __device__ __forceinline__ explicit Runs(const Params& params) : round(0), index((int)blockIdx.x * params.share) {}
   // One without chunks when there are no more.
-  __device__ __forceinline__ Run next(const Geometry& g) {
-    if (round < g.rounds) return {round++ * (int)gridDim.x + (int)blockIdx.x, 0, CHUNKS};
-    const int behind = min(((int)blockIdx.x + 1) * g.share, (g.units - g.rounds * (int)gridDim.x) * CHUNKS);
+  __device__ __forceinline__ Run next(const Params& params) {
+    if (round < params.rounds) return {round++ * (int)gridDim.x + (int)blockIdx.x, 0, CHUNKS};
+    const int behind =
+        min(((int)blockIdx.x + 1) * params.share, (params.units - params.rounds * (int)gridDim.x) * CHUNKS);
     if (index >= behind) return {0, 0, 0};
     const int of_unit = index / CHUNKS, first = index % CHUNKS, last = min(CHUNKS, first + behind - index);
     index += last - first;
-    return {g.rounds * (int)gridDim.x + of_unit, first, last};
+    return {params.rounds * (int)gridDim.x + of_unit, first, last};
   }
 
  private:
@@ -133,13 +131,13 @@ struct Pixel {
   long long x, y;
   bool exists;
 
-  __device__ __forceinline__ Pixel(const Geometry& g, int index) : exists(index < g.pixels) {
+  __device__ __forceinline__ Pixel(const Params& params, int index) : exists(index < params.pixels) {
     if (!exists) index = 0;
-    const int row = index / g.sizes[2], slab = row / g.sizes[1], image = slab / g.sizes[0];
-    const int w = index % g.sizes[2], h = row % g.sizes[1], d = slab % g.sizes[0];
-    x = image * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4];
-    y = image * g.y.stride[0] + d * AXIS_D.stride * g.y.stride[2] + h * AXIS_H.stride * g.y.stride[3] +
-        w * AXIS_W.stride * g.y.stride[4];
+    const int row = index / params.sizes[2], slab = row / params.sizes[1], image = slab / params.sizes[0];
+    const int w = index % params.sizes[2], h = row % params.sizes[1], d = slab % params.sizes[0];
+    x = image * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] + w * params.x.stride[4];
+    y = image * params.y.stride[0] + d * AXIS_D.stride * params.y.stride[2] + h * AXIS_H.stride * params.y.stride[3] +
+        w * AXIS_W.stride * params.y.stride[4];
   }
 };
 
@@ -152,19 +150,20 @@ __device__ __forceinline__ int place_in_row(int piece, int channel) { return (pi
 
 // A warp brings a group's pixels, BYTES at a time, run by run. Those that do not exist are zero.
 template <int BYTES>
-__device__ __forceinline__ void load_pixels(const Geometry& g, const scalar_t* x, unsigned slots, const Shared& shared,
-                                            int group) {
+__device__ __forceinline__ void load_pixels(const Params& params, const scalar_t* x, unsigned slots,
+                                            const Shared& shared, int group) {
   constexpr int LANES = ROW_BYTES / BYTES;  // of a row
   const int offset = lane() % LANES * BYTES;
   PixelSlot slot;
-  Runs runs(g);
-  for (Run run = runs.next(g); run.exists(); run = runs.next(g)) {
-    const Pixel pixel(g, run.unit / g.groups * TILE + (group * ROW_BYTES + offset) / ELEMENT);
-    const scalar_t* from = x + pixel.x + (long long)(run.unit % g.groups * IN_CHANNELS + lane() / LANES) * g.x_stride;
+  Runs runs(params);
+  for (Run run = runs.next(params); run.exists(); run = runs.next(params)) {
+    const Pixel pixel(params, run.unit / params.groups * TILE + (group * ROW_BYTES + offset) / ELEMENT);
+    const scalar_t* from =
+        x + pixel.x + (long long)(run.unit % params.groups * IN_CHANNELS + lane() / LANES) * params.x_stride;
     for (int first = 0; first < IN_CHANNELS; first += SLOT_CHANNELS, slot.next()) {
       mbarrier_wait(shared_address(&shared.room[group][slot.index]), slot.parity ^ 1);
 #pragma unroll 1
-      for (int i = lane() / LANES; i < SLOT_CHANNELS; i += 32 / LANES, from += 32 / LANES * g.x_stride)
+      for (int i = lane() / LANES; i < SLOT_CHANNELS; i += 32 / LANES, from += 32 / LANES * params.x_stride)
         cp_async<BYTES>(slots + slot.index * SLOT_BYTES + i * ROW_BYTES + place_in_row(offset / 16, i) + offset % 16,
                         from, pixel.exists && first + i < IN_CHANNELS);
       mbarrier_arrive_cp_async(shared_address(&shared.pixels[group][slot.index]));
@@ -178,7 +177,7 @@ struct Seconds {
   float of[SCALED ? STEPS : 1][4];
 };
 
-// All channels of a thread's pixels, as the cores take them (ptx/mma.cuh).
+// All channels of a thread's pixels, as the tensor cores take them (ptx/mma.cuh).
 struct Rows {
   unsigned of[ROW_TILES][STEPS][4];
   float unscale[PIXELS];  // SCALED: what sums are multiplied by
@@ -212,30 +211,32 @@ struct Rows {
   }
   // `x` is the group's first channel. Pixels that do not exist are read where others lie. Nothing waits for what is on
   // its way before settle().
-  __device__ __forceinline__ void load_runs(const Geometry& g, const scalar_t* x, int first, Seconds& seconds) {
+  __device__ __forceinline__ void load_runs(const Params& params, const scalar_t* x, int first, Seconds& seconds) {
     const int channel = lane() % 4 * 2;
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
-      const scalar_t* from = x + Pixel(g, first + pixel_of(run * RUN)).x + (long long)channel * g.x_stride;
+      const scalar_t* from = x + Pixel(params, first + pixel_of(run * RUN)).x + (long long)channel * params.x_stride;
 #pragma unroll
-      for (int i = 0; i < 2 * STEPS; ++i, from += DEPTH / 2 * g.x_stride)
-        load_half<false>(seconds, i, run, from, g.x_stride, channel);
+      for (int i = 0; i < 2 * STEPS; ++i, from += DEPTH / 2 * params.x_stride)
+        load_half<false>(seconds, i, run, from, params.x_stride, channel);
     }
   }
   // The same where pixels lie apart.
-  __device__ __forceinline__ void load_apart(const Geometry& g, const scalar_t* x, int first, Seconds& seconds) {
+  __device__ __forceinline__ void load_apart(const Params& params, const scalar_t* x, int first, Seconds& seconds) {
     const int channel = lane() % 4 * 2;
-    x += (long long)channel * g.x_stride;
+    x += (long long)channel * params.x_stride;
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
-      const long long one = Pixel(g, first + pixel_of(i)).x;
+      const long long one = Pixel(params, first + pixel_of(i)).x;
       if (SCALED)
-        load_apart<1>(seconds, i / 2, i % 2, x + one, 0, g.x_stride, channel);
+        load_apart<1>(seconds, i / 2, i % 2, x + one, 0, params.x_stride, channel);
       else if (i % 2 == 0)
-        load_apart<2>(seconds, i / 2, 0, x + one, Pixel(g, first + pixel_of(i + 1)).x - one, g.x_stride, channel);
+        load_apart<2>(seconds, i / 2, 0, x + one, Pixel(params, first + pixel_of(i + 1)).x - one, params.x_stride,
+                      channel);
     }
   }
-  // What was loaded, as the cores take it. `turns` is true: without a condition the compiler has too few registers.
+  // What was loaded, as the tensor cores take it. `turns` is true: without a condition the compiler has too few
+  // registers.
   __device__ __forceinline__ void settle(const Seconds& seconds, bool turns) {
     if constexpr (SCALED) {
       float scale[2];
@@ -346,13 +347,14 @@ struct Rows {
 };
 
 // Has a run's pixels come to the L2 cache: a warp's, a channel for each lane.
-__device__ __forceinline__ void prefetch(const Geometry& g, const scalar_t* x, const Run& run) {
-  const Pixel pixel(g, first_pixel(run.unit / g.groups));
+__device__ __forceinline__ void prefetch(const Params& params, const scalar_t* x, const Run& run) {
+  const Pixel pixel(params, first_pixel(run.unit / params.groups));
   if (!run.exists() || !pixel.exists) return;
-  const scalar_t* const from = x + pixel.x + (long long)(run.unit % g.groups * IN_CHANNELS + lane()) * g.x_stride;
+  const scalar_t* const from =
+      x + pixel.x + (long long)(run.unit % params.groups * IN_CHANNELS + lane()) * params.x_stride;
 #pragma unroll
   for (int first = 0; first < IN_CHANNELS; first += 32)
-    if (first + lane() < IN_CHANNELS) prefetch_l2(from + (long long)first * g.x_stride);
+    if (first + lane() < IN_CHANNELS) prefetch_l2(from + (long long)first * params.x_stride);
 }
 
 // Where a thread's two columns of each 8 go, from the first element of a cell on.
@@ -363,22 +365,23 @@ struct Columns {
   // As many whole channels in each 8 columns.
   static constexpr bool ALIKE = 8 % TAPS == 0;
 
-  __device__ __forceinline__ Columns(const Geometry& g, int chunk)
-      : offset(offset_of(g, column(chunk, 0))), step(8 / AXIS_W.stride / LINES * g.y_stride[0]) {}
+  __device__ __forceinline__ Columns(const Params& params, int chunk)
+      : offset(offset_of(params, column(chunk, 0))), step(8 / AXIS_W.stride / LINES * params.y_stride[0]) {}
   static __device__ __forceinline__ int column(int chunk, int tile) {
     return chunk * COLUMNS + 8 * tile + lane() % 4 * 2;
   }
   static __device__ __forceinline__ bool exists(int chunk, int tile) {
     return ALL_COLUMNS % COLUMNS == 0 || column(chunk, tile) < ALL_COLUMNS;
   }
-  static __device__ __forceinline__ long long offset_of(const Geometry& g, int column) {
+  static __device__ __forceinline__ long long offset_of(const Params& params, int column) {
     const int line = column / AXIS_W.stride;
-    return (long long)(line / LINES) * g.y_stride[0] +
-           (long long)(line / AXIS_H.stride % AXIS_D.stride) * g.y_stride[1] +
-           (long long)(line % AXIS_H.stride) * g.y_stride[2] + (long long)(column % AXIS_W.stride) * g.y_stride[3];
+    return (long long)(line / LINES) * params.y_stride[0] +
+           (long long)(line / AXIS_H.stride % AXIS_D.stride) * params.y_stride[1] +
+           (long long)(line % AXIS_H.stride) * params.y_stride[2] +
+           (long long)(column % AXIS_W.stride) * params.y_stride[3];
   }
-  __device__ __forceinline__ long long offset_of(const Geometry& g, int chunk, int tile) const {
-    return ALIKE ? offset + (long long)tile * step : offset_of(g, column(chunk, tile));
+  __device__ __forceinline__ long long offset_of(const Params& params, int chunk, int tile) const {
+    return ALIKE ? offset + (long long)tile * step : offset_of(params, column(chunk, tile));
   }
 };
 
@@ -392,12 +395,13 @@ struct Terms {
     return first + chunk % TERM_PLACES * TERM_BYTES;
   }
   // Of a chunk's columns, one for each thread.
-  __device__ __forceinline__ void load(const Geometry& g, const unsigned char* packed, const scalar_t* bias, int group,
-                                       int chunk) {
+  __device__ __forceinline__ void load(const Params& params, const unsigned char* packed, const scalar_t* bias,
+                                       int group, int chunk) {
     const int column = chunk * COLUMNS + (int)threadIdx.x % COLUMNS;
-    const float* const factors = (const float*)(packed + (long long)g.groups * CHUNKS * CHUNK_BYTES);
+    const float* const factors = (const float*)(packed + (long long)params.groups * CHUNKS * CHUNK_BYTES);
     if (SCALED) next[0] = read(factors + group * (CHUNKS * COLUMNS) + column);
-    if (HAS_BIAS) next[TERMS - 1] = widen(read(bias + group * OUT_CHANNELS + min(column / TAPS, OUT_CHANNELS - 1)));
+    const int channel = group * OUT_CHANNELS + min(column / TAPS, OUT_CHANNELS - 1);
+    if (HAS_BIAS) next[TERMS - 1] = channel_terms(bias, channel).bias;
   }
   // What was loaded; seen after the group's threads have met.
   __device__ __forceinline__ void publish(unsigned first, int chunk) const {
@@ -420,12 +424,12 @@ struct TwoTerms {
   __device__ __forceinline__ float output(float sum, float unscale, int column) const {
     if (SCALED) sum *= unscale;
     const float* const terms = of.value + column * TERMS;
-    if (SCALED) return HAS_BIAS ? fmaf(sum, terms[0], terms[1]) : sum * terms[0];
-    return HAS_BIAS ? sum + terms[0] : sum;
+    if (SCALED) sum *= terms[0];  // a power of two: exact
+    return finish(sum, {HAS_BIAS ? terms[TERMS - 1] : 0.f});
   }
 };
 
-// The weights of a stage, as the cores are told of them.
+// The weights of a stage, as the tensor cores are told of them.
 struct Stage {
   unsigned long long described;
   __device__ __forceinline__ explicit Stage(unsigned address)
@@ -437,17 +441,17 @@ struct Cells {
   scalar_t* first[RUNS] = {};
   int count = 0;
 
-  __device__ __forceinline__ void find(const Geometry& g, scalar_t* y, int pixel) {
+  __device__ __forceinline__ void find(const Params& params, scalar_t* y, int pixel) {
     count = 0;
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
-      const Pixel at(g, pixel + pixel_of(i));
+      const Pixel at(params, pixel + pixel_of(i));
       if (i % RUN == 0) first[i / RUN] = y + at.y;
       count += at.exists;
     }
   }
-  __device__ __forceinline__ scalar_t* of(const Geometry& g, int i) const {
-    return first[i / RUN] + (long long)(i % RUN * AXIS_W.stride) * g.y_stride[3];
+  __device__ __forceinline__ scalar_t* of(const Params& params, int i) const {
+    return first[i / RUN] + (long long)(i % RUN * AXIS_W.stride) * params.y_stride[3];
   }
 };
 
@@ -467,13 +471,13 @@ struct Sums {
 
   // To the thread's cells, VECTOR elements at a time.
   template <int VECTOR>
-  __device__ __forceinline__ void store(const Geometry& g, int chunk, const Columns& columns, const Cells& to,
+  __device__ __forceinline__ void store(const Params& params, int chunk, const Columns& columns, const Cells& to,
                                         const float (&unscale)[PIXELS], unsigned place) const {
     constexpr int APART = VECTOR > 2 ? VECTOR / 2 : 1;  // pixels of a store
 #pragma unroll
     for (int column = 0; column < COLUMN_TILES; ++column) {
       if (!Columns::exists(chunk, column)) break;
-      const long long offset = columns.offset_of(g, chunk, column);
+      const long long offset = columns.offset_of(params, chunk, column);
       const TwoTerms terms(place, column);
       alignas(16) scalar_t values[2 * PIXELS];
 #pragma unroll
@@ -482,30 +486,31 @@ struct Sums {
 #pragma unroll
       for (int i = 0; i < PIXELS; i += APART) {
         if (i >= to.count) continue;
-        scalar_t* const first = to.of(g, i) + offset;
+        scalar_t* const first = to.of(params, i) + offset;
         if constexpr (VECTOR > 1)
           store_global(first, *(const Words<VECTOR>*)(values + 2 * i));
         else
 #pragma unroll
-          for (int j = 0; j < 2; ++j) first[(long long)j * g.y_stride[3]] = values[2 * i + j];
+          for (int j = 0; j < 2; ++j) first[(long long)j * params.y_stride[3]] = values[2 * i + j];
       }
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    pixel_gemm(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
-               const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const __grid_constant__ Geometry g) {
+    phase_gemm_pixels(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
+                      const scalar_t* __restrict__ bias, scalar_t* __restrict__ y,
+                      const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ Shared shared;
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
-  const unsigned turns = shared_address(shared.turn);
+  const unsigned order = shared_address(shared.order);
   const unsigned weights = shared_address(shared_memory), pixels = weights + STAGES * STAGE_BYTES;
-  const unsigned all_terms = pixels + (AHEAD ? GROUPS * PIXEL_SLOTS * SLOT_BYTES : 0);
+  const unsigned all_terms = pixels + (PREFETCH ? GROUPS * PIXEL_SLOTS * SLOT_BYTES : 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, GROUPS);
     for (int i = 0; i < GROUPS; ++i) {
-      mbarrier_init(turns + 8 * i, 4);
+      mbarrier_init(order + 8 * i, 4);
       for (int j = 0; j < PIXEL_SLOTS; ++j) {
         mbarrier_init(shared_address(&shared.pixels[i][j]), 32);
         mbarrier_init(shared_address(&shared.room[i][j]), 4);
@@ -515,25 +520,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   __syncthreads();
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  Slot<STAGES, RESIDENT> slot;
+  PipelineState<STAGES, RESIDENT> slot;
 
   if (group == GROUPS) {  // loads
-    setmaxnreg_dec<LOADER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     const int of_group = threadIdx.x / 32 % 4 - 1;  // whose pixels the warp brings
-    if (AHEAD && of_group >= 0 && of_group < GROUPS) {
+    if (PREFETCH && of_group >= 0 && of_group < GROUPS) {
       const unsigned slots = pixels + of_group * (PIXEL_SLOTS * SLOT_BYTES);
-      if (g.piece == 16)
-        load_pixels<16>(g, x, slots, shared, of_group);
+      if (params.piece == 16)
+        load_pixels<16>(params, x, slots, shared, of_group);
       else
-        load_pixels<8>(g, x, slots, shared, of_group);
+        load_pixels<8>(params, x, slots, shared, of_group);
     }
     if (threadIdx.x != 128 * GROUPS) return;
     griddepcontrol_wait();
     int missing = CHUNKS;  // of those that stay
-    Runs runs(g);
-    for (Run run = runs.next(g); run.exists() && missing > 0; run = runs.next(g)) {
+    Runs runs(params);
+    for (Run run = runs.next(params); run.exists() && missing > 0; run = runs.next(params)) {
       if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
-      const unsigned char* from = packed + ((long long)(run.unit % g.groups) * CHUNKS + run.first) * CHUNK_BYTES;
+      const unsigned char* from = packed + ((long long)(run.unit % params.groups) * CHUNKS + run.first) * CHUNK_BYTES;
       for (int chunk = run.first; chunk < run.behind && missing > 0; ++chunk) {
         if (RESIDENT) --missing;
         for (int stage = 0; stage < CHUNK_STAGES; ++stage, slot.next(), from += STAGE_BYTES) {
@@ -547,17 +552,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     return;
   }
 
-  setmaxnreg_inc<MULTIPLIER_REGISTERS>();
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
   const unsigned slots = pixels + group * (PIXEL_SLOTS * SLOT_BYTES);
   PixelSlot pixel_slot;
-  unsigned turn = group;  // the parity of the barrier that tells a group that it is its turn: the first's, at once
-  Runs runs(g);
+  unsigned order_parity = group;  // the first warpgroup begins at once
+  Runs runs(params);
   Run run{};
   Rows rows;
   const unsigned terms = all_terms + group * (TERM_PLACES * TERM_BYTES);
   Terms added;
   Sums sums;
-  Columns columns(g, 0);
+  Columns columns(params, 0);
   Cells to;
   // A round stores what the one before has multiplied, when the pixels that come next are on their way.
 #pragma unroll 1
@@ -567,40 +572,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool stored = run.exists();
     Seconds seconds;
     if (begins) {
-      run = runs.next(g), chunk = run.first;
+      run = runs.next(params), chunk = run.first;
       if (run.exists()) {
-        const long long first_in = (long long)(run.unit % g.groups * IN_CHANNELS) * g.x_stride;
-        if (AHEAD)
+        const long long first_in = (long long)(run.unit % params.groups * IN_CHANNELS) * params.x_stride;
+        if (PREFETCH)
           rows.take<0, PIXEL_SLOTS>(slots, shared, group, pixel_slot, seconds);
         else if (RUN > 1)
-          rows.load_runs(g, x + first_in, first_pixel(run.unit / g.groups), seconds);
+          rows.load_runs(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
         else
-          rows.load_apart(g, x + first_in, first_pixel(run.unit / g.groups), seconds);
+          rows.load_apart(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
       }
     }
     if (stored) {
-      if (RUN == 4 && g.vector == 8)
-        sums.store<2 * RUN>(g, before, columns, to, rows.unscale, Terms::place(terms, before));
-      else if (RUN > 1 && g.vector >= 4)
-        sums.store<4>(g, before, columns, to, rows.unscale, Terms::place(terms, before));
-      else if (g.vector == 2)
-        sums.store<2>(g, before, columns, to, rows.unscale, Terms::place(terms, before));
+      if (RUN == 4 && params.vector == 8)
+        sums.store<2 * RUN>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
+      else if (RUN > 1 && params.vector >= 4)
+        sums.store<4>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
+      else if (params.vector == 2)
+        sums.store<2>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
       else
-        sums.store<1>(g, before, columns, to, rows.unscale, Terms::place(terms, before));
+        sums.store<1>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
     }
     if (begins) {
       if (!run.exists()) break;
-      scalar_t* const first = y + (long long)(run.unit % g.groups * OUT_CHANNELS) * g.y_stride[0];
-      to.find(g, first, first_pixel(run.unit / g.groups));
+      scalar_t* const first = y + (long long)(run.unit % params.groups * OUT_CHANNELS) * params.y_stride[0];
+      to.find(params, first, first_pixel(run.unit / params.groups));
       if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
-      if (AHEAD) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot, seconds);
+      if (PREFETCH) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot, seconds);
       if (SCALED) griddepcontrol_wait();
-      added.load(g, packed, bias, run.unit % g.groups, chunk);
-      rows.settle(seconds, g.piece > 0);
+      added.load(params, packed, bias, run.unit % params.groups, chunk);
+      rows.settle(seconds, params.piece > 0);
       if (TERMS > 0) named_barrier_sync(1 + group, 128);  // what was multiplied before is stored
       added.publish(terms, chunk);
     }
-    mbarrier_wait(turns + 8 * group, turn ^ 1), turn ^= 1;
+    mbarrier_wait(order + 8 * group, order_parity ^ 1), order_parity ^= 1;
 #pragma unroll
     for (int stage = 0; stage < CHUNK_STAGES; ++stage) {
       mbarrier_wait(full + 8 * slot.index, slot.parity);
@@ -619,11 +624,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       slot.next();
     }
     __syncwarp();
-    if (lane() == 0) mbarrier_arrive(turns + 8 * (GROUPS - 1 - group));
-    columns = Columns(g, chunk);  // while the last products are on their way
-    if (!AHEAD && chunk + 1 == run.behind) prefetch(g, x, Runs(runs).next(g));  // all at once, before any is waited for
+    if (lane() == 0) mbarrier_arrive(order + 8 * (GROUPS - 1 - group));
+    columns = Columns(params, chunk);  // while the last products are on their way
+    if (!PREFETCH && chunk + 1 == run.behind)
+      prefetch(params, x, Runs(runs).next(params));  // all at once, before any is waited for
     const bool more = chunk + 1 < run.behind;
-    if (more) added.load(g, packed, bias, run.unit % g.groups, chunk + 1);
+    if (more) added.load(params, packed, bias, run.unit % params.groups, chunk + 1);
     wgmma_wait<0>();
     sums.pin_all();
     rows.pin_all();

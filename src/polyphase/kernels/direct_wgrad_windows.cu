@@ -28,7 +28,7 @@
 #include "core/types.cuh"
 #include "ptx/cp_async.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 x, g;
   int lanes[4];           // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w
   int tiles[4];           // tiles along n, d, h, w
@@ -78,40 +78,40 @@ typedef Vector<float, 4> Four;
 // Copies a tile of the input, PIECE elements at once: where X_LAST the block's channels of each position, else rows of
 // each channel. What does not exist is zero.
 template <int PIECE>
-__device__ __forceinline__ void load_input(const float* x, int channels, const Geometry& g, const int (&at)[4],
+__device__ __forceinline__ void load_input(const float* x, int channels, const Params& params, const int (&at)[4],
                                            float* to) {
-  const float* const from = x + offset_of(g.x, at);
-  const int height = g.x.size[1] - at[2], width = g.x.size[2] - at[3];
+  const float* const from = x + offset_of(params.x, at);
+  const int height = params.x.size[1] - at[2], width = params.x.size[2] - at[3];
   if constexpr (X_LAST) {
     constexpr int PIECES = ROWS / PIECE;  // of a position
     constexpr int W_STEP = THREADS / PIECES, CHANNEL_STEP = THREADS % PIECES * PIECE;
 #pragma unroll 1
-    for (int h = 0; h < g.lanes[2]; ++h) {
+    for (int h = 0; h < params.lanes[2]; ++h) {
       int w = threadIdx.x / PIECES, channel = threadIdx.x % PIECES * PIECE;
-      const float* next = from + h * g.x.stride[3] + w * g.x.stride[4];
-      unsigned slot = shared_address(to + h * g.lanes[3] * ROWS) + threadIdx.x * (4 * PIECE);
+      const float* next = from + h * params.x.stride[3] + w * params.x.stride[4];
+      unsigned slot = shared_address(to + h * params.lanes[3] * ROWS) + threadIdx.x * (4 * PIECE);
 #pragma unroll 1
-      while (w < g.lanes[3]) {
+      while (w < params.lanes[3]) {
         cp_async<4 * PIECE>(slot, next + channel, h < height && w < width && channel < channels);
-        slot += THREADS * (4 * PIECE), w += W_STEP, next += W_STEP * g.x.stride[4];
-        if (CHANNEL_STEP > 0 && (channel += CHANNEL_STEP) >= ROWS) channel -= ROWS, ++w, next += g.x.stride[4];
+        slot += THREADS * (4 * PIECE), w += W_STEP, next += W_STEP * params.x.stride[4];
+        if (CHANNEL_STEP > 0 && (channel += CHANNEL_STEP) >= ROWS) channel -= ROWS, ++w, next += params.x.stride[4];
       }
     }
   } else {
-    const int lane = threadIdx.x & ((1 << g.lanes_log) - 1), first = threadIdx.x >> g.lanes_log;
-    const int at_once = THREADS >> g.lanes_log;
-    const long long step = at_once * g.x.stride[1];
+    const int lane = threadIdx.x & ((1 << params.lanes_log) - 1), first = threadIdx.x >> params.lanes_log;
+    const int at_once = THREADS >> params.lanes_log;
+    const long long step = at_once * params.x.stride[1];
 #pragma unroll 1
-    for (int h = 0; h < g.lanes[2]; ++h)
+    for (int h = 0; h < params.lanes[2]; ++h)
 #pragma unroll 1
-      for (int w = lane * PIECE; w < g.lanes[3]; w += PIECE << g.lanes_log) {
+      for (int w = lane * PIECE; w < params.lanes[3]; w += PIECE << params.lanes_log) {
         const bool exists = h < height && w < width;
-        const float* next = from + h * g.x.stride[3] + w * g.x.stride[4] + first * g.x.stride[1];
-        unsigned slot = shared_address(to + h * g.lanes[3] + w + first * g.x_pitch);
+        const float* next = from + h * params.x.stride[3] + w * params.x.stride[4] + first * params.x.stride[1];
+        unsigned slot = shared_address(to + h * params.lanes[3] + w + first * params.x_pitch);
 #pragma unroll 2
         for (int channel = first; channel < ROWS; channel += at_once) {
           cp_async<4 * PIECE>(slot, next, exists && channel < channels);
-          slot += at_once * g.x_pitch * 4, next += step;
+          slot += at_once * params.x_pitch * 4, next += step;
         }
       }
   }
@@ -119,27 +119,27 @@ __device__ __forceinline__ void load_input(const float* x, int channels, const G
 
 // Copies the tile's window, a warp a row at a time; zeros beside the tensor.
 template <int PIECE>
-__device__ __forceinline__ void load_window(const float* grad, int channels, const Geometry& g, const int (&at)[4],
+__device__ __forceinline__ void load_window(const float* grad, int channels, const Params& params, const int (&at)[4],
                                             float* to) {
   const int d = at[1] * AXIS_D.stride - AXIS_D.padding, h = at[2] * AXIS_H.stride - AXIS_H.padding;
   const int w = at[3] * AXIS_W.stride - AXIS_W.padding - SKEW;
-  grad += at[0] * g.g.stride[0];
+  grad += at[0] * params.g.stride[0];
   int slab = 0, row = threadIdx.x / 32;  // the slabs of a channel, then those of the next
 #pragma unroll 1
   for (;; row += THREADS / 32) {
-    for (; row >= g.rows; row -= g.rows) ++slab;
+    for (; row >= params.rows; row -= params.rows) ++slab;
     if (slab >= OUT_CHUNK * SLABS) break;
     const int channel = slab / SLABS, of_d = d + slab % SLABS, of_h = h + row;
-    const bool inside =
-        channel < channels && (unsigned)of_d < (unsigned)g.g.size[0] && (unsigned)of_h < (unsigned)g.g.size[1];
+    const bool inside = channel < channels && (unsigned)of_d < (unsigned)params.g.size[0] &&
+                        (unsigned)of_h < (unsigned)params.g.size[1];
     int i = threadIdx.x % 32 * PIECE;
-    const float* next =
-        grad + channel * g.g.stride[1] + of_d * g.g.stride[2] + of_h * g.g.stride[3] + (w + i) * g.g.stride[4];
-    unsigned slot = shared_address(to + (slab * g.rows + row) * g.pitch + i);
+    const float* next = grad + channel * params.g.stride[1] + of_d * params.g.stride[2] + of_h * params.g.stride[3] +
+                        (w + i) * params.g.stride[4];
+    unsigned slot = shared_address(to + (slab * params.rows + row) * params.pitch + i);
 #pragma unroll 2
-    for (; i < g.pitch; i += 32 * PIECE) {
-      cp_async<4 * PIECE>(slot, next, inside && (unsigned)(w + i) < (unsigned)g.g.size[2]);
-      slot += 32 * (4 * PIECE), next += 32 * PIECE * g.g.stride[4];
+    for (; i < params.pitch; i += 32 * PIECE) {
+      cp_async<4 * PIECE>(slot, next, inside && (unsigned)(w + i) < (unsigned)params.g.size[2]);
+      slot += 32 * (4 * PIECE), next += 32 * PIECE * params.g.stride[4];
     }
   }
 }
@@ -227,24 +227,25 @@ struct Sums {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_windows(const float* __restrict__ x, const float* __restrict__ grad, float* __restrict__ partial,
-                        const Geometry g) {
+    direct_wgrad_windows(const float* __restrict__ x, const float* __restrict__ grad, float* __restrict__ partial,
+                         const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   float* const buffers = (float*)shared_memory;
   int block = blockIdx.x;
   const int first_in = block % ROW_BLOCKS * ROWS;
   block /= ROW_BLOCKS;
   const int first_out = block % COLUMN_BLOCKS * OUT_CHUNK, part = block / COLUMN_BLOCKS;
-  const long long first_tile = part * g.part_length;
-  const int all_stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
-  x += first_in * g.x.stride[1];
-  grad += first_out * g.g.stride[1];
-  partial += part * g.plane + (long long)first_in * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+  const long long first_tile = part * params.part_length;
+  const int all_stages =
+      (int)(first_tile + params.part_length < params.all_tiles ? params.part_length : params.all_tiles - first_tile);
+  x += first_in * params.x.stride[1];
+  grad += first_out * params.g.stride[1];
+  partial += part * params.plane + (long long)first_in * (OUT_CHANNELS * TAPS) + first_out * TAPS;
   const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // that exist, from there on
 
   // Where a thread begins: in the input, in the window, and among the tile's positions. There it goes on by K_SLICES.
   const Thread thread;
-  const int of_w = g.lanes[3] / POSITIONS;
+  const int of_w = params.lanes[3] / POSITIONS;
   const int first_h = thread.slice / of_w, first_w = thread.slice % of_w, step_h = K_SLICES / of_w;
   const int step_w = K_SLICES % of_w;
   int lines[THREAD_LINES];
@@ -253,48 +254,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int line = min(thread.line + i, LINES - 1);  // the last for those that do not exist
     const int tap_d = line / AXIS_H.kernel, tap_h = line % AXIS_H.kernel;
     const int slab = tap_d / AXIS_D.kernel * SLABS + tap_d % AXIS_D.kernel * AXIS_D.dilation;
-    lines[i] = g.window_at + (slab * g.rows + tap_h * AXIS_H.dilation) * g.pitch +
+    lines[i] = params.window_at + (slab * params.rows + tap_h * AXIS_H.dilation) * params.pitch +
                thread.split * (THREAD_COLUMNS * AXIS_W.dilation);
   }
-  const int in_input = X_LAST ? thread.row * 4 : thread.row * g.x_pitch;
+  const int in_input = X_LAST ? thread.row * 4 : thread.row * params.x_pitch;
 
   int tile[4];  // the next to be loaded
-  decode(g.tiles, first_tile, tile);
+  decode(params.tiles, first_tile, tile);
   auto load = [&](float* to) {
     int at[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) at[i] = tile[i] * g.lanes[i];
-    if (g.x_piece == 4)
-      load_input<4>(x, rows, g, at, to);
+    for (int i = 0; i < 4; ++i) at[i] = tile[i] * params.lanes[i];
+    if (params.x_piece == 4)
+      load_input<4>(x, rows, params, at, to);
     else
-      load_input<1>(x, rows, g, at, to);
-    if (g.g_piece == 4)
-      load_window<4>(grad, channels, g, at, to + g.window_at);
+      load_input<1>(x, rows, params, at, to);
+    if (params.g_piece == 4)
+      load_window<4>(grad, channels, params, at, to + params.window_at);
     else
-      load_window<1>(grad, channels, g, at, to + g.window_at);
-    advance(g.tiles, tile);
+      load_window<1>(grad, channels, params, at, to + params.window_at);
+    advance(params.tiles, tile);
   };
 
   int done = 0;
   do {
     Sums sums;
     sums.clear();
-    const int stages = min(g.flush, all_stages - done);
+    const int stages = min(params.flush, all_stages - done);
     if (stages > 0) load(buffers);
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
       cp_async_commit();
       cp_async_wait<0>();
       __syncthreads();
-      const float* const from = buffers + stage % 2 * g.stage;
-      if (stage + 1 < stages) load(buffers + (stage + 1) % 2 * g.stage);
+      const float* const from = buffers + stage % 2 * params.stage;
+      if (stage + 1 < stages) load(buffers + (stage + 1) % 2 * params.stage);
       if (!thread.works) continue;
       int h = first_h, w = first_w;
 #pragma unroll 1
-      while (h < g.lanes[2]) {
-        const int position = h * g.lanes[3] + w * POSITIONS;
-        sums.add(from + in_input + position * (X_LAST ? ROWS : 1), g.x_pitch,
-                 from + h * AXIS_H.stride * g.pitch + w * (POSITIONS * AXIS_W.stride), lines);
+      while (h < params.lanes[2]) {
+        const int position = h * params.lanes[3] + w * POSITIONS;
+        sums.add(from + in_input + position * (X_LAST ? ROWS : 1), params.x_pitch,
+                 from + h * AXIS_H.stride * params.pitch + w * (POSITIONS * AXIS_W.stride), lines);
         h += step_h, w += step_w;
         if (w >= of_w) w -= of_w, ++h;
       }

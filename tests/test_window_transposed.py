@@ -27,13 +27,13 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Strides, dense_strides
 from polyphase.program.transpose import to_channels_last, to_contiguous
 from polyphase.schedules.window_gemm import transposed as turned_boxes
-from polyphase.schedules.window_gemm.transposed import InputGradTurned, WeightGradTurned
-from test_gradient_boxes import LAYERS as BOX_LAYERS
-from test_gradient_boxes import WITHOUT_WEIGHT
+from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
+from test_window_tma import LAYERS as BOX_LAYERS
+from test_window_tma import WITHOUT_WEIGHT
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
-SCHEDULES = {Pass.INPUT_GRAD: InputGradTurned(), Pass.WEIGHT_GRAD: WeightGradTurned()}
+SCHEDULES = {Pass.INPUT_GRAD: WindowDgradTransposed(), Pass.WEIGHT_GRAD: WindowWgradTransposed()}
 
 # Those of the boxes, channels first, and what channels_last has no tensors of.
 LAYERS = {
@@ -44,6 +44,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One variant; on a GPU it is all of them."""

@@ -26,7 +26,7 @@ from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.schedules.overlap_gemm.schedule import ScatterGemm, _tiling
+from polyphase.schedules.overlap_gemm.schedule import OverlapGemm, _tiling
 from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -60,10 +60,11 @@ LAYERS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
-    for layouts, candidate, launch in choices(ScatterGemm(), problem):
+    for layouts, candidate, launch in choices(OverlapGemm(), problem):
         assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
 
 
@@ -72,7 +73,7 @@ def test_layers_take_every_path() -> None:
     taken = set()
     for parameters in cases(LAYERS):
         (problem,) = parameters.values
-        for layouts, candidate, _ in choices(ScatterGemm(), problem):
+        for layouts, candidate, _ in choices(OverlapGemm(), problem):
             variant, tiling = candidate.variant, _tiling(problem, layouts, candidate.variant, H200)
             assert tiling is not None
             facts = {
@@ -100,7 +101,7 @@ def assert_carries_inf_and_nan(channels_last: bool, executor: Executor) -> None:
         x[place % 2, place, 2 * place, 2 * place] = value
     x.view(torch.int32)[0, 4, 8, 0] = 0x7FFFFFFF  # NaN as GPUs make it
     weight[7, 1, 2, 2], weight[9, 2, 0, 0] = math.inf, math.nan
-    _, launch = offers(ScatterGemm(), problem)[0]
+    _, launch = offers(OverlapGemm(), problem)[0]
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
     exact = torch.nn.functional.conv_transpose2d(x, weight, bias, 2, 1)
     assert exact.isnan().any()
@@ -119,7 +120,7 @@ def test_float32_is_exact() -> None:
     problem = make((2, 64, 9, 12), 3, 4, 2, 1)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, launch = offers(ScatterGemm(), problem)[0]
+    _, launch = offers(OverlapGemm(), problem)[0]
     found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 2e-7
@@ -127,7 +128,7 @@ def test_float32_is_exact() -> None:
 
 def test_no_races() -> None:
     for problem in formats(LAYERS["three channels"]):
-        candidate, launch = offers(ScatterGemm(), problem)[0]
+        candidate, launch = offers(OverlapGemm(), problem)[0]
         assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
 
 
@@ -140,9 +141,9 @@ def test_where_it_refuses() -> None:
         replace(layer, dtype="float64"): "do not take float64",
     }
     for problem, reason in wanted.items():
-        assert reason in (refusal(ScatterGemm(), problem, Pass.FORWARD, H200) or "")
-    assert "only" in (refusal(ScatterGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
-    assert "lacks" in (refusal(ScatterGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
+        assert reason in (refusal(OverlapGemm(), problem, Pass.FORWARD, H200) or "")
+    assert "only" in (refusal(OverlapGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks" in (refusal(OverlapGemm(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
 
 
 def test_tiles_fit_whatever_the_image() -> None:
@@ -150,18 +151,18 @@ def test_tiles_fit_whatever_the_image() -> None:
     for layer, sides in ((make((4, 256, 80, 80), 3, 4, 2, 39, dtype="bfloat16"), (80, 39)),):
         for side in sides:
             problem = replace(layer, input_size=(side, side))
-            (first, _), *_ = offers(ScatterGemm(), problem)
-            assert first.variant == offers(ScatterGemm(), layer)[0][0].variant
+            (first, _), *_ = offers(OverlapGemm(), problem)
+            assert first.variant == offers(OverlapGemm(), layer)[0][0].variant
     narrow = make((1, 512, 4000, 64), 1, (6, 1), (6, 5), (2, 0), (1, 0))
     for arch in ("sm_80", "sm_90a"):
         device, dense = DeviceInfo.for_arch(arch), Layouts.dense(narrow)
-        candidate = next(candidates(ScatterGemm(), narrow, Pass.FORWARD, device, dense))
-        assert ScatterGemm().launch(narrow, Pass.FORWARD, device, dense, candidate.variant).grid[0] < 20_000
+        candidate = next(candidates(OverlapGemm(), narrow, Pass.FORWARD, device, dense))
+        assert OverlapGemm().launch(narrow, Pass.FORWARD, device, dense, candidate.variant).grid[0] < 20_000
     for cropped in (
         make((4, 64, 2052), 1, 2, 1, 1280, dilation=509),  # whose window is as wide as a variant has room for
         make((4, 64, 2052), 1, 2, 2, 2561, 1, dilation=1019, dtype="bfloat16"),
     ):
         assert (
-            offers(ScatterGemm(), cropped)[0][0].variant
-            == offers(ScatterGemm(), replace(cropped, input_size=(4096,)))[0][0].variant
+            offers(OverlapGemm(), cropped)[0][0].variant
+            == offers(OverlapGemm(), replace(cropped, input_size=(4096,)))[0][0].variant
         )

@@ -15,8 +15,8 @@ from kernel_harness import H200, Emulator, assert_exact, offers, reference, run,
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
-from polyphase.schedules.dot_dgrad import schedule as input_grad_dots
-from polyphase.schedules.dot_dgrad.schedule import InputGradDots
+from polyphase.schedules.dot_dgrad import schedule as dot_dgrad
+from polyphase.schedules.dot_dgrad.schedule import DotDgrad
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -47,12 +47,13 @@ def cases() -> Iterator[ParameterSet]:
             yield pytest.param(replace(layer, dtype=dtype), id=f"{name}-{dtype}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     """Tensors of each kind, a variant of each by turns; on a GPU it is all variants."""
     order = zlib.crc32(str(problem).encode())
     for turn, layouts in enumerate(strange_layouts(problem)):
-        found = offers(InputGradDots(), problem, PASS, layouts)
+        found = offers(DotDgrad(), problem, PASS, layouts)
         if not found:  # taps, or columns, lie apart
             assert problem.channels_last
             continue
@@ -65,7 +66,7 @@ def test_layers_take_every_path() -> None:
     taken = set()
     for problem in LAYERS.values():
         for layouts in strange_layouts(problem):
-            for candidate, launch in offers(InputGradDots(), problem, PASS, layouts):
+            for candidate, launch in offers(DotDgrad(), problem, PASS, layouts):
                 taken |= {("in_tile", candidate.variant.in_tile), ("parts", launch.splits > 1)}
                 taken.add(("rest", problem.in_channels_per_group % candidate.variant.in_tile > 0))
     assert {value for fact, value in taken if fact == "in_tile"} == {1, 2, 4, 8, 16}
@@ -74,20 +75,20 @@ def test_layers_take_every_path() -> None:
 
 @pytest.mark.parametrize("name", ["upsampling of classes", "frames"])
 def test_no_races(name: str) -> None:
-    candidate, launch = offers(InputGradDots(), LAYERS[name], PASS)[0]
+    candidate, launch = offers(DotDgrad(), LAYERS[name], PASS)[0]
     assert_exact(LAYERS[name], PASS, candidate, launch, executor=Emulator(order=None))
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_float32_is_exact(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of 40 × 256 products, in channels_last of one channel; in one chain of each lane the error is 3.0e-7."""
-    monkeypatch.setattr(input_grad_dots, "affordable_planes", lambda *_: 1)
+    monkeypatch.setattr(dot_dgrad, "affordable_planes", lambda *_: 1)
     problem = make((1, 4, 5, 5), 40, 16, 8, 4, channels_last=last)
     generator = torch.Generator().manual_seed(5)
     shapes = problem.output_shape, problem.weight_shape
     operands = tuple(torch.randn(shape, generator=generator) for shape in shapes)
     exact = reference(problem, PASS, (operands[0].double(), operands[1].double()))
-    for _, launch in offers(InputGradDots(), problem, PASS):
+    for _, launch in offers(DotDgrad(), problem, PASS):
         assert launch.splits == 1
         found = run(problem, PASS, launch, Layouts.dense(problem), operands).double()
         assert (found - exact).norm() / exact.norm() < 2e-7
@@ -98,21 +99,21 @@ def test_order_does_not_depend_on_the_size() -> None:
         orders = set()
         for batch, side in ((1, 2), (8, 4), (64, 8)):
             other = replace(problem, batch=batch, input_size=(side,) * problem.dims)
-            orders.add(tuple(candidate.variant for candidate, _ in offers(InputGradDots(), other, PASS)))
+            orders.add(tuple(candidate.variant for candidate, _ in offers(DotDgrad(), other, PASS)))
         assert len(orders) == 1
 
 
 def test_columns_beyond_32_bits_are_not_offered() -> None:
-    assert offers(InputGradDots(), make((1, 1, 33), 1, 33, 6_000_000), PASS)
-    assert not offers(InputGradDots(), make((1, 1, 33), 1, 33, 60_000_000), PASS)
-    assert offers(InputGradDots(), make((2**26, 1, 32), 1, 33, 2), PASS)
-    assert not offers(InputGradDots(), make((2**31, 1, 32), 1, 33, 2), PASS)
+    assert offers(DotDgrad(), make((1, 1, 33), 1, 33, 6_000_000), PASS)
+    assert not offers(DotDgrad(), make((1, 1, 33), 1, 33, 60_000_000), PASS)
+    assert offers(DotDgrad(), make((2**26, 1, 32), 1, 33, 2), PASS)
+    assert not offers(DotDgrad(), make((2**31, 1, 32), 1, 33, 2), PASS)
     wide = make((1, 8, 1, 180_000_000), 3, (1, 40), (1, 4), channels_last=True)
-    assert "side by side" in (refusal(InputGradDots(), wide, PASS, H200) or "")
+    assert "side by side" in (refusal(DotDgrad(), wide, PASS, H200) or "")
 
 
 def test_refusals() -> None:
-    schedule = InputGradDots()
+    schedule = DotDgrad()
     long = make((8, 21, 16, 16), 21, 64, 32, 16)
     assert refusal(schedule, long, PASS, H200) is None
     assert "input gradient only" in (refusal(schedule, long, Pass.FORWARD, H200) or "")

@@ -34,11 +34,11 @@ from polyphase.program.step import DST
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import tma as gradient_boxes
 from polyphase.schedules.window_gemm.tap_windows import ALONE
-from polyphase.schedules.window_gemm.tma import BoxVariant, InputGradBoxes, WeightGradBoxes
+from polyphase.schedules.window_gemm.tma import BoxVariant, WindowDgradTma, WindowWgradTma
 from polyphase.torch_op.memory_format import as_output, empty_output
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
-SCHEDULES = {Pass.INPUT_GRAD: InputGradBoxes(), Pass.WEIGHT_GRAD: WeightGradBoxes()}
+SCHEDULES = {Pass.INPUT_GRAD: WindowDgradTma(), Pass.WEIGHT_GRAD: WindowWgradTma()}
 
 
 make = partial(ConvTransposeProblem.make, channels_last=True)
@@ -77,6 +77,7 @@ LAYERS = {
 WITHOUT_WEIGHT = {"grouped, odd", "kernel < stride", "output padding"}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One variant; on a GPU it is all of them."""

@@ -18,10 +18,10 @@
 //
 // Without TF32 a float32 comes in PARTS (operand/split.cuh): three of bfloat16, whose instruction is twice as deep and
 // multiplies with one part of the weights in its first half and with another in its second; or two of TF32, less
-// accurate, where the weights would take too much room. Each operation's sum leaves the cores at once, since they round
-// towards zero. The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of pairs
-// without a tap; the product of two parts that were rounded up may overflow where that of the whole does not. Where an
-// output may be wrong for that it is therefore computed again, plainly.
+// accurate, where the weights would take too much room. Each operation's sum leaves the tensor cores at once, since
+// they round towards zero. The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of
+// pairs without a tap; the product of two parts that were rounded up may overflow where that of the whole does not.
+// Where an output may be wrong for that it is therefore computed again, plainly.
 //
 // Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
 // one tile or two (epilogue/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
@@ -40,10 +40,11 @@
 #include "ptx/registers.cuh"
 #include "operand/split.cuh"
 #include "mainloop/multistage.cuh"
+#include "epilogue/finish.cuh"
 #include "epilogue/staged_rows.cuh"
 #include "core/phase_taps.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 x, y;
   Part window;
   int batch, groups;
@@ -74,7 +75,7 @@ constexpr int MATRICES = EXACT ? 2 : 1;  // of an entry
 constexpr int ENTRY_BYTES = MATRICES * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
 constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
 
-// What the cores take of one channel's weight or pixel, or of two neighbouring ones'.
+// What the tensor cores take of one channel's weight or pixel, or of two neighbouring ones'.
 __device__ __forceinline__ unsigned word_of(float value, float) { return __float_as_uint(round_tf32(value)); }
 template <class T>
 __device__ __forceinline__ unsigned word_of(T value, T next) {
@@ -124,16 +125,17 @@ __device__ __forceinline__ int find_place(int sum) { return sum / 64 + sum % SEC
 
 // Where a row of outputs begins, counted from the tile's first: of slab and line `d` and `h` of those with taps, which
 // are `slab` and `line` in the tile.
-__device__ __forceinline__ int place_of_row(const Geometry& g, int channel, int image, int d, int h, int slab,
+__device__ __forceinline__ int place_of_row(const Params& params, int channel, int image, int d, int h, int slab,
                                             int line) {
-  return staged_place(channel * g.pitch[0] + image * g.pitch[1] + d * g.pitch[2] + h * g.pitch[3],
-                      channel * g.shift[0] + image * g.shift[1] + slab * g.shift[2] + line * g.shift[3]);
+  return staged_place(
+      channel * params.pitch[0] + image * params.pitch[1] + d * params.pitch[2] + h * params.pitch[3],
+      channel * params.shift[0] + image * params.shift[1] + slab * params.shift[2] + line * params.shift[3]);
 }
 
 // A cell of a tile, by its number along n, d, h and w: where the outputs begin that it owns; NOWHERE beyond the tile.
-__device__ __forceinline__ int place_of_cell(const Geometry& g, const int (&at)[4]) {
-  if (at[0] >= g.lanes[0]) return NOWHERE;
-  return place_of_row(g, 0, at[0], at[1] * ALONG_D.phases, at[2] * ALONG_H.phases, at[1] * AXIS_D.stride,
+__device__ __forceinline__ int place_of_cell(const Params& params, const int (&at)[4]) {
+  if (at[0] >= params.lanes[0]) return NOWHERE;
+  return place_of_row(params, 0, at[0], at[1] * ALONG_D.phases, at[2] * ALONG_H.phases, at[1] * AXIS_D.stride,
                       at[2] * AXIS_H.stride) +
          staged_place(at[3] * AXIS_W.stride, 0);
 }
@@ -145,13 +147,13 @@ struct Pair {
   short width[2];
   int pixel[2];  // the first that either reads, in bytes from the window's first
 
-  __device__ __forceinline__ Pair(const Geometry& g, const int (&at)[4]) : place(place_of_cell(g, at)) {
-    const int row = (at[0] * g.window.extent[1] + at[1]) * g.window.extent[2] + at[2];
+  __device__ __forceinline__ Pair(const Params& params, const int (&at)[4]) : place(place_of_cell(params, at)) {
+    const int row = (at[0] * params.window.extent[1] + at[1]) * params.window.extent[2] + at[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int rest = g.joined > 1 ? max(0, g.y.size[2] - (at[3] + i) * AXIS_W.stride) : AXIS_W.stride;
+      const int rest = params.joined > 1 ? max(0, params.y.size[2] - (at[3] + i) * AXIS_W.stride) : AXIS_W.stride;
       width[i] = place >= 0 ? (short)min(AXIS_W.stride, rest) : 0;
-      pixel[i] = place >= 0 ? (row * g.window.extent[3] + at[3] + i + g.skew) * ELEMENT : 0;
+      pixel[i] = place >= 0 ? (row * params.window.extent[3] + at[3] + i + params.skew) * ELEMENT : 0;
     }
   }
 };
@@ -167,27 +169,28 @@ struct Sums {
   }
 
   // One operation, of the warp's `pairs` of cells.
-  __device__ __forceinline__ void add(const Geometry& g, const char* window, const Pair* pairs, const char* weights) {
+  __device__ __forceinline__ void add(const Params& params, const char* window, const Pair* pairs,
+                                      const char* weights) {
     weights += threadIdx.x % 32 * 16;
-    window += threadIdx.x % 4 * CHANNELS * g.window.pitch;
+    window += threadIdx.x % 4 * CHANNELS * params.window.pitch;
     int columns[PIXEL_TILES];  // bytes
 #pragma unroll
     for (int j = 0; j < PIXEL_TILES; ++j) columns[j] = pairs[4 * j + threadIdx.x % 32 / 8].pixel[threadIdx.x / 4 % 2];
     Elements elements[PIXEL_TILES];
     Words words[PIXEL_TILES];
-    if (AHEAD) load(g, window, columns, 0, elements);
+    if (PREFETCH) load(params, window, columns, 0, elements);
 #pragma unroll
     for (int pixel = 0; pixel < PIXELS_READ; ++pixel) {
-      if (AHEAD) {
+      if (PREFETCH) {
         to_words(elements, words);
-        if (pixel + 1 < PIXELS_READ) load(g, window, columns, pixel + 1, elements);
+        if (pixel + 1 < PIXELS_READ) load(params, window, columns, pixel + 1, elements);
       }
       // A loop that ends after its first round, which the compiler does not know: else it mingles pixels, for which
       // there are no registers.
 #pragma unroll 1
       for (unsigned rounds = opaque(1); rounds > 0; --rounds) {
-        if (!AHEAD) {
-          load(g, window, columns, pixel, elements);
+        if (!PREFETCH) {
+          load(params, window, columns, pixel, elements);
           to_words(elements, words);
         }
 #pragma unroll
@@ -201,26 +204,27 @@ struct Sums {
 
  private:
   // What a lane holds of eight pixels: the elements of two channels, half an operation apart, or of two pairs of
-  // neighbours. And as the cores take them: a word of each of the two, and of two parts the low ones behind; or the
-  // three parts of both together.
+  // neighbours. And as the tensor cores take them: a word of each of the two, and of two parts the low ones behind; or
+  // the three parts of both together.
   typedef scalar_t Elements[2 * CHANNELS];
   typedef unsigned Words[PARTS == 1 ? 2 : PARTS == 2 ? 4 : 3];
 
   // Whether a pixel is on its way while the one before is multiplied; else there are no registers.
-  static constexpr bool AHEAD = PIXEL_TILES <= 4 && PARTS != 2;
+  static constexpr bool PREFETCH = PIXEL_TILES <= 4 && PARTS != 2;
 
-  static __device__ __forceinline__ void load(const Geometry& g, const char* window, const int (&columns)[PIXEL_TILES],
-                                              int pixel, Elements (&to)[PIXEL_TILES]) {
+  static __device__ __forceinline__ void load(const Params& params, const char* window,
+                                              const int (&columns)[PIXEL_TILES], int pixel,
+                                              Elements (&to)[PIXEL_TILES]) {
     const int d = ALONG_D.pixel[pixel / (ALONG_H.pixels * ALONG_W.pixels)] - ALONG_D.pixel[0];
     const int h = ALONG_H.pixel[pixel / ALONG_W.pixels % ALONG_H.pixels] - ALONG_H.pixel[0];
     const int w = ALONG_W.pixel[pixel % ALONG_W.pixels] - ALONG_W.pixel[0];
-    const char* const from = window + ((d * g.window.extent[2] + h) * g.window.extent[3] + w) * ELEMENT;
+    const char* const from = window + ((d * params.window.extent[2] + h) * params.window.extent[3] + w) * ELEMENT;
 #pragma unroll
     for (int j = 0; j < PIXEL_TILES; ++j)
 #pragma unroll
       for (int k = 0; k < 2 * CHANNELS; ++k) {
         const int channel = k / CHANNELS * (OPERATION / 2) + k % CHANNELS;
-        to[j][k] = *(const scalar_t*)(from + columns[j] + channel * g.window.pitch);
+        to[j][k] = *(const scalar_t*)(from + columns[j] + channel * params.window.pitch);
       }
   }
   static __device__ __forceinline__ void to_words(const Elements (&elements)[PIXEL_TILES],
@@ -283,15 +287,15 @@ struct Row {
     h = ALONG_H.phase[owned / ALONG_W.phases % ALONG_H.phases];
     w = exists ? ALONG_W.phase[owned % ALONG_W.phases] : AXIS_W.stride;
   }
-  __device__ __forceinline__ int place(const Geometry& g) const {
-    return place_of_row(g, channel, 0, ALONG_D.number[d], ALONG_H.number[h], d, h);
+  __device__ __forceinline__ int place(const Params& params) const {
+    return place_of_row(params, channel, 0, ALONG_D.number[d], ALONG_H.number[h], d, h);
   }
 };
 
-// One output, without the cores. `x` is the group's first channel and `weight` is of the output's.
-__device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x, const scalar_t* weight, float bias,
+// The sum of one output, without the tensor cores. `x` is the group's first channel and `weight` is of the output's.
+__device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x, const scalar_t* weight,
                                        const int (&cell)[4], int phase_d, int phase_h, int phase_w) {
-  float value = bias;
+  float value = 0;
 #pragma unroll 1
   for (int tap = 0; tap < TAPS; ++tap) {
     const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
@@ -310,27 +314,27 @@ __device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x,
   return value;
 }
 
-// Whether the cores may be right about an output.
+// Whether the tensor cores may be right about an output.
 __device__ __forceinline__ bool is_trusted(float value) {
   return EXACT ? fabsf(value) <= 3.402823466e+38f : value == value;
 }
 
 // The outputs of a tile on their way from sums to shared memory.
 struct Outputs {
-  const Geometry& g;
+  const Params& params;
   const Pair* const pairs;     // of the warp's cells
   const scalar_t* const bias;  // of the block's first channel
   const int channels;          // that exist from there on
   bool whole;                  // whether all outputs of those cells exist, in rows that begin as the tile's first does
 
-  __device__ __forceinline__ Outputs(const Geometry& g, const Pair* pairs, const scalar_t* bias, int channels)
-      : g(g), pairs(pairs), bias(bias), channels(channels), whole(true) {
+  __device__ __forceinline__ Outputs(const Params& params, const Pair* pairs, const scalar_t* bias, int channels)
+      : params(params), pairs(pairs), bias(bias), channels(channels), whole(true) {
     for (int i = 0; i < 4 * PIXEL_TILES; ++i) whole = whole && pairs[i].width[1] == AXIS_W.stride;
-    for (int i = 0; i < 4; ++i) whole = whole && g.shift[i] % 2 == 0 && g.pitch[i] % 2 == 0;
+    for (int i = 0; i < 4; ++i) whole = whole && params.shift[i] % 2 == 0 && params.pitch[i] % 2 == 0;
   }
 
-  __device__ __forceinline__ float start(int channel) const {
-    return HAS_BIAS ? widen(read(bias + min(channel, channels - 1))) : 0.f;
+  __device__ __forceinline__ ChannelTerms terms(int channel) const {
+    return channel_terms(bias, min(channel, channels - 1));
   }
 
   // Whether all of them can be trusted.
@@ -358,15 +362,16 @@ struct Outputs {
       const int j = i / 2 % PIXEL_TILES, k = i % 2;
       const Pair& pair = pairs[4 * j + threadIdx.x % 4];
       if (row.w >= pair.width[k] || row.channel >= channels) continue;
-      scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w + k * AXIS_W.stride;
+      scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w + k * AXIS_W.stride;
       const float value = widen(*to);
       if (is_trusted(value)) continue;
       int cell[4];
-      decode(g.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + threadIdx.x % 4 * 2 + k, cell);
+      decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + threadIdx.x % 4 * 2 + k, cell);
 #pragma unroll
       for (int d = 0; d < 4; ++d) cell[d] += first[d];
-      if (cell[0] >= g.batch) continue;
-      narrow(plain(g.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, start(row.channel), cell, row.d, row.h, row.w),
+      if (cell[0] >= params.batch) continue;
+      narrow(finish(plain(params.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, cell, row.d, row.h, row.w),
+                    terms(row.channel)),
              *to);
     }
   }
@@ -375,8 +380,8 @@ struct Outputs {
   // Whether a thread holds all elements of two cells' rows, which are put there two at a time.
   static constexpr bool CELLS_AT_ONCE = OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
 
-  __device__ __forceinline__ float finish(float sum, float bias, float& doubt) const {
-    const float value = HAS_BIAS ? sum + bias : sum;
+  __device__ __forceinline__ float doubted(float sum, ChannelTerms terms, float& doubt) const {
+    const float value = finish(sum, terms);
     doubt = fmaf(value, 0.f, doubt);
     return value;
   }
@@ -391,13 +396,13 @@ struct Outputs {
       const int first = i / OUT_CHUNK * (STRIDE * OUT_CHUNK) + i % OUT_CHUNK;  // row of the first phase and lane
       const Pair& pair = pairs[4 * j + threadIdx.x % 4];
       const Row row(first / 16, first / 8 % 2);
-      const float bias = start(row.channel);
-      scalar_t* const to = staged + find_place(origin + pair.place + row.place(g));
+      const ChannelTerms of_channel = terms(row.channel);
+      scalar_t* const to = staged + find_place(origin + pair.place + row.place(params));
       alignas(2 * ELEMENT) scalar_t values[2 * STRIDE];
 #pragma unroll
       for (int k = 0; k < 2 * STRIDE; ++k) {
         const int at = first + k % STRIDE * OUT_CHUNK;
-        narrow(finish(sums.of[at / 16][j][at / 8 % 2 * 2 + k / STRIDE], bias, doubt), values[k]);
+        narrow(doubted(sums.of[at / 16][j][at / 8 % 2 * 2 + k / STRIDE], of_channel, doubt), values[k]);
       }
       if (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0)) {
 #pragma unroll
@@ -413,19 +418,20 @@ struct Outputs {
   // Half `i` of the rows of all blocks.
   __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const Sums& sums, int i, float& doubt) const {
     const Row row(i / 2, i % 2);
-    const float bias = start(row.channel);
+    const ChannelTerms of_channel = terms(row.channel);
     const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
 #pragma unroll
     for (int j = 0; j < PIXEL_TILES; ++j) {
       const Pair pair = pairs[4 * j + threadIdx.x % 4];
-      scalar_t* const to = staged + find_place(origin + row.place(g) + pair.place) + row.w;
+      scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const float value = finish(sums.of[i / 2][j][i % 2 * 2 + k], bias, doubt);
+        const float value = doubted(sums.of[i / 2][j][i % 2 * 2 + k], of_channel, doubt);
         if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
 #pragma unroll
         for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
-          if (ALONG_W.number[w] < 0 && first && w < pair.width[k]) narrow(bias, to[k * AXIS_W.stride + w - row.w]);
+          if (ALONG_W.number[w] < 0 && first && w < pair.width[k])
+            narrow(finish_empty(of_channel), to[k * AXIS_W.stride + w - row.w]);
       }
     }
   }
@@ -433,18 +439,19 @@ struct Outputs {
 
 // Rows of `length` of bias, which lie bare_pitch(length) apart where channels have different ones.
 __device__ __forceinline__ int bare_pitch(int length) { return HAS_BIAS ? round_up(length + SECTOR, SECTOR) : 0; }
-__device__ __forceinline__ void fill_bare_rows(const Geometry& g, const scalar_t* bias, int channels, scalar_t* bare) {
-  const int pitch = bare_pitch(g.lanes[3] * AXIS_W.stride);
-  for (int i = threadIdx.x; i < g.bare_bytes / ELEMENT; i += BLOCK) {
+__device__ __forceinline__ void fill_bare_rows(const Params& params, const scalar_t* bias, int channels,
+                                               scalar_t* bare) {
+  const int pitch = bare_pitch(params.lanes[3] * AXIS_W.stride);
+  for (int i = threadIdx.x; i < params.bare_bytes / ELEMENT; i += BLOCK) {
     scalar_t value = zero<scalar_t>();
-    if (HAS_BIAS) value = read(bias + min(i / pitch, channels - 1));
+    if (HAS_BIAS) narrow(finish_empty(channel_terms(bias, min(i / pitch, channels - 1))), value);
     bare[i] = value;
   }
 }
 
 // The outputs of a tile on their way to memory, by the warps that store.
 struct Writer {
-  const Geometry& g;
+  const Params& params;
   const scalar_t* const staged;
   const scalar_t* const bare;
   scalar_t* const y;   // the block's first channel of the tile's first output
@@ -452,7 +459,7 @@ struct Writer {
   const int (&size)[4];
 
   __device__ __forceinline__ void write() const {
-    const int images = min(g.lanes[0], size[0]), slabs = min(g.lanes[1] * AXIS_D.stride, size[1]);
+    const int images = min(params.lanes[0], size[0]), slabs = min(params.lanes[1] * AXIS_D.stride, size[1]);
 #pragma unroll 1
     for (int image = 0; image < images; ++image)
 #pragma unroll 1
@@ -460,25 +467,27 @@ struct Writer {
   }
 
  private:
-  // Each warp has neighbouring rows. Each lane tells the copy engine of one, and then the warp sees to their ends.
+  // Each warp has neighbouring rows. Each lane tells TMA of one, and then the warp sees to their ends.
   __device__ __forceinline__ void write_slab(int image, int slab) const {
     const int warp = threadIdx.x / 32 - (WARPS + LOAD_WARPS), lane = threadIdx.x % 32;
-    const int lines = min(g.lanes[2] * AXIS_H.stride, size[2]), row = min(g.lanes[3] * AXIS_W.stride, size[3]);
-    const int length = g.joined > 1 ? lines * g.y.size[2] : row, of_channel = g.joined > 1 ? 1 : lines;
+    const int lines = min(params.lanes[2] * AXIS_H.stride, size[2]),
+              row = min(params.lanes[3] * AXIS_W.stride, size[3]);
+    const int length = params.joined > 1 ? lines * params.y.size[2] : row, of_channel = params.joined > 1 ? 1 : lines;
     const int each = round_up(ceil_div(OUT_CHUNK * of_channel, STORE_WARPS), ENDS_AT_ONCE);
     const int behind = min((warp + 1) * each, OUT_CHUNK * of_channel), d = ALONG_D.number[slab % AXIS_D.stride];
 #pragma unroll 1
     for (int first = warp * each; first < behind; first += 32) {
       const int i = first + lane, channel = i / of_channel, line = i % of_channel;
       const int h = ALONG_H.number[line % AXIS_H.stride];
-      const int place = place_of_row(g, channel, image, slab / AXIS_D.stride * ALONG_D.phases + d,
+      const int place = place_of_row(params, channel, image, slab / AXIS_D.stride * ALONG_D.phases + d,
                                      line / AXIS_H.stride * ALONG_H.phases + h, slab, line);
-      scalar_t* to = y + channel * g.y.stride[1] + image * g.y.stride[0] + slab * g.y.stride[2] + line * g.y.stride[3];
+      scalar_t* to = y + channel * params.y.stride[1] + image * params.y.stride[0] + slab * params.y.stride[2] +
+                     line * params.y.stride[3];
       const scalar_t* from = staged + find_place(staged_place(0, misalignment(y)) + place);
       if (HAS_BARE && (d < 0 || h < 0))
-        from = bare + channel * bare_pitch(g.lanes[3] * AXIS_W.stride) + misalignment(to);
+        from = bare + channel * bare_pitch(params.lanes[3] * AXIS_W.stride) + misalignment(to);
       const int mine = i < behind && channel < channels ? length : 0;
-      write_rows(to, from, mine, min(32, behind - first), g.y.stride[4]);
+      write_rows(to, from, mine, min(32, behind - first), params.y.stride[4]);
     }
   }
 };
@@ -494,16 +503,18 @@ struct Stage {
   __device__ __forceinline__ int slot() const { return number % BUFFERS; }
   __device__ __forceinline__ int parity() const { return number / BUFFERS % 2; }
   // The tile's outputs, and the parity of their barriers.
-  __device__ __forceinline__ int output(const Geometry& g) const { return tile() & (g.outputs - 1); }
-  __device__ __forceinline__ int output_parity(const Geometry& g) const { return tile() >> (g.outputs - 1) & 1; }
+  __device__ __forceinline__ int output(const Params& params) const { return tile() & (params.outputs - 1); }
+  __device__ __forceinline__ int output_parity(const Params& params) const {
+    return tile() >> (params.outputs - 1) & 1;
+  }
 };
 
-// What those who load say to the others: a tile's first cell, and the place of its outputs, NOWHERE behind the last.
+// What producers say to the others: a tile's first cell, and the place of its outputs, NOWHERE behind the last.
 struct Note {
   int cell[4], place;
 };
 struct Notes {
-  // Those who load are at most BUFFERS stages ahead of those who multiply, and these two tiles ahead of those who
+  // Producers are at most BUFFERS stages ahead of consumers, and these two tiles ahead of those who
   // store: with one stage a tile that many notes are read.
   static constexpr int COUNT = 8;
   static_assert(BUFFERS + 2 <= COUNT, "a short ring");
@@ -517,56 +528,56 @@ struct Notes {
 struct Share {
   int first_out, group, tile;
 
-  __device__ __forceinline__ Share(const Geometry& g) {
+  __device__ __forceinline__ Share(const Params& params) {
     first_out = blockIdx.x % OUT_BLOCKS * OUT_CHUNK;
-    group = blockIdx.x / OUT_BLOCKS % g.groups;
-    tile = blockIdx.x / OUT_BLOCKS / g.groups;
+    group = blockIdx.x / OUT_BLOCKS % params.groups;
+    tile = blockIdx.x / OUT_BLOCKS / params.groups;
   }
   // Input channels, and weights, from the block's first on.
-  __device__ __forceinline__ const scalar_t* input(const Geometry& g, const scalar_t* x) const {
-    return x + (long long)group * IN_CHANNELS * g.x.stride[1];
+  __device__ __forceinline__ const scalar_t* input(const Params& params, const scalar_t* x) const {
+    return x + (long long)group * IN_CHANNELS * params.x.stride[1];
   }
   __device__ __forceinline__ const scalar_t* weights(const scalar_t* weight) const {
     return weight + (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN + first_out * WEIGHT_STRIDE_OUT;
   }
 };
 
-// The tiles of a block, one after the other, as those who load walk through them: every n-th, or the next that no block
+// The tiles of a block, one after the other, as producers walk through them: every n-th, or the next that no block
 // has taken. In the latter case what is computed at a time is neighbours, however fast each block is.
 struct Tiles {
-  const Geometry& g;
+  const Params& params;
   unsigned* const counter;  // or none
   int* const taken;
   int at[4];      // the tile, by its number along n, d, h and w
   int ahead = 0;  // of the thread that takes them: what the counter said, a tile ahead; behind the blocks' first ones
   int parity = 0;
 
-  __device__ __forceinline__ Tiles(const Geometry& g, unsigned* counter, Notes& notes, int first)
-      : g(g), counter(counter), taken(notes.taken) {
-    decode(g.tiles, first, at);
+  __device__ __forceinline__ Tiles(const Params& params, unsigned* counter, Notes& notes, int first)
+      : params(params), counter(counter), taken(notes.taken) {
+    decode(params.tiles, first, at);
     if (counter && threadIdx.x == THREADS) ahead = (int)atomicAdd(counter, 1u);
   }
-  __device__ __forceinline__ bool exists() const { return at[0] < g.tiles[0]; }
+  __device__ __forceinline__ bool exists() const { return at[0] < params.tiles[0]; }
   __device__ __forceinline__ void advance() {
     if (counter) {
       // What the counter says is used at the next tile, and has come by then.
-      if (threadIdx.x == THREADS) taken[parity] = g.at_once + ahead, ahead = (int)atomicAdd(counter, 1u);
+      if (threadIdx.x == THREADS) taken[parity] = params.at_once + ahead, ahead = (int)atomicAdd(counter, 1u);
       named_barrier_sync(1, LOADERS);
-      decode(g.tiles, *(volatile int*)(taken + parity), at);
+      decode(params.tiles, *(volatile int*)(taken + parity), at);
       parity ^= 1;
       return;
     }
     int carry = 0;
 #pragma unroll
     for (int i = 3; i >= 0; --i) {
-      at[i] += g.apart[i] + carry;
-      carry = i > 0 && at[i] >= g.tiles[i];
-      if (carry) at[i] -= g.tiles[i];
+      at[i] += params.apart[i] + carry;
+      carry = i > 0 && at[i] >= params.tiles[i];
+      if (carry) at[i] -= params.tiles[i];
     }
   }
   __device__ __forceinline__ void first_cell(int (&cell)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) cell[i] = at[i] * g.lanes[i];
+    for (int i = 0; i < 4; ++i) cell[i] = at[i] * params.lanes[i];
   }
 };
 
@@ -603,10 +614,10 @@ __device__ __forceinline__ void arrive(unsigned barrier) {
 
 // What the three kinds of warps do.
 
-__device__ __forceinline__ void load_stages(const Geometry& g, Tiles tiles, const Barriers& barriers, Notes& notes,
+__device__ __forceinline__ void load_stages(const Params& params, Tiles tiles, const Barriers& barriers, Notes& notes,
                                             Place* places, char* buffers, const scalar_t* x, const scalar_t* y) {
-  PartLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(g.x, g.window);
-  loader.init(places, elements(g.window));
+  PartLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(params.x, params.window);
+  loader.init(places, elements(params.window));
   named_barrier_sync(1, LOADERS);
   // What is on its way is waited for once BUFFERS - 2 stages follow it. Behind the last tile comes a note of its own.
   constexpr int BEHIND = BUFFERS - 2;
@@ -621,15 +632,16 @@ __device__ __forceinline__ void load_stages(const Geometry& g, Tiles tiles, cons
         Note& note = notes.of_tile(stage);
         int output[4];
         first_output(at, output);
-        note.place = tiles.exists() ? staged_place(0, misalignment(y + offset_of(g.y, output))) : NOWHERE;
+        note.place = tiles.exists() ? staged_place(0, misalignment(y + offset_of(params.y, output))) : NOWHERE;
 #pragma unroll
         for (int i = 0; i < 4; ++i) note.cell[i] = at[i];
       }
       if (tiles.exists()) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) at[i] += g.first[i];
+        for (int i = 0; i < 4; ++i) at[i] += params.first[i];
         const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
-        loader.load(x + channel * g.x.stride[1], IN_CHANNELS - channel, buffers + slot * g.stage_bytes, g.batch, at);
+        loader.load(x + channel * params.x.stride[1], IN_CHANNELS - channel, buffers + slot * params.stage_bytes,
+                    params.batch, at);
         if (stage.is_last()) tiles.advance();
       } else {
         count = stage.number + 1;
@@ -642,7 +654,7 @@ __device__ __forceinline__ void load_stages(const Geometry& g, Tiles tiles, cons
   }
 }
 
-__device__ __forceinline__ void multiply_stages(const Geometry& g, const Barriers& barriers, Notes& notes,
+__device__ __forceinline__ void multiply_stages(const Params& params, const Barriers& barriers, Notes& notes,
                                                 const char* weights, const char* buffers, scalar_t* staged,
                                                 const Outputs& outputs, const scalar_t* x, const scalar_t* weight) {
   Sums sums;
@@ -653,20 +665,21 @@ __device__ __forceinline__ void multiply_stages(const Geometry& g, const Barrier
     const Note& note = notes.of_tile(stage);
     const bool exists = *(volatile const int*)&note.place != NOWHERE;
     if (exists) {
-      const char* const window = buffers + stage.slot() * g.stage_bytes;
+      const char* const window = buffers + stage.slot() * params.stage_bytes;
       const char* const from = weights + stage.of_tile() * (STAGE_STEPS * ENTRIES.count * ENTRY_BYTES);
 #pragma unroll 1
       for (int i = 0; i < min(STAGE_STEPS, STEPS - stage.of_tile() * STAGE_STEPS); ++i)
-        sums.add(g, window + i * OPERATION * g.window.pitch, outputs.pairs, from + i * (ENTRIES.count * ENTRY_BYTES));
+        sums.add(params, window + i * OPERATION * params.window.pitch, outputs.pairs,
+                 from + i * (ENTRIES.count * ENTRY_BYTES));
     }
     if (!exists || stage.is_last()) {
-      const int output = stage.output(g);
-      mbarrier_wait(barriers.gone(output), stage.output_parity(g) ^ 1);
+      const int output = stage.output(params);
+      mbarrier_wait(barriers.gone(output), stage.output_parity(params) ^ 1);
       if (exists) {
-        scalar_t* const to = (scalar_t*)((char*)staged + output * g.staged_bytes);
+        scalar_t* const to = (scalar_t*)((char*)staged + output * params.staged_bytes);
         if (!outputs.stage(to, note.place, sums)) {
-          const Share share(g);
-          outputs.mend(to, note.place, note.cell, share.input(g, x), share.weights(weight));
+          const Share share(params);
+          outputs.mend(to, note.place, note.cell, share.input(params, x), share.weights(weight));
         }
         publish_rows();
       }
@@ -678,66 +691,67 @@ __device__ __forceinline__ void multiply_stages(const Geometry& g, const Barrier
   }
 }
 
-__device__ __forceinline__ void store_tiles(const Geometry& g, const Barriers& barriers, Notes& notes,
+__device__ __forceinline__ void store_tiles(const Params& params, const Barriers& barriers, Notes& notes,
                                             const scalar_t* staged, const scalar_t* bare, scalar_t* y, int channels) {
   for (Stage stage;; stage.number += STAGES) {
-    mbarrier_wait(barriers.whole(stage.output(g)), stage.output_parity(g));
+    mbarrier_wait(barriers.whole(stage.output(params)), stage.output_parity(params));
     const Note note = notes.of_tile(stage);
     if (note.place == NOWHERE) break;
     int at[4], size[4];
     first_output(note.cell, at);
-    size[0] = g.batch - at[0];
+    size[0] = params.batch - at[0];
 #pragma unroll
-    for (int i = 0; i < 3; ++i) size[1 + i] = g.y.size[i] - at[1 + i];
-    const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(g) * g.staged_bytes);
-    Writer{g, outputs, bare, y + offset_of(g.y, at), channels, size}.write();
+    for (int i = 0; i < 3; ++i) size[1 + i] = params.y.size[i] - at[1 + i];
+    const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(params) * params.staged_bytes);
+    Writer{params, outputs, bare, y + offset_of(params.y, at), channels, size}.write();
     bulk_stores_wait();
-    mbarrier_arrive(barriers.gone(stage.output(g)));
+    mbarrier_arrive(barriers.gone(stage.output(params)));
   }
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
-    gather_gemm(const scalar_t* __restrict__ x, const scalar_t* weight,  // which may be written while this begins
-                const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const Geometry g) {
+    grouped_gemm(const scalar_t* __restrict__ x, const scalar_t* weight,  // which may be written while this begins
+                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const Params params) {
   extern __shared__ __align__(128) char shared_memory[];
-  const Share share(g);
+  const Share share(params);
   const int channels = OUT_CHANNELS - share.first_out, first_bias = share.group * OUT_CHANNELS + share.first_out;
-  y += first_bias * g.y.stride[1];
+  y += first_bias * params.y.stride[1];
 
   const Barriers barriers = {shared_address(shared_memory)};
   Notes& notes = *(Notes*)(shared_memory + NOTES_AT);
   Pair* const pairs = (Pair*)(shared_memory + BARRIER_BYTES);
   char* const weights = (char*)pairs + PAIR_BYTES;
   scalar_t* const staged = (scalar_t*)(weights + WEIGHT_BYTES);
-  scalar_t* const bare = (scalar_t*)((char*)staged + g.outputs * g.staged_bytes);
-  Place* const places = (Place*)((char*)bare + g.bare_bytes);
-  char* const buffers = (char*)places + g.table_bytes;
+  scalar_t* const bare = (scalar_t*)((char*)staged + params.outputs * params.staged_bytes);
+  Place* const places = (Place*)((char*)bare + params.bare_bytes);
+  char* const buffers = (char*)places + params.table_bytes;
 
   barriers.init();
   for (int i = threadIdx.x; i < PAIRS; i += BLOCK) {
     int at[4];
-    decode(g.lanes, 2 * i, at);
-    pairs[i] = Pair(g, at);
+    decode(params.lanes, 2 * i, at);
+    pairs[i] = Pair(params, at);
   }
   unsigned* counter = nullptr;
-  if (g.counters) {
+  if (params.counters) {
     counter = (unsigned*)weight + (share.group * OUT_BLOCKS + share.first_out / OUT_CHUNK);
-    weight = (const scalar_t*)((const char*)weight + g.counters);
+    weight = (const scalar_t*)((const char*)weight + params.counters);
     griddepcontrol_wait();
   }
   load_weights(share.weights(weight), channels, weights);
   if (HAS_BARE) {
-    fill_bare_rows(g, bias + first_bias, channels, bare);
+    fill_bare_rows(params, bias + first_bias, channels, bare);
     publish_rows();
   }
   __syncthreads();
 
   if (threadIdx.x >= THREADS + LOADERS) {
-    store_tiles(g, barriers, notes, staged, bare, y, channels);
+    store_tiles(params, barriers, notes, staged, bare, y, channels);
   } else if (threadIdx.x >= THREADS) {
-    load_stages(g, Tiles(g, counter, notes, share.tile), barriers, notes, places, buffers, share.input(g, x), y);
+    load_stages(params, Tiles(params, counter, notes, share.tile), barriers, notes, places, buffers,
+                share.input(params, x), y);
   } else {
-    const Outputs outputs(g, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels);
-    multiply_stages(g, barriers, notes, weights, buffers, staged, outputs, x, weight);
+    const Outputs outputs(params, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels);
+    multiply_stages(params, barriers, notes, weights, buffers, staged, outputs, x, weight);
   }
 }

@@ -15,8 +15,8 @@ from kernel_harness import H200, Emulator, assert_exact, formats, integers, offe
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
-from polyphase.schedules.direct_wgrad import windows as weight_grad_windows
-from polyphase.schedules.direct_wgrad.windows import WeightGradWindows
+from polyphase.schedules.direct_wgrad import windows as direct_wgrad_windows
+from polyphase.schedules.direct_wgrad.windows import DirectWgradWindows
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm.window import as_one_channel
 
@@ -51,18 +51,19 @@ LAYERS = {
 def cases() -> Iterator[ParameterSet]:
     for name, layer in LAYERS.items():
         for problem in formats(layer):
-            if refusal(WeightGradWindows(), problem, PASS, H200):  # taps apart
+            if refusal(DirectWgradWindows(), problem, PASS, H200):  # taps apart
                 assert (name, problem.channels_last) == ("dilated", True)
                 continue
             yield pytest.param(problem, id=f"{name}-{'last' if problem.channels_last else 'first'}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     """Tensors of each kind, a variant of each by turns; on a GPU it is all variants."""
     order, met = zlib.crc32(str(problem).encode()), 0
     for turn, layouts in enumerate(strange_layouts(problem)):
-        found = offers(WeightGradWindows(), problem, PASS, layouts)
+        found = offers(DirectWgradWindows(), problem, PASS, layouts)
         if found:
             candidate, launch = found[(order + turn) % len(found)]
             assert_exact(problem, PASS, candidate, launch, layouts, Emulator(order % 1000))
@@ -74,28 +75,28 @@ def test_every_shape() -> None:
     """Blocks of every shape, in several orders of threads."""
     for problem in formats(make((2, 40, 5, 9), 3, 4, 2, 1)):
         layouts = Layouts.dense(problem)
-        layer = weight_grad_windows._Layer.of(problem, layouts)
+        layer = direct_wgrad_windows._Layer.of(problem, layouts)
         assert layer is not None
-        variants = list(dict.fromkeys(weight_grad_windows._variants(layer)))
+        variants = list(dict.fromkeys(direct_wgrad_windows._variants(layer)))
         for number, variant in enumerate(variants[zlib.crc32(str(problem).encode()) % 5 :: 5]):
-            launch = WeightGradWindows().launch(problem, PASS, H200, layouts, variant)
-            candidate = Candidate("weight_grad_windows", variant, 0.0, "")
+            launch = DirectWgradWindows().launch(problem, PASS, H200, layouts, variant)
+            candidate = Candidate("direct_wgrad_windows", variant, 0.0, "")
             assert_exact(problem, PASS, candidate, launch, layouts, executor=Emulator(number))
 
 
 @pytest.mark.parametrize("name", ["last of a generator", "odd rows"])
 def test_no_races(name: str) -> None:
     for problem in formats(LAYERS[name]):
-        candidate, launch = offers(WeightGradWindows(), problem, PASS)[0]
+        candidate, launch = offers(DirectWgradWindows(), problem, PASS)[0]
         assert_exact(problem, PASS, candidate, launch, executor=Emulator(order=None))
 
 
 def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chains of a part, of several stages, and a rest."""
-    monkeypatch.setattr(weight_grad_windows, "_CHAIN", 16)
-    monkeypatch.setattr(weight_grad_windows, "affordable_planes", lambda problem: 1)
+    monkeypatch.setattr(direct_wgrad_windows, "_CHAIN", 16)
+    monkeypatch.setattr(direct_wgrad_windows, "affordable_planes", lambda problem: 1)
     for problem in formats(make((5, 24, 7, 36), 3, 3, 2, 1)):
-        for candidate, launch in offers(WeightGradWindows(), problem, PASS):
+        for candidate, launch in offers(DirectWgradWindows(), problem, PASS):
             assert launch.splits == 1
             assert_exact(problem, PASS, candidate, launch, executor=Emulator(1))
 
@@ -105,7 +106,7 @@ def test_float32_is_exact() -> None:
     for problem in formats(make((2, 32, 9, 24), 3, (3, 5), (2, 3), (1, 2))):
         shapes = problem.input_shape, problem.output_shape
         operands = tuple(torch.randn(shape, generator=generator) for shape in shapes)
-        _, launch = offers(WeightGradWindows(), problem, PASS)[0]
+        _, launch = offers(DirectWgradWindows(), problem, PASS)[0]
         found = run(problem, PASS, launch, Layouts.dense(problem), operands).double()
         exact = reference(problem, PASS, (operands[0].double(), operands[1].double()))
         assert (found - exact).norm() / exact.norm() < 2e-7
@@ -130,7 +131,7 @@ def test_one_channel_stands_for_all() -> None:
 
 def test_refusals() -> None:
     layer = make((2, 32, 8, 8), 3, 4, 2, 1, tf32=True)
-    schedule = WeightGradWindows()
+    schedule = DirectWgradWindows()
     assert refusal(schedule, layer, PASS, H200) is None
     wanted = {
         replace(layer, dtype="bfloat16"): "float32",
@@ -150,6 +151,6 @@ def test_every_size_has_the_layer_s_kernels() -> None:
         found = set()
         for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
             sized = replace(layer, batch=batch, input_size=size)
-            offered = candidates(WeightGradWindows(), sized, PASS, H200, Layouts.dense(sized))
+            offered = candidates(DirectWgradWindows(), sized, PASS, H200, Layouts.dense(sized))
             found.add(tuple(candidate.variant for candidate in offered))
         assert len(found) == 1

@@ -9,7 +9,7 @@
 // With channels last, in half types, the input is TRANSPOSED, and output channels that lie side by side are taken for
 // one channel of wider rows (`as_one_channel` in schedules/window_gemm/window.py).
 //
-// The cores' sums lose a bit at every step. So some stages are summed there, and those sums in `partial`.
+// Tensor-core accumulation truncates at every step. So some stages are summed there, and those sums in `partial`.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -23,7 +23,7 @@
 #include "operand/window_rows.cuh"
 #include "mainloop/window_wgmma.cuh"
 
-struct Geometry {
+struct Params {
   TensorMap box, window_box;  // of the input, and of the output gradient
   Tensor5 x, g;
   Window window;
@@ -32,10 +32,10 @@ struct Geometry {
   int lanes[4];      // positions of a tile along n, d, h, w: whole operations
   int tiles[4];      // tiles along n, d, h, w
   int joined;        // elements of a row, where a slab's rows follow each other as one; 0 where they do not
-  int steps, flush;  // operations of a stage; stages that the cores sum
+  int steps, flush;  // operations of a stage; stages that the tensor cores sum
   int skew;          // elements from the window's first to what the first tap of the first position meets
-  int box_bytes;     // of the window, if the engine brings it
-  int piece_bytes;   // of the input, if the engine does not bring it: what is copied at once, 8 or 4
+  int box_bytes;     // of the window, if TMA brings it
+  int piece_bytes;   // of the input, if TMA does not bring it: what is copied at once, 8 or 4
   int table_bytes, stage_bytes, window_bytes;  // of shared memory
   long long part_length;                       // tiles of a part
   long long all_tiles;
@@ -47,94 +47,97 @@ constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS), ROW_BLOCKS = ceil_
 static_assert(OUT_CHUNK * TAPS <= ROWS, "a block computes all taps of its channels");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
-                      const __grid_constant__ Geometry g) {
+    window_wgrad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+                       const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  __shared__ __align__(8) WindowRing ring;
+  __shared__ __align__(8) WindowBarriers ring;
   int block = blockIdx.x;
   const int column_block = block % COLUMN_BLOCKS;
   block /= COLUMN_BLOCKS;
   const int row_block = block % ROW_BLOCKS;
   block /= ROW_BLOCKS;
-  const int group = block % g.groups;
-  const int part = block / g.groups;
-  const long long first_tile = part * g.part_length;
-  const int stages = (int)(first_tile + g.part_length < g.all_tiles ? g.part_length : g.all_tiles - first_tile);
+  const int group = block % params.groups;
+  const int part = block / params.groups;
+  const long long first_tile = part * params.part_length;
+  const int stages =
+      (int)(first_tile + params.part_length < params.all_tiles ? params.part_length : params.all_tiles - first_tile);
 
   const int first_in = column_block * COLUMNS, first_out = row_block * OUT_CHUNK;
   const int channels = OUT_CHANNELS - first_out;  // that exist, from there on
 
   char* const buffers = (char*)shared_memory;  // the operand, then the window
-  int* const offsets = (int*)(shared_memory + BUFFERS * g.stage_bytes);
-  Place* const places = (Place*)((char*)offsets + g.table_bytes);
+  int* const offsets = (int*)(shared_memory + BUFFERS * params.stage_bytes);
+  Place* const places = (Place*)((char*)offsets + params.table_bytes);
 
-  const bool tells = g.box_bytes != 0;  // all: where threads copy the input, they also copy the window
+  const bool tells = params.box_bytes != 0;  // all: where threads copy the input, they also copy the window
   ring.init(tells);
   __syncthreads();
 
-  if (threadIdx.x >= MULTIPLIERS) {  // at once: what the others do first hides their first stages
-    RowLoader<OUT_CHUNK> g_loader(g.g, g.window);
+  if (threadIdx.x >= CONSUMER_THREADS) {  // at once: what the others do first hides their first stages
+    RowLoader<OUT_CHUNK> g_loader(params.g, params.window);
     if (!tells) {
       g_loader.init(places);
       named_barrier_sync(LOADERS_MEET, LOADERS);
     }
-    const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * g.g.stride[1];
+    const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * params.g.stride[1];
     int tile[4], origin[4];  // the next to be loaded, and its first position
-    decode(g.tiles, first_tile, tile);
+    decode(params.tiles, first_tile, tile);
     auto next = [&]() {
 #pragma unroll
       for (int i = 3; i > 0; --i) {
-        if (++tile[i] < g.tiles[i]) return;
+        if (++tile[i] < params.tiles[i]) return;
         tile[i] = 0;
       }
       ++tile[0];
     };
     auto locate = [&]() {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) origin[i] = tile[i] * g.lanes[i];
+      for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.lanes[i];
     };
     load_stages(
-        stages, tells, ring, buffers, g.stage_bytes,
+        stages, tells, ring, buffers, params.stage_bytes,
         [&](int, char* to, unsigned barrier) {
-          if (ELEMENT == 2 && g.piece_bytes) return;
+          if (ELEMENT == 2 && params.piece_bytes) return;
           locate();
-          const int channel = group * IN_CHANNELS + first_in, w = origin[3] + origin[2] * g.joined;
-          const int place[5] = {TRANSPOSED ? channel : w, TRANSPOSED ? w : channel, g.joined ? 0 : origin[2], origin[1],
-                                origin[0]};
-          load_runs(g.box, x, g.runs, place, to, barrier);
+          const int channel = group * IN_CHANNELS + first_in, w = origin[3] + origin[2] * params.joined;
+          const int place[5] = {TRANSPOSED ? channel : w, TRANSPOSED ? w : channel, params.joined ? 0 : origin[2],
+                                origin[1], origin[0]};
+          load_runs(params.box, x, params.runs, place, to, barrier);
           if (!tells) return;
-          to_window(origin, g.skew);
+          to_window(origin, params.skew);
           const int from[5] = {origin[3], origin[2], origin[1], origin[0], group * OUT_CHANNELS + first_out};
-          tma_load_box(shared_address(to + g.window_bytes), g.window_box, grad, from, g.box_bytes, barrier);
+          tma_load_box(shared_address(to + params.window_bytes), params.window_box, grad, from, params.box_bytes,
+                       barrier);
           next();
         },
         [&](int, char* to) {
           locate();
-          if (ELEMENT == 2 && g.piece_bytes) {  // found anew for each stage: there are no registers to keep it
-            const RunLoader x_loader(g.x, g.runs, g.piece_bytes, g.lanes, g.joined);
-            const scalar_t* const column = x + (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
-            if (g.piece_bytes == 8) x_loader.load<8>(column, IN_CHANNELS - first_in, to, g.batch, origin);
-            if (g.piece_bytes == 4) x_loader.load<4>(column, IN_CHANNELS - first_in, to, g.batch, origin);
+          if (ELEMENT == 2 && params.piece_bytes) {  // found anew for each stage: there are no registers to keep it
+            const RunLoader x_loader(params.x, params.runs, params.piece_bytes, params.lanes, params.joined);
+            const scalar_t* const column = x + (long long)(group * IN_CHANNELS + first_in) * params.x.stride[1];
+            if (params.piece_bytes == 8) x_loader.load<8>(column, IN_CHANNELS - first_in, to, params.batch, origin);
+            if (params.piece_bytes == 4) x_loader.load<4>(column, IN_CHANNELS - first_in, to, params.batch, origin);
           }
-          to_window(origin, g.skew);
-          const int shift = g_loader.load(first_channel, channels, to + g.window_bytes, g.batch, origin);
+          to_window(origin, params.skew);
+          const int shift = g_loader.load(first_channel, channels, to + params.window_bytes, params.batch, origin);
           next();
           return shift;
         });
     return;
   }
 
-  list_positions<MULTIPLIERS>(offsets, g.steps * OPERATION, g.window, g.lanes, g.skew);
-  named_barrier_sync(MULTIPLIERS_MEET, MULTIPLIERS);
+  list_positions<CONSUMER_THREADS>(offsets, params.steps * OPERATION, params.window, params.lanes, params.skew);
+  named_barrier_sync(CONSUMERS_MEET, CONSUMER_THREADS);
 
-  setmaxnreg_inc<MULTIPLIER_REGISTERS>();
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
   int offsets_of_rows[ROW_TILES][2];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
     const int row = min(Sums::row(i), OUT_CHUNK * TAPS - (PAIRS ? 2 : 1));  // the last, or its pair, for those beyond
-    offsets_of_rows[i / 2][i % 2] = offset_of_tap(g.window, row / TAPS, row % TAPS);
+    offsets_of_rows[i / 2][i % 2] = offset_of_tap(params.window, row / TAPS, row % TAPS);
   }
-  partial += part * g.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+  partial +=
+      part * params.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
   const int filled = min(OUT_CHUNK, channels) * TAPS;
 
   Sums sums;
@@ -159,16 +162,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __syncwarp();  // so that the compiler does not mingle column tiles, for which there are no registers
     }
   };
-  int until_flush = g.flush;
-  add_stages(stages, ring, buffers, g.stage_bytes, ELEMENT == 2 && g.piece_bytes != 0,
+  int until_flush = params.flush;
+  add_stages(stages, ring, buffers, params.stage_bytes, ELEMENT == 2 && params.piece_bytes != 0,
              [&](int stage, const char* from, int shift) {
-               sums.add(from + g.window_bytes + shift, from, g.runs, offsets, offsets_of_rows, g.steps,
-                        until_flush == g.flush, tells);
+               sums.add(from + params.window_bytes + shift, from, params.runs, offsets, offsets_of_rows, params.steps,
+                        until_flush == params.flush, tells);
                if (--until_flush > 0 && stage + 1 < stages) return;
-               flush(stage >= g.flush);
-               until_flush = g.flush;
+               flush(stage >= params.flush);
+               until_flush = params.flush;
              });
   if (stages > 0) return;
   for (int column = 0; column < min(COLUMNS, IN_CHANNELS - first_in); ++column)  // of an empty batch
-    for (int row = threadIdx.x; row < filled; row += MULTIPLIERS) partial[column * (OUT_CHANNELS * TAPS) + row] = 0;
+    for (int row = threadIdx.x; row < filled; row += CONSUMER_THREADS)
+      partial[column * (OUT_CHANNELS * TAPS) + row] = 0;
 }

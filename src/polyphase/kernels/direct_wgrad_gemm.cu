@@ -22,7 +22,7 @@
 #include "core/geometry.cuh"
 #include "core/types.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 x, g;
   int batch, groups;
   int parts;              // blocks along K
@@ -83,18 +83,18 @@ struct Values {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_grad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* __restrict__ partial,
-                const Geometry g) {
+    direct_wgrad_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* __restrict__ partial,
+                      const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;
   block /= ROW_BLOCKS;
   const int column_block = block % COLUMN_BLOCKS;
   block /= COLUMN_BLOCKS;
-  const int group = block % g.groups;
-  const int part = block / g.groups;
-  const long long first = part * g.part_length;
-  const long long end = first + g.part_length < g.positions ? first + g.part_length : g.positions;
+  const int group = block % params.groups;
+  const int part = block / params.groups;
+  const long long first = part * params.part_length;
+  const long long end = first + params.part_length < params.positions ? first + params.part_length : params.positions;
 
   const int thread = threadIdx.x;
   const int k_slice = thread / SLICE_THREADS;
@@ -103,45 +103,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int load_k = thread % DEPTH, load_row = thread / DEPTH;
 
   const int in_channel = row_block * ROWS, first_column = column_block * COLUMNS;
-  x += (long long)(group * IN_CHANNELS + in_channel) * g.x.stride[1];
-  grad += (long long)group * OUT_CHANNELS * g.g.stride[1];
+  x += (long long)(group * IN_CHANNELS + in_channel) * params.x.stride[1];
+  grad += (long long)group * OUT_CHANNELS * params.g.stride[1];
 
   // The columns that this thread loads: how far each lies from tap 0 of channel 0. Columns beyond the last repeat it.
   long long column_offset[G_ITEMS];
 #pragma unroll
   for (int i = 0; i < G_ITEMS; ++i) {
     const Column c = column_at(first_column + load_row + i * ROW_STEP);
-    column_offset[i] = c.channel * g.g.stride[1] + c.d * g.g.stride[2] + c.h * g.g.stride[3] + c.w * g.g.stride[4];
+    column_offset[i] =
+        c.channel * params.g.stride[1] + c.d * params.g.stride[2] + c.h * params.g.stride[3] + c.w * params.g.stride[4];
     if (first_column + load_row + i * ROW_STEP >= COLUMNS_TOTAL) column_offset[i] = 0;
   }
 
   // The position that this thread loads, which goes on by DEPTH every stage.
   long long k = first + load_k;
   long long rest = k;
-  int w = (int)(rest % g.x.size[2]);
-  rest /= g.x.size[2];
-  int h = (int)(rest % g.x.size[1]);
-  rest /= g.x.size[1];
-  int d = (int)(rest % g.x.size[0]);
-  long long n = rest / g.x.size[0];
+  int w = (int)(rest % params.x.size[2]);
+  rest /= params.x.size[2];
+  int h = (int)(rest % params.x.size[1]);
+  rest /= params.x.size[1];
+  int d = (int)(rest % params.x.size[0]);
+  long long n = rest / params.x.size[0];
 
   scalar_t x_values[X_ITEMS], g_values[G_ITEMS];
   auto load = [&]() {
     const bool exists = k < end;
-    const scalar_t* x_at =
-        x + n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4] + load_row * g.x.stride[1];
+    const scalar_t* x_at = x + n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] +
+                           w * params.x.stride[4] + load_row * params.x.stride[1];
 #pragma unroll
-    for (int i = 0; i < X_ITEMS; ++i, x_at += ROW_STEP * g.x.stride[1]) {
+    for (int i = 0; i < X_ITEMS; ++i, x_at += ROW_STEP * params.x.stride[1]) {
       const int r = load_row + i * ROW_STEP;
       x_values[i] = exists && r < ROWS && in_channel + r < IN_CHANNELS ? read(x_at) : zero<scalar_t>();
     }
     const int base_d = d * AXIS_D.stride - AXIS_D.padding;
     const int base_h = h * AXIS_H.stride - AXIS_H.padding;
     const int base_w = w * AXIS_W.stride - AXIS_W.padding;
-    const scalar_t* const g_at =
-        grad + n * g.g.stride[0] + base_d * g.g.stride[2] + base_h * g.g.stride[3] + base_w * g.g.stride[4];
-    const bool interior = base_d >= 0 && base_d + reach(AXIS_D) < g.g.size[0] && base_h >= 0 &&
-                          base_h + reach(AXIS_H) < g.g.size[1] && base_w >= 0 && base_w + reach(AXIS_W) < g.g.size[2];
+    const scalar_t* const g_at = grad + n * params.g.stride[0] + base_d * params.g.stride[2] +
+                                 base_h * params.g.stride[3] + base_w * params.g.stride[4];
+    const bool interior = base_d >= 0 && base_d + reach(AXIS_D) < params.g.size[0] && base_h >= 0 &&
+                          base_h + reach(AXIS_H) < params.g.size[1] && base_w >= 0 &&
+                          base_w + reach(AXIS_W) < params.g.size[2];
     if (exists && interior) {
 #pragma unroll
       for (int i = 0; i < G_ITEMS; ++i) g_values[i] = read(g_at + column_offset[i]);
@@ -150,19 +152,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int i = 0; i < G_ITEMS; ++i) {
         const Column c = column_at(first_column + load_row + i * ROW_STEP);
         const bool inside = exists && first_column + load_row + i * ROW_STEP < COLUMNS_TOTAL &&
-                            (unsigned)(base_d + c.d) < (unsigned)g.g.size[0] &&
-                            (unsigned)(base_h + c.h) < (unsigned)g.g.size[1] &&
-                            (unsigned)(base_w + c.w) < (unsigned)g.g.size[2];
+                            (unsigned)(base_d + c.d) < (unsigned)params.g.size[0] &&
+                            (unsigned)(base_h + c.h) < (unsigned)params.g.size[1] &&
+                            (unsigned)(base_w + c.w) < (unsigned)params.g.size[2];
         g_values[i] = inside ? read(g_at + column_offset[i]) : zero<scalar_t>();
       }
     }
     k += DEPTH;
     w += DEPTH;
-    while (w >= g.x.size[2]) {
-      w -= g.x.size[2];
-      if (++h < g.x.size[1]) continue;
+    while (w >= params.x.size[2]) {
+      w -= params.x.size[2];
+      if (++h < params.x.size[1]) continue;
       h = 0;
-      if (++d < g.x.size[0]) continue;
+      if (++d < params.x.size[0]) continue;
       d = 0;
       ++n;
     }
@@ -219,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   // Sum the K slices in order, each of the block's results by one thread.
   __syncthreads();
-  partial += part * g.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
+  partial += part * params.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
   for (int result = thread; result < RESULTS; result += THREADS) {
     accum_t total = totals[result];
 #pragma unroll 8

@@ -26,9 +26,10 @@
 #include "core/geometry.cuh"
 #include "core/taps.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "operand/rounding.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 src, dst;
   int batch;
   int lanes[4];  // extents of threads along n, d, h, w; their product is at most THREADS / LANES
@@ -92,15 +93,6 @@ struct Sums {
   typedef accum_t Phase[CELLS][VECTOR];
   Phase values[DST_W];
 
-  __device__ __forceinline__ void start(const accum_t (&bias)[VECTOR]) {
-#pragma unroll
-    for (int phase = 0; phase < DST_W; ++phase)
-#pragma unroll
-      for (int cell = 0; cell < CELLS; ++cell)
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) values[phase][cell][i] = bias[i];
-  }
-
   // All taps of a row of the kernel. `weights` are those of its first tap and the first source channel held.
   __device__ __forceinline__ void add(const Row& row, const accum_t* weights) {
 #pragma unroll
@@ -139,7 +131,7 @@ struct Sums {
     }
   }
 
-  __device__ __forceinline__ void store(scalar_t* to, int columns) const {
+  __device__ __forceinline__ void store(scalar_t* to, int columns, const ChannelTerms (&terms)[VECTOR]) const {
 #pragma unroll
     for (int cell = 0; cell < CELLS; ++cell)
 #pragma unroll
@@ -148,65 +140,66 @@ struct Sums {
         if (column >= columns) continue;
         Vector<scalar_t, VECTOR> vector;
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) narrow(values[phase][cell][i], vector.value[i]);
+        for (int i = 0; i < VECTOR; ++i) narrow(finish(values[phase][cell][i], terms[i]), vector.value[i]);
         *(Vector<scalar_t, VECTOR>*)(to + column * DST_PIXEL) = vector;
       }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_channels(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
-                    const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Geometry g) {
+    direct_channels(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
+                    const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
   extern __shared__ __align__(32) unsigned char shared_memory[];
   accum_t* weights = (accum_t*)shared_memory;
   const int tile = blockIdx.z * gridDim.y + blockIdx.y;
-  if (tile >= g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3]) return;
-  load_weights(weight, blockIdx.x * BLOCK_DST, g.vectors * VECTOR, weights);
+  if (tile >= params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3]) return;
+  load_weights(weight, blockIdx.x * BLOCK_DST, params.vectors * VECTOR, weights);
   __syncthreads();
 
   const int lane = threadIdx.x % LANES, vector = blockIdx.x * LANES + lane;
   int first[4], at[4];
-  decode(g.tiles, tile, first);
-  decode(g.lanes, (int)threadIdx.x / LANES, at);
-  const int n = first[0] * g.lanes[0] + at[0], d = first[1] * g.lanes[1] + at[1];
-  const int w = (first[3] * g.lanes[3] + at[3]) * CELLS;
-  int h = first[2] * g.lanes[2] * g.steps + at[2];
-  const int columns = g.dst.size[2] - w * DST_W;
-  if (vector >= g.vectors || at[0] >= g.lanes[0] || n >= g.batch || d >= g.dst.size[0] || columns <= 0) return;
+  decode(params.tiles, tile, first);
+  decode(params.lanes, (int)threadIdx.x / LANES, at);
+  const int n = first[0] * params.lanes[0] + at[0], d = first[1] * params.lanes[1] + at[1];
+  const int w = (first[3] * params.lanes[3] + at[3]) * CELLS;
+  int h = first[2] * params.lanes[2] * params.steps + at[2];
+  const int columns = params.dst.size[2] - w * DST_W;
+  if (vector >= params.vectors || at[0] >= params.lanes[0] || n >= params.batch || d >= params.dst.size[0] ||
+      columns <= 0)
+    return;
 
   const int channel = vector * VECTOR;
-  accum_t biases[VECTOR];
+  ChannelTerms terms[VECTOR];
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) biases[i] = HAS_BIAS ? widen(read(bias + channel + i)) : (accum_t)0;
+  for (int i = 0; i < VECTOR; ++i) terms[i] = channel_terms(bias, channel + i);
   weights += lane * VECTOR;
   const int column = w * SRC_W + first_offset(AXIS_W);
-  src += n * g.src.stride[0] + (long long)column * SRC_PIXEL + channel / DST_CHANNELS * SRC_CHANNELS;
-  dst += n * g.dst.stride[0] + d * g.dst.stride[2] + (long long)w * (DST_W * DST_PIXEL) + channel;
+  src += n * params.src.stride[0] + (long long)column * SRC_PIXEL + channel / DST_CHANNELS * SRC_CHANNELS;
+  dst += n * params.dst.stride[0] + d * params.dst.stride[2] + (long long)w * (DST_W * DST_PIXEL) + channel;
   const Progression at_d = TapsD::at(d);
 
 #pragma unroll 1
-  for (int step = 0; step < g.steps && h < g.dst.size[1]; ++step, h += g.lanes[2]) {
+  for (int step = 0; step < params.steps && h < params.dst.size[1]; ++step, h += params.lanes[2]) {
     const Progression at_h = TapsH::at(h);
-    Sums sums;
-    sums.start(biases);
+    Sums sums = {};
     int src_d = at_d.src;
 #pragma unroll 1
     for (int kd = at_d.tap; kd < AXIS_D.kernel; kd += TapsD::TAP_STEP, src_d += TapsD::SRC_STEP) {
-      if ((unsigned)src_d >= (unsigned)g.src.size[0]) continue;
+      if ((unsigned)src_d >= (unsigned)params.src.size[0]) continue;
       int src_h = at_h.src;
 #pragma unroll 1
       for (int kh = at_h.tap; kh < AXIS_H.kernel; kh += TapsH::TAP_STEP, src_h += TapsH::SRC_STEP) {
-        if ((unsigned)src_h >= (unsigned)g.src.size[1]) continue;
-        const scalar_t* const line = src + src_d * g.src.stride[2] + src_h * g.src.stride[3];
+        if ((unsigned)src_h >= (unsigned)params.src.size[1]) continue;
+        const scalar_t* const line = src + src_d * params.src.stride[2] + src_h * params.src.stride[3];
         const accum_t* const taps = weights + (kd * AXIS_H.kernel + kh) * (AXIS_W.kernel * SRC_CHANNELS * BLOCK_DST);
 #pragma unroll 1
         for (int source = 0; source < SRC_READ; source += SRC_HELD) {
           Row row;
-          row.load(line + source, column, g.src.size[2]);
+          row.load(line + source, column, params.src.size[2]);
           sums.add(row, taps + source * BLOCK_DST);
         }
       }
     }
-    sums.store(dst + h * g.dst.stride[3], columns);
+    sums.store(dst + h * params.dst.stride[3], columns, terms);
   }
 }

@@ -6,12 +6,12 @@
 // summed over the source channels cs of the group and over all taps (core/geometry.cuh has the offsets). For layers
 // whose taps unroll: weights × cells of a thread are straight-line code.
 //
-// Index mapping. A block owns a tile of cells in (n, d, h, w) and one or more items, one after the other: an item is a
-// group and BLOCK_DST of its destination channels. The threads are SRC_SLICES × DST_SLICES × LANES: a lane is CELLS_H ×
-// CELLS_W cells of the tile, lanes running along w, then h, d, n in extents chosen at launch; a destination slice is
-// DST_PER_THREAD channels; a source slice is its share of every stage's source channels, summed at the end of an item.
-// A thread keeps every phase of its cells in registers: CELLS_H × CELLS_W × (DST per cell) × DST_PER_THREAD
-// accumulators, of which those without taps cost nothing.
+// Index mapping. A block owns a tile of cells in (n, d, h, w) and one or more work tiles, one after the other: a work
+// tile is a group and BLOCK_DST of its destination channels. The threads are SRC_SLICES × DST_SLICES × LANES: a lane is
+// CELLS_H × CELLS_W cells of the tile, lanes running along w, then h, d, n in extents chosen at launch; a destination
+// slice is DST_PER_THREAD channels; a source slice is its share of every stage's source channels, summed at the end of
+// a work tile. A thread keeps every phase of its cells in registers: CELLS_H × CELLS_W × (DST per cell) ×
+// DST_PER_THREAD accumulators, of which those without taps cost nothing.
 //
 // Sums have two levels, so that rounding does not grow with the number of source channels: after CHAIN stages a thread
 // adds its accumulators to its lane's sums in shared memory, and starts anew. Source slices share these sums, and take
@@ -23,7 +23,7 @@
 // planes as long as the longest tile; then where each element of a lane's row goes; then for each warp the row that it
 // turns into a whole output line; then the sums of the lanes.
 //
-// Synchronisation: steps (a stage of an item) are loaded BUFFERS - 1 ahead. With two buffers the next step waits in
+// Synchronisation: steps (a stage of a work tile) are loaded BUFFERS - 1 ahead. With two buffers the next step waits in
 // registers while one is computed, and is then stored to the other buffer; with more, copies go to their buffer
 // asynchronously. One barrier a step suffices, since a buffer is written again only after the barrier that follows its
 // last reads. A warp's row is its own.
@@ -32,11 +32,12 @@
 #include "core/geometry.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
+#include "epilogue/finish.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/registers.cuh"
 #include "operand/rounding.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 src, dst;
   int batch;
   int lanes[4];  // extents of the lanes along n, d, h, w; their product is at most LANES
@@ -90,17 +91,17 @@ struct Tile {
   int slab, image;             // pitches of d and n; that of h is size_w
 };
 
-__device__ __forceinline__ Tile make_tile(const Geometry& g, int tile) {
+__device__ __forceinline__ Tile make_tile(const Params& params, int tile) {
   Tile t;
-  t.w = tile % g.tiles[3] * g.lanes[3] * CELLS_W;
-  tile /= g.tiles[3];
-  t.h = tile % g.tiles[2] * g.lanes[2] * CELLS_H;
-  tile /= g.tiles[2];
-  t.d = tile % g.tiles[1] * g.lanes[1];
-  t.n = tile / g.tiles[1] * g.lanes[0];
-  t.size_d = window(AXIS_D, g.lanes[1]);
-  t.size_h = window(AXIS_H, g.lanes[2] * CELLS_H);
-  t.size_w = round_up(SKEW + window(AXIS_W, g.lanes[3] * CELLS_W), SPLIT > 4 ? SPLIT : 4);
+  t.w = tile % params.tiles[3] * params.lanes[3] * CELLS_W;
+  tile /= params.tiles[3];
+  t.h = tile % params.tiles[2] * params.lanes[2] * CELLS_H;
+  tile /= params.tiles[2];
+  t.d = tile % params.tiles[1] * params.lanes[1];
+  t.n = tile / params.tiles[1] * params.lanes[0];
+  t.size_d = window(AXIS_D, params.lanes[1]);
+  t.size_h = window(AXIS_H, params.lanes[2] * CELLS_H);
+  t.size_w = round_up(SKEW + window(AXIS_W, params.lanes[3] * CELLS_W), SPLIT > 4 ? SPLIT : 4);
   t.pitch = t.size_w / SPLIT;
   t.slab = t.size_w * t.size_h;
   t.image = t.slab * t.size_d;
@@ -117,7 +118,7 @@ struct SourceLoader {
   unsigned inside;          // four bits a quad: the elements that are not padding
   Quad<scalar_t> values[ASYNC ? 1 : LOADS];
 
-  __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int thread, accum_t* planes) {
+  __device__ __forceinline__ void init(const Params& params, const Tile& t, int thread, accum_t* planes) {
     inside = 0;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
@@ -126,7 +127,7 @@ struct SourceLoader {
       int position = SRC_CHANNELS_LAST ? index / (STAGE_CHANNELS / 4) : index % PLANE_QUADS * 4;
       offsets[i] = 0;
       slots[i] = SRC_CHANNELS_LAST ? channels[i] * PLANE + position : index * 4;
-      if (position >= t.image * g.lanes[0]) continue;
+      if (position >= t.image * params.lanes[0]) continue;
       const int w = position % t.size_w;
       if (SPLIT > 1) slots[i] += w % SPLIT * t.pitch + w / SPLIT - w;
       position /= t.size_w;
@@ -138,16 +139,17 @@ struct SourceLoader {
       const int src_d = t.d * SRC_D + first_offset(AXIS_D) + d;
       const int src_h = t.h * SRC_H + first_offset(AXIS_H) + h;
       const int src_w = t.w * SRC_W + first_offset(AXIS_W) - SKEW + w;
-      const bool row_inside =
-          t.n + n < g.batch && (unsigned)src_d < (unsigned)g.src.size[0] && (unsigned)src_h < (unsigned)g.src.size[1];
+      const bool row_inside = t.n + n < params.batch && (unsigned)src_d < (unsigned)params.src.size[0] &&
+                              (unsigned)src_h < (unsigned)params.src.size[1];
       unsigned mask = 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (row_inside && (unsigned)(src_w + (SRC_CHANNELS_LAST ? 0 : j)) < (unsigned)g.src.size[2]) mask |= 1u << j;
+        if (row_inside && (unsigned)(src_w + (SRC_CHANNELS_LAST ? 0 : j)) < (unsigned)params.src.size[2])
+          mask |= 1u << j;
       inside |= mask << (4 * i);
       if (mask) {
-        offsets[i] = byte_offset<scalar_t>(g.src, n, src_d, src_h, src_w) +
-                     (offset_t)channels[i] * (offset_t)(g.src.stride[1] * sizeof(scalar_t));
+        offsets[i] = byte_offset<scalar_t>(params.src, n, src_d, src_h, src_w) +
+                     (offset_t)channels[i] * (offset_t)(params.src.stride[1] * sizeof(scalar_t));
       } else if (!ASYNC) {
         put(planes + slots[i], t, Vector<accum_t, 4>{});
         put(planes + slots[i] + STAGE_CHANNELS * PLANE, t, Vector<accum_t, 4>{});
@@ -161,11 +163,12 @@ struct SourceLoader {
   }
 
   // The stage that begins at `src` with so many channels remaining, asynchronously to `planes`.
-  __device__ __forceinline__ void copy(const Geometry& g, const scalar_t* src, int remaining, accum_t* planes) const {
+  __device__ __forceinline__ void copy(const Params& params, const scalar_t* src, int remaining,
+                                       accum_t* planes) const {
     const unsigned mask = opaque(inside);
     const unsigned to = shared_address(planes);
     constexpr int SIZE = sizeof(scalar_t), AT_ONCE = 16 / SIZE;
-    if (g.aligned_src) {
+    if (params.aligned_src) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
 #pragma unroll
@@ -176,15 +179,15 @@ struct SourceLoader {
       for (int i = 0; i < LOADS; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          cp_async<SIZE>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j * g.src.stride[4],
+          cp_async<SIZE>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j * params.src.stride[4],
                          exists(mask, i, j, channels[i], remaining));
     }
   }
 
   // The same to registers, from where `store` takes it.
-  __device__ __forceinline__ void load(const Geometry& g, const scalar_t* src, int remaining) {
+  __device__ __forceinline__ void load(const Params& params, const scalar_t* src, int remaining) {
     const unsigned mask = opaque(inside);
-    if (g.aligned_src) {
+    if (params.aligned_src) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
         if (SRC_CHANNELS % STAGE_CHANNELS == 0 || channels[i] < remaining)
@@ -193,7 +196,7 @@ struct SourceLoader {
           values[i].clear();
       }
     } else {
-      const long long step = SRC_CHANNELS_LAST ? g.src.stride[1] : g.src.stride[4];
+      const long long step = SRC_CHANNELS_LAST ? params.src.stride[1] : params.src.stride[4];
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
         values[i].clear();
@@ -205,13 +208,13 @@ struct SourceLoader {
     }
   }
 
-  __device__ __forceinline__ void store(const Geometry& g, const Tile& t, accum_t* planes) const {
+  __device__ __forceinline__ void store(const Params& params, const Tile& t, accum_t* planes) const {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
       if (inside >> (4 * i) & 0xfu) {
         Vector<accum_t, 4> wide;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) wide.value[j] = operand(widen(values[i].get(j, g.aligned_src)));
+        for (int j = 0; j < 4; ++j) wide.value[j] = operand(widen(values[i].get(j, params.aligned_src)));
         put(planes + slots[i], t, wide);
       }
   }
@@ -388,17 +391,17 @@ struct Place {
   offset_t offset;           // bytes from the tile's first batch entry
   int slabs, rows, columns;  // of the destination from there on; none for lanes beyond the tile or the batch
 
-  __device__ __forceinline__ void init(const Geometry& g, const Tile& t, int lane) {
-    const int w = (t.w + lane % g.lanes[3] * CELLS_W) * DST_W;
-    lane /= g.lanes[3];
-    const int h = (t.h + lane % g.lanes[2] * CELLS_H) * DST_H;
-    lane /= g.lanes[2];
-    const int d = (t.d + lane % g.lanes[1]) * DST_D;
-    const int n = lane / g.lanes[1];
-    offset = byte_offset<scalar_t>(g.dst, n, d, h, w);
-    slabs = n < g.lanes[0] && t.n + n < g.batch ? g.dst.size[0] - d : 0;
-    rows = g.dst.size[1] - h;
-    columns = g.dst.size[2] - w;
+  __device__ __forceinline__ void init(const Params& params, const Tile& t, int lane) {
+    const int w = (t.w + lane % params.lanes[3] * CELLS_W) * DST_W;
+    lane /= params.lanes[3];
+    const int h = (t.h + lane % params.lanes[2] * CELLS_H) * DST_H;
+    lane /= params.lanes[2];
+    const int d = (t.d + lane % params.lanes[1]) * DST_D;
+    const int n = lane / params.lanes[1];
+    offset = byte_offset<scalar_t>(params.dst, n, d, h, w);
+    slabs = n < params.lanes[0] && t.n + n < params.batch ? params.dst.size[0] - d : 0;
+    rows = params.dst.size[1] - h;
+    columns = params.dst.size[2] - w;
   }
 };
 
@@ -409,26 +412,26 @@ struct Element {
 };
 
 // Channels first. Every lane owns RUN neighbouring elements of a row. Where rows start aligned it stores them as one
-// vector; else a warp turns the rows of its lanes around in shared memory, so that neighbouring lanes store
-// neighbouring elements: either way whole lines are written. For the turned rows `elements` says where each element
+// vector; else a warp transposes the rows of its lanes in shared memory, so that neighbouring lanes store
+// neighbouring elements: either way whole lines are written. For the transposed rows `elements` says where each element
 // goes.
 constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * sizeof(scalar_t) <= 16;
 
-__device__ __forceinline__ void describe_row(const Geometry& g, const Place& place, Element* elements) {
+__device__ __forceinline__ void describe_row(const Params& params, const Place& place, Element* elements) {
 #pragma unroll
   for (int i = 0; i < RUN; ++i) {
     const unsigned rows = i < place.columns ? max(0, min(place.rows, CELLS_H * DST_H)) : 0;
     const unsigned slabs = max(0, min(place.slabs, DST_D));
-    elements[i] = Element{place.offset + i * (offset_t)(g.dst.stride[4] * sizeof(scalar_t)), rows | slabs << 16};
+    elements[i] = Element{place.offset + i * (offset_t)(params.dst.stride[4] * sizeof(scalar_t)), rows | slabs << 16};
   }
 }
 
 // With WHOLE all that the warp's lanes own exists, and it need not be asked for each element.
 template <bool WHOLE>
-__device__ __forceinline__ void store_rows(const Geometry& g, const Place& place, const Accumulators& acc,
-                                           scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels,
+__device__ __forceinline__ void store_rows(const Params& params, const Place& place, const Accumulators& acc,
+                                           scalar_t* dst, const ChannelTerms (&terms)[DST_PER_THREAD], int channels,
                                            accum_t* staging, const Element* elements, int in_warp) {
-  const bool vectors = VECTORS && g.aligned_rows;
+  const bool vectors = VECTORS && params.aligned_rows;
   constexpr bool KEPT = WHOLE && RUN <= 8;  // few enough for registers
   offset_t offsets[KEPT ? RUN : 1];
 #pragma unroll
@@ -436,7 +439,7 @@ __device__ __forceinline__ void store_rows(const Geometry& g, const Place& place
 #pragma unroll
   for (int channel = 0; channel < DST_PER_THREAD; ++channel) {
     if (channel >= channels) break;
-    scalar_t* const plane = dst + channel * g.dst.stride[1];
+    scalar_t* const plane = dst + channel * params.dst.stride[1];
 #pragma unroll
     for (int d = 0; d < DST_D; ++d)
 #pragma unroll
@@ -444,11 +447,10 @@ __device__ __forceinline__ void store_rows(const Geometry& g, const Place& place
 #pragma unroll
         for (int h = 0; h < DST_H; ++h) {
           const int row = cell_h * DST_H + h;
-          scalar_t* const line = plane + d * g.dst.stride[2] + row * g.dst.stride[3];
+          scalar_t* const line = plane + d * params.dst.stride[2] + row * params.dst.stride[3];
           accum_t value[RUN];
 #pragma unroll
-          for (int i = 0; i < RUN; ++i)
-            value[i] = HAS_BIAS ? acc.sum[cell_h][d][h][i][channel] + bias[channel] : acc.sum[cell_h][d][h][i][channel];
+          for (int i = 0; i < RUN; ++i) value[i] = finish(acc.sum[cell_h][d][h][i][channel], terms[channel]);
           if (RUN == 1 || vectors) {
             typedef Vector<scalar_t, RUN == 1 || VECTORS ? RUN : 1> Run;
             Run run;
@@ -480,8 +482,9 @@ __device__ __forceinline__ void store_rows(const Geometry& g, const Place& place
 }
 
 // Channels last: a thread's channels are neighbours already.
-__device__ __forceinline__ void store_channels(const Geometry& g, const Place& place, const Accumulators& acc,
-                                               scalar_t* dst, const accum_t (&bias)[DST_PER_THREAD], int channels) {
+__device__ __forceinline__ void store_channels(const Params& params, const Place& place, const Accumulators& acc,
+                                               scalar_t* dst, const ChannelTerms (&terms)[DST_PER_THREAD],
+                                               int channels) {
 #pragma unroll
   for (int cell_h = 0; cell_h < CELLS_H; ++cell_h)
 #pragma unroll
@@ -493,22 +496,22 @@ __device__ __forceinline__ void store_channels(const Geometry& g, const Place& p
           const int row = cell_h * DST_H + h;
           if (d >= place.slabs || row >= place.rows || w >= place.columns) continue;
           scalar_t* const pixel =
-              at(dst + d * g.dst.stride[2] + row * g.dst.stride[3] + w * g.dst.stride[4], place.offset);
+              at(dst + d * params.dst.stride[2] + row * params.dst.stride[3] + w * params.dst.stride[4], place.offset);
 #pragma unroll
           for (int first = 0; first < DST_PER_THREAD; first += DST_VECTOR) {
             if (first >= channels) break;
             Vector<scalar_t, DST_VECTOR> vector;
 #pragma unroll
             for (int i = 0; i < DST_VECTOR; ++i)
-              narrow(acc.sum[cell_h][d][h][w][first + i] + bias[first + i], vector.value[i]);
+              narrow(finish(acc.sum[cell_h][d][h][w][first + i], terms[first + i]), vector.value[i]);
             *(Vector<scalar_t, DST_VECTOR>*)(pixel + first) = vector;
           }
         }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_tiled(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
-                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Geometry g) {
+    direct_tiled(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
+                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int thread = threadIdx.x;
   const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // the compiler knows now that a warp shares it
@@ -517,12 +520,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int src_slice = warp / (SLICE_THREADS / 32);
 
   const int tile_index = blockIdx.z * gridDim.y + blockIdx.y;
-  if (tile_index >= g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3]) return;
-  const int first_item = blockIdx.x * g.items_per_block;
-  const int items = min(g.items_per_block, g.items - first_item);
-  const Tile tile = make_tile(g, tile_index);
-  src += tile.n * g.src.stride[0];
-  dst += tile.n * g.dst.stride[0];
+  if (tile_index >= params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3]) return;
+  const int first_work_tile = blockIdx.x * params.items_per_block;
+  const int items = min(params.items_per_block, params.items - first_work_tile);
+  const Tile tile = make_tile(params, tile_index);
+  src += tile.n * params.src.stride[0];
+  dst += tile.n * params.dst.stride[0];
 
   accum_t* const weights = (accum_t*)shared_memory;
   accum_t* const planes = weights + BUFFERS * WEIGHT_STAGE;
@@ -531,9 +534,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   accum_t* const sums = rows + SLICE_THREADS * RUN + thread % SLICE_THREADS * 4;
 
   // The lane's first source element in a plane.
-  const int lane_w = lane % g.lanes[3], lane_h = lane / g.lanes[3] % g.lanes[2];
-  const int lane_d = lane / (g.lanes[3] * g.lanes[2]) % g.lanes[1];
-  const int lane_n = min(lane / (g.lanes[3] * g.lanes[2] * g.lanes[1]), g.lanes[0] - 1);  // lanes beyond the tile idle
+  const int lane_w = lane % params.lanes[3], lane_h = lane / params.lanes[3] % params.lanes[2];
+  const int lane_d = lane / (params.lanes[3] * params.lanes[2]) % params.lanes[1];
+  const int lane_n = min(lane / (params.lanes[3] * params.lanes[2] * params.lanes[1]),
+                         params.lanes[0] - 1);  // lanes beyond the tile idle
   const int corner = lane_n * tile.image + lane_d * SRC_D * tile.slab + lane_h * CELLS_H * SRC_H * tile.size_w +
                      lane_w * CELLS_W * (SRC_W / SPLIT);
 
@@ -541,31 +545,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   WeightLoader taps;
   Place place;
   Accumulators acc;
-  source.init(g, tile, thread, planes);
+  source.init(params, tile, thread, planes);
   taps.init(thread);
-  place.init(g, tile, lane);
-  if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(g, place, elements + lane * RUN);
+  place.init(params, tile, lane);
+  if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(params, place, elements + lane * RUN);
   const bool whole =
       __all_sync(0xffffffffu, place.slabs >= DST_D && place.rows >= CELLS_H * DST_H && place.columns >= RUN);
 
-  int group = first_item / DST_BLOCKS, dst_block = first_item % DST_BLOCKS;
+  int group = first_work_tile / DST_BLOCKS, dst_block = first_work_tile % DST_BLOCKS;
   // The step to be loaded next, and how many are left.
   int ahead_group = group, ahead_block = dst_block, ahead_stage = 0, ahead = items * STAGES;
   const scalar_t *ahead_src = src, *ahead_weight = weight;
   auto load = [&](int buffer) {
     if (ahead-- > 0) {
       if (ahead_stage == 0) {
-        ahead_src = src + (long long)ahead_group * SRC_CHANNELS * g.src.stride[1];
+        ahead_src = src + (long long)ahead_group * SRC_CHANNELS * params.src.stride[1];
         ahead_weight = weight + (long long)ahead_group * SRC_CHANNELS * DST_CHANNELS * TAPS +
                        ahead_block * BLOCK_DST * WeightLoader::DST_STRIDE;
       }
       const int remaining = SRC_CHANNELS - ahead_stage * STAGE_CHANNELS;
       if constexpr (ASYNC)
-        source.copy(g, ahead_src, remaining, planes + buffer * STAGE_CHANNELS * PLANE);
+        source.copy(params, ahead_src, remaining, planes + buffer * STAGE_CHANNELS * PLANE);
       else
-        source.load(g, ahead_src, remaining);
+        source.load(params, ahead_src, remaining);
       taps.load(ahead_weight, ahead_block, remaining, thread, weights + buffer * WEIGHT_STAGE);
-      ahead_src += STAGE_CHANNELS * g.src.stride[1];
+      ahead_src += STAGE_CHANNELS * params.src.stride[1];
       ahead_weight += STAGE_CHANNELS * WeightLoader::CHANNEL_STRIDE;
       if (++ahead_stage == STAGES) {
         ahead_stage = 0;
@@ -588,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if constexpr (ASYNC) {
         cp_async_wait<BUFFERS - 2>();
       } else {
-        source.store(g, tile, stage_planes);
+        source.store(params, tile, stage_planes);
         taps.store(stage_weights);
       }
       __syncthreads();
@@ -610,20 +614,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
     if (CHAINED || SRC_SLICES > 1) acc.reduce(sums, src_slice);
     if (src_slice == 0 && channels > 0) {
-      accum_t biases[DST_PER_THREAD];
+      ChannelTerms terms[DST_PER_THREAD];
 #pragma unroll
-      for (int i = 0; i < DST_PER_THREAD; ++i)
-        biases[i] = HAS_BIAS && i < channels ? widen(read(bias + first_channel + i)) : (accum_t)0;
-      scalar_t* const item_dst = dst + first_channel * g.dst.stride[1];
-      if (STAGES > 4) place.init(g, tile, lane);  // again, so that its registers serve the stages
+      for (int i = 0; i < DST_PER_THREAD; ++i) terms[i] = channel_terms(bias, first_channel + i, i < channels);
+      scalar_t* const item_dst = dst + first_channel * params.dst.stride[1];
+      if (STAGES > 4) place.init(params, tile, lane);  // again, so that its registers serve the stages
       accum_t* const staging = rows + warp * (32 * RUN);
       const Element* const of_warp = elements + lane / 32 * (32 * RUN);
       if (DST_CHANNELS_LAST)
-        store_channels(g, place, acc, item_dst, biases, channels);
+        store_channels(params, place, acc, item_dst, terms, channels);
       else if (RUN > 1 && !VECTORS && whole)
-        store_rows<true>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
+        store_rows<true>(params, place, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
       else
-        store_rows<false>(g, place, acc, item_dst, biases, channels, staging, of_warp, lane % 32);
+        store_rows<false>(params, place, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
     }
     if (++dst_block == DST_BLOCKS) dst_block = 0, ++group;
   }

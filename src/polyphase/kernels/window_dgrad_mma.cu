@@ -14,7 +14,7 @@
 #include "mainloop/multistage.cuh"
 #include "mainloop/window_mma.cuh"
 
-struct Geometry {
+struct Params {
   Tensor5 g, weight, x;  // the weight's rows are channels, the rest of it lies along h and w
   Part weight_part, window;
   int batch;
@@ -28,16 +28,16 @@ struct Geometry {
 constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), STAGES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    input_grad_gemm(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                    scalar_t* __restrict__ dst, const Geometry g) {
+    window_dgrad_mma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+                     scalar_t* __restrict__ dst, const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;
   block /= ROW_BLOCKS;
-  const int tiles = g.tiles[0] * g.tiles[1] * g.tiles[2] * g.tiles[3];
+  const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
   const int group = block / tiles;
   int first[4];  // position of the tile
-  tile_origin(g.tiles, g.lanes, block % tiles, first);
+  tile_origin(params.tiles, params.lanes, block % tiles, first);
 
   const int first_in = row_block * ROWS;
   const int rows = IN_CHANNELS - first_in;  // that exist, from there on
@@ -45,21 +45,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int* const offsets = (int*)shared_memory;
   int* const positions = offsets + DEPTH;
   Place* const places = (Place*)(positions + COLUMNS);
-  char* const buffers = (char*)shared_memory + g.table_bytes;
+  char* const buffers = (char*)shared_memory + params.table_bytes;
 
-  PartLoader<Channels::first, ROWS, Moving> weight_loader(g.weight, g.weight_part);
-  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Still> g_loader(g.g, g.window);
+  PartLoader<Channels::first, ROWS, Moving> weight_loader(params.weight, params.weight_part);
+  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Still> g_loader(params.g, params.window);
   weight_loader.init(places, DEPTH);
   int window[4] = {first[0], first[1], first[2], first[3]};
-  to_window(window, g.skew);
-  g_loader.init((long long*)(places + weight_loader.box.pieces), elements(g.window), g.batch, window);
-  list_positions(positions, COLUMNS, g.window, g.lanes, g.skew);
+  to_window(window, params.skew);
+  g_loader.init((long long*)(places + weight_loader.box.pieces), elements(params.window), params.batch, window);
+  list_positions(positions, COLUMNS, params.window, params.lanes, params.skew);
   for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
     const int channel = WEIGHT_STRIDE_OUT == 1 ? i % OUT_CHUNK : i / TAPS;
     const int tap = WEIGHT_STRIDE_OUT == 1 ? i / OUT_CHUNK : i % TAPS;
-    offsets[i] = i < CHUNK_TAPS ? offset_of_tap(g.window, channel, tap) : 0;
+    offsets[i] = i < CHUNK_TAPS ? offset_of_tap(params.window, channel, tap) : 0;
   }
-  grad += (long long)group * OUT_CHANNELS * g.g.stride[1];
+  grad += (long long)group * OUT_CHANNELS * params.g.stride[1];
   weight += (long long)(group * IN_CHANNELS + first_in) * WEIGHT_STRIDE_IN;
   __syncthreads();
 
@@ -72,9 +72,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   auto load = [&](int stage, char* to) {
     const int origin[4] = {0, 0, 0, stage * (WEIGHT_STRIDE_OUT == 1 ? OUT_CHUNK : CHUNK_TAPS)};
     weight_loader.load(weight, rows, to, 1, origin);
-    g_loader.load(grad + (long long)stage * OUT_CHUNK * g.g.stride[1], OUT_CHANNELS - stage * OUT_CHUNK, to + A_BYTES);
+    g_loader.load(grad + (long long)stage * OUT_CHUNK * params.g.stride[1], OUT_CHANNELS - stage * OUT_CHUNK,
+                  to + A_BYTES);
   };
-  run_stages(STAGES, buffers, g.stage_bytes, load,
+  run_stages(STAGES, buffers, params.stage_bytes, load,
              [&](const char* from) { sums.add(from, from + A_BYTES, offsets, columns); });
 
   // Where each position lies, -1 where it does not exist.
@@ -82,13 +83,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   long long* const targets = (long long*)buffers;
   for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
     int at[4];
-    decode(g.lanes, i, at);
+    decode(params.lanes, i, at);
     const int n = first[0] + at[0], d = first[1] + at[1], h = first[2] + at[2], w = first[3] + at[3];
-    const bool exists = at[0] < g.lanes[0] && n < g.batch && d < g.x.size[0] && h < g.x.size[1] && w < g.x.size[2];
-    targets[i] = exists ? n * g.x.stride[0] + d * g.x.stride[2] + h * g.x.stride[3] + w * g.x.stride[4] : -1;
+    const bool exists = at[0] < params.lanes[0] && n < params.batch && d < params.x.size[0] && h < params.x.size[1] &&
+                        w < params.x.size[2];
+    targets[i] =
+        exists ? n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] + w * params.x.stride[4] : -1;
   }
   __syncthreads();
-  dst += (long long)(group * IN_CHANNELS + first_in) * g.x.stride[1];
+  dst += (long long)(group * IN_CHANNELS + first_in) * params.x.stride[1];
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; ++j) {
     const long long* const target = targets + Sums::first_column() + 8 * j;
@@ -96,12 +99,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
       const int row = Sums::first_row() + 8 * i;
       if (row >= rows) continue;
-      scalar_t* const to = dst + row * g.x.stride[1];
+      scalar_t* const to = dst + row * params.x.stride[1];
       const float* const sum = sums.of[i / 2][j] + i % 2 * 2;
       Vector<scalar_t, 2> both;
       narrow(sum[0], both.value[0]);
       narrow(sum[1], both.value[1]);
-      if (g.pairs) {
+      if (params.pairs) {
         if (target[0] >= 0) *(Vector<scalar_t, 2>*)(to + target[0]) = both;
       } else {
         if (target[0] >= 0) to[target[0]] = both.value[0];
