@@ -335,7 +335,7 @@ def items_to_take(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def share_all_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """All those that are not a block's own because they are loaded before any can be taken."""
     always = Sharing(rounds=1, cycles=0, most=1e9)
-    monkeypatch.setattr(implicit_gemm, "_SHARING", {False: always, True: always})
+    monkeypatch.setattr(implicit_gemm, "_sharing", lambda gather, device: always)
 
 
 GEMM_LAYERS = {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -60,8 +61,6 @@ _WITH_THEIR_OWN = {
         (64, (65536, 256, 64)),
     ),
 }
-# By whether channels come last in the destination.
-_SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
 _ALL = 2**31 - 1
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 # Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
@@ -275,11 +274,17 @@ def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVari
     return min(items, clusters)
 
 
+def _sharing(gather: Gather, device: DeviceInfo) -> Sharing:
+    terms = costs("implicit_gemm", device)
+    most = terms.sharing_most_last if gather.dst.channels_last else terms.sharing_most
+    return Sharing(terms.sharing_rounds, terms.sharing_cycles, most)
+
+
 def _own_items(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
     """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
-    sharing = _SHARING[gather.dst.channels_last]
+    sharing = _sharing(gather, device)
     if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
         return _ALL
     stages = Product.of(gather, variant).stages(variant)

@@ -82,7 +82,7 @@ class Member:
 
     def __init__(self, gather: Gather, variant: GemmVariant, stages: tuple[int, ...], device: DeviceInfo) -> None:
         self.variant, self._stages, self._device = variant, stages, device
-        self.work = Work(gather, variant)
+        self.work = Work(gather, variant, device)
         self._rooms: dict[bool, Room] = {}
         self._bounds: dict[bool, _Bound] = {}
 

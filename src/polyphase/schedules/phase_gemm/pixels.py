@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -303,55 +304,32 @@ def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahea
     return None
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
-
-    product: float = 0.746  # times what the cores take
-    store: float = 0.0428  # a byte stored, 16 at a time
-    narrow: float = 0.713  # the exponent of what stores of fewer take longer
-    stage: float = 533.0  # of weights
-    turn: float = 171.0  # a chunk
-    row: float = 0.0696  # a byte of the pixels' channels, read together or one by one
-    row_ahead: float = 0.0302  # or brought ahead
-    tile: float = 1068.0  # latencies of those that are not
-    tile_ahead: float = 1285.0  # a byte of an element, of channels that their ring has no room for
-    tile_cut: float = 5807.0  # more, where images are no whole lines of memory
-    launch: float = 16600.0
-    launch_ahead: float = 18470.0
-    bandwidth: float = 0.832  # of a copy's
-    overlap: float = 1.38  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
-    beside: float = 4.96  # and in memory
-
-
-_COSTS = _Costs()
-
-
 def _estimate(
     problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo, cut: bool
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it; ``cut`` as `_cuts_lines` tells."""
+    terms = costs("phase_gemm_pixels", device)
     size, steps, chunks = DTYPE_BYTES[problem.dtype], _steps(problem), _chunks(problem, variant.columns)
     layouts = Layouts.dense(problem)
     rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
     share = math.ceil(rest * chunks / device.multiprocessors)
-    products = _COSTS.product * _tile(problem) * steps * variant.columns / 128
+    products = terms.product * _tile(problem) * steps * variant.columns / 128
     width = 16 / (_vector(problem, layouts) * size)
-    stores = _COSTS.store * _tile(problem) * variant.columns * size * width**_COSTS.narrow
-    storing = (products + stores + _COSTS.stage * steps / variant.stage_steps) / 2  # one of two groups
-    chunk = (products**_COSTS.overlap + storing**_COSTS.overlap) ** (1 / _COSTS.overlap)
-    chunk += _COSTS.turn
-    row, tile, launch = _COSTS.row, _COSTS.tile, _COSTS.launch
+    stores = terms.store * _tile(problem) * variant.columns * size * width**terms.narrow
+    storing = (products + stores + terms.stage * steps / variant.stage_steps) / 2  # one of two groups
+    chunk = (products**terms.overlap + storing**terms.overlap) ** (1 / terms.overlap)
+    chunk += terms.turn
+    row, tile, launch = terms.row, terms.tile, terms.launch
     if variant.ahead:
         at_hand = _PIXEL_BYTES / (_tile(problem) * size)  # channels
         late = max(0.0, 1 - at_hand / problem.in_channels_per_group)
-        tile = (_COSTS.tile_ahead * size + _COSTS.tile_cut * cut) * late
-        row, launch = _COSTS.row_ahead, _COSTS.launch_ahead
+        tile = (terms.tile_ahead * size + terms.tile_cut * cut) * late
+        row, launch = terms.row_ahead, terms.launch_ahead
     tile += row * _tile(problem) * steps * (OPERATION_BYTES // 2) * size
     cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + launch
-    work, moving = cycles / device.clock_hz, problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
+    work, moving = cycles / device.clock_hz, problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(work, moving)
-    return (work**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside), bound
+    return (work**terms.beside + moving**terms.beside) ** (1 / terms.beside), bound
 
 
 def _cuts_lines(problem: ConvTransposeProblem) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -38,7 +38,6 @@ _DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
 _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
 _PACK_THREADS = 256
 _LEAST_STAGES = 4  # of a part of an input gradient's sum
-_SUM = 4e-6  # seconds to launch what adds up an input gradient's parts
 
 
 class BoxVariant(NamedTuple):
@@ -385,75 +384,40 @@ def _is_long(problem: ConvTransposeProblem) -> bool:
     return problem.out_channels_per_group * problem.taps > _FLUSH
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
-
-    product: float = 0.957  # times what the cores take
-    threads_product: float = 1.22  # an instruction of a warp, of operands that pass registers
-    threads_read: float = 1.03  # and a word that it reads of them
-    third_group: float = 0.9  # times both where three groups hide more of what each waits for
-    moved: float = 0.0184  # a byte of a stage
-    box: float = 119.0
-    stage: float = 44.0
-    result: float = 0.038
-    item: float = 474.0  # what a block does once, or for a tile
-    launch: float = 11100.0
-    bandwidth: float = 1.0  # of a copy's
-    planes: float = 1.82  # times what their bytes take
-    overlap: float = 3.25  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
-    beside: float = 3.9  # and in memory
-
-
-_COSTS = {
-    Pass.INPUT_GRAD: _Costs(),
-    Pass.WEIGHT_GRAD: _Costs(
-        product=1.09,
-        moved=0.0238,
-        box=108.0,
-        stage=94.0,
-        result=0.424,
-        item=0.0,
-        launch=7000.0,
-        bandwidth=1.04,
-        planes=0.5,
-        overlap=5.84,
-        beside=2.29,
-    ),
-}
+def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
+    return costs("window_dgrad_tma" if pass_ is Pass.INPUT_GRAD else "window_wgrad_tma", device)
 
 
 def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    costs = _COSTS[pass_]
+    terms = _terms(pass_, device)
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, variant)))
     if pass_ is Pass.WEIGHT_GRAD:
         _, seconds, end = _parts(problem, variant, tiles, device)
     else:
         _, seconds, end = _input_parts(problem, variant, _items(problem, variant, tiles), device)
-    moving = problem.bytes / (costs.bandwidth * device.copy_bytes_per_second)
+    moving = problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
-    return (seconds**costs.beside + moving**costs.beside) ** (1 / costs.beside) + end, bound
+    return (seconds**terms.beside + moving**terms.beside) ** (1 / terms.beside) + end, bound
 
 
-def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> float:
+def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, terms: Costs) -> float:
     """Of a multiprocessor, for a block."""
-    costs = _COSTS[pass_]
     size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
     operations = variant.groups * variant.row_tiles * variant.lines * variant.steps
     if weights and size == 4:
         instructions, reads = _warp_work(problem, variant)
-        products = costs.threads_product * instructions + costs.threads_read * reads
-        products *= 4 * variant.groups * variant.steps * (costs.third_group if variant.groups > 2 else 1)
+        products = terms.threads_product * instructions + terms.threads_read * reads
+        products *= 4 * variant.groups * variant.steps * (terms.third_group if variant.groups > 2 else 1)
     else:
-        products = costs.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
+        products = terms.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
     boxes = 2.0
     if weights:
         boxes = variant.rows * size / channel_pitch(problem, problem.in_channels_per_group)
         boxes += _block_windows(problem, variant)
-    loading = max(costs.moved * _stage_bytes(problem, pass_, variant), costs.box * boxes)
-    both: float = (products**costs.overlap + loading**costs.overlap) ** (1 / costs.overlap)
-    return both + costs.stage
+    loading = max(terms.moved * _stage_bytes(problem, pass_, variant), terms.box * boxes)
+    both: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap)
+    return both + terms.stage
 
 
 def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
@@ -471,17 +435,17 @@ def _input_parts(
     problem: ConvTransposeProblem, variant: BoxVariant, items: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
     """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
-    costs, places = _COSTS[Pass.INPUT_GRAD], device.multiprocessors * variant.resident
-    stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant)
-    once = variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
+    terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * variant.resident
+    stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant, terms)
+    once = variant.rows * variant.block_columns * terms.result + terms.item / variant.resident
     moved = problem.elements[0]
 
     def seconds(parts: int) -> tuple[float, float]:
         rounds = items * parts / places
         rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
         cycles = rounds * (math.ceil(stages / parts) * stage + once) * variant.resident
-        end = _SUM + moved * (8 * parts + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
-        return (cycles + costs.launch) / device.clock_hz, end if parts > 1 else 0.0
+        end = terms.reduce + moved * (8 * parts + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
+        return (cycles + terms.launch) / device.clock_hz, end if parts > 1 else 0.0
 
     most = max(
         1, min(affordable_planes(problem, Pass.INPUT_GRAD), stages // _LEAST_STAGES, 2 * places // max(1, items))
@@ -496,19 +460,20 @@ def _parts(
 ) -> tuple[int, float, float]:
     """Parts of a weight gradient's positions, their predicted seconds, and those of what comes after."""
     blocks, places = math.prod(_blocks(problem, variant)) * problem.groups, device.multiprocessors * variant.resident
-    costs, stage = _COSTS[Pass.WEIGHT_GRAD], _stage_cycles(problem, Pass.WEIGHT_GRAD, variant)
+    terms = _terms(Pass.WEIGHT_GRAD, device)
+    stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, variant, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
     flush = max(1, _FLUSH // math.prod(variant.lanes))
-    results, once = variant.rows * variant.block_columns, costs.item / variant.resident
+    results, once = variant.rows * variant.block_columns, terms.item / variant.resident
 
     def seconds(parts: int) -> tuple[float, float]:
         stages = -(-tiles // parts)
-        block = stages * stage + (-(-stages // flush) * results * costs.result + once)
+        block = stages * stage + (-(-stages // flush) * results * terms.result + once)
         cycles = -(-blocks * parts // places) * block * variant.resident
         alone = parts == 1 and (size == 4 or stages <= flush)
         moved = weights * (4 if alone else 8 * parts + size)
-        end = 0.0 if alone else costs.launch / 2 / device.clock_hz
-        return (cycles + costs.launch) / device.clock_hz, end + costs.planes * moved / device.copy_bytes_per_second
+        end = 0.0 if alone else terms.launch / 2 / device.clock_hz
+        return (cycles + terms.launch) / device.clock_hz, end + terms.planes * moved / device.copy_bytes_per_second
 
     most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
     found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -229,22 +230,19 @@ def _parts(problem: ConvTransposeProblem, variant: WgmmaVariant, tiling: Tiling,
     return min((max(1, -(-tiling.total // length)) for length in lengths), key=cost)
 
 
-# Cycles for a block, and each of its results; fitted with those of a stage (`gradient_wgmma_tile`).
-_BLOCK, _RESULT = 3700.0, 0.254
-
-
 def _estimate(
     problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    stage = stage_cycles(problem, pass_, variant, tiling)
+    terms = costs("window_wgmma", device)
+    stage = stage_cycles(problem, pass_, variant, tiling, terms)
     blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
-    block = _BLOCK + _RESULT * variant.rows * variant.columns
+    block = terms.block + terms.result * variant.rows * variant.columns
     if pass_ is Pass.WEIGHT_GRAD:
         parts = _parts(problem, variant, tiling, device)
         stages = math.ceil(tiling.total / parts)
         blocks *= parts
-        end = 15e-6 + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+        end = terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
     else:
         stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
         blocks *= tiling.total

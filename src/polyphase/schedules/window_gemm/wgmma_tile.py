@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
@@ -26,22 +27,6 @@ _MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one di
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 PIECE_BYTES = 16  # of rows that are copied
 _LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
-
-# Cycles, fitted to 595 and, where threads copy windows, 92 measured variants on an H200 (docs/performance.md): for an
-# instruction of the cores, to read shared memory once for it, and for a column of it; for an operation; for a row of up
-# to 128 bytes that the engine brings; for a stage.
-_PRODUCT, _READ, _COLUMN, _OPERATION, _ROW, _STAGE = 14.9, 0.83, 0.127, 32.0, 0.505, 390.0
-# The same for copies: for one that a row begins in; for a thread's piece of the operand.
-_WORDS, _RUN_PIECE = 141.0, 75.0
-# The rest of copying, by the pass and the bytes of an element: of a stage; of a piece that a thread finds, which lies
-# alike in several channels; of each copy of it. Those of half types were fitted later, to 49 layers (input gradient)
-# and to 142 tiles of six layers.
-_COPIED = {
-    (Pass.INPUT_GRAD, 4): (1330.0, 355.0, 49.0),
-    (Pass.INPUT_GRAD, 2): (2712.0, 440.0, 32.0),
-    (Pass.WEIGHT_GRAD, 4): (0.0, 355.0, 49.0),
-    (Pass.WEIGHT_GRAD, 2): (569.0, 647.0, 129.0),
-}
 
 
 class WgmmaVariant(NamedTuple):
@@ -148,14 +133,17 @@ def tiling_of(
     rows = variant.rows if pass_ is Pass.INPUT_GRAD else 0  # whose place is remembered
     declared = round_up(12 * rows + 20 * variant.buffers, 1024)  # by the kernel itself, before what is aligned so
     available = device.shared_bytes_per_block - declared
-    return _tilings(problem, pass_, layouts, variant._replace(buffers=0)).best(variant, available)
+    terms = costs("window_wgmma", device)
+    return _tilings(problem, pass_, layouts, variant._replace(buffers=0), terms).best(variant, available)
 
 
 class _Tilings:
     """All tiles of a variant, whatever its buffers."""
 
-    def __init__(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant) -> None:
-        self._layer = problem, pass_, layouts, variant
+    def __init__(
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, terms: Costs
+    ) -> None:
+        self._layer, self._terms = (problem, pass_, layouts, variant), terms
         self._lanes: list[Four] = []
         if layouts.output[4] == 1 and not (layouts.weight_channels_last and pass_ is Pass.INPUT_GRAD):
             found = {
@@ -164,7 +152,7 @@ class _Tilings:
                 for halved in range(images.bit_length())
             }
             self._lanes = sorted(found)
-        self._works = list(_least_works(problem, pass_, variant, self._lanes))
+        self._works = list(_least_works(problem, pass_, variant, self._lanes, terms))
         self._stages = list(_least_stages(problem, pass_, variant, self._lanes))
         self._least_row = min(_LEAST_COPIED_ROW, problem.input_size[-1])
         self._tilings: dict[int, Tiling | None] = {}
@@ -185,7 +173,7 @@ class _Tilings:
             if self._is_short(places[index]) is not short or tiling is None:
                 return None
             fits = shared_bytes_of(variant, tiling) <= available
-            return tiling.total * stage_cycles(problem, pass_, alike, tiling) if fits else None
+            return tiling.total * stage_cycles(problem, pass_, alike, tiling, self._terms) if fits else None
 
         index = next(best_first([self._works[place] for place in places], work_of), None)
         return None if index is None else self._tiling(places[index])
@@ -203,8 +191,10 @@ class _Tilings:
 
 
 @lru_cache(maxsize=64)  # they may have hundreds of kilobytes; variants of one call follow each other
-def _tilings(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant) -> _Tilings:
-    return _Tilings(problem, pass_, layouts, variant)
+def _tilings(
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, terms: Costs
+) -> _Tilings:
+    return _Tilings(problem, pass_, layouts, variant, terms)
 
 
 def _least_stages(
@@ -219,7 +209,7 @@ def _least_stages(
 
 
 def _least_works(
-    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, lanes: Sequence[Four]
+    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, lanes: Sequence[Four], terms: Costs
 ) -> Iterator[float]:
     """What the work of such tiles is not less than: that of their operations, as if nothing had to be loaded."""
     size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
@@ -231,12 +221,15 @@ def _least_works(
         if weights:
             steps = positions * size // OPERATION_BYTES
         fewest = reads if positions >= _FOUND else reads / 4  # of four reads, some of which may meet no row
-        yield math.prod(tiles_of(problem.batch, sizes, each)) * (steps * _operation(variant, fewest) + _STAGE)
+        yield math.prod(tiles_of(problem.batch, sizes, each)) * (
+            steps * _operation(variant, fewest, terms) + terms.stage
+        )
 
 
-def _operation(variant: WgmmaVariant, reads: float) -> float:
+def _operation(variant: WgmmaVariant, reads: float, terms: Costs) -> float:
     """Predicted cycles of an operation whose rows take so many passes through shared memory."""
-    return GROUPS * variant.row_tiles * (_PRODUCT + _READ * reads + _COLUMN * variant.columns) + _OPERATION
+    product = terms.product + terms.read * reads + terms.column * variant.columns
+    return GROUPS * variant.row_tiles * product + terms.operation
 
 
 def _tiles(
@@ -497,23 +490,27 @@ def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: Wgmma
     return Runs.of_boxes((1, 1, 1, math.ceil(depth / span)), boxes)
 
 
-def stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
+def stage_cycles(
+    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling, terms: Costs
+) -> float:
     """Predicted cycles of a multiprocessor for a stage."""
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
     reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.steps)
     rows = tiling.runs.rows if tiling.runs.boxes is not None else 0
     if tiling.window_box is None:
-        copies = _copy_cycles(problem, pass_, variant, tiling)
+        copies = _copy_cycles(problem, pass_, variant, tiling, terms)
         if tiling.runs.boxes is None:
             pieces = tiling.runs.bytes // variant.columns // tiling.runs.piece_bytes
-            copies += _RUN_PIECE * math.ceil(variant.columns / (LOADERS // pieces))
+            copies += terms.run_piece * math.ceil(variant.columns / (LOADERS // pieces))
     else:
         rows += variant.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
         copies = 0.0
-    return tiling.steps * _operation(variant, reads) + rows * _ROW + copies + _STAGE
+    return tiling.steps * _operation(variant, reads, terms) + rows * terms.row + copies + terms.stage
 
 
-def _copy_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling) -> float:
+def _copy_cycles(
+    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling, terms: Costs
+) -> float:
     """The same for what loaders copy of a window (``operand/window_rows.cuh``)."""
     vector = PIECE_BYTES // DTYPE_BYTES[problem.dtype]
     pieces = tiling.window.rows * tiling.window.pieces
@@ -523,8 +520,9 @@ def _copy_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVaria
     found = math.ceil(min(apart, variant.out_chunk) * pieces / LOADERS)
     copied = found * math.ceil(variant.out_chunk / apart)
     begun = 1 / tiling.tiles[3] if problem.padding[-1] > 0 else 0.0  # tiles that rows begin in
-    stage, piece, copy = _COPIED[pass_, DTYPE_BYTES[problem.dtype]]
-    return stage + found * piece + copied * (copy + begun * _WORDS)
+    kind = f"{pass_.value}_{'halves' if DTYPE_BYTES[problem.dtype] == 2 else 'float32'}"
+    copy = terms[f"copy_{kind}"] + begun * terms.words
+    return terms[f"copy_stage_{kind}"] + found * terms[f"copy_piece_{kind}"] + copied * copy
 
 
 def _reads(problem: ConvTransposeProblem, pass_: Pass) -> int:
