@@ -45,11 +45,10 @@ class DirectChannels(Schedule):
     """A few neighbouring destination channels a thread, at a few neighbouring cells."""
 
     name = "direct_channels"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     offered = 4
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not problem.channels_last:
             return "its lanes run along channels, which do not lie side by side"
         gather = Gather.of(problem, pass_, Layouts.dense(problem))

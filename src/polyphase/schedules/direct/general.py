@@ -31,12 +31,8 @@ class DirectGeneral(Schedule):
     """One destination element a thread: any layer."""
 
     name = "direct_general"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     _THREADS = 256
-
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
-        return None
 
     def ranked_at(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts

@@ -64,11 +64,10 @@ class DirectTiled(Schedule):
     """All phases of a tile in one block, the kernel's taps unrolled."""
 
     name = "direct_tiled"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     offered = 8
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         gather = Gather.of(*_as_read(problem, pass_, Layouts.dense(problem)))
         if gather.taps > _MAX_UNROLLED:
             return f"{gather.taps} taps do not unroll (at most {_MAX_UNROLLED})"

@@ -82,12 +82,11 @@ class DirectWgradChannels(Schedule):
     """A few neighbouring output channels a thread, with all or some of their weights, at a part of the positions."""
 
     name = "direct_wgrad_channels"
+    passes = (Pass.WEIGHT_GRAD,)
     adapts = True
     offered = 4
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.WEIGHT_GRAD:
-            return "computes the weight gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         channels = max(problem.in_channels_per_group, problem.out_channels_per_group)
         if channels > _MAX_CHANNELS:
             return f"groups of {channels} channels are not few (at most {_MAX_CHANNELS})"

@@ -49,10 +49,8 @@ class DirectWgradGemm(Schedule):
     """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
 
     name = "direct_wgrad_gemm"
+    passes = (Pass.WEIGHT_GRAD,)
     offered = 8
-
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        return None if pass_ is Pass.WEIGHT_GRAD else "computes the weight gradient only"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Product:
         columns = problem.out_channels_per_group * problem.taps

@@ -127,13 +127,12 @@ class DirectWgradWindows(Schedule):
     """A window of the output gradient for all taps, read by threads that own some channels and taps, in float32."""
 
     name = "direct_wgrad_windows"
+    passes = (Pass.WEIGHT_GRAD,)
     adapts = True
     offered = 4
     kept = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.WEIGHT_GRAD:
-            return "computes the weight gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.dtype != "float32" or device.capability < 80:
             return "copies float32 asynchronously, from compute capability 8.0 on"
         if problem.groups > 1:

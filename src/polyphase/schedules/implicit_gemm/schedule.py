@@ -40,7 +40,6 @@ from polyphase.schedules.implicit_gemm.tile import (
     store_vector,
 )
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import lacks_cores
 
 _MAX_TAPS = 4096
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
@@ -99,19 +98,17 @@ class ImplicitGemm(Schedule):
     """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
 
     name = "implicit_gemm"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
+    on_tensor_cores = True
     offered = 10
     kept = True
     compared = 64
     best = 3
     prunes = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.INPUT_GRAD and problem.mirrored() is None:
             return "computes input gradients of layers of stride 1 only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
         gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
         if gather.taps > _MAX_TAPS:
             return f"{gather.taps} taps are too many to list (at most {_MAX_TAPS})"

@@ -19,7 +19,7 @@ from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import OPERATION_BYTES, lacks_cores, parts_of
+from polyphase.schedules.tensor_cores import OPERATION_BYTES, parts_of
 from polyphase.schedules.tiles import layer_constants
 
 _GROUPS = 2  # of 128 threads, that multiply
@@ -57,12 +57,10 @@ class PhaseGemmPixels(Schedule):
     """Pixels as rows of one product, whose channels stay in registers."""
 
     name = "phase_gemm_pixels"
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if parts_of(problem) > 1:

@@ -90,7 +90,7 @@ class _Tiling:
 class _WindowMma(Gradient):
     """What the two kernels share."""
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
         terms = problem.out_channels_per_group * problem.taps
@@ -186,14 +186,14 @@ class _WindowMma(Gradient):
 class WindowDgradMma(_WindowMma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
-    pass_ = Pass.INPUT_GRAD
+    passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_mma"
 
 
 class WindowWgradMma(_WindowMma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
-    pass_ = Pass.WEIGHT_GRAD
+    passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_mma"
 
 

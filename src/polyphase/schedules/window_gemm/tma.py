@@ -100,7 +100,7 @@ class _WindowTma(Gradient):
 
     adapts = True
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if not problem.channels_last:
@@ -170,7 +170,7 @@ class _WindowTma(Gradient):
 class WindowDgradTma(_WindowTma):
     """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
 
-    pass_ = Pass.INPUT_GRAD
+    passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
@@ -217,7 +217,7 @@ class WindowDgradTma(_WindowTma):
 class WindowWgradTma(_WindowTma):
     """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
 
-    pass_ = Pass.WEIGHT_GRAD
+    passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:

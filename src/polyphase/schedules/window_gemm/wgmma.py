@@ -45,7 +45,7 @@ class _WindowWgmma(Gradient):
 
     compared = 16
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if problem.channels_last and (self.pass_ is Pass.INPUT_GRAD or DTYPE_BYTES[problem.dtype] != 2):
@@ -164,14 +164,14 @@ class _WindowWgmma(Gradient):
 class WindowDgradWgmma(_WindowWgmma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
-    pass_ = Pass.INPUT_GRAD
+    passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_wgmma"
 
 
 class WindowWgradWgmma(_WindowWgmma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
-    pass_ = Pass.WEIGHT_GRAD
+    passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_wgmma"
     any_size = False
     adapts = True
