@@ -116,7 +116,7 @@ class DirectChannels(Schedule):
         full = 6 * device.multiprocessors * variant.min_blocks
         steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
@@ -130,7 +130,7 @@ class DirectChannels(Schedule):
             grid=(blocks, *two_dimensions(math.prod(tiles))),
             block=_THREADS,
             shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 

@@ -81,12 +81,12 @@ class DirectGeneral(Schedule):
         blocks = math.ceil(gather.dst_channels / variant.dst_per_thread) * gather.groups
         threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])
         grid = math.ceil(threads / self._THREADS)
-        geometry = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)
+        params = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)
         main = Step(
             source=source,
             grid=(grid, 1, 1),
             block=self._THREADS,
             shared_bytes=0,
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)

@@ -152,7 +152,7 @@ class DirectTiled(Schedule):
         items = dst_blocks * gather.groups
         full = 8 * device.multiprocessors * variant.min_blocks
         per_block = max(1, min(items, items * math.prod(tiles) // full))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
@@ -168,7 +168,7 @@ class DirectTiled(Schedule):
             grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
             block=variant.threads,
             shared_bytes=_shared_bytes(gather, variant, lanes),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 

@@ -157,7 +157,7 @@ class DirectWgradChannels(Schedule):
         blocks = _blocks(problem, variant)
         length, parts = parted(all_tiles, _parts(problem, variant, device))
         flush = max(1, _CHAIN // variant.positions)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             batch=problem.batch,
@@ -175,7 +175,7 @@ class DirectWgradChannels(Schedule):
             grid=(math.prod(blocks) * parts, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(problem, variant, _rows_at_once(problem, variant)),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=parts)
 

@@ -111,7 +111,7 @@ class DirectWgradGemm(Schedule):
         )
         x = Side(five(problem.input_shape), layouts.input)
         grad = Side(five(problem.output_shape), layouts.output)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             batch=problem.batch,
@@ -126,7 +126,7 @@ class DirectWgradGemm(Schedule):
             grid=(tiles * parts, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_floats(variant) * accumulator,
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=parts)
 

@@ -196,7 +196,7 @@ class DirectWgradWindows(Schedule):
                 ("MIN_BLOCKS", 1),
             ),
         )
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=layer.x,
             g=layer.grad,
             lanes=tiling.lanes,
@@ -219,7 +219,7 @@ class DirectWgradWindows(Schedule):
             grid=(_blocks(layer, variant) * planes, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(layer, variant, tiling),
-            geometry=geometry,
+            params=params,
         )
         last = layer.problem != problem and problem.taps > 1
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=last)

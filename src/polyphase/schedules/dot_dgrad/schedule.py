@@ -106,7 +106,7 @@ class DotDgrad(Schedule):
                 ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
             ),
         )
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             g=g,
             x=x,
             batch=problem.batch,
@@ -123,7 +123,7 @@ class DotDgrad(Schedule):
             grid=(blocks, 1, 1),
             block=32 * _WARPS,
             shared_bytes=0,
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=parts, may_split=True)
 

@@ -181,7 +181,7 @@ class GroupedGemm(Schedule):
         if _shares(problem, variant, tiling, device):
             counters = counter_bytes(blocks)
         source = KernelSource(self.name, problem.dtype, True, _constants(problem, layouts, variant, device))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             window=tiling.window,
@@ -209,7 +209,7 @@ class GroupedGemm(Schedule):
             grid=(at_once * blocks if tiling.total else 0, 1, 1),
             block=32 * variant.all_warps,
             shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=counters + weight_bytes if counters else 0)
 
@@ -231,7 +231,7 @@ def _constants(
         ("STAGE_STEPS", variant.stage_steps),
         ("BUFFERS", variant.buffers),
         ("PARTS", _product(problem, variant.out_chunk).parts),
-        ("BULK_STORES", device.has_copy_engine),
+        ("BULK_STORES", device.has_tma),
         ("MIN_BLOCKS", variant.min_blocks),
     )
 

@@ -187,7 +187,7 @@ class ImplicitGemm(Schedule):
         packs = pack_weights(gather, variant, product, problem.batch)
         workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
         workspace += product.row_groups * product.weight_bytes(variant)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
@@ -213,8 +213,8 @@ class ImplicitGemm(Schedule):
             grid=(variant.cluster * clusters, 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
-            geometry=geometry,
-            boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
+            params=params,
+            tensor_maps=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
             else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),

@@ -152,7 +152,7 @@ class OverlapGemm(Schedule):
         forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if variant.wgmma else ()
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
         run = problem.axes3[2].stride
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             batch=problem.batch,
@@ -170,7 +170,7 @@ class OverlapGemm(Schedule):
             grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 

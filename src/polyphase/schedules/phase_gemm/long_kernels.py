@@ -116,7 +116,7 @@ class PhaseGemm(Schedule):
             ("MIN_BLOCKS", variant.min_blocks),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             rows=rows,
@@ -130,7 +130,7 @@ class PhaseGemm(Schedule):
             grid=(row_tiles * _column_tiles(problem, variant) * problem.groups, 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 

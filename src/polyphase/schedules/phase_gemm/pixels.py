@@ -135,7 +135,7 @@ class PhaseGemmPixels(Schedule):
         operands = "float16" if _scaled(problem) else problem.dtype
         forms = (WgmmaForm(variant.columns, operands, a_in_registers=True),)
         source = KernelSource(self.name, problem.dtype, True, multiplying, forms)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             pixels=_pixels(problem),
@@ -154,7 +154,7 @@ class PhaseGemmPixels(Schedule):
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
             shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, ahead),
-            geometry=geometry,
+            params=params,
         )
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packs = (_pack_columns(problem, constants, columns),)
@@ -184,7 +184,7 @@ def _tiles(problem: ConvTransposeProblem) -> int:
 
 
 def _scaled(problem: ConvTransposeProblem) -> bool:
-    """Whether the cores take float32 as float16, ``operand/scaled_half.cuh``."""
+    """Whether the tensor cores are given float32 as float16, ``operand/scaled_half.cuh``."""
     return problem.dtype == "float32"
 
 

@@ -130,10 +130,10 @@ class _WindowMma(Gradient):
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
-        params: dict[str, Any]
+        of_pass: dict[str, Any]
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
-            params = {
+            of_pass = {
                 "x_part": tiling.operand,
                 "groups": problem.groups,
                 "part_length": length,
@@ -143,7 +143,7 @@ class _WindowMma(Gradient):
             grid = blocks * planes
         else:
             pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
-            params = {"weight": weight_rows(problem, layouts), "weight_part": tiling.operand, "pairs": pairs}
+            of_pass = {"weight": weight_rows(problem, layouts), "weight_part": tiling.operand, "pairs": pairs}
             planes, grid = 1, blocks * tiling.total
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
@@ -161,7 +161,7 @@ class _WindowMma(Gradient):
             ("MIN_BLOCKS", variant.min_blocks),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             window=tiling.window,
@@ -171,14 +171,14 @@ class _WindowMma(Gradient):
             skew=tiling.skew,
             table_bytes=tiling.table_bytes,
             stage_bytes=tiling.stage_bytes,
-            **params,
+            **of_pass,
         )
         main = Step(
             source=source,
             grid=(grid, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_bytes(variant, tiling),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=planes)
 
@@ -403,7 +403,7 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) ->
     for row_tiles, column_tiles, row_warps in _SHAPES:
         resident = 1 if row_tiles * column_tiles > 16 else 2
         strided = max(problem.stride) > 1 and taps > _MOST_STRIDED_TAPS
-        spills = not device.has_copy_engine or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
+        spills = not device.has_tma or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
         if resident == 1 and problem.dtype == "float32" and spills:
             continue  # the compiler needs more registers there than a thread can have
         variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)
