@@ -109,11 +109,10 @@ class ImplicitGemm(Schedule):
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.INPUT_GRAD and problem.mirrored() is None:
             return "computes input gradients of layers of stride 1 only"
-        gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
-        if gather.taps > _MAX_TAPS:
-            return f"{gather.taps} taps are too many to list (at most {_MAX_TAPS})"
-        if gather.phases > MAX_PHASES:
-            return f"{gather.phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
+        if problem.taps > _MAX_TAPS:
+            return f"{problem.taps} taps are too many to list (at most {_MAX_TAPS})"
+        if (phases := math.prod(problem.stride)) > MAX_PHASES:
+            return f"{phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
         return None
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
