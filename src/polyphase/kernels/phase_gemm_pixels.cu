@@ -400,8 +400,8 @@ struct Terms {
     const int column = chunk * COLUMNS + (int)threadIdx.x % COLUMNS;
     const float* const factors = (const float*)(packed + (long long)params.groups * CHUNKS * CHUNK_BYTES);
     if (SCALED) next[0] = read(factors + group * (CHUNKS * COLUMNS) + column);
-    const int channel = group * OUT_CHANNELS + min(column / TAPS, OUT_CHANNELS - 1);
-    if (HAS_BIAS) next[TERMS - 1] = channel_terms(bias, channel).bias;
+    const scalar_t* const of_group = bias + group * OUT_CHANNELS;
+    if (HAS_BIAS) next[TERMS - 1] = channel_terms(of_group, min(column / TAPS, OUT_CHANNELS - 1)).bias;
   }
   // What was loaded; seen after the group's threads have met.
   __device__ __forceinline__ void publish(unsigned first, int chunk) const {
@@ -424,8 +424,8 @@ struct TwoTerms {
   __device__ __forceinline__ float output(float sum, float unscale, int column) const {
     if (SCALED) sum *= unscale;
     const float* const terms = of.value + column * TERMS;
-    if (SCALED) sum *= terms[0];  // a power of two: exact
-    return finish(sum, {HAS_BIAS ? terms[TERMS - 1] : 0.f});
+    const ChannelTerms of_channel = {HAS_BIAS ? terms[TERMS - 1] : 0.f};
+    return SCALED ? finish(sum, terms[0], of_channel) : finish(sum, of_channel);
   }
 };
 

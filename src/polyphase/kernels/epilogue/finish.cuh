@@ -18,7 +18,8 @@ struct ChannelTerms {
 
 // The terms of channel `channel`, counted from the first that `bias` has. Nothing is read of a channel that does not
 // exist.
-__device__ __forceinline__ ChannelTerms channel_terms(const scalar_t* bias, long long channel, bool exists = true) {
+template <class Index>
+__device__ __forceinline__ ChannelTerms channel_terms(const scalar_t* bias, Index channel, bool exists = true) {
   return {HAS_BIAS && exists ? widen(read(bias + channel)) : (accum_t)0};
 }
 
@@ -26,3 +27,8 @@ __device__ __forceinline__ accum_t finish(accum_t sum, ChannelTerms terms) { ret
 
 // An output that no tap reaches.
 __device__ __forceinline__ accum_t finish_empty(ChannelTerms terms) { return finish((accum_t)0, terms); }
+
+// The same where operands were scaled, which only float32's are: `scale` undoes it.
+__device__ __forceinline__ accum_t finish(accum_t sum, float scale, ChannelTerms terms) {
+  return HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale;
+}
