@@ -214,7 +214,7 @@ def test_plans_are_a_line_for_each_choice(tmp_path: Path) -> None:
     assert len(found) - len(of_the_layer) == 2 * 2 * 2  # architectures, passes, layers in one dtype and format each
     assert all(float(row["seconds"]) > 0 and row["grid"].count("x") == 2 for row in found)
     result = invoke("plans", "--csv", again, *options, "--cold")
-    assert "a cold plan takes" in result.output
+    assert "a cold forward plan takes" in result.output
     assert all(float(row["planning"]) >= 0 for row in gates.read(again))
     assert invoke("diff", file, again).exit_code == 0
 

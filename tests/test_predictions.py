@@ -1,4 +1,4 @@
-"""What predictions count. Whether they are right, only a GPU can tell (docs/performance.md)."""
+"""What predictions count. Whether they are right, only a GPU can tell (docs/notebook.md)."""
 
 from __future__ import annotations
 

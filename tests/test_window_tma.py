@@ -1,4 +1,4 @@
-"""Gradients in channels_last by boxes of the copy engine, executed by the emulator; test_gpu.py runs them on a GPU."""
+"""Gradients in channels_last by TMA boxes, executed by the emulator; test_gpu.py runs them on a GPU."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def is_narrowed(launch: Program) -> bool:
 
 
 def test_layers_take_every_way() -> None:
-    """Boxes of every width, groups side by side in rows and in columns, one part of positions and several."""
+    """TensorMap of every width, groups side by side in rows and in columns, one part of positions and several."""
     ways = set()
     for problem in LAYERS.values():
         for pass_, schedule in SCHEDULES.items():
             if refusal(schedule, problem, pass_, H200) is None:
                 for candidate, launch in offers(schedule, problem, pass_):
-                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in launch.main.boxes}
+                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in launch.main.tensor_maps}
                     ways |= {(pass_, "row groups", candidate.variant.row_groups), (pass_, launch.splits > 1)}
                     ways |= {(pass_, "packed", launch.main_index > 0), (pass_, "narrowed", is_narrowed(launch))}
     for pass_ in SCHEDULES:
@@ -282,7 +282,7 @@ def test_lone_pixels() -> None:
             for pass_, schedule in SCHEDULES.items():
                 problem = replace(lone, channels_last=True)
                 for _, launch in offers(schedule, problem, pass_):
-                    assert all(1 <= span <= 256 for boxes in launch.main.boxes for span in boxes.spans)
+                    assert all(1 <= span <= 256 for boxes in launch.main.tensor_maps for span in boxes.spans)
     problem = make((300, 24, 1, 1), 16, 2, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
         for candidate, launch in offers(schedule, problem, pass_):

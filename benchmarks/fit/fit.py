@@ -15,8 +15,9 @@ import math
 import os
 import subprocess
 import sys
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,13 +28,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
 
 import numpy as np  # noqa: E402
-from rows import Row, by_case, error, passes, ranking, read_rows, recorded  # noqa: E402
-from search import Values, affected, fit, forget, same_tiles  # noqa: E402
+from rows import Row, by_case, error, passes, planned, ranking, read_rows, recorded  # noqa: E402
+from search import Values, affected, fit, forecasts, forget, same_tiles  # noqa: E402
 
 from polyphase.costs import table  # noqa: E402
 
 _SLOWER = 1.03  # times what a case took before, up to which a fit is taken
+_ROWS_OF_A_TERM = 4  # at least
 _FOLDER = Path(table.__file__).parent
+
+Say = Callable[[str], None]
 
 
 @dataclass
@@ -69,31 +73,71 @@ def take(section: Section, values: Values) -> None:
     forget()
 
 
-def refit(section: Section, rows: Sequence[Row], before: np.ndarray, say: Any) -> np.ndarray | None:
-    """Fits a section, and takes the fit where choices do not suffer: the forecasts then, else None.
+def candidate(section: Section, rows: Sequence[Row], say: Say) -> Values | None:
+    """Values that a fit to all rows finds; None where there are few rows, or where a fit does not carry over.
 
-    ``before`` are the forecasts of all ``rows`` as it is.
+    It carries over where fitted to two thirds of the layers it makes the error on the others less.
     """
-    before_values, mine = section.values, set(section.rows)
-    place = [index for index, row in enumerate(rows) if row in mine]
-    found = fit(section.rows, section.name, before_values, section.terms, weights_of(section.rows, rows), say)
-    take(section, found)
-    after = before.copy()
-    after[place] = [row.forecast() for row in section.rows]
-    old, new = ranking(rows, list(before)), ranking(rows, list(after))
-    slower = {case for case, ratio in new.ratios.items() if ratio > _SLOWER * old.ratios[case]}
-    errors = [error(section.rows, list(seconds[place])) for seconds in (before, after)]
-    say(f"{section.name}: error {errors[0]:.3f} -> {errors[1]:.3f}, choices {old.mean:.4f} -> {new.mean:.4f}")
-    for name, value in found.items():
-        if value != before_values[name]:
-            say(f"    {name}: {before_values[name]:.6g} -> {value:.6g}")
-    for text in changes(rows, before, after):
-        say(f"    {text}")
-    good = new.mean <= old.mean and not slower and errors[1] < errors[0]
-    if not good:
-        say(f"  not taken: {len(slower)} cases would be slower by more than {_SLOWER - 1:.0%}")
-        take(section, before_values)
-    return after if good else None
+    start = section.values
+    with same_tiles():
+        told_of = sum(len(affected(section.rows, section.name, start, term)) > 0 for term in start)
+    if len(section.rows) < _ROWS_OF_A_TERM * told_of:
+        say(f"{section.name}: {len(section.rows)} rows are few for {told_of} terms (at least {_ROWS_OF_A_TERM} each)")
+        return None
+    seen = [row for row in section.rows if zlib.crc32(row.case[0].encode()) % 3]
+    unseen = [row for row in section.rows if row not in set(seen)]
+    part = fit(seen, section.name, start, section.terms, weights_of(seen, rows))
+    found = fit(section.rows, section.name, start, section.terms, weights_of(section.rows, rows))
+    told, own = (
+        [error(some, list(forecasts(some, section.name, values))) for values in (start, fitted)]
+        for some, fitted in ((unseen, part), (section.rows, found))
+    )
+    say(f"{section.name}: error {own[0]:.3f} -> {own[1]:.3f}, on layers not seen {told[0]:.3f} -> {told[1]:.3f}")
+    changed = (f"{name} {start[name]:.4g} -> {found[name]:.4g}" for name in found if found[name] != start[name])
+    say(f"    {', '.join(changed)}")
+    return found if told[1] < told[0] and own[1] < own[0] else None
+
+
+def judge(
+    sections: Sequence[Section], fits: dict[str, Values], rows: Sequence[Row], before: np.ndarray, say: Say
+) -> np.ndarray:
+    """Takes as many fits as make no choice worse, and gives the forecasts then.
+
+    All are taken at first. While choices are worse by geometric mean, or one of them is slower by more than `_SLOWER`,
+    the fit is given up without which they are best.
+    """
+    by_name = {section.name: section for section in sections}
+    start = {name: section.values for name, section in by_name.items()}
+    places: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row.schedule.name, []).append(place)
+    old, known = ranking(rows, list(before)), dict[tuple[str, frozenset[str]], list[float]]()
+
+    def seconds(taken: frozenset[str]) -> np.ndarray:
+        found = before.copy()
+        for schedule, mine in places.items():
+            of_it = {name for name in fits if schedule in by_name[name].data["schedules"]}
+            key = schedule, frozenset(of_it & taken)
+            if key[1] and key not in known:
+                for name in of_it:
+                    take(by_name[name], fits[name] if name in taken else start[name])
+                known[key] = [rows[place].forecast() for place in mine]
+            found[mine] = known[key] if key[1] else before[mine]
+        return found
+
+    def worth(taken: frozenset[str]) -> tuple[int, float]:
+        new = ranking(rows, list(seconds(taken)))
+        return sum(ratio > _SLOWER * old.ratios[case] for case, ratio in new.ratios.items()), new.mean
+
+    taken = frozenset(fits)
+    while taken and (worth(taken)[0] or worth(taken)[1] > old.mean):
+        slower, mean = worth(taken)
+        say(f"fits of {', '.join(sorted(taken))}: choices {mean:.4f}, {slower} slower by over {_SLOWER - 1:.0%}")
+        taken = min((taken - {name} for name in sorted(taken)), key=worth)
+    say(f"taken are the fits of {', '.join(sorted(taken)) or 'no section'}: {old.mean:.4f} -> {worth(taken)[1]:.4f}")
+    for name, section in by_name.items():
+        take(section, fits[name] if name in taken else start[name])
+    return seconds(taken)
 
 
 def changes(rows: Sequence[Row], before: np.ndarray, after: np.ndarray) -> list[str]:
@@ -141,6 +185,14 @@ def report(title: str, rows: Sequence[Row], seconds: Sequence[float]) -> None:
     print(f"chosen by forecast / fastest recorded: {ranking(rows, seconds)}")
 
 
+def say_planned(rows: Sequence[Row], asked: bool) -> None:
+    """How good the planner's own choices are, where that is asked for."""
+    if asked:
+        found, unknown = planned(rows)
+        print(f"chosen by the planner / fastest recorded: {found}; {unknown} choices were not recorded")
+    print()
+
+
 def write(path: Path, data: dict[str, Any]) -> None:
     """One line for each term, so that a fit is a readable change."""
     lines = ["{"]
@@ -174,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--arch", default=table.MEASURED, help="the architecture of the GPU that they were measured on")
     parser.add_argument("--sections", help="those to fit, comma-separated; without it, all")
     parser.add_argument("--keep", action="store_true", help="fit nothing: say and write how well today's terms fit")
+    parser.add_argument("--plan", action="store_true", help="ask the planner for each case, before and after (minutes)")
     parser.add_argument("--out", type=Path, help="where to write; without it, the package's file of the architecture")
     given = parser.parse_args(arguments)
 
@@ -186,23 +239,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{len(rows)} candidates; skipped: {skipped}")
     before = after = np.array([row.forecast() for row in rows])
     report("before", rows, list(before))
-    print(f"chosen when recorded / fastest recorded: {recorded(rows)}\n")
+    print(f"chosen when recorded / fastest recorded: {recorded(rows)}")
+    say_planned(rows, given.plan)
     wanted = given.sections.split(",") if given.sections else list(data["sections"])
     if unknown := set(wanted) - set(data["sections"]):
         sys.exit(f"no section {', '.join(sorted(unknown))}; there are {', '.join(data['sections'])}")
     now = {"commit": commit(), "date": datetime.now(timezone.utc).date().isoformat()}
-    for name, found in data["sections"].items():
-        section = Section(name, found, [row for row in rows if row.schedule.name in found["schedules"]])
-        fitted = refit(section, rows, after, print) if section.rows and name in wanted and not given.keep else None
-        after = after if fitted is None else fitted
-        if fitted is not None or "commit" not in found or (given.keep and name in wanted):
-            found.update(now)
+    sections = [
+        Section(name, found, [row for row in rows if row.schedule.name in found["schedules"]])
+        for name, found in data["sections"].items()
+    ]
+    fits: dict[str, Values] = {}
+    for section in sections:
+        if section.name in wanted and not given.keep and (found := candidate(section, rows, print)) is not None:
+            fits[section.name] = found
+    values = {section.name: section.values for section in sections}
+    if fits:
+        after = judge(sections, fits, rows, before, print)
+    for section in sections:
+        changed = section.values != values[section.name]
+        if changed or "commit" not in section.data or (given.keep and section.name in wanted):
+            section.data.update(now)
         describe(section)
     data["arch"] = given.arch
     if not given.keep:
         report("after", rows, list(after))
         for text in changes(rows, before, after):
             print(f"  {text}")
+        say_planned(rows, given.plan)
     out = given.out or base
     write(out, data)
     print(f"written to {out}")

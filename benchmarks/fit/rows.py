@@ -14,12 +14,12 @@ from typing import Any, get_type_hints
 
 from polyphase.bench.layers import parse_layer
 from polyphase.bench.records import OK, Record, read_csv
-from polyphase.plan.planner import as_computed
+from polyphase.plan.planner import as_computed, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules import SCHEDULES
-from polyphase.schedules.schedule import Schedule
+from polyphase.schedules.schedule import Candidate, Schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -207,6 +207,23 @@ def recorded(rows: Iterable[Row]) -> Ranking:
         if planned:
             found[case] = planned[0] / min(row.seconds for row in candidates)
     return Ranking(found)
+
+
+def planned(rows: Iterable[Row]) -> tuple[Ranking, int]:
+    """Of what the planner chooses today, with its lists and sizes; and the cases whose choice was not recorded."""
+    found, unknown = {}, 0
+    for case, candidates in by_case(rows).items():
+        one = candidates[0]
+        choice = plan(parse_layer(one.case[1]), one.pass_, one.device, by_prediction=True).candidate
+        same = [row.seconds for row in candidates if choice and _is(row, choice)]
+        unknown += not same
+        if same:
+            found[case] = same[0] / min(row.seconds for row in candidates)
+    return Ranking(found), unknown
+
+
+def _is(row: Row, choice: Candidate) -> bool:
+    return row.schedule.name == choice.schedule and row.config == choice.variant
 
 
 def error(rows: Sequence[Row], forecasts: Sequence[float]) -> float:

@@ -83,8 +83,8 @@ def _rows(case: Case) -> list[gates.Row]:
 
 def _row(case: Case, pass_: Pass) -> gates.Row:
     if case.cold:
-        _forget()
-    started = time.perf_counter()
+        forget()
+    started = time.process_time()
     row = {"arch": case.device.arch, "pass": pass_.value, "problem": str(case.problem), "layer": case.layer}
     try:
         chosen = plan.plan(case.problem, pass_, case.device, by_prediction=True)
@@ -93,7 +93,7 @@ def _row(case: Case, pass_: Pass) -> gates.Row:
     else:
         row |= _choice(chosen)
     if case.cold:
-        row["planning"] = f"{time.perf_counter() - started:.3f}"
+        row["planning"] = f"{time.process_time() - started:.4f}"
     return row
 
 
@@ -103,7 +103,7 @@ def _choice(chosen: plan.Plan) -> gates.Row:
     assert program is not None
     other = chosen.selected[1].candidate if len(chosen.selected) > 1 else None
     main = program.main
-    parameters = b"".join(step.geometry for step in (*_packs(program), main))
+    parameters = b"".join(step.params for step in (*_packs(program), main))
     return {
         "algorithm": chosen.schedule,
         "variant": _settings(candidate),
@@ -144,7 +144,7 @@ def _grid(step: Step) -> str:
     return "x".join(map(str, step.grid))
 
 
-def _forget() -> None:
+def forget() -> None:
     """Empties every cache of the package that remembers what was planned."""
     for found in gc.get_objects():
         if type(found) is functools._lru_cache_wrapper and found.__module__.startswith("polyphase"):
@@ -158,7 +158,13 @@ def write(path: Path, found: Iterable[gates.Row]) -> None:
     gates.write(path, gates.PLANS if timed else gates.PLANS[:-1], rows)
 
 
-def planning_seconds(found: Iterable[gates.Row]) -> tuple[float, float] | None:
-    """Median and largest of the seconds that plans took, where these were measured."""
-    seconds = [float(row["planning"]) for row in found if row.get("planning")]
-    return (statistics.median(seconds), max(seconds)) if seconds else None
+def planning_seconds(found: Iterable[gates.Row]) -> dict[str, tuple[float, float, float]]:
+    """Seconds of a processor that plans took, by pass, where these were measured: median, 90th percentile and most."""
+    by_pass: dict[str, list[float]] = {}
+    for row in found:
+        if row.get("planning"):
+            by_pass.setdefault(row["pass"], []).append(float(row["planning"]))
+    return {
+        pass_: (statistics.median(seconds), sorted(seconds)[len(seconds) * 9 // 10], max(seconds))
+        for pass_, seconds in by_pass.items()
+    }

@@ -26,7 +26,8 @@ def plans(
     layouts: Annotated[str, typer.Option(help="nchw, channels_last, or both.")] = "nchw,channels_last",
     passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
     cold: Annotated[
-        bool, typer.Option("--cold", help="Plan each as in a new process, and write the seconds that it takes.")
+        bool,
+        typer.Option("--cold", help="Plan each as in a new process, and write the seconds of a core."),
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that plan.")] = os.cpu_count() or 1,
 ) -> None:
@@ -63,6 +64,7 @@ def plans(
             found += rows
             progress.advance(task)
     planned.write(csv, found)
-    if seconds := planned.planning_seconds(found):
-        console.print(f"a cold plan takes {seconds[0]:.3f} s in the median, {seconds[1]:.3f} s at most", markup=False)
+    for name, (median, ninetieth, most) in planned.planning_seconds(found).items():
+        text = f"a cold {name} plan takes {median:.3f} s in the median, {ninetieth:.3f} s at the 90th percentile"
+        console.print(f"{text}, {most:.3f} s at most", markup=False)
     console.print(f"{len(found)} plans written to {csv}", markup=False)

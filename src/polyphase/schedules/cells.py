@@ -46,17 +46,25 @@ class CellAxis:
     """
 
     def __init__(self, axis: Axis, forward: bool) -> None:
+        self._axis, self._forward = axis, forward
         if forward:
             self.src, self.dst = 1, axis.stride
-            self.owned = len({axis.phase(tap) for tap in range(axis.kernel)})
-            self._offsets = sorted({-axis.shift(tap) for tap in range(axis.kernel)})
+            self.owned = min(axis.kernel, axis.stride // math.gcd(axis.stride, axis.dilation))
+            last, first = (-shift for shift in axis.shifts)
         else:
             self.src, self.dst = axis.stride, 1
             self.owned = 1
-            self._offsets = [tap * axis.dilation - axis.padding for tap in range(axis.kernel)]
-        self.first_offset = self._offsets[0]
-        self._reach = self._offsets[-1] - self._offsets[0]
+            first, last = -axis.padding, (axis.kernel - 1) * axis.dilation - axis.padding
+        self.first_offset, self._reach = first, last - first
         self._used: dict[int, int] = {}
+
+    @cached_property
+    def _offsets(self) -> set[int]:
+        """Source elements that taps read, counted from their cell's first."""
+        axis = self._axis
+        if self._forward:
+            return {-axis.shift(tap) for tap in range(axis.kernel)}
+        return {tap * axis.dilation - axis.padding for tap in range(axis.kernel)}
 
     def window(self, cells: int) -> int:
         """Source elements that ``cells`` neighbouring cells span."""

@@ -45,11 +45,10 @@ class DirectChannels(Schedule):
     """A few neighbouring destination channels a thread, at a few neighbouring cells."""
 
     name = "direct_channels"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     offered = 4
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not problem.channels_last:
             return "its lanes run along channels, which do not lie side by side"
         gather = Gather.of(problem, pass_, Layouts.dense(problem))
@@ -117,7 +116,7 @@ class DirectChannels(Schedule):
         full = 6 * device.multiprocessors * variant.min_blocks
         steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
@@ -131,7 +130,7 @@ class DirectChannels(Schedule):
             grid=(blocks, *two_dimensions(math.prod(tiles))),
             block=_THREADS,
             shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 

@@ -31,12 +31,8 @@ class DirectGeneral(Schedule):
     """One destination element a thread: any layer."""
 
     name = "direct_general"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     _THREADS = 256
-
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
-        return None
 
     def ranked_at(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
@@ -85,12 +81,12 @@ class DirectGeneral(Schedule):
         blocks = math.ceil(gather.dst_channels / variant.dst_per_thread) * gather.groups
         threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])
         grid = math.ceil(threads / self._THREADS)
-        geometry = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)
+        params = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)
         main = Step(
             source=source,
             grid=(grid, 1, 1),
             block=self._THREADS,
             shared_bytes=0,
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)

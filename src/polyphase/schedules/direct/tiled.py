@@ -64,11 +64,10 @@ class DirectTiled(Schedule):
     """All phases of a tile in one block, the kernel's taps unrolled."""
 
     name = "direct_tiled"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     offered = 8
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         gather = Gather.of(*_as_read(problem, pass_, Layouts.dense(problem)))
         if gather.taps > _MAX_UNROLLED:
             return f"{gather.taps} taps do not unroll (at most {_MAX_UNROLLED})"
@@ -153,7 +152,7 @@ class DirectTiled(Schedule):
         items = dst_blocks * gather.groups
         full = 8 * device.multiprocessors * variant.min_blocks
         per_block = max(1, min(items, items * math.prod(tiles) // full))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
@@ -169,7 +168,7 @@ class DirectTiled(Schedule):
             grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
             block=variant.threads,
             shared_bytes=_shared_bytes(gather, variant, lanes),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 

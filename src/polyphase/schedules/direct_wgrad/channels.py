@@ -82,12 +82,11 @@ class DirectWgradChannels(Schedule):
     """A few neighbouring output channels a thread, with all or some of their weights, at a part of the positions."""
 
     name = "direct_wgrad_channels"
+    passes = (Pass.WEIGHT_GRAD,)
     adapts = True
     offered = 4
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.WEIGHT_GRAD:
-            return "computes the weight gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         channels = max(problem.in_channels_per_group, problem.out_channels_per_group)
         if channels > _MAX_CHANNELS:
             return f"groups of {channels} channels are not few (at most {_MAX_CHANNELS})"
@@ -158,7 +157,7 @@ class DirectWgradChannels(Schedule):
         blocks = _blocks(problem, variant)
         length, parts = parted(all_tiles, _parts(problem, variant, device))
         flush = max(1, _CHAIN // variant.positions)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             batch=problem.batch,
@@ -176,7 +175,7 @@ class DirectWgradChannels(Schedule):
             grid=(math.prod(blocks) * parts, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(problem, variant, _rows_at_once(problem, variant)),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=parts)
 

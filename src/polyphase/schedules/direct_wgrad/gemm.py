@@ -49,10 +49,8 @@ class DirectWgradGemm(Schedule):
     """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
 
     name = "direct_wgrad_gemm"
+    passes = (Pass.WEIGHT_GRAD,)
     offered = 8
-
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        return None if pass_ is Pass.WEIGHT_GRAD else "computes the weight gradient only"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Product:
         columns = problem.out_channels_per_group * problem.taps
@@ -113,7 +111,7 @@ class DirectWgradGemm(Schedule):
         )
         x = Side(five(problem.input_shape), layouts.input)
         grad = Side(five(problem.output_shape), layouts.output)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             batch=problem.batch,
@@ -128,7 +126,7 @@ class DirectWgradGemm(Schedule):
             grid=(tiles * parts, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_floats(variant) * accumulator,
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=parts)
 

@@ -127,13 +127,12 @@ class DirectWgradWindows(Schedule):
     """A window of the output gradient for all taps, read by threads that own some channels and taps, in float32."""
 
     name = "direct_wgrad_windows"
+    passes = (Pass.WEIGHT_GRAD,)
     adapts = True
     offered = 4
     kept = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.WEIGHT_GRAD:
-            return "computes the weight gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.dtype != "float32" or device.capability < 80:
             return "copies float32 asynchronously, from compute capability 8.0 on"
         if problem.groups > 1:
@@ -197,7 +196,7 @@ class DirectWgradWindows(Schedule):
                 ("MIN_BLOCKS", 1),
             ),
         )
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=layer.x,
             g=layer.grad,
             lanes=tiling.lanes,
@@ -220,7 +219,7 @@ class DirectWgradWindows(Schedule):
             grid=(_blocks(layer, variant) * planes, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(layer, variant, tiling),
-            geometry=geometry,
+            params=params,
         )
         last = layer.problem != problem and problem.taps > 1
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=last)

@@ -45,11 +45,10 @@ class DotDgrad(Schedule):
     """The lanes of a warp go along the taps."""
 
     name = "dot_dgrad"
+    passes = (Pass.INPUT_GRAD,)
     adapts = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.INPUT_GRAD:
-            return "computes the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         read = rows_as_one_channel(problem, Layouts.dense(problem))
         if read is None:
             return "output channels and taps along the width do not lie side by side"
@@ -107,7 +106,7 @@ class DotDgrad(Schedule):
                 ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
             ),
         )
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             g=g,
             x=x,
             batch=problem.batch,
@@ -124,7 +123,7 @@ class DotDgrad(Schedule):
             grid=(blocks, 1, 1),
             block=32 * _WARPS,
             shared_bytes=0,
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=parts, may_split=True)
 

@@ -22,7 +22,7 @@ from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import Sharing, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import counter_bytes, lacks_cores, parts_of, steps_of
+from polyphase.schedules.tensor_cores import counter_bytes, parts_of, steps_of
 from polyphase.schedules.tiles import best_first, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, Part, row_bytes, row_piece
 
@@ -111,14 +111,12 @@ class GroupedGemm(Schedule):
     """All phases of a tile as one product of few rows, written as whole rows."""
 
     name = "grouped_gemm"
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
     kept = True
     compared = 1 << 30  # all of them
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.channels_last:
             return "writes rows of pixels, and here channels come last"
         if (channels := problem.in_channels_per_group) > _MAX_IN_CHANNELS:
@@ -183,7 +181,7 @@ class GroupedGemm(Schedule):
         if _shares(problem, variant, tiling, device):
             counters = counter_bytes(blocks)
         source = KernelSource(self.name, problem.dtype, True, _constants(problem, layouts, variant, device))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             window=tiling.window,
@@ -211,7 +209,7 @@ class GroupedGemm(Schedule):
             grid=(at_once * blocks if tiling.total else 0, 1, 1),
             block=32 * variant.all_warps,
             shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=counters + weight_bytes if counters else 0)
 
@@ -233,7 +231,7 @@ def _constants(
         ("STAGE_STEPS", variant.stage_steps),
         ("BUFFERS", variant.buffers),
         ("PARTS", _product(problem, variant.out_chunk).parts),
-        ("BULK_STORES", device.has_copy_engine),
+        ("BULK_STORES", device.has_tma),
         ("MIN_BLOCKS", variant.min_blocks),
     )
 

@@ -1,4 +1,4 @@
-"""How long a variant of `implicit_gemm` takes, predicted from what it counts of a layer (docs/performance.md)."""
+"""How long a variant of `implicit_gemm` takes, predicted from what it counts of a layer (docs/notebook.md)."""
 
 from __future__ import annotations
 

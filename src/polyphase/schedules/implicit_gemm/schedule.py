@@ -40,7 +40,6 @@ from polyphase.schedules.implicit_gemm.tile import (
     store_vector,
 )
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import lacks_cores
 
 _MAX_TAPS = 4096
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
@@ -99,24 +98,21 @@ class ImplicitGemm(Schedule):
     """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
 
     name = "implicit_gemm"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
+    on_tensor_cores = True
     offered = 10
     kept = True
     compared = 64
     best = 3
     prunes = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.INPUT_GRAD and problem.mirrored() is None:
             return "computes input gradients of layers of stride 1 only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
-        gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
-        if gather.taps > _MAX_TAPS:
-            return f"{gather.taps} taps are too many to list (at most {_MAX_TAPS})"
-        if gather.phases > MAX_PHASES:
-            return f"{gather.phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
+        if problem.taps > _MAX_TAPS:
+            return f"{problem.taps} taps are too many to list (at most {_MAX_TAPS})"
+        if (phases := math.prod(problem.stride)) > MAX_PHASES:
+            return f"{phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
         return None
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
@@ -190,7 +186,7 @@ class ImplicitGemm(Schedule):
         packs = pack_weights(gather, variant, product, problem.batch)
         workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
         workspace += product.row_groups * product.weight_bytes(variant)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
@@ -216,8 +212,8 @@ class ImplicitGemm(Schedule):
             grid=(variant.cluster * clusters, 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
-            geometry=geometry,
-            boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
+            params=params,
+            tensor_maps=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
             else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),

@@ -22,7 +22,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather, Side, forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
+from polyphase.schedules.tensor_cores import parts_of, steps_of
 from polyphase.schedules.tiles import Four, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece, widest_piece
 
@@ -90,14 +90,12 @@ class OverlapGemm(Schedule):
     """One product of all pixels with all taps, whose columns are then added up where outputs overlap."""
 
     name = "overlap_gemm"
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
     kept = True
     compared = 24
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.taps > _MAX_COLUMNS:
             return f"{problem.taps} taps are too many columns (at most {_MAX_COLUMNS})"
         if problem.out_channels_per_group > _MAX_OUT_CHANNELS:
@@ -154,7 +152,7 @@ class OverlapGemm(Schedule):
         forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if variant.wgmma else ()
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
         run = problem.axes3[2].stride
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             batch=problem.batch,
@@ -172,7 +170,7 @@ class OverlapGemm(Schedule):
             grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 

@@ -18,7 +18,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
+from polyphase.schedules.tensor_cores import parts_of, steps_of
 from polyphase.schedules.tiles import layer_constants
 
 _MIN_PHASES = 16  # elements of a cell; `implicit_gemm` has straight-line code for fewer
@@ -64,12 +64,10 @@ class PhaseGemm(Schedule):
     """All elements of a cell as columns of one product."""
 
     name = "phase_gemm"
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if (phases := math.prod(problem.stride)) < _MIN_PHASES:
             return f"{phases} elements of a cell are few (here at least {_MIN_PHASES})"
         if (columns := phases * problem.out_channels_per_group) > _MAX_COLUMNS:
@@ -118,7 +116,7 @@ class PhaseGemm(Schedule):
             ("MIN_BLOCKS", variant.min_blocks),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             rows=rows,
@@ -132,7 +130,7 @@ class PhaseGemm(Schedule):
             grid=(row_tiles * _column_tiles(problem, variant) * problem.groups, 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 

@@ -19,7 +19,7 @@ from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import OPERATION_BYTES, lacks_cores, parts_of
+from polyphase.schedules.tensor_cores import OPERATION_BYTES, parts_of
 from polyphase.schedules.tiles import layer_constants
 
 _GROUPS = 2  # of 128 threads, that multiply
@@ -57,12 +57,10 @@ class PhaseGemmPixels(Schedule):
     """Pixels as rows of one product, whose channels stay in registers."""
 
     name = "phase_gemm_pixels"
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if parts_of(problem) > 1:
@@ -137,7 +135,7 @@ class PhaseGemmPixels(Schedule):
         operands = "float16" if _scaled(problem) else problem.dtype
         forms = (WgmmaForm(variant.columns, operands, a_in_registers=True),)
         source = KernelSource(self.name, problem.dtype, True, multiplying, forms)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             pixels=_pixels(problem),
@@ -156,7 +154,7 @@ class PhaseGemmPixels(Schedule):
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
             shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, ahead),
-            geometry=geometry,
+            params=params,
         )
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packs = (_pack_columns(problem, constants, columns),)
@@ -186,7 +184,7 @@ def _tiles(problem: ConvTransposeProblem) -> int:
 
 
 def _scaled(problem: ConvTransposeProblem) -> bool:
-    """Whether the cores take float32 as float16, ``operand/scaled_half.cuh``."""
+    """Whether the tensor cores are given float32 as float16, ``operand/scaled_half.cuh``."""
     return problem.dtype == "float32"
 
 

@@ -90,7 +90,7 @@ class _Tiling:
 class _WindowMma(Gradient):
     """What the two kernels share."""
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
         terms = problem.out_channels_per_group * problem.taps
@@ -130,10 +130,10 @@ class _WindowMma(Gradient):
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
-        params: dict[str, Any]
+        of_pass: dict[str, Any]
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
-            params = {
+            of_pass = {
                 "x_part": tiling.operand,
                 "groups": problem.groups,
                 "part_length": length,
@@ -143,7 +143,7 @@ class _WindowMma(Gradient):
             grid = blocks * planes
         else:
             pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
-            params = {"weight": weight_rows(problem, layouts), "weight_part": tiling.operand, "pairs": pairs}
+            of_pass = {"weight": weight_rows(problem, layouts), "weight_part": tiling.operand, "pairs": pairs}
             planes, grid = 1, blocks * tiling.total
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
@@ -161,7 +161,7 @@ class _WindowMma(Gradient):
             ("MIN_BLOCKS", variant.min_blocks),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             window=tiling.window,
@@ -171,14 +171,14 @@ class _WindowMma(Gradient):
             skew=tiling.skew,
             table_bytes=tiling.table_bytes,
             stage_bytes=tiling.stage_bytes,
-            **params,
+            **of_pass,
         )
         main = Step(
             source=source,
             grid=(grid, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_bytes(variant, tiling),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=planes)
 
@@ -186,14 +186,14 @@ class _WindowMma(Gradient):
 class WindowDgradMma(_WindowMma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
-    pass_ = Pass.INPUT_GRAD
+    passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_mma"
 
 
 class WindowWgradMma(_WindowMma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
-    pass_ = Pass.WEIGHT_GRAD
+    passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_mma"
 
 
@@ -403,7 +403,7 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) ->
     for row_tiles, column_tiles, row_warps in _SHAPES:
         resident = 1 if row_tiles * column_tiles > 16 else 2
         strided = max(problem.stride) > 1 and taps > _MOST_STRIDED_TAPS
-        spills = not device.has_copy_engine or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
+        spills = not device.has_tma or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
         if resident == 1 and problem.dtype == "float32" and spills:
             continue  # the compiler needs more registers there than a thread can have
         variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)

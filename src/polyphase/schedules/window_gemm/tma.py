@@ -18,7 +18,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, plain_step
-from polyphase.program.tensor_map import Boxes, engine_strides
+from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost
@@ -66,7 +66,7 @@ class BoxVariant(NamedTuple):
 
     @property
     def loaders(self) -> int:
-        """Threads beside those that multiply: a group where registers are to change hands, of which there are four."""
+        """Threads beside those that multiply: a whole warpgroup where setmaxnreg moves registers between warpgroups."""
         return 128 if self.resident == 1 else 32
 
     @property
@@ -100,7 +100,7 @@ class _WindowTma(Gradient):
 
     adapts = True
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if not problem.channels_last:
@@ -110,7 +110,7 @@ class _WindowTma(Gradient):
                 pixel = channels * DTYPE_BYTES[problem.dtype]
                 return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
         if max(problem.stride) > _MAX_BOX_STEP:
-            return f"the copy engine takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
+            return f"TMA takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
@@ -170,7 +170,7 @@ class _WindowTma(Gradient):
 class WindowDgradTma(_WindowTma):
     """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
 
-    pass_ = Pass.INPUT_GRAD
+    passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
@@ -193,7 +193,7 @@ class WindowDgradTma(_WindowTma):
         constants = (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush))
         form = WgmmaForm(variant.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, constants, (form,))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             batch=problem.batch,
             groups=problem.groups,
@@ -208,8 +208,8 @@ class WindowDgradTma(_WindowTma):
             grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
-            geometry=geometry,
-            boxes=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
+            params=params,
+            tensor_maps=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
 
@@ -217,7 +217,7 @@ class WindowDgradTma(_WindowTma):
 class WindowWgradTma(_WindowTma):
     """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
 
-    pass_ = Pass.WEIGHT_GRAD
+    passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
@@ -243,7 +243,7 @@ class WindowWgradTma(_WindowTma):
         both = WgmmaForm(variant.columns, problem.dtype, transpose_a=True, transpose_b=True)
         forms = () if dict(constants)["BY_THREADS"] else (both,)
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             groups=problem.groups,
             blocks=blocks,
             lanes=lanes,
@@ -261,8 +261,8 @@ class WindowWgradTma(_WindowTma):
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
-            geometry=geometry,
-            boxes=(
+            params=params,
+            tensor_maps=(
                 _pixel_boxes(problem, layouts, lanes, of_x, output=False),
                 _pixel_boxes(problem, layouts, boxes, windows.pitch, tensor=1),
             ),
@@ -284,25 +284,25 @@ def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Step:
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
-    """Of boxes of the input or the output gradient, where the copy engine takes them."""
+    """Of boxes of the input or the output gradient, where TMA takes them."""
     size = DTYPE_BYTES[problem.dtype]
     shape, strides = (problem.output_shape, layouts.output) if output else (problem.input_shape, layouts.input)
     batch, channels, depth, height, width = five(shape)
     image, channel, slab, row, column = (step * size for step in strides)
     if channel != size and channels > 1:
         return None
-    return engine_strides(zip((width, height, depth, batch), (column, row, slab, image)))
+    return tma_strides(zip((width, height, depth, batch), (column, row, slab, image)))
 
 
 def _pixel_boxes(
     problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pitch: int, output: bool = True, tensor: int = 0
-) -> Boxes:
+) -> TensorMap:
     """``pitch`` bytes of a tile's positions, in the input, or where a tap meets the output gradient."""
     batch, channels, depth, height, width = five(problem.output_shape if output else problem.input_shape)
     strides = _pixel_strides(problem, layouts, output)
     assert strides is not None
     steps = (axis.stride if output and count > 1 else 1 for axis, count in zip(problem.axes3[::-1], lanes[:0:-1]))
-    return Boxes(
+    return TensorMap(
         problem.dtype,
         (channels, width, height, depth, max(1, batch)),
         strides,
@@ -314,13 +314,13 @@ def _pixel_boxes(
     )
 
 
-def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> Boxes:
+def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> TensorMap:
     size, out = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group
     per_tap = [(problem.in_channels, out * problem.taps * size), (problem.taps, out * size), (1, 0), (1, 0)]
-    strides, pitch = engine_strides(per_tap), variant.depth_bytes
+    strides, pitch = tma_strides(per_tap), variant.depth_bytes
     assert strides is not None
     box = (pitch // size, variant.columns, 1, 1, 1)
-    return Boxes(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
+    return TensorMap(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
 
 
 def _items(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int) -> int:

@@ -23,11 +23,11 @@ class _Transposed(Schedule):
     adapts = True
     kept = True
     _boxes: WindowDgradTma | WindowWgradTma
-    _reads: int  # tensors that are turned before; the result is turned after
+    _reads: int  # tensors that are transposed before; the result is transposed back
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is self._boxes.pass_ and problem.channels_last:
-            return "turns tensors that are channels first"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if problem.channels_last:
+            return "transposes tensors that are channels first"
         return self._boxes.supports(_last(problem), pass_, device)
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
@@ -80,6 +80,7 @@ class WindowDgradTransposed(_Transposed):
     """The input gradient: of the turned gradient of the output."""
 
     name = "window_dgrad_transposed"
+    passes = (Pass.INPUT_GRAD,)
     _boxes = WindowDgradTma()
     _reads = 1
 
@@ -88,6 +89,7 @@ class WindowWgradTransposed(_Transposed):
     """The weight gradient: of the turned input and the turned gradient of the output."""
 
     name = "window_wgrad_transposed"
+    passes = (Pass.WEIGHT_GRAD,)
     _boxes = WindowWgradTma()
     _reads = 2
 

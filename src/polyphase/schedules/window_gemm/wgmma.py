@@ -45,7 +45,7 @@ class _WindowWgmma(Gradient):
 
     compared = 16
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if problem.channels_last and (self.pass_ is Pass.INPUT_GRAD or DTYPE_BYTES[problem.dtype] != 2):
@@ -60,7 +60,7 @@ class _WindowWgmma(Gradient):
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
-        return f"no stage of {problem.taps} taps fits shared memory, or none whose rows the copy engine takes"
+        return f"no stage of {problem.taps} taps fits shared memory, or none whose rows TMA takes"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         return None if _as_read(problem, pass_, layouts) is None else standard(problem)
@@ -112,11 +112,11 @@ class _WindowWgmma(Gradient):
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
-        params: dict[str, int] = {}
+        of_pass: dict[str, int] = {}
         planes, grid = 1, blocks * tiling.total
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
-            params = _weight_grad_params(problem, tiling, length)
+            of_pass = _weight_grad_params(problem, tiling, length)
             grid = blocks * planes
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_),
@@ -135,7 +135,7 @@ class _WindowWgmma(Gradient):
         )
         form = WgmmaForm(variant.columns, problem.dtype, a_in_registers=True, transpose_b=given.channels_last)
         source = KernelSource(self.name, problem.dtype, True, constants, (form,))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             window=tiling.window,
@@ -148,15 +148,15 @@ class _WindowWgmma(Gradient):
             table_bytes=tiling.table,
             stage_bytes=tiling.stage,
             window_bytes=tiling.window_at,
-            **params,
+            **of_pass,
         )
         main = Step(
             source=source,
             grid=(grid, 1, 1),
             block=128 * GROUPS + LOADERS,
             shared_bytes=shared_bytes_of(variant, tiling),
-            geometry=geometry,
-            boxes=tuple(each for each in (tiling.runs.boxes, tiling.window_box) if each is not None),
+            params=params,
+            tensor_maps=tuple(each for each in (tiling.runs.boxes, tiling.window_box) if each is not None),
         )
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=given.channels_last and given.taps > 1)
 
@@ -164,14 +164,14 @@ class _WindowWgmma(Gradient):
 class WindowDgradWgmma(_WindowWgmma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
-    pass_ = Pass.INPUT_GRAD
+    passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_wgmma"
 
 
 class WindowWgradWgmma(_WindowWgmma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
-    pass_ = Pass.WEIGHT_GRAD
+    passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_wgmma"
     any_size = False
     adapts = True

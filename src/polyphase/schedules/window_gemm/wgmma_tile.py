@@ -14,7 +14,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, five
-from polyphase.program.tensor_map import Boxes, engine_strides
+from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.cells import Side
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, best_first, tiles_of
@@ -23,7 +23,7 @@ from polyphase.schedules.window_gemm.window import channel_pitch, extent_of_wind
 
 GROUPS = 2  # of 128 threads that multiply; one more loads
 LOADERS = 128
-_MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one dimension
+_MAX_BOX_SIDE = 256  # elements that TMA brings at once along one dimension
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 PIECE_BYTES = 16  # of rows that are copied
 _LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
@@ -46,13 +46,13 @@ class WgmmaVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """What a stage holds of the operand, as the kernels' ``Runs``: boxes of the copy engine's, or copied pieces."""
+    """What a stage holds of the operand, as the kernels' ``Runs``: TMA boxes, or copied pieces."""
 
     count: Four
     length: int
     span: int
     box_bytes: int  # or what is copied in the place of a box
-    boxes: Boxes | None  # none where threads copy it
+    boxes: TensorMap | None  # none where threads copy it
     piece_bytes: int = 0  # then, at once
 
     def params(self) -> dict[str, Any]:
@@ -60,8 +60,8 @@ class Runs:
         return {"count": self.count, "length": self.length, "bytes": self.span, "box": self.box_bytes}
 
     @classmethod
-    def of_boxes(cls, count: Four, boxes: Boxes) -> Runs:
-        """Those that the engine brings."""
+    def of_boxes(cls, count: Four, boxes: TensorMap) -> Runs:
+        """Those that TMA copies."""
         size = DTYPE_BYTES[boxes.dtype]
         return cls(count, boxes.swizzle // size, boxes.swizzle, math.prod(boxes.box) * size, boxes)
 
@@ -78,7 +78,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Window:
-    """What a stage holds of the output gradient, as the kernels' ``Window``: boxes of the engine's, or copied rows."""
+    """What a stage holds of the output gradient, as the kernels' ``Window``: TMA boxes, or copied rows."""
 
     extent: Four
     steps: Four  # elements from one image, slab, row and channel to the next
@@ -103,7 +103,7 @@ class Tiling:
     window: Window
     skew: int
     runs: Runs
-    window_box: Boxes | None  # none where threads copy it
+    window_box: TensorMap | None  # none where threads copy it
     joined: int
     steps: int
     window_at: int
@@ -117,7 +117,7 @@ class Tiling:
 
     @property
     def box_bytes(self) -> int:
-        """Of the window, if the engine brings it."""
+        """Of the window, if TMA copies it."""
         return 0 if self.window_box is None else math.prod(self.window_box.box) * DTYPE_BYTES[self.window_box.dtype]
 
 
@@ -274,8 +274,8 @@ def _as_box(
     layouts: Layouts,
     variant: WgmmaVariant,
     lanes: Four,
-) -> tuple[Window, Boxes, int] | None:
-    """The window as the copy engine brings it, where it can.
+) -> tuple[Window, TensorMap, int] | None:
+    """The window as TMA brings it, where it can.
 
     Beside it the elements that its rows begin before the first that is met: a box begins at a multiple of 16 bytes.
     """
@@ -287,7 +287,7 @@ def _as_box(
         return None
     batch, channels, depth, height, width = five(problem.output_shape)
     image, channel, slab, row, _ = (step * size for step in layouts.output)
-    strides = engine_strides([(height, row), (depth, slab), (batch, image), (channels, channel)])
+    strides = tma_strides([(height, row), (depth, slab), (batch, image), (channels, channel)])
     if strides is None or channel % 16:
         return None
     images, slabs, rows, columns = extent_of_window(problem, lanes)
@@ -306,7 +306,7 @@ def _as_box(
     columns = _quietest(widths, lambda columns: _conflicts(problem, pass_, lanes, steps(columns)))
     sides = (width, height, depth, max(1, batch), channels)
     tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
-    boxes = Boxes(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
+    boxes = TensorMap(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
     return Window((images, slabs, rows, columns), steps(columns), 0), boxes, skew
 
 
@@ -438,7 +438,7 @@ def _input_runs(
         if joined
         else (width, channels, height, depth, max(1, batch))
     )
-    strides = engine_strides(zip(sides[1:], (channel, row, slab, image)))
+    strides = tma_strides(zip(sides[1:], (channel, row, slab, image)))
     if strides is None and images * slabs * (1 if joined else rows) == 1:
         length = round_up(length, OPERATION_BYTES // size)  # threads can end a run with zeros
     span = next((span for span in (128, 64, 32) if length * size % span == 0), None)
@@ -457,7 +457,7 @@ def _input_runs(
         runs = Runs(count, span // size, span, variant.columns * span, None, piece)
         return (runs, joined) if 0 < pieces <= LOADERS else (None, 0)
     box = (span // size, variant.columns, 1, 1, 1)
-    boxes = Boxes(problem.dtype, sides, strides, box, span, tf32=True)
+    boxes = TensorMap(problem.dtype, sides, strides, box, span, tf32=True)
     return Runs.of_boxes(count, boxes), joined
 
 
@@ -466,13 +466,13 @@ def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaV
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
     batch, _, depth, height, width = five(problem.input_shape)
     image, _, slab, row, column = (step * size for step in layouts.input)
-    strides = engine_strides([(width, column), (height, row), (depth, slab), (batch, image)])
+    strides = tma_strides([(width, column), (height, row), (depth, slab), (batch, image)])
     pitch = channel_pitch(problem, channels)
     whole = math.prod(lanes) * size % OPERATION_BYTES == 0 and variant.columns * size % pitch == 0
     if not layouts.aligned or strides is None or not whole or max(lanes) > _MAX_BOX_SIDE:
         return None
     sides = (channels, width, height, depth, max(1, batch))
-    boxes = Boxes(problem.dtype, sides, strides, (pitch // size, *lanes[::-1]), pitch, tf32=True)
+    boxes = TensorMap(problem.dtype, sides, strides, (pitch // size, *lanes[::-1]), pitch, tf32=True)
     return Runs.of_boxes((1, 1, 1, variant.columns * size // pitch), boxes)
 
 
@@ -484,7 +484,7 @@ def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: Wgmma
     depth = variant.out_chunk * problem.taps * size
     span = 128
     sides = (columns, problem.in_channels, 1, 1, 1)
-    boxes = Boxes(
+    boxes = TensorMap(
         problem.dtype, sides, (columns * size, 16, 16, 16), (span // size, variant.columns, 1, 1, 1), span, True, 1
     )
     return Runs.of_boxes((1, 1, 1, math.ceil(depth / span)), boxes)
