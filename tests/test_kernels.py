@@ -219,6 +219,7 @@ def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[C
     return Candidate("direct_tiled", variant, 0.0, ""), launch
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("buffers", [2, 3])
 @pytest.mark.parametrize("width", [9, 12])
@@ -293,6 +294,7 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pass_", Pass)
 def test_wide_offsets(dtype: str, pass_: Pass) -> None:
@@ -588,6 +590,7 @@ def test_items_are_taken_all_around_the_ring(name: str, monkeypatch: pytest.Monk
             assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("wgmma", "split"), [(True, "turns"), (True, "rows"), (True, "cells"), (False, "cells")])
 def test_products_do_not_race(wgmma: bool, split: str, channels_last: bool) -> None:
@@ -817,6 +820,7 @@ def test_products_of_boxes(name: str) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("channels_last", "settings"),
     [

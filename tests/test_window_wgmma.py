@@ -149,6 +149,7 @@ def mixed_formats(problem: ConvTransposeProblem) -> Iterator[Layouts]:
         yield replace(Layouts.dense(problem), input=input, output=output, weight_channels_last=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(
     "problem",
