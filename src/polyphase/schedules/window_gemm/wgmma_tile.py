@@ -25,6 +25,7 @@ LOADERS = 128
 _MAX_BOX_SIDE = 256  # elements that the copy engine brings at once along one dimension
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 PIECE_BYTES = 16  # of rows that are copied
+_ROUNDING = 1 - 1e-9  # a bound is summed up in another order than what it bounds
 _LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
 
 # Cycles, fitted to 595 and, where threads copy windows, 92 measured variants on an H200 (docs/performance.md): for an
@@ -164,7 +165,8 @@ class _Tilings:
                 for halved in range(images.bit_length())
             }
             self._lanes = sorted(found)
-        self._works = list(_least_works(problem, pass_, variant, self._lanes))
+        self._boxed = [_can_be_box(problem, pass_, layouts, variant.out_chunk, each) for each in self._lanes]
+        self._works = list(_least_works(problem, pass_, variant, self._lanes, self._boxed))
         self._stages = list(_least_stages(problem, pass_, variant, self._lanes))
         self._least_row = min(_LEAST_COPIED_ROW, problem.input_size[-1])
         self._tilings: dict[int, Tiling | None] = {}
@@ -181,8 +183,11 @@ class _Tilings:
         problem, pass_, _, alike = self._layer
 
         def work_of(index: int) -> float | None:
-            tiling = self._tiling(places[index])
-            if self._is_short(places[index]) is not short or tiling is None:
+            place = places[index]
+            if not short and not self._boxed[place] and self._lanes[place][3] < self._least_row:
+                return None
+            tiling = self._tiling(place)
+            if tiling is None or self._is_short(place) is not short:
                 return None
             fits = shared_bytes_of(variant, tiling) <= available
             return tiling.total * stage_cycles(problem, pass_, alike, tiling) if fits else None
@@ -219,19 +224,33 @@ def _least_stages(
 
 
 def _least_works(
-    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, lanes: Sequence[Four]
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    variant: WgmmaVariant,
+    lanes: Sequence[Four],
+    boxed: Sequence[bool],
 ) -> Iterator[float]:
-    """What the work of such tiles is not less than: that of their operations, as if nothing had to be loaded."""
+    """What the work of such tiles is not less than: as if reads never met, and a window's rows ended with its columns.
+
+    ``boxed``: whether TMA may bring the window.
+    """
     size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
-    weights = pass_ is Pass.WEIGHT_GRAD
+    weights, vector = pass_ is Pass.WEIGHT_GRAD, PIECE_BYTES // size
     steps = variant.out_chunk * problem.taps * size // OPERATION_BYTES
     reads = 4 * _reads(problem, pass_)
-    for each in lanes:
+    stage, piece, copy = _COPIED[pass_, size]
+    for each, by_box in zip(lanes, boxed):
         positions = math.prod(each)
         if weights:
             steps = positions * size // OPERATION_BYTES
+        images, slabs, lines, columns = extent_of_window(problem, each)
+        rows = variant.out_chunk * images * slabs * lines
+        loads = stage + piece + rows * -(-(columns + vector - 1) // vector) / LOADERS * copy
+        if by_box:
+            loads = min(loads, rows * -(-columns * size // 128) * _ROW)
         fewest = reads if positions >= _FOUND else reads / 4  # of four reads, some of which may meet no row
-        yield math.prod(tiles_of(problem.batch, sizes, each)) * (steps * _operation(variant, fewest) + _STAGE)
+        cycles = steps * _operation(variant, fewest) + loads + _STAGE
+        yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
 
 
 def _operation(variant: WgmmaVariant, reads: float) -> float:
@@ -286,25 +305,15 @@ def _as_box(
 
     Beside it the elements that its rows begin before the first that is met: a box begins at a multiple of 16 bytes.
     """
+    if not _can_be_box(problem, pass_, layouts, variant.out_chunk, lanes):
+        return None
     size, chunk = DTYPE_BYTES[problem.dtype], variant.out_chunk
-    vector = 16 // size
-    # Channels behind a group's last meet no weight; what lies there must be none of the next group's.
-    whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
-    if not layouts.aligned or not whole:
-        return None
+    vector, strides = 16 // size, _box_strides(problem, layouts)
+    assert strides is not None
     batch, channels, depth, height, width = five(problem.output_shape)
-    image, channel, slab, row, _ = (step * size for step in layouts.output)
-    strides = engine_strides([(height, row), (depth, slab), (batch, image), (channels, channel)])
-    if strides is None or channel % 16:
-        return None
     images, slabs, rows, columns = extent_of_window(problem, lanes)
-    axis = problem.axes3[2]
-    skew = -axis.padding % vector
+    skew = -problem.axes3[2].padding % vector
     columns = round_up(skew + columns, vector)
-    if max(images, slabs, rows, columns, chunk) > _MAX_BOX_SIDE:
-        return None
-    if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
-        return None
 
     def steps(columns: int) -> Four:
         return slabs * rows * columns, rows * columns, columns, images * slabs * rows * columns
@@ -315,6 +324,30 @@ def _as_box(
     tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
     boxes = Boxes(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
     return Window((images, slabs, rows, columns), steps(columns), 0), boxes, skew
+
+
+def _can_be_box(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> bool:
+    """Whether TMA can bring the window."""
+    vector, axis = 16 // DTYPE_BYTES[problem.dtype], problem.axes3[2]
+    if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
+        return False
+    # Channels behind a group's last meet no weight; what lies there must be none of the next group's.
+    whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
+    if not layouts.aligned or not whole or _box_strides(problem, layouts) is None:
+        return False
+    images, slabs, rows, columns = extent_of_window(problem, lanes)
+    columns = round_up(-axis.padding % vector + columns, vector)
+    return max(images, slabs, rows, columns, chunk) <= _MAX_BOX_SIDE
+
+
+@lru_cache(maxsize=64)
+def _box_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[int, ...] | None:
+    """Of boxes of the output gradient; None where TMA does not take it apart."""
+    size = DTYPE_BYTES[problem.dtype]
+    batch, channels, depth, height, _ = five(problem.output_shape)
+    image, channel, slab, row, _ = (step * size for step in layouts.output)
+    strides = engine_strides([(height, row), (depth, slab), (batch, image), (channels, channel)])
+    return strides if channel % 16 == 0 else None
 
 
 def _as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> Window | None:
