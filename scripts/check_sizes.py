@@ -28,6 +28,32 @@ ALLOWED = {
     )
 }
 
+#: What is larger still: it may become smaller, and no larger. Lines of files; lines and complexity of functions.
+LARGE_FILES = {
+    "src/polyphase/kernels/grouped_gemm.cu": 757,
+    "src/polyphase/schedules/grouped_gemm/schedule.py": 519,
+    "src/polyphase/schedules/implicit_gemm/config.py": 455,
+    "src/polyphase/schedules/window_gemm/tma.py": 567,
+    "src/polyphase/schedules/window_gemm/wgmma_tile.py": 533,
+    "tests/test_gpu.py": 958,
+    "tests/test_jit.py": 788,
+    "tests/test_kernels.py": 975,
+}
+LARGE_FUNCTIONS = {
+    "file.py:emit": (61, 20),
+    "direct_tiled.cu:direct_tiled": (121, 35),
+    "direct_wgrad_gemm.cu:direct_wgrad_gemm": (149, 41),
+    "implicit_gemm.cu:implicit_gemm": (260, 82),
+    "phase_gemm_pixels.cu:phase_gemm_pixels": (140, 50),
+    "window_wgrad_wgmma.cu:window_wgrad_wgmma": (129, 34),
+    "tiled.py:legal_variants": (60, 31),
+    "config.py:families": (92, 92),
+    "cuts.py:_boxes": (61, 37),
+    "tile.py:store_vector": (60, 23),
+    "schedule.py:_variants": (60, 24),
+    "wgmma_tile.py:_input_runs": (60, 26),
+}
+
 
 def tracked(*patterns: str) -> list[Path]:
     """Files of the repository."""
@@ -41,6 +67,7 @@ def long_files() -> list[str]:
     for path in tracked("src/*.py", "src/*.cu", "src/*.cuh", "tests/*.py", "benchmarks/*.py", "scripts/*.py"):
         python_of_package = path.suffix == ".py" and "tests" not in path.parts
         most = LINES if python_of_package else LINES_OF_KERNELS_AND_TESTS
+        most = LARGE_FILES.get(str(path.relative_to(ROOT)), most)
         count = len(path.read_text(encoding="utf-8").splitlines())
         if count > most:
             found.append(f"{path.relative_to(ROOT)}: {count} lines, at most {most}")
@@ -57,11 +84,12 @@ def large_functions() -> list[str]:
         analysis = lizard.analyze_file.analyze_source_code(name, path.read_text(encoding="utf-8"))
         for function in analysis.function_list:
             key = f"{path.name}:{function.name}"
-            too_long = function.length > most_lines and key not in ALLOWED
-            if too_long or function.cyclomatic_complexity > most_complex:
+            lines, complexity = LARGE_FUNCTIONS.get(key, (most_lines, most_complex))
+            too_long = function.length > lines and key not in ALLOWED
+            if too_long or function.cyclomatic_complexity > complexity:
                 found.append(
                     f"{path.relative_to(ROOT)}:{function.start_line}: {function.name} has {function.length} lines "
-                    f"(at most {most_lines}), complexity {function.cyclomatic_complexity} (at most {most_complex})"
+                    f"(at most {lines}), complexity {function.cyclomatic_complexity} (at most {complexity})"
                 )
     return found
 

@@ -25,7 +25,7 @@ from kernel_harness import tensor_map
 from polyphase.emit import file as emit_file
 from polyphase.emit.model import Model, model_of_file, model_of_layer
 from polyphase.problem.device import DeviceInfo
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, TensorMap
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -131,7 +131,7 @@ class Extension:
         self.kernels = module.KERNELS[arch]
         self.files = module.FILES
         self.launches: list[str] = []
-        self.boxes: list[Boxes] = []
+        self.boxes: list[TensorMap] = []
 
     def launch(
         self,
@@ -162,13 +162,13 @@ class Extension:
 BOXES = "<9Q14I"
 
 
-def unpacked_boxes(numbers: Sequence[int]) -> Boxes:
+def unpacked_boxes(numbers: Sequence[int]) -> TensorMap:
     """What binding.cpp is told of boxes, but for the place of their tensor map."""
     *dimensions, kind, swizzle, tensor = numbers
     sizes, strides, spans, steps = dimensions[:5], dimensions[5:9], dimensions[9:14], dimensions[14:]
     dtype = {6: "float16", 7: "float32", 9: "bfloat16", 11: "float32"}[kind]
     box = ((span - 1) // step + 1 for span, step in zip(spans, steps))
-    return Boxes(dtype, *map(tuple, (sizes, strides, box)), 16 << swizzle, kind == 11, tensor, tuple(steps))
+    return TensorMap(dtype, *map(tuple, (sizes, strides, box)), 16 << swizzle, kind == 11, tensor, tuple(steps))
 
 
 def on_the_emulator(module: Any, arch: str) -> Extension:

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from emulator import EmulatedKernel, text_of
 from helpers import TORCH, constants
-from polyphase.plan.shortlist import candidates, refusal
+from polyphase.plan.shortlist import candidates
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides, extent
 from polyphase.program.params import params_of
 from polyphase.program.program import Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, Step, X
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from polyphase.schedules.schedule import Candidate, Schedule
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -57,10 +57,10 @@ class Emulator:
         if 0 in step.grid:
             return
         kernel = EmulatedKernel(text_of(step.source), step.source.kernel)
-        geometry = (ctypes.c_ubyte * len(step.geometry)).from_buffer_copy(step.geometry)
-        for boxes, place in zip(step.boxes, params_of(step.source).tensor_maps):
+        geometry = (ctypes.c_ubyte * len(step.params)).from_buffer_copy(step.params)
+        for boxes, place in zip(step.tensor_maps, params_of(step.source).tensor_maps):
             geometry[place : place + TENSOR_MAP_BYTES] = tensor_map(boxes)
-        parameters = [*tensors, geometry] if step.geometry else tensors
+        parameters = [*tensors, geometry] if step.params else tensors
         arguments = (step.grid, step.block, step.shared_bytes, parameters)
         if self.order is None:
             kernel.launch_in_every_order(*arguments)
@@ -68,7 +68,7 @@ class Emulator:
             kernel.launch(*arguments, order=self.order)
 
 
-def tensor_map(boxes: Boxes) -> bytes:
+def tensor_map(boxes: TensorMap) -> bytes:
     """The emulator's ``TensorMap`` (tests/emulator/ptx/tma.cuh)."""
     assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in boxes.strides)
     assert all(0 < side <= 256 for side in boxes.spans)
@@ -187,7 +187,7 @@ def run(
 
 def params(launch: Program) -> dict[str, Any]:
     """What the last parameter of a program's main kernel holds, by the names that the kernel has for it."""
-    return params_of(launch.main.source).read(launch.main.geometry)
+    return params_of(launch.main.source).read(launch.main.params)
 
 
 def operand_shapes(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -284,7 +284,7 @@ def offers(
 ) -> list[tuple[Candidate, Program]]:
     """What a schedule offers, and its launches."""
     layouts = layouts or Layouts.dense(problem)
-    assert refusal(schedule, problem, pass_, H200) is None
+    assert schedule.supports(problem, pass_, H200) is None
     return [
         (candidate, schedule.launch(problem, pass_, H200, layouts, candidate.variant))
         for candidate in candidates(schedule, problem, pass_, H200, layouts)

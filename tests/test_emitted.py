@@ -26,7 +26,7 @@ from polyphase.problem.sizes import typical
 from polyphase.program.params import params_of
 from polyphase.program.program import Program
 from polyphase.program.step import Step
-from polyphase.program.tensor_map import Boxes
+from polyphase.program.tensor_map import TensorMap
 
 # Its input gradient comes in planes.
 IN_PARTS = "1x16x3x4 -> 64, k=8, s=4, p=2, channels_last, bfloat16"
@@ -66,7 +66,7 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
             for pass_ in Pass:
                 expected = expected_launch(other, pass_, arch, aligned=True)
                 for aligned in (True, False):
-                    copies = not aligned and bool(expected.main.boxes)
+                    copies = not aligned and bool(expected.main.tensor_maps)
                     if not aligned and not copies:
                         unaligned = expected_launch(other, pass_, arch, aligned=False)
                         copies = unaligned.main.source != expected.main.source
@@ -86,7 +86,7 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
                     for (arguments, _), step in zip(call.steps, expected.steps, strict=True):
                         compare(module, arch, arguments, step)
                     compared += 1
-                    by_boxes += bool(expected.main.boxes)
+                    by_boxes += bool(expected.main.tensor_maps)
     assert compared > 500
     assert (by_boxes > 20) == (arch == "sm_90a")
 
@@ -106,7 +106,7 @@ def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Step) -> N
     number, geometry, boxes, *grid, block, shared_bytes = given
     assert (tuple(grid), block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
     places = params_of(expected.source).tensor_maps
-    assert (geometry, boxes) == (expected.geometry, b"".join(map(packed_boxes, expected.boxes, places)))
+    assert (geometry, boxes) == (expected.params, b"".join(map(packed_boxes, expected.tensor_maps, places)))
     name, generated, files = module.KERNELS[arch][number]
     assert (name, files) == (expected.source.kernel, expected.source.files)
     lines = zip(
@@ -217,7 +217,7 @@ def test_boxes_are_packed_by_the_numbers_of_the_driver() -> None:
     assert {name: int(number) for name, number in tensor_map._SWIZZLES.items()} == support._SWIZZLES
     for dtype, tf32, number in (("float32", True, 11), ("float32", False, 7), ("float16", True, 6)):
         steps = 1, 1, 2, 8, 1
-        boxes = Boxes(dtype, (1, 2, 3, 4, 5), (6, 7, 8, 2**39), (10, 11, 12, 13, 14), 64, tf32, 1, steps)
+        boxes = TensorMap(dtype, (1, 2, 3, 4, 5), (6, 7, 8, 2**39), (10, 11, 12, 13, 14), 64, tf32, 1, steps)
         spans = 10, 11, 23, 97, 14
         expected = (*range(1, 9), 2**39, *spans, *steps, number, 2, 1, 256)
         assert struct.unpack(BOXES, packed_boxes(boxes, 256)) == expected
@@ -234,7 +234,7 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
         *(3, 2**31 - 1, 5, 6, 256, 1, 1, 1024, 7),
         *(first.data_ptr(), 0, second.data_ptr()),
     ]
-    assert binding.geometry() == b"abcd"
+    assert binding.params() == b"abcd"
     assert binding.encoded() == []
     with pytest.raises(RuntimeError, match="kernel 2 takes 2 tensors and 4 bytes, given 1 tensors and 3 bytes"):
         binding.launch(2, b"abc", b"", 1, 1, 1, 32, 0, [first])
@@ -243,7 +243,10 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="CUDA error 1"):
         binding.launch(2, b"abcd", b"", 1, 1, 1, 32, 13, [first, second])
 
-    geometry, boxes = bytes(range(196)), Boxes("float32", (9, 8, 7, 6, 2**33), (16, 32, 48, 2**38), (4,) * 5, 64, True)
+    geometry, boxes = (
+        bytes(range(196)),
+        TensorMap("float32", (9, 8, 7, 6, 2**33), (16, 32, 48, 2**38), (4,) * 5, 64, True),
+    )
     boxes = replace(boxes, steps=(1, 2, 1, 1, 1))
     binding.launch(1, geometry, packed_boxes(boxes, 64), 1, 1, 1, 32, 0, [first])
     assert binding.encoded() == [
@@ -251,7 +254,7 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
         *(*boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps),
         *(0, 2, 2, 0),
     ]
-    assert binding.geometry() == geometry[:64] + b"m" * 128 + geometry[192:]
+    assert binding.params() == geometry[:64] + b"m" * 128 + geometry[192:]
     assert geometry == bytes(range(196))
     with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes each, given 127"):
         binding.launch(1, geometry, packed_boxes(boxes, 64)[1:], 1, 1, 1, 32, 0, [first])
@@ -266,7 +269,7 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_binding_is_built_with_cuda_11(small: Any, tmp_path: Path) -> None:
     binding = binding_on_the_cpu(small.BINDING, tmp_path, 11070)
-    boxes = packed_boxes(Boxes("float16", (8,) * 5, (16,) * 4, (8,) * 5, 16, False), 0)
+    boxes = packed_boxes(TensorMap("float16", (8,) * 5, (16,) * 4, (8,) * 5, 16, False), 0)
     binding.launch(1, bytes(196), b"", 1, 1, 1, 32, 0, [torch.rand(3)])
     with pytest.raises(RuntimeError, match="knows no tensor maps: both must be of CUDA 12 or newer"):
         binding.launch(1, bytes(196), boxes, 1, 1, 1, 32, 0, [torch.rand(3)])

@@ -844,10 +844,10 @@ def test_layers_of_many_phases_carry_inf_and_nan() -> None:
 @pytest.mark.parametrize("bits", [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], ids=hex)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_boxes_carry_inf_and_nan(channels_last: bool, bits: int) -> None:
-    """The copy engine rounds to TF32: neither does an Inf become a NaN, nor a NaN anything else."""
+    """TMA rounds to TF32: neither does an Inf become a NaN, nor a NaN anything else."""
     problem = make((2, 32, 12, 16), 32, 3, 1, 1, channels_last=channels_last, tf32=True)
     chosen = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).launch
-    if chosen is None or not chosen.main.boxes:
+    if chosen is None or not chosen.main.tensor_maps:
         pytest.skip("the planner takes no boxes here")
     operands = make_operands(problem, torch.float32, DEVICE)
     if channels_last:

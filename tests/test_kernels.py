@@ -335,7 +335,7 @@ def items_to_take(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def share_all_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """All those that are not a block's own because they are loaded before any can be taken."""
     always = Sharing(rounds=1, cycles=0, most=1e9)
-    monkeypatch.setattr(implicit_gemm, "_SHARING", {False: always, True: always})
+    monkeypatch.setattr(implicit_gemm, "_sharing", lambda gather, device: always)
 
 
 GEMM_LAYERS = {
@@ -656,7 +656,7 @@ def test_rounds_of_images(name: str) -> None:
             assert_exact(layer, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
 
-# Boxes of pixels that the copy engine brings: a layer, settings of the variant, and what its tiles are to be.
+# Boxes of pixels that TMA copies: a layer, settings of the variant, and what its tiles are to be.
 BOXED = {
     "one box": (
         make((2, 20, 6, 16), 70, 3, 1, 1, bias=True, tf32=True),
@@ -808,7 +808,7 @@ def boxed(
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
     case, candidate, launch = boxed(*BOXED[name])
-    (boxes,) = launch.main.boxes
+    (boxes,) = launch.main.tensor_maps
     last, operands = case.problem.channels_last, name.startswith("operands")
     assert case.variant.boxes is (last or operands)
     assert boxes.swizzle == (32 * case.variant.k_steps if last else 128 if operands else 16)
@@ -840,14 +840,14 @@ def test_boxes_do_not_race(split: str, channels_last: bool, settings: dict[str, 
 
 
 def offers_boxes(problem: ConvTransposeProblem, **layout: bool) -> set[int]:
-    """The depths of stages, in instructions, of which the copy engine brings the pixels."""
+    """The depths of stages, in instructions, of which TMA brings the pixels."""
     layouts = replace(Layouts.dense(problem), **layout)
     found = set()
     for case in gemm_variants(problem):
         if (case.layouts.input, case.layouts.aligned) == (layouts.input, layouts.aligned):
             launch = ImplicitGemm().launch(problem, Pass.FORWARD, H200, case.layouts, case.variant)
-            assert bool(launch.main.boxes) is (case.params(H200)["boxes"] > 0)
-            found |= {case.variant.k_steps} if launch.main.boxes else set()
+            assert bool(launch.main.tensor_maps) is (case.params(H200)["boxes"] > 0)
+            found |= {case.variant.k_steps} if launch.main.tensor_maps else set()
     return found
 
 
@@ -879,16 +879,16 @@ def test_boxes_of_strange_tensors(name: str) -> None:
     layouts = replace(Layouts.dense(problem), input=strides)
     found = list(candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts))
     offers = [GemmCase(problem, layouts, candidate.variant).offers(H200)[0] for candidate in found]
-    candidate, launch = next((offer for offer in offers if offer[1].boxes), offers[0])
+    candidate, launch = next((offer for offer in offers if offer[1].main.tensor_maps), offers[0])
     assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(1))
 
 
 def test_boxes_begin_at_multiples_of_16_bytes() -> None:
-    """The emulator does not let the copy engine begin elsewhere, which it cannot."""
+    """The emulator does not let TMA begin elsewhere, which it cannot."""
     case, candidate, launch = boxed(*BOXED["one box"])
     found = params(launch)
-    geometry = params_of(launch.main.source).pack(**{**found, "skew": found["skew"] + 1})
-    launch = launch.with_main(replace(launch.main, geometry=geometry))
+    moved = params_of(launch.main.source).pack(**{**found, "skew": found["skew"] + 1})
+    launch = launch.with_main(replace(launch.main, params=moved))
     with pytest.raises(emulator.EmulationError, match="__trap"):
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
 
@@ -906,7 +906,7 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
     problem = make((1, 20, 4, width), 16, 4, 2, 1, tf32=parts == 1, channels_last=channels_last)
     case = gemm_case(problem, parts=parts)
     ((_, launch),) = case.offers(H200)
-    assert bool(launch.main.boxes) is (parts == 1 if channels_last else width == 8)
+    assert bool(launch.main.tensor_maps) is (parts == 1 if channels_last else width == 8)
     torch.manual_seed(3)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
     out = run(problem, Pass.FORWARD, launch, case.layouts, (x, w)).double()

@@ -23,7 +23,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.program.params import params_of
 from polyphase.program.step import Step
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, TensorMap
 
 THREADS = 4
 
@@ -186,7 +186,7 @@ def launch_of_boxes() -> Step:
     problem = ConvTransposeProblem.make((8, 64, 32, 32), 64, 3, dtype="float16", channels_last=True)
     launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
     assert launch is not None
-    assert launch.main.boxes
+    assert launch.main.tensor_maps
     return launch.main
 
 
@@ -195,8 +195,8 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
     launch = launch_of_boxes()
     encoded: list[int] = []
 
-    def encode(boxes: Boxes, address: int) -> bytes:
-        assert boxes in launch.boxes
+    def encode(boxes: TensorMap, address: int) -> bytes:
+        assert boxes in launch.tensor_maps
         encoded.append(address)
         return bytes([address]) * TENSOR_MAP_BYTES
 
@@ -211,7 +211,7 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
         geometry = executable._local.keep[0].raw
         end = place + TENSOR_MAP_BYTES
         assert geometry[place:end] == bytes([pointers[0]]) * TENSOR_MAP_BYTES
-        assert geometry[:place] + geometry[end:] == launch.geometry[:place] + launch.geometry[end:]
+        assert geometry[:place] + geometry[end:] == launch.params[:place] + launch.params[end:]
 
     for pointers, known in (
         ((1, 2, 3, 4), [1]),
@@ -238,14 +238,18 @@ def test_no_map_without_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("boxes", "dtype", "swizzle"),
     [
-        (Boxes("float32", (96, 9, 8, 1, 2), (384, 3456, 16, 27648), (16, 5, 4, 1, 2), 64, True), "TFLOAT32", "64B"),
-        (Boxes("float32", (96, 9, 8, 1, 2), (384, 3456, 16, 27648), (8, 5, 4, 1, 2), 32, False), "FLOAT32", "32B"),
-        (Boxes("bfloat16", (64, 9, 8, 1, 2), (128, 1152, 16, 9216), (64, 5, 4, 1, 2), 128, True), "BFLOAT16", "128B"),
-        (Boxes("float16", (16, 9, 1, 2, 40), (32, 16, 11520, 288), (16, 5, 1, 2, 16), 16, True), "FLOAT16", "NONE"),
+        (TensorMap("float32", (96, 9, 8, 1, 2), (384, 3456, 16, 27648), (16, 5, 4, 1, 2), 64, True), "TFLOAT32", "64B"),
+        (TensorMap("float32", (96, 9, 8, 1, 2), (384, 3456, 16, 27648), (8, 5, 4, 1, 2), 32, False), "FLOAT32", "32B"),
+        (
+            TensorMap("bfloat16", (64, 9, 8, 1, 2), (128, 1152, 16, 9216), (64, 5, 4, 1, 2), 128, True),
+            "BFLOAT16",
+            "128B",
+        ),
+        (TensorMap("float16", (16, 9, 1, 2, 40), (32, 16, 11520, 288), (16, 5, 1, 2, 16), 16, True), "FLOAT16", "NONE"),
     ],
     ids=str,
 )
-def test_maps_say_what_boxes_are(monkeypatch: pytest.MonkeyPatch, boxes: Boxes, dtype: str, swizzle: str) -> None:
+def test_maps_say_what_boxes_are(monkeypatch: pytest.MonkeyPatch, boxes: TensorMap, dtype: str, swizzle: str) -> None:
     found = ctypes.create_string_buffer(bytes(range(TENSOR_MAP_BYTES)), TENSOR_MAP_BYTES)
     given: list[Any] = []
 
@@ -278,7 +282,7 @@ def test_a_map_that_the_driver_refuses_is_a_named_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *arguments: (refusal, None))
     executable = launcher.Executable(launch, "sm_90a", 0)
     for _ in range(2):  # a map that was not made is not taken for one that was
-        with pytest.raises(PolyphaseError, match=r"the driver makes no tensor map of Boxes\(.*INVALID_VALUE"):
+        with pytest.raises(PolyphaseError, match=r"the driver makes no tensor map of TensorMap\(.*INVALID_VALUE"):
             executable(0, 1 << 40, 2, 3, 4)
 
 

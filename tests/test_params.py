@@ -220,6 +220,7 @@ def test_missing_values_are_named() -> None:
     [
         (SOURCE.replace("kernel(", "other("), "no kernel kernel in its source"),
         (SOURCE.replace("int count,", "int* count,"), "Outer has a member that is not understood: int\\* count"),
+        (SOURCE.replace("int count,", "int (*count)(int), other,"), "not understood: int \\(\\*count\\)"),
         (SOURCE.replace("length[3]", "length[THREE]"), "Outer has a member that is not understood: int count, length"),
         (SOURCE.replace("bool first;", "bool first = true;"), "not understood: bool first = true;"),
         (SOURCE.replace("bool first;", "bool first{};"), "not understood: bool first@"),

@@ -28,7 +28,7 @@ from polyphase.problem.layouts import Layouts, Strides
 from polyphase.problem.sizes import has_odd_rows, is_tiny
 from polyphase.program.program import Program
 from polyphase.program.struct_layout import divisor
-from polyphase.program.tensor_map import Boxes
+from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
@@ -37,7 +37,7 @@ from polyphase.schedules.implicit_gemm.cuts import box_strides
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile, best_tiles
 from polyphase.schedules.schedule import Candidate
-from polyphase.schedules.window_gemm.wgmma_tile import in_pairs
+from polyphase.schedules.window_gemm.wgmma_window import in_pairs
 
 make = ConvTransposeProblem.make
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120")
@@ -238,7 +238,7 @@ MOST_KERNELS = 10  # of a layer's forward pass, and of gradients by a schedule t
 def assert_few_sources(problem: ConvTransposeProblem) -> None:
     """The layer has one kernel for tiny images, and one for all others; its forward pass a few of either.
 
-    So have gradients of each schedule that is the fastest at some size; those whose tiles or boxes the copy engine
+    So have gradients of each schedule that is the fastest at some size; those whose tiles or boxes TMA
     does not bring at every size have a few. Gradients by Hopper's instruction that take taps in pairs have others where
     the output's rows are odd by their padding, which is an argument of its own.
     So has the forward pass in half precision where the input's rows are odd; the product of matrices that it is of
@@ -379,11 +379,11 @@ def test_layouts_are_part_of_a_plan() -> None:
         other = plan.plan(problem, Pass.FORWARD, H200, layouts).launch
         assert plain is not None
         assert other is not None
-        assert other.main.source == plain.source
-        assert other.main.geometry != plain.geometry
+        assert other.main.source == plain.main.source
+        assert other.main.params != plain.main.params
 
 
-# Boxes of pixels that the copy engine brings
+# Boxes of pixels that TMA copies
 
 
 def strides_of_boxes(problem: ConvTransposeProblem, strides: Strides, aligned: bool = True) -> tuple[int, ...] | None:
@@ -421,7 +421,7 @@ def test_strides_that_the_copy_engine_can_take(strides: Strides, found: tuple[in
         assert strides_of_boxes(replace(problem, batch=1), (3, *strides[1:])) is not None
 
 
-def assert_driver_takes(boxes: Boxes) -> None:
+def assert_driver_takes(boxes: TensorMap) -> None:
     """The rules of ``cuTensorMapEncodeTiled``."""
     size = DTYPE_BYTES[boxes.dtype]
     assert len(boxes.sizes) == len(boxes.box) == len(boxes.strides) + 1 == 5
@@ -440,17 +440,17 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
         for formatted in formats(layer.problem):
             problem = replace(formatted, dtype=dtype, tf32=True)
             for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
-                if not launch.main.boxes:
+                if not launch.main.tensor_maps:
                     continue
                 assert candidate.schedule == "implicit_gemm"
-                assert_driver_takes(launch.main.boxes[0])
+                assert_driver_takes(launch.main.tensor_maps[0])
                 count, pixels = params(launch)["boxes"], params(launch)["box_pixels"]
                 assert count >= 1
-                stage = math.prod(launch.main.boxes[0].box) * DTYPE_BYTES[dtype]
+                stage = math.prod(launch.main.tensor_maps[0].box) * DTYPE_BYTES[dtype]
                 assert stage == pixels * 32 * candidate.variant.k_steps * (2 if candidate.variant.scaled else 1)
                 slots = candidate.variant.stages if problem.channels_last else candidate.variant.raw_slots
                 assert slots * count * stage <= launch.main.shared_bytes
-                met.add((problem.channels_last, launch.main.boxes[0].swizzle))
+                met.add((problem.channels_last, launch.main.tensor_maps[0].swizzle))
     assert {last for last, _ in met} == {False, True}
 
 
@@ -615,8 +615,10 @@ def test_refusals_have_reasons_and_another_schedule(problem: ConvTransposeProble
 
 
 def test_no_schedule_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SCHEDULES", [each for each in SCHEDULES if each.name == "weight_grad"])
-    with pytest.raises(UnsupportedError, match=r"no schedule computes the forward of .* on sm_90a: weight_grad: comp"):
+    monkeypatch.setattr(plan, "SCHEDULES", [each for each in SCHEDULES if each.name == "direct_wgrad_gemm"])
+    with pytest.raises(
+        UnsupportedError, match=r"no schedule computes the forward of .* on sm_90a: direct_wgrad_gemm: comp"
+    ):
         plan.plan(make((9, 9, 9, 9), 9, 9), Pass.FORWARD, H200)
 
 

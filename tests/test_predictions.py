@@ -1,4 +1,4 @@
-"""What predictions count. Whether they are right, only a GPU can tell (docs/performance.md)."""
+"""What predictions count. Whether they are right, only a GPU can tell (docs/notebook.md)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from polyphase.costs import costs
 from polyphase.plan import planner as plan
 from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -29,7 +30,7 @@ def test_direct_kernel_counts_rounds() -> None:
     assert first.variant.min_blocks > 1
 
     def cycles(items: int) -> float:
-        return cycles_of_rounds(first.variant, counts, items, H200.multiprocessors)
+        return cycles_of_rounds(first.variant, counts, items, H200.multiprocessors, costs("direct_tiled", H200))
 
     assert cycles(3 * full) == pytest.approx(3 * cycles(full))
     assert cycles(full + 1) == pytest.approx(cycles(full) + cycles(1))

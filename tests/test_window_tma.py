@@ -1,4 +1,4 @@
-"""Gradients in channels_last by boxes of the copy engine, executed by the emulator; test_gpu.py runs them on a GPU."""
+"""Gradients in channels_last by TMA boxes, executed by the emulator; test_gpu.py runs them on a GPU."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kernel_harness import (
     gradient_cases,
     integers,
     offers,
+    params,
     strange_layouts,
 )
 from polyphase.plan.planner import plan
@@ -30,7 +31,6 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.program.split_k import reduce_splits
-from polyphase.program.step import DST
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import tma as gradient_boxes
 from polyphase.schedules.window_gemm.tap_windows import ALONE
@@ -85,18 +85,18 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
 
 
 def is_narrowed(launch: Program) -> bool:
-    """Whether a weight gradient leaves the kernel in the tensors' dtype, with no reduction behind it."""
-    return DST in launch.main.operands
+    """Whether the kernel of a weight gradient narrows its sums itself."""
+    return bool(params(launch).get("narrowed"))
 
 
 def test_layers_take_every_way() -> None:
-    """Boxes of every width, groups side by side in rows and in columns, one part of positions and several."""
+    """TensorMap of every width, groups side by side in rows and in columns, one part of positions and several."""
     ways = set()
     for problem in LAYERS.values():
         for pass_, schedule in SCHEDULES.items():
             if refusal(schedule, problem, pass_, H200) is None:
                 for candidate, launch in offers(schedule, problem, pass_):
-                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in launch.main.boxes}
+                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in launch.main.tensor_maps}
                     ways |= {(pass_, "row groups", candidate.variant.row_groups), (pass_, launch.splits > 1)}
                     ways |= {(pass_, "packed", launch.main_index > 0), (pass_, "narrowed", is_narrowed(launch))}
     for pass_ in SCHEDULES:
@@ -145,7 +145,7 @@ def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     gradient_boxes._input_parts.cache_clear()
     problem = make((3, 24, 7, 9), 40, 3, 2, 1, dtype=dtype, tf32=True)
     for candidate, launch in offers(SCHEDULES[pass_], problem, pass_):
-        assert pass_ is Pass.INPUT_GRAD or not is_narrowed(launch)
+        assert not is_narrowed(launch)
         assert dict(launch.main.source.constants).get("FLUSH", 1) < 9 * 2
         assert_exact(problem, pass_, candidate, launch, executor=Emulator(1))
     gradient_boxes._parts.cache_clear()
@@ -278,11 +278,11 @@ def test_lone_pixels() -> None:
             lone = ConvTransposeProblem.make((batch, 128, *(1,) * dims), 64, 4, dtype="bfloat16")
             last = plan(lone, Pass.WEIGHT_GRAD, H200).launch
             assert last is not None
-            assert not last.planes_channels_last
+            assert not last.dst_channels_last
             for pass_, schedule in SCHEDULES.items():
                 problem = replace(lone, channels_last=True)
                 for _, launch in offers(schedule, problem, pass_):
-                    assert all(1 <= span <= 256 for boxes in launch.main.boxes for span in boxes.spans)
+                    assert all(1 <= span <= 256 for boxes in launch.main.tensor_maps for span in boxes.spans)
     problem = make((300, 24, 1, 1), 16, 2, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
         for candidate, launch in offers(schedule, problem, pass_):

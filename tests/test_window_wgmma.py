@@ -106,8 +106,8 @@ def test_channels_last(name: str) -> None:
 def test_channels_last_take_every_way() -> None:
     """Windows come as boxes and by copies; the input comes in boxes of every width, one and several."""
     found = [launch for problem in LAST.values() for _, launch in offers(WindowWgradWgmma(), problem, Pass.WEIGHT_GRAD)]
-    assert {launch.main.boxes[0].swizzle for launch in found} == {32, 64, 128}
-    assert {len(launch.main.boxes) for launch in found} == {1, 2}
+    assert {launch.main.tensor_maps[0].swizzle for launch in found} == {32, 64, 128}
+    assert {len(launch.main.tensor_maps) for launch in found} == {1, 2}
     assert {dict(launch.main.source.constants)["COLUMN_TILES"] for launch in found} > {2, 8}
 
 
@@ -222,7 +222,7 @@ def test_no_races(name: str, pass_: Pass) -> None:
 def test_rows_of_a_window_beyond_32767_bytes() -> None:
     problem = make((1, 16, 64), 8, 32, dilation=600, dtype="bfloat16")
     candidate, launch = offers(SCHEDULES[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
-    assert len(launch.main.boxes) == 1  # the window is copied
+    assert len(launch.main.tensor_maps) == 1  # the window is copied
     assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(1))
 
 
@@ -257,7 +257,7 @@ def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_float32_is_rounded_to_nearest(pass_: Pass, padding: int) -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, padding, tf32=True)
     _, launch = offers(SCHEDULES[pass_], problem, pass_)[0]
-    assert len(launch.main.boxes) == 1 + padding
+    assert len(launch.main.tensor_maps) == 1 + padding
     assert_rounds_to_nearest(problem, pass_, launch)
 
 

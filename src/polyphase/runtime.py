@@ -218,9 +218,9 @@ def _prepare(
     tensor = input if input is not None else output
     assert tensor is not None
     device = DeviceInfo.of(tensor.device)
-    index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
     layouts = _layouts(pass_, problem, input, output, weight)
     chosen = plan(problem, pass_, device, layouts)
+    index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
     program = _first_to_run(chosen, device.arch, index)
     if pass_ is Pass.WEIGHT_GRAD:
         shape, strides5 = problem.weight_shape, dense_strides(problem.weight_shape, program.dst_channels_last)

@@ -105,7 +105,7 @@ struct Fiber {
   Guarded stack{"the thread's stack", kStack, 16};
 };
 
-/// What the copy engine has been told and has not done: it does so when the barrier's phase ends.
+/// What TMA has been told and has not done: it does so when the barrier's phase ends.
 struct BulkCopy {
   const emulator::Barrier* barrier;
   void* to;
@@ -392,13 +392,13 @@ void emulator::barrier_arrive(Barrier* barrier) {
 }
 void emulator::bulk_copy(Barrier* barrier, void* to, const void* from, std::size_t bytes) {
   if (bytes % 16 || std::uintptr_t(to) % 16 || std::uintptr_t(from) % 16)
-    fail(__builtin_return_address(0), "the copy engine takes multiples of 16 bytes");
+    fail(__builtin_return_address(0), "TMA takes multiples of 16 bytes");
   std::memset(to, 0xFF, bytes);
   bulk_copies.push_back({barrier, to, from, bytes});
 }
 void emulator::bulk_store(void* to, const void* from, std::size_t bytes) {
   if (bytes % 16 || std::uintptr_t(to) % 16 || std::uintptr_t(from) % 16)
-    fail(__builtin_return_address(0), "the copy engine takes multiples of 16 bytes");
+    fail(__builtin_return_address(0), "TMA takes multiples of 16 bytes");
   later(Async::stores, [=] { std::memcpy(to, from, bytes); });
 }
 void* emulator::scratch(std::size_t bytes) {

@@ -103,7 +103,7 @@ def _choice(chosen: plan.Plan) -> gates.Row:
     assert program is not None
     other = chosen.selected[1].candidate if len(chosen.selected) > 1 else None
     main = program.main
-    parameters = b"".join(step.geometry for step in (*_packs(program), main))
+    parameters = b"".join(step.params for step in (*_packs(program), main))
     return {
         "algorithm": chosen.schedule,
         "variant": _settings(candidate),

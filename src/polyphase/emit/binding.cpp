@@ -16,7 +16,7 @@ std::size_t geometry_bytes_of(std::size_t number);
 cudaError_t launch_kernel(std::size_t number, dim3 grid, dim3 block, std::size_t shared_bytes, void** arguments,
                           cudaStream_t stream);
 
-// Boxes that the copy engine takes of one of a kernel's tensors, as the driver is told of them: dimensions innermost
+// Boxes that TMA takes of one of a kernel's tensors, as the driver is told of them: dimensions innermost
 // first, strides in bytes, without the first dimension's. Their tensor map lies `place` bytes into the last parameter.
 struct Boxes {
   std::uint64_t sizes[5], strides[4];

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import polyphase
+from polyphase.costs import table
 from polyphase.emit import support
 from polyphase.emit.collect import (
     Found,
@@ -42,7 +43,7 @@ _HERE = Path(__file__).parent
 _SUPPORT = support.__name__
 # What runs an emitted file calls these by name, or PyTorch does.
 _CALLED = {"launch", "forward", "backward"}
-_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "STRUCTS", "LAYERS", "CLASSES"}
+_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "STRUCTS", "COSTS", "LAYERS", "CLASSES"}
 # The structs of kernels are read in their sources by the first, and looked up by the second in an emitted file.
 _READ, _LOOKED_UP = (params.__name__, "params_of"), (_SUPPORT, "params_of")
 
@@ -100,6 +101,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     literals = _Literals()
     literals.of([layers, structs])  # notes what it names
     found, names = _collected(model, literals.roots)
+    host = _host(found, names)
     parts = [
         _header(model, title, command, plans),
         _imports(found, names),
@@ -111,9 +113,11 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _section("From Python to a launch, in C++"),
         _raw("LAUNCHER", (_HERE / "launcher.cuh").read_text(encoding="utf-8")),
         _raw("BINDING", (_HERE / "binding.cpp").read_text(encoding="utf-8")),
-        *_host(found, names),
+        *host,
         _section("What the kernels take as their last parameter, as read in their sources"),
         f"STRUCTS = {literals.of(structs, names)}",
+        _section("What forecasts are made of: by them launches choose tiles and splits"),
+        f"COSTS = {literals.of(_costs_of(host, devices))}",
         _section("What was emitted: layers, and what computes their passes"),
         f"LAYERS = {literals.of(layers, names)}",
         _classes(model, names),
@@ -128,7 +132,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
 def _collected(model: Model, roots: set[Key]) -> tuple[Found, dict[Key, str]]:
     """The host code that ``roots``, and all that runs, use; and what has another name in the file."""
     modules = {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
-    given = {_READ, *((_SUPPORT, name) for name in _FILLED_IN)}
+    given = {_READ, *((module, name) for module in (_SUPPORT, table.__name__) for name in _FILLED_IN)}
     found = collect([*roots, *modules, (_SUPPORT, "use_kernels"), _LOOKED_UP], _CALLED, given)
     found.imports["sys"] = "import sys"
     names = distinct_names(found, model.defined | set(model.imported))
@@ -349,6 +353,16 @@ def _host(found: Found, names: dict[Key, str]) -> list[str]:
         title = "What this file does when it runs" if module == _SUPPORT else path
         parts += [_section(title, "" if module == _SUPPORT else docstring_of(module)), text_of(module, found, names)]
     return parts
+
+
+def _costs_of(host: Sequence[str], devices: Sequence[DeviceInfo]) -> dict[str, dict[str, dict[str, float]]]:
+    """The costs that the host code names, of the architectures and of what stands for those without a file."""
+    text, wanted = "\n".join(host), {table.MEASURED, *(device.arch for device in devices)}
+    return {
+        arch: {section: terms for section, terms in found.items() if f'"{section}"' in text}
+        for arch, found in table.COSTS.items()
+        if arch in wanted
+    }
 
 
 def _classes(model: Model, names: dict[Key, str]) -> str:

@@ -26,7 +26,7 @@ from polyphase.problem.layouts import ALIGNMENT, Layouts
 from polyphase.program.program import Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, Step, X
 from polyphase.program.struct_layout import Struct
-from polyphase.program.tensor_map import Boxes
+from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.schedule import Schedule
 
 
@@ -176,7 +176,7 @@ def prepare(
         return choice.schedule.launch(problem, pass_, DeviceInfo.of(device), layouts, choice.variant)
 
     program = program_on(aligned=True)
-    copies = not aligned and bool(program.main.boxes)  # whose tensors must be aligned
+    copies = not aligned and bool(program.main.tensor_maps)  # whose tensors must be aligned
     if not aligned and not copies:
         other = program_on(aligned=False)
         copies = other.main.source != program.main.source  # the kernel for others is not in this file
@@ -202,8 +202,8 @@ def prepare(
 def arguments(arch: str, step: Step) -> tuple[Any, ...]:
     """What the extension's ``launch`` takes before the tensors."""
     number, places = kernel_number(arch, step.source), params_of(step.source).tensor_maps
-    boxes = b"".join(packed_boxes(*each) for each in zip(step.boxes, places))
-    return (number, step.geometry, boxes, *step.grid, step.block, step.shared_bytes)
+    boxes = b"".join(packed_boxes(*each) for each in zip(step.tensor_maps, places))
+    return (number, step.params, boxes, *step.grid, step.block, step.shared_bytes)
 
 
 # How the driver numbers what it makes tensor maps of, and the bytes within which chunks change places.
@@ -211,8 +211,8 @@ _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 
 
-def packed_boxes(boxes: Boxes, place: int) -> bytes:
-    """``Boxes`` of binding.cpp, whose tensor map lies ``place`` bytes into the kernel's last parameter."""
+def packed_boxes(boxes: TensorMap, place: int) -> bytes:
+    """``TensorMap`` of binding.cpp, whose tensor map lies ``place`` bytes into the kernel's last parameter."""
     kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
     return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, place)
 

@@ -40,10 +40,10 @@ class Executable:
         self.device_index = index
         self._dimensions = (*step.grid, step.block, 1, 1, step.shared_bytes)
         self._empty = 0 in step.grid
-        self._geometry = step.geometry
-        self._boxes = step.boxes
-        self._places = params_of(step.source).tensor_maps if step.boxes else ()
-        self._maps: list[dict[int, bytes]] = [{} for _ in step.boxes]
+        self._geometry = step.params
+        self._tensor_maps = step.tensor_maps
+        self._places = params_of(step.source).tensor_maps if step.tensor_maps else ()
+        self._maps: list[dict[int, bytes]] = [{} for _ in step.tensor_maps]
         self._pointers = len(step.operands)
         self._pack = struct.Struct(f"{self._pointers}Q").pack_into
         self._local = threading.local()
@@ -60,7 +60,7 @@ class Executable:
         except AttributeError:
             block, address, config = self._parameters()
         self._pack(block, 0, *pointers)
-        for i, boxes in enumerate(self._boxes):
+        for i, boxes in enumerate(self._tensor_maps):
             if self._local.mapped[i] != pointers[boxes.tensor]:
                 self._map(i, pointers[boxes.tensor])
         if config is None:
@@ -86,7 +86,7 @@ class Executable:
         start = ctypes.addressof(block)
         table = (ctypes.c_uint64 * (count + 1))(*(start + 8 * i for i in range(count)), ctypes.addressof(geometry))
         self._local.keep = (geometry, table)
-        self._local.mapped = [None] * len(self._boxes)
+        self._local.mapped = [None] * len(self._tensor_maps)
         self._local.block = (block, ctypes.addressof(table), self._overlapping() if self._overlaps else None)
         return self._local.block  # type: ignore[no-any-return]
 
@@ -99,7 +99,7 @@ class Executable:
         if encoded is None:
             if len(maps) >= _MOST_MAPS:
                 maps.clear()
-            encoded = maps[address] = encode(self._boxes[index], address)
+            encoded = maps[address] = encode(self._tensor_maps[index], address)
         geometry, _ = self._local.keep
         ctypes.memmove(ctypes.byref(geometry, self._places[index]), encoded, TENSOR_MAP_BYTES)
         self._local.mapped[index] = address

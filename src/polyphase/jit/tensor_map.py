@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine of Hopper needs to know of a tensor whose boxes it brings."""
+"""Tensor maps: what TMA needs to know of a tensor whose boxes it brings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 from cuda.bindings import driver
 
 from polyphase.errors import PolyphaseError
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES, Boxes
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, TensorMap
 
 _SWIZZLES = {
     16: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -23,7 +23,7 @@ _DTYPES = {
 }
 
 
-def encode(boxes: Boxes, address: int) -> bytes:
+def encode(boxes: TensorMap, address: int) -> bytes:
     """The tensor map of boxes of the tensor at ``address``. Raises `PolyphaseError` where the driver refuses.
 
     No box is ever brought of an empty tensor, whose address is 0; the map has another, as the driver may want one.

@@ -75,7 +75,7 @@ constexpr int MATRICES = EXACT ? 2 : 1;  // of an entry
 constexpr int ENTRY_BYTES = MATRICES * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
 constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
 
-// What the tensor cores take of one channel's weight or pixel, or of two neighbouring ones'.
+// What the tensor cores read of one channel's weight or pixel, or of two neighbouring ones'.
 __device__ __forceinline__ unsigned word_of(float value, float) { return __float_as_uint(round_tf32(value)); }
 template <class T>
 __device__ __forceinline__ unsigned word_of(T value, T next) {
@@ -204,7 +204,7 @@ struct Sums {
 
  private:
   // What a lane holds of eight pixels: the elements of two channels, half an operation apart, or of two pairs of
-  // neighbours. And as the tensor cores take them: a word of each of the two, and of two parts the low ones behind; or
+  // neighbours. And as the tensor cores read them: a word of each of the two, and of two parts the low ones behind; or
   // the three parts of both together.
   typedef scalar_t Elements[2 * CHANNELS];
   typedef unsigned Words[PARTS == 1 ? 2 : PARTS == 2 ? 4 : 3];

@@ -311,18 +311,6 @@ __device__ __forceinline__ void multiply_kind(int kind, const Params& params, co
   multiply<KIND>(params, of, counts, sums, totals);
 }
 
-// Where the pixels of a tile lie that threads copy: the same for every tile.
-__device__ __forceinline__ void find_halo(const Params& params, unsigned* halo, int copied) {
-  const int thread = threadIdx.x;
-  if (!takes_boxes(params))
-    for (int i = thread; i * copied < params.halo; i += THREADS) {
-      Pixel p;
-      p.locate(params, i * copied);
-      const bool inside = p.n < params.images && p.d < params.cells[0] + REACH_D && p.h < params.cells[1] + REACH_H;
-      halo[i] = inside ? p.packed() : NOWHERE;
-    }
-}
-
 // How far the pixels of each operation lie from a cell's, and how many operations each row block has.
 __device__ __forceinline__ void list_operations(const Params& params, Shared& shared) {
   const int thread = threadIdx.x;
@@ -337,24 +325,6 @@ __device__ __forceinline__ void list_operations(const Params& params, Shared& sh
   }
   for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
-}
-
-// By one thread.
-__device__ __forceinline__ void init_barriers(const Params& params, const TileScheduler& scheduler, Shared& shared,
-                                              unsigned full, unsigned empty, unsigned order) {
-  for (int i = 0; i < STAGES; ++i) {
-    mbarrier_init(full + 8 * i, !takes_boxes(params) ? LOADERS : BOXES ? 1 : TRANSPOSE_WARPS + 1);
-    mbarrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
-  }
-  for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(order + 8 * i, 1);
-  mbarrier_init(shared_address(&shared.resident), 1);
-  for (int i = 0; i < RAW_SLOTS; ++i) {
-    mbarrier_init(shared_address(shared.raw_full + i), 1);
-    mbarrier_init(shared_address(shared.raw_empty + i), TRANSPOSE_WARPS);
-  }
-  scheduler.init();
-  fence_mbarrier_init();
-  scheduler.begin();
 }
 
 #if CLUSTER > 1
@@ -387,9 +357,30 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   const Scales scales((unsigned char*)packed);
   packed += SCALES_BYTES;
 #endif
-  if (thread == 0) init_barriers(params, scheduler, shared, full, empty, order);
+  if (thread == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(full + 8 * i, !takes_boxes(params) ? LOADERS : BOXES ? 1 : TRANSPOSE_WARPS + 1);
+      mbarrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
+    }
+    for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(order + 8 * i, 1);
+    mbarrier_init(shared_address(&shared.resident), 1);
+    for (int i = 0; i < RAW_SLOTS; ++i) {
+      mbarrier_init(shared_address(shared.raw_full + i), 1);
+      mbarrier_init(shared_address(shared.raw_empty + i), TRANSPOSE_WARPS);
+    }
+    scheduler.init();
+    fence_mbarrier_init();
+    scheduler.begin();
+  }
+  // Positions are the same for every tile.
   const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(params) / (int)sizeof(scalar_t);
-  find_halo(params, halo, copied);
+  if (!takes_boxes(params))
+    for (int i = thread; i * copied < params.halo; i += THREADS) {
+      Pixel p;
+      p.locate(params, i * copied);
+      const bool inside = p.n < params.images && p.d < params.cells[0] + REACH_D && p.h < params.cells[1] + REACH_H;
+      halo[i] = inside ? p.packed() : NOWHERE;
+    }
   Epilogue::prepare(params, store_memory);
   list_operations(params, shared);
   if (BOXES) {  // what none fills

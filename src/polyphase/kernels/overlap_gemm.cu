@@ -5,7 +5,7 @@
 //   y[co, o]                =  bias[co]  +  Σ over the taps that meet o of   product[pixel that the tap reads, column]
 //
 // No product is computed for nothing, whatever the stride, and of few channels only the columns are few. Pixels go from
-// global memory to the registers that the tensor cores take them from: no two warps read the same.
+// global memory to the registers that the tensor cores read them from: no two warps read the same.
 //
 // Index mapping. A block owns a tile of cells (core/geometry.cuh) and OUT_CHUNK output channels of one group. The
 // pixels of the window that the tile reads, cut at the edges of images that a tile covers from edge to edge, come in
@@ -198,7 +198,7 @@ struct PixelLoader {
   }
 };
 
-// One operation's pixels as the tensor cores take them.
+// One operation's pixels as the tensor cores read them.
 struct Rows {
   unsigned high[ROW_TILES][4], low[ROW_TILES][4];
 

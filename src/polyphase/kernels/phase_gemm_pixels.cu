@@ -16,8 +16,8 @@
 // all there (RESIDENT). Tiles are dealt out one by one, so that neighbours are stored together; the chunks of those
 // that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on their way.
 //
-// In float32 the tensor cores take float16 (SCALED, operand/scaled_half.cuh): a pixel's channels are all at hand when
-// they become operands, and so is their largest.
+// In float32 the tensor cores multiply float16 (SCALED, operand/scaled_half.cuh): a pixel's channels are all at hand
+// when they become operands, and so is their largest.
 //
 // Which of a tile's pixels are which of M is all the same to the product. A thread has runs of RUN neighbours, as many
 // as it reads and stores at once: its outputs of a run are neighbours, too, where a cell is two elements wide, and
@@ -177,7 +177,7 @@ struct Seconds {
   float of[SCALED ? STEPS : 1][4];
 };
 
-// All channels of a thread's pixels, as the tensor cores take them (ptx/mma.cuh).
+// All channels of a thread's pixels, as the tensor cores read them (ptx/mma.cuh).
 struct Rows {
   unsigned of[ROW_TILES][STEPS][4];
   float unscale[PIXELS];  // SCALED: what sums are multiplied by
@@ -235,7 +235,7 @@ struct Rows {
                       channel);
     }
   }
-  // What was loaded, as the tensor cores take it. `turns` is true: without a condition the compiler has too few
+  // What was loaded, as the tensor cores read it. `turns` is true: without a condition the compiler has too few
   // registers.
   __device__ __forceinline__ void settle(const Seconds& seconds, bool turns) {
     if constexpr (SCALED) {

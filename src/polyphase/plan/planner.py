@@ -1,7 +1,7 @@
 """The one place that decides how a pass is computed. Needs neither torch nor a GPU.
 
 Every schedule says whether it can run, and offers variants with a predicted time; the fastest prediction wins. What is
-offered is a short list that depends on the layer and the kind of its images (tiny, or such as the cores take as they
+offered is a short list that depends on the layer and the kind of its images (tiny, or such as TMA can copy as they
 lie, or neither), not on their size or the batch's. The first of it is what the layer has at most sizes; the forward
 pass has another of the list where that is clearly faster at the size at hand, so that all sizes together need a few.
 So have gradients of some schedules, and all of them may have another schedule's first at the size at hand. Nothing is

@@ -18,8 +18,8 @@ _Variant = TypeVar("_Variant", bound=Hashable)
 
 _FOLDER = "rankings"
 _PACKAGE = Path(__file__).parent.parent
-_ROOMS = ("problem", "plan", "program", "schedules")
-_FILES = [file for room in _ROOMS for file in _PACKAGE.glob(f"{room}/**/*.py")]
+_ROOMS = ("costs", "problem", "plan", "program", "schedules")
+_FILES = [file for room in _ROOMS for kind in ("py", "json") for file in _PACKAGE.glob(f"{room}/**/*.{kind}")]
 # A digest of all that predicts, as it is when it is loaded; None where there are no sources to tell planners apart by.
 _PLANNER = digest(_FILES) if _FILES else None
 

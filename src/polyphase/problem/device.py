@@ -42,8 +42,8 @@ class DeviceInfo:
         return self.arch == "sm_90a"
 
     @property
-    def has_copy_engine(self) -> bool:
-        """Whether it has the copy engine that came with Hopper."""
+    def has_tma(self) -> bool:
+        """Whether it has the Tensor Memory Accelerator (TMA)."""
         return self.capability >= 90
 
     @property

@@ -98,8 +98,8 @@ def _declarations(name: str, code: str, start: int) -> Iterator[tuple[str, str, 
         body, before = re.sub(r"{[^{}]*}", "@", body), body
     for statement in re.findall(r"[^;@]*[;@]", body):
         declared = _DECLARATION.fullmatch(statement)
-        if declared is None and "(" in statement and "#" not in statement:
-            continue  # a function
+        if declared is None and re.search(r"\).*@$", statement, re.DOTALL) and "#" not in statement:
+            continue  # a function and what it does
         for each in [""] if declared is None else declared[3].split(","):
             found = _DECLARATOR.fullmatch(each)
             if declared is None or found is None:

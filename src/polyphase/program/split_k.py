@@ -20,5 +20,5 @@ def reduce_splits(dtype: str, elements: int, splits: int) -> Step:
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
     source = KernelSource("reduce_splits", dtype, False, constants, folder="steps")
     blocks = math.ceil(elements * groups / (_TOGETHER * _THREADS))
-    geometry = params_of(source).pack(plane=elements, planes=splits, groups=groups)
-    return plain_step(source, blocks, _THREADS, geometry)
+    params = params_of(source).pack(plane=elements, planes=splits, groups=groups)
+    return plain_step(source, blocks, _THREADS, params)

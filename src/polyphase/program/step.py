@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
-    from polyphase.program.tensor_map import Boxes
+    from polyphase.program.tensor_map import TensorMap
 
 #: The tensors that a forward pass or an input gradient reads, and its result.
 SRC, WEIGHT, BIAS, DST = "src", "weight", "bias", "dst"
@@ -23,8 +23,8 @@ WORKSPACE, PARTIALS = "workspace", "partials"
 class Step:
     """One kernel launch.
 
-    ``geometry`` is the kernel's last parameter (`polyphase.program.params`); there is none where it is empty. Its
-    tensor maps, in their order those of ``boxes``, are left to be filled in. ``operands`` name the buffers whose
+    ``params`` is the kernel's last parameter (`polyphase.program.params`); there is none where it is empty. Its
+    tensor maps, in their order those of ``tensor_maps``, are left to be filled in. ``operands`` name the buffers whose
     addresses are the kernel's other parameters, in order. ``overlaps``: it may start before the step before it ends
     (programmatic dependent launch). ``one_way``: the same kernel for tensors of this layout alone, which takes less
     time to compile.
@@ -34,9 +34,9 @@ class Step:
     grid: tuple[int, int, int]
     block: int
     shared_bytes: int
-    geometry: bytes
+    params: bytes
     operands: tuple[str, ...] = ()
-    boxes: tuple[Boxes, ...] = ()
+    tensor_maps: tuple[TensorMap, ...] = ()
     overlaps: bool = False
     one_way: KernelSource | None = None
 
@@ -45,8 +45,8 @@ def plain_step(
     source: KernelSource,
     blocks: int,
     threads: int,
-    geometry: bytes = b"",
+    params: bytes = b"",
     operands: tuple[str, ...] = (WEIGHT, WORKSPACE),
 ) -> Step:
     """The launch of a kernel that has a row of blocks, and no shared memory but its own; one that packs, by default."""
-    return Step(source, (blocks, 1, 1), threads, 0, geometry, operands)
+    return Step(source, (blocks, 1, 1), threads, 0, params, operands)

@@ -10,11 +10,11 @@ TENSOR_MAP_BYTES = 128
 
 
 @dataclass(frozen=True)
-class Boxes:
-    """Boxes of a kernel's tensor, as Hopper's copy engine takes them: what a tensor map says but the address.
+class TensorMap:
+    """A TMA descriptor (``CUtensorMap``) without its base pointer: the boxes that TMA copies of a kernel's tensor.
 
     Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. ``box`` are the elements
-    that are brought, of every ``steps``-th of the tensor. Chunks of 16 bytes change places within ``swizzle`` bytes.
+    that are copied, of every ``steps``-th of the tensor. Chunks of 16 bytes are swizzled within ``swizzle`` bytes.
     ``tf32``: float32 elements are rounded to TF32 on their way. ``tensor`` counts the kernel's tensors.
     """
 
@@ -38,10 +38,10 @@ class Boxes:
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
 
-def engine_strides(dimensions: Iterable[tuple[int, int]]) -> tuple[int, ...] | None:
-    """The ``strides`` of `Boxes` for dimensions of so many elements, so many bytes apart.
+def tma_strides(dimensions: Iterable[tuple[int, int]]) -> tuple[int, ...] | None:
+    """The ``strides`` of `TensorMap` for dimensions of so many elements, so many bytes apart.
 
-    None where the copy engine does not take them.
+    None where TMA does not take them.
     """
     found = tuple(16 if count == 1 else step for count, step in dimensions)
     return found if all(0 < step < 2**40 and step % 16 == 0 for step in found) else None

@@ -29,9 +29,9 @@ def to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides) -> St
     batch, channels, *sizes = five(shape)
     pixels = batch * math.prod(sizes)
     source = transpose_source(dtype)
-    geometry = params_of(source).pack(stride=strides, channels=channels, pixels=pixels, sizes=sizes)
+    params = params_of(source).pack(stride=strides, channels=channels, pixels=pixels, sizes=sizes)
     blocks = math.ceil(pixels / _PIXELS) * math.ceil(channels / _CHANNELS)
-    return plain_step(source, blocks, _THREADS, geometry)
+    return plain_step(source, blocks, _THREADS, params)
 
 
 def to_contiguous(dtype: str, shape: tuple[int, ...]) -> Step:

@@ -1,4 +1,9 @@
-"""Ways to compute a pass, one file each; `polyphase.plan.planner` chooses among `SCHEDULES`."""
+"""The nine schedules. Several of them have more than one kernel, each described by a class of its own.
+
+`polyphase.plan.planner` chooses by cost among the kernels of all schedules, `SCHEDULES`.
+"""
+
+from itertools import chain
 
 from polyphase.schedules.direct.channels import DirectChannels
 from polyphase.schedules.direct.general import DirectGeneral
@@ -18,27 +23,20 @@ from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
 from polyphase.schedules.window_gemm.wgmma import WindowDgradWgmma, WindowWgradWgmma
 
-SCHEDULES: tuple[Schedule, ...] = (
-    ImplicitGemm(),
-    GroupedGemm(),
-    OverlapGemm(),
-    PhaseGemm(),
-    PhaseGemmPixels(),
-    WindowDgradMma(),
-    WindowDgradWgmma(),
-    WindowDgradTma(),
-    WindowDgradTransposed(),
-    DotDgrad(),
-    WindowWgradMma(),
-    WindowWgradWgmma(),
-    WindowWgradTma(),
-    WindowWgradTransposed(),
-    DirectChannels(),
-    DirectTiled(),
-    DirectGeneral(),
-    DirectWgradChannels(),
-    DirectWgradWindows(),
-    DirectWgradGemm(),
-)
+#: The kernels of each schedule, in the order in which the planner asks them.
+KERNELS: dict[str, tuple[Schedule, ...]] = {
+    "implicit_gemm": (ImplicitGemm(),),
+    "grouped_gemm": (GroupedGemm(),),
+    "overlap_gemm": (OverlapGemm(),),
+    "phase_gemm": (PhaseGemm(), PhaseGemmPixels()),
+    "window_dgrad": (WindowDgradMma(), WindowDgradWgmma(), WindowDgradTma(), WindowDgradTransposed()),
+    "dot_dgrad": (DotDgrad(),),
+    "window_wgrad": (WindowWgradMma(), WindowWgradWgmma(), WindowWgradTma(), WindowWgradTransposed()),
+    "direct": (DirectChannels(), DirectTiled(), DirectGeneral()),
+    "direct_wgrad": (DirectWgradChannels(), DirectWgradWindows(), DirectWgradGemm()),
+}
 
-__all__ = ["SCHEDULES", "Schedule"]
+#: All of them.
+SCHEDULES: tuple[Schedule, ...] = tuple(chain.from_iterable(KERNELS.values()))
+
+__all__ = ["KERNELS", "SCHEDULES", "Schedule"]

@@ -40,7 +40,7 @@ class Sharing(NamedTuple):
     layer's bytes take: bytes must be what blocks compete for.
     """
 
-    rounds: int
+    rounds: float
     cycles: float
     most: float
 

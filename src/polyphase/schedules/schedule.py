@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import ConvTransposeProblem, Pass
 from polyphase.program.program import Program
+from polyphase.schedules.tensor_cores import lacks_cores
 
 if TYPE_CHECKING:
     from polyphase.problem.device import DeviceInfo
+
+_TITLES = {Pass.FORWARD: "forward pass", Pass.INPUT_GRAD: "input gradient", Pass.WEIGHT_GRAD: "weight gradient"}
 
 #: Predicted seconds, and whether ``"bytes"`` or ``"instructions"`` bound them.
 Cost = tuple[float, str]
@@ -39,6 +42,8 @@ class Schedule:
     A layer keeps a short list of configs whatever its batch and images, so that new sizes compile few kernels. The
     list is made at a ranking size, `ranked_at`; other sizes may have a say.
 
+    ``passes``: those that it computes, ``on_tensor_cores`` or not.
+
     ``any_size``: a layer that has a config has one at every size. ``adapts``: gradients, too, take another of the list
     where that is clearly faster at the size at hand. ``offered``: the length of the list, at most. ``kept``: whether
     making it takes longer than reading it from the disk. ``compared``: how many of the first are compared at `others`,
@@ -47,6 +52,8 @@ class Schedule:
     """
 
     name: str
+    passes: tuple[Pass, ...]
+    on_tensor_cores = False
     any_size = True
     adapts = False
     offered = 6
@@ -60,7 +67,15 @@ class Schedule:
 
         Cheap: arithmetic on the problem alone. It neither ranks configs nor searches tiles.
         """
-        raise NotImplementedError
+        if pass_ not in self.passes:
+            return f"computes the {' and the '.join(_TITLES[each] for each in self.passes)} only"
+        if self.on_tensor_cores and (reason := lacks_cores(problem, device)) is not None:
+            return reason
+        return self.limits(problem, pass_, device)
+
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        """The schedule's own reasons, for a pass that it computes; as cheap as `supports`."""
+        return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         """Why there is no config of a layer that it supports."""

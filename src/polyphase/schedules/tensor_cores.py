@@ -8,7 +8,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 
-#: Bytes of a row of an operand that one operation of the cores takes, of ``mma.sync`` and of Hopper's instruction.
+#: Bytes of a row of an operand that one instruction of the tensor cores reads, ``mma.sync`` or ``wgmma``.
 OPERATION_BYTES = 32
 
 
@@ -22,7 +22,7 @@ def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None
 
 
 def parts_of(problem: ConvTransposeProblem) -> int:
-    """Parts in which the tensor cores take an element: two keep the accuracy of float32."""
+    """Parts in which the tensor cores are given an element: two keep the accuracy of float32."""
     return 2 if problem.dtype == "float32" and not problem.uses_tf32 else 1
 
 

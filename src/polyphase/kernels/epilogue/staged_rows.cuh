@@ -1,6 +1,6 @@
 // Rows of the destination that lie in shared memory as they are to lie in memory, and are written from there, on Hopper
 // by TMA. A sector of 32 bytes that two stores share costs the L2 cache far more than its bytes
-// (docs/performance.md), so rows are as long as they come, and written from a sector's first byte on. To that end they
+// (docs/notebook.md), so rows are as long as they come, and written from a sector's first byte on. To that end they
 // begin as far behind a sector's first byte in shared memory as they will.
 
 #pragma once

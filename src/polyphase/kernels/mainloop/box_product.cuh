@@ -1,4 +1,4 @@
-// Products of matrices whose operands TMA brings in boxes, and the tensor cores take as they come:
+// Products of matrices whose operands TMA brings in boxes, and the tensor cores read as they come:
 //
 //     sum[row, column]  +=  Σ_k  A[row, k] · B[k, column]
 //

@@ -6,7 +6,7 @@
 // With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order TMA changes (swizzling) so
 // that those of neighbours lie in different banks. The tensor cores undo that by the bits of the address, wherever B
 // begins. Of a source whose pixels are innermost (TRANSPOSED) a box is 64 pixels of every channel of a stage, 128 bytes
-// a channel, swizzled; the tensor cores take columns so in half precision, 64 by 64.
+// a channel, swizzled; the tensor cores read columns so in half precision, 64 by 64.
 //
 // Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
 

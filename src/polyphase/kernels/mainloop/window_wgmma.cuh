@@ -5,7 +5,7 @@
 // Columns are input channels. In the weight gradient rows are pairs of output channel and tap, k are positions, and the
 // operand is the input; in the input gradient rows are positions, k are pairs of output channel and tap, and the
 // operand is the weight. The operand lies in memory as the tensor cores want it, k innermost, or columns where it is
-// TRANSPOSED, as the tensor cores take half types, too: TMA brings boxes of it, rounded to TF32, swizzled, or all
+// TRANSPOSED, as the tensor cores read half types, too: TMA brings boxes of it, rounded to TF32, swizzled, or all
 // loaders copy it so (operand/run_loader.cuh). The window (operand/window.cuh) comes as it lies, in boxes, too, or
 // where those cannot be had by copies of all loaders (operand/window_rows.cuh). Its elements pass the registers of
 // consumers, wherever a stride or a tap has them: nothing is unfolded, and nothing transposed.
@@ -186,7 +186,7 @@ struct Sums {
     }
   }
 
-  // The rows of some operations, as the tensor cores take them (ptx/mma.cuh).
+  // The rows of some operations, as the tensor cores read them (ptx/mma.cuh).
   template <int COUNT>
   struct Rows {
     unsigned of[COUNT][ROW_TILES][4];

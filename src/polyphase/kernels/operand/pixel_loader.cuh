@@ -17,7 +17,7 @@
 #endif
 
 #if BOX_COPY
-// Boxes of a work tile's pixels: with BOXES as the tensor cores take them, else to be transposed; channels last pixel
+// Boxes of a work tile's pixels: with BOXES as the tensor cores read them, else to be transposed; channels last pixel
 // by pixel, and else channel by channel.
 struct BoxLoader {
   const Params& params;
@@ -55,7 +55,7 @@ struct BoxLoader {
 };
 #endif
 
-// Copied pixels as the tensor cores take them: a warp transposes TRANSPOSED_PIXELS pixels of a chunk at a time.
+// Copied pixels as the tensor cores read them: a warp transposes TRANSPOSED_PIXELS pixels of a chunk at a time.
 constexpr int TRANSPOSED_PIXELS = 128 / (int)sizeof(scalar_t);
 
 // The upper or the lower halves of two words, the first one's below.
@@ -298,7 +298,7 @@ struct Loader {
       copy_stage<sizeof(scalar_t)>(base, channel, to);
   }
 
-  // A copied stage as the tensor cores take it.
+  // A copied stage as the tensor cores read it.
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to, const PixelBand& band) const {
     if constexpr (!IN_PLACE || sizeof(scalar_t) == 4) {
 #pragma unroll(sizeof(scalar_t) == 4 ? CHUNKS_AT_ONCE : 1)

@@ -1,4 +1,4 @@
-// float32 as the tensor cores take it: TF32 keeps 11 significant bits. PARTS = 1 rounds to nearest (the tensor cores
+// float32 as the tensor cores read it: TF32 keeps 11 significant bits. PARTS = 1 rounds to nearest (the tensor cores
 // would truncate); PARTS = 2 keeps what rounding lost in a second TF32, and three products give float32's accuracy.
 
 #pragma once

@@ -1,4 +1,4 @@
-// The weights of phase_gemm_pixels.cu as the tensor cores take them: for every group and chunk of columns
+// The weights of phase_gemm_pixels.cu as the tensor cores read them: for every group and chunk of columns
 //
 //     [step][half of an operation][column][16 bytes]
 //

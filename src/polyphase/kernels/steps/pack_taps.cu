@@ -1,4 +1,4 @@
-// The weights as the tensor cores take them where a row is one tap of one channel (core/row_blocks.cuh): for every
+// The weights as the tensor cores read them where a row is one tap of one channel (core/row_blocks.cuh): for every
 // group, group of channels and group of lines
 //
 //     [step][row block][part][chunk of two][row of 64][16 bytes]

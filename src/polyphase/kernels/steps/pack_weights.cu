@@ -1,4 +1,4 @@
-// The weights as the tensor cores take them (core/row_blocks.cuh): for every group, block of channels and group of
+// The weights as the tensor cores read them (core/row_blocks.cuh): for every group, block of channels and group of
 // lines
 //
 //     [step][operation][part][chunk of two][row of 64][16 bytes]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
@@ -30,9 +31,6 @@ _MAX_SUMS = 96  # elements of a thread
 _MAX_WEIGHT_BYTES = 64 << 10
 _LANES = (32, 16, 8, 4, 2, 1)
 
-# Measured over predicted work, where a group has several source channels, and where those are read one by one.
-_MEASURED_SEVERAL, _MEASURED_ONE_BY_ONE = 0.65, 1.1
-
 
 class ChannelsVariant(NamedTuple):
     """The compile-time shape of a kernel; ``direct_channels.cu`` says what the names mean."""
@@ -47,11 +45,10 @@ class DirectChannels(Schedule):
     """A few neighbouring destination channels a thread, at a few neighbouring cells."""
 
     name = "direct_channels"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     offered = 4
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not problem.channels_last:
             return "its lanes run along channels, which do not lie side by side"
         gather = Gather.of(problem, pass_, Layouts.dense(problem))
@@ -74,21 +71,21 @@ class DirectChannels(Schedule):
 
     def seconds(self, at: Gather, pass_: Pass, device: DeviceInfo, config: ChannelsVariant) -> float:
         """Cycles by cell and channel, whatever the size of images."""
-        return _cycles(at, config) / (config.vector * config.cells)
+        return _cycles(at, config, costs("direct_channels", device)) / (config.vector * config.cells)
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsVariant
     ) -> Cost:
         gather = Gather.of(problem, pass_, layouts)
-        depths, heights, widths = gather.cells
+        (depths, heights, widths), terms = gather.cells, costs("direct_channels", device)
         moving = problem.bytes / device.copy_bytes_per_second
         lanes = round_up(_vectors(gather, config), config.lanes)
         warps = lanes / 32 * problem.batch * depths * heights * math.ceil(widths / config.cells)
-        work = warps * _cycles(gather, config) / (device.multiprocessors * device.clock_hz)
+        work = warps * _cycles(gather, config, terms) / (device.multiprocessors * device.clock_hz)
         if gather.src_channels > 1:
-            work *= _MEASURED_SEVERAL if _at_once(gather, config.vector) > 1 else _MEASURED_ONE_BY_ONE
+            work *= terms.several if _at_once(gather, config.vector) > 1 else terms.one_by_one
         # Few warps are resident, so that neither hides behind the other as a whole.
-        seconds = (work**1.5 + moving**1.5) ** (1 / 1.5)
+        seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
         return seconds, slower_of(work, moving)[1]
 
     def launch(
@@ -119,7 +116,7 @@ class DirectChannels(Schedule):
         full = 6 * device.multiprocessors * variant.min_blocks
         steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
@@ -133,7 +130,7 @@ class DirectChannels(Schedule):
             grid=(blocks, *two_dimensions(math.prod(tiles))),
             block=_THREADS,
             shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 
@@ -232,18 +229,15 @@ def _resident(registers: int) -> int:
     return REGISTERS // (_THREADS * round_up(registers, 8))
 
 
-def _cycles(gather: Gather, variant: ChannelsVariant) -> float:
+def _cycles(gather: Gather, variant: ChannelsVariant, terms: Costs) -> float:
     """What a warp takes of a multiprocessor for its cells, beside as many others as are resident."""
     vector, cells, lanes, hoped = variant
     resident = max(1, min(hoped, _resident(_registers(gather, vector, cells))))
-    return _cycles_alone(gather, vector, cells, lanes) * (1 + 1 / resident)
+    return _cycles_alone(gather, vector, cells, lanes, terms) * (1 + 1 / resident)
 
 
-def _cycles_alone(gather: Gather, vector: int, cells: int, lanes: int) -> float:
-    """The same, were it never to wait for memory.
-
-    Fitted to 765 measured times of 73 cases (docs/performance.md).
-    """
+def _cycles_alone(gather: Gather, vector: int, cells: int, lanes: int, terms: Costs) -> float:
+    """The same, were it never to wait for memory."""
     size, words = DTYPE_BYTES[gather.dtype], accumulator_bytes(gather.dtype) // 4
     width = gather.cell_axes[2]
     weights = gather.src_channels * gather.taps
@@ -264,4 +258,4 @@ def _cycles_alone(gather: Gather, vector: int, cells: int, lanes: int) -> float:
 
     through_l1 = loads * lines(gather.src, at_once, cells * width.src)
     through_l1 += stores * lines(gather.dst, vector, cells * width.dst)
-    return instructions / 4 + 0.5 * from_shared + 0.75 * through_l1 + 15 * rows
+    return instructions / 4 + terms.from_shared * from_shared + terms.line * through_l1 + terms.row * rows

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -17,10 +18,7 @@ from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 
-# Measured over predicted time of input gradients in channels_last (docs/performance.md).
-_MEASURED_INPUT_GRAD_LAST = 2.3
 _DST_TOGETHER = 4  # channels of a thread, where there are as many
-_STEP_CYCLES = 450.0  # of a thread, for a source element and its weights; measured on an H200
 
 
 class GeneralVariant(NamedTuple):
@@ -33,12 +31,8 @@ class DirectGeneral(Schedule):
     """One destination element a thread: any layer."""
 
     name = "direct_general"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     _THREADS = 256
-
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
-        return None
 
     def ranked_at(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
@@ -62,6 +56,7 @@ class DirectGeneral(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralVariant
     ) -> Cost:
         gather, dst = Gather.of(problem, pass_, layouts), config.dst_per_thread
+        terms = costs("direct_general", device)
         steps = gather.src_channels * gather.taps / gather.phases
         threads = math.prod(gather.dst.shape) / dst
         # Per step: the loop, one source element and `dst` weights; weights of neighbouring lanes lie apart.
@@ -69,9 +64,9 @@ class DirectGeneral(Schedule):
         wavefronts = steps * (2 + 3 * dst)
         cycles = threads / 32 * max(instructions / 4, wavefronts)
         if problem.channels_last and not gather.forward:
-            cycles *= _MEASURED_INPUT_GRAD_LAST
+            cycles *= terms.input_grad_last
         seconds, bound = cost_seconds(problem, device, cycles)
-        return max(seconds, steps * _STEP_CYCLES / device.clock_hz), bound  # where threads are few, one's own
+        return max(seconds, steps * terms.step / device.clock_hz), bound  # where threads are few, one's own
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GeneralVariant
@@ -86,12 +81,12 @@ class DirectGeneral(Schedule):
         blocks = math.ceil(gather.dst_channels / variant.dst_per_thread) * gather.groups
         threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])
         grid = math.ceil(threads / self._THREADS)
-        geometry = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)
+        params = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)
         main = Step(
             source=source,
             grid=(grid, 1, 1),
             block=self._THREADS,
             shared_bytes=0,
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)

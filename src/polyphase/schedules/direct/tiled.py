@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
@@ -37,17 +38,6 @@ _MAX_ACCUMULATORS = 96
 _ROW_LANES = 32  # of several rows
 _MAX_OF_DOUBLES = 312  # registers by the estimate, with channels last: they fit all the same
 _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
-_LAUNCH = 8000.0  # cycles that the launch takes, whatever there is to do
-
-# Measured over predicted time, by whether channels come last (docs/performance.md): the model ranks variants, and is
-# held against another schedule's here. Outputs without taps cost less than it says, and fewer than four output
-# channels share less of what they load.
-_MEASURED_FORWARD = {False: 0.95, True: 2.2}
-_MEASURED_BARE = {False: 0.6, True: 2.2}
-_MEASURED_FEW_CHANNELS = {False: 0.9, True: 1.7}
-_MEASURED_INPUT_GRAD = {False: 0.7, True: 1.8}
-_MEASURED_STRIDED_GRAD = 1.1  # of those with a stride, in float32, where channels come last
-_MEASURED_FROM_COLUMNS = 1.2  # of input gradients whose destination alone has channels last
 
 
 @dataclass(frozen=True)
@@ -74,11 +64,10 @@ class DirectTiled(Schedule):
     """All phases of a tile in one block, the kernel's taps unrolled."""
 
     name = "direct_tiled"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     offered = 8
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         gather = Gather.of(*_as_read(problem, pass_, Layouts.dense(problem)))
         if gather.taps > _MAX_UNROLLED:
             return f"{gather.taps} taps do not unroll (at most {_MAX_UNROLLED})"
@@ -102,13 +91,13 @@ class DirectTiled(Schedule):
 
     def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: TiledVariant) -> float:
         """Cycles by cell and destination channel, whatever the size of images."""
-        return cycles_per_result(at.gather, config, Counts.of(at.gather, config))
+        return cycles_per_result(at.gather, config, Counts.of(at.gather, config), costs("direct_tiled", device))
 
     def search(
         self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
     ) -> dict[TiledVariant, float]:
-        legal = _legal(at.gather, device)
-        return {variant: cycles_per_result(at.gather, variant, counts) for variant, counts in legal}
+        legal, terms = _legal(at.gather, device), costs("direct_tiled", device)
+        return {variant: cycles_per_result(at.gather, variant, counts, terms) for variant, counts in legal}
 
     def arranged(self, order: list[TiledVariant]) -> list[TiledVariant]:
         return order[: self.offered]
@@ -121,8 +110,10 @@ class DirectTiled(Schedule):
         if not _fits(gather, config, _some_lanes(gather, config), device):
             return None
         items, counts = _items(problem, gather, config), Counts.of(gather, config)
-        cycles = _measured(problem, gather) * cycles_of_rounds(config, counts, items, device.multiprocessors)
-        work = (cycles + _LAUNCH) / device.clock_hz
+        terms = costs("direct_tiled", device)
+        cycles = cycles_of_rounds(config, counts, items, device.multiprocessors, terms)
+        cycles *= _measured(problem, gather, terms)
+        work = (cycles + terms.launch) / device.clock_hz
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
     def launch(
@@ -161,7 +152,7 @@ class DirectTiled(Schedule):
         items = dst_blocks * gather.groups
         full = 8 * device.multiprocessors * variant.min_blocks
         per_block = max(1, min(items, items * math.prod(tiles) // full))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
@@ -177,7 +168,7 @@ class DirectTiled(Schedule):
             grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
             block=variant.threads,
             shared_bytes=_shared_bytes(gather, variant, lanes),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 
@@ -191,17 +182,20 @@ def _as_read(
     return problem, pass_, layouts
 
 
-def _measured(problem: ConvTransposeProblem, gather: Gather) -> float:
+def _measured(problem: ConvTransposeProblem, gather: Gather, terms: Costs) -> float:
     """Measured over predicted cycles."""
     last = problem.channels_last
     if gather.forward:
         if gather.dst_channels < 4 and problem.groups == 1:
-            return _MEASURED_FEW_CHANNELS[last]
-        return (_MEASURED_BARE if gather.owned < gather.phases else _MEASURED_FORWARD)[last]
+            return terms.few_channels_last if last else terms.few_channels
+        if gather.owned < gather.phases:
+            return terms.bare_last if last else terms.bare
+        return terms.forward_last if last else terms.forward
     if gather.dst.channels_last and not last:
-        return _MEASURED_FROM_COLUMNS
-    strided = last and problem.dtype == "float32" and max(problem.stride) > 1
-    return _MEASURED_STRIDED_GRAD if strided else _MEASURED_INPUT_GRAD[last]
+        return terms.from_columns
+    if last and problem.dtype == "float32" and max(problem.stride) > 1:
+        return terms.strided_grad
+    return terms.input_grad_last if last else terms.input_grad
 
 
 class _TileSize(NamedTuple):
@@ -273,7 +267,7 @@ def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple
     heights, widths = (
         math.ceil(cells / lane) for cells, lane in zip(gather.cells[1:], (variant.cells_h, variant.cells_w))
     )
-    compute = thread_cycles(Counts.of(gather, variant), variant) * variant.threads / 32
+    compute = thread_cycles(Counts.of(gather, variant), variant, costs("direct_tiled", device)) * variant.threads / 32
     most_elements = variant.loads * variant.threads * 4 // variant.stage_channels
     best, best_cost = _some_lanes(gather, variant), math.inf
     for width in _extents(widths, variant.lanes):

@@ -1,6 +1,6 @@
 """What a variant of ``direct_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
 
-The constants are fitted to measurements; docs/performance.md, "The cost model of direct_tiled", says how well.
+Its terms are section ``direct_tiled`` of the costs, in issue slots, stalls included.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from polyphase.costs import Costs
 from polyphase.problem import accumulator_bytes
 from polyphase.schedules.cells import Gather
 
@@ -131,15 +132,7 @@ class _Patch(NamedTuple):
         )
 
 
-# Costs in issue slots, stalls included: fitted to 2,899 measured variants of 21 layers and passes on an H200
-# (docs/performance.md, "The cost model of direct_tiled").
-_COST_CHANNEL, _COST_WEIGHT_READ, _COST_PATCH_READ = 6.0, 1.9, 1.36
-_COST_STAGE, _COST_LOAD, _COST_WEIGHT_ITEM = 98.0, 28.0, 16.0
-_COST_VECTOR_ELEMENT, _COST_TURNED_ELEMENT, _COST_LONE_ELEMENT, _COST_REDUCTION = 40.0, 33.0, 44.0, 25.0
 _STRAIGHT = 1024  # products that one piece of code has at most: more would crowd the instruction cache
-_COST_LONG_CODE, _COST_ROLLED_CODE = 0.07, 0.06
-_COST_BARE_LATENCY, _COST_LONE_BLOCK = 2.25, 0.16
-_COST_COPY, _COST_FLUSH = 24.0, 3.0  # of a quad that is copied asynchronously, and a sum that ends a chain
 
 
 def straight(counts: Counts) -> bool:
@@ -147,21 +140,21 @@ def straight(counts: Counts) -> bool:
     return counts.products * counts.channels <= _STRAIGHT
 
 
-def thread_cycles(counts: Counts, variant: TiledVariant) -> float:
+def thread_cycles(counts: Counts, variant: TiledVariant, terms: Costs) -> float:
     """Issue slots of a thread for one item."""
     long = counts.products * counts.channels / 700 - 1
-    code = _COST_LONG_CODE * max(0.0, long) if straight(counts) else _COST_ROLLED_CODE
-    reads = counts.weight_reads * _COST_WEIGHT_READ + counts.patch_reads * _COST_PATCH_READ
-    compute = counts.channels * (counts.products * (1 + code) + reads + _COST_CHANNEL)
-    quad = _COST_COPY if variant.asynchronous else _COST_LOAD
-    load = counts.loads * quad + counts.weight_items * _COST_WEIGHT_ITEM + _COST_STAGE
-    flush = counts.accumulators * _COST_FLUSH * (math.ceil(counts.stages / counts.chain) - 1)
+    code = terms.long_code * max(0.0, long) if straight(counts) else terms.rolled_code
+    reads = counts.weight_reads * terms.weight_read + counts.patch_reads * terms.patch_read
+    compute = counts.channels * (counts.products * (1 + code) + reads + terms.channel)
+    quad = terms.copy if variant.asynchronous else terms.load
+    load = counts.loads * quad + counts.weight_items * terms.weight_item + terms.stage
+    flush = counts.accumulators * terms.flush * (math.ceil(counts.stages / counts.chain) - 1)
     if counts.run == 1:
-        element = _COST_LONE_ELEMENT
+        element = terms.element_alone
     else:
-        element = _COST_VECTOR_ELEMENT if counts.run in (2, 4) else _COST_TURNED_ELEMENT
+        element = terms.element_vector if counts.run in (2, 4) else terms.element_turned
     epilogue = counts.accumulators * element / variant.src_slices
-    reduction = counts.accumulators * _COST_REDUCTION * (variant.src_slices - 1) / variant.src_slices
+    reduction = counts.accumulators * terms.reduction * (variant.src_slices - 1) / variant.src_slices
     return counts.stages * (compute + load) + flush + epilogue + reduction
 
 
@@ -180,27 +173,27 @@ def registers(counts: Counts, variant: TiledVariant) -> int:
     return round(counts.words * (always + max(stages, epilogue))) + 25
 
 
-def block_cycles(variant: TiledVariant, counts: Counts, resident: int) -> float:
+def block_cycles(variant: TiledVariant, counts: Counts, resident: int, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for an item, where so many blocks are resident on it together."""
     warps = variant.threads / 32
-    cycles = max(thread_cycles(counts, variant) * warps / 4, _wavefronts(counts, variant.cells_w) * warps)
+    cycles = max(thread_cycles(counts, variant, terms) * warps / 4, _wavefronts(counts, variant.cells_w) * warps)
     # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
-    lone_block = _COST_LONE_BLOCK / resident if counts.stages > 1 else 0.0
-    return cycles * (1 + _COST_BARE_LATENCY / math.pow(warps * resident, 0.81) + lone_block)
+    lone_block = terms.lone_block / resident if counts.stages > 1 else 0.0
+    return cycles * (1 + terms.latency / math.pow(warps * resident, terms.hidden) + lone_block)
 
 
-def cycles_per_result(gather: Gather, variant: TiledVariant, counts: Counts) -> float:
+def cycles_per_result(gather: Gather, variant: TiledVariant, counts: Counts, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor per cell and destination channel, where there are blocks enough."""
-    cycles = block_cycles(variant, counts, variant.min_blocks)
+    cycles = block_cycles(variant, counts, variant.min_blocks, terms)
     blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
     return cycles * blocks / (variant.lanes * variant.cells_h * variant.cells_w * gather.dst_channels)
 
 
-def cycles_of_rounds(variant: TiledVariant, counts: Counts, items: int, multiprocessors: int) -> float:
+def cycles_of_rounds(variant: TiledVariant, counts: Counts, items: int, multiprocessors: int, terms: Costs) -> float:
     """Predicted cycles of ``items``: rounds of all blocks that are resident, and a last one of those that are left."""
     rounds, left = divmod(items, multiprocessors * variant.min_blocks)
-    cycles = rounds * variant.min_blocks * block_cycles(variant, counts, variant.min_blocks)
+    cycles = rounds * variant.min_blocks * block_cycles(variant, counts, variant.min_blocks, terms)
     if left:
         resident = math.ceil(left / multiprocessors)
-        cycles += resident * block_cycles(variant, counts, resident)
+        cycles += resident * block_cycles(variant, counts, resident, terms)
     return cycles

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
@@ -31,7 +32,6 @@ _MAX_UNROLLED = 448  # products of a thread, in straight-line code; with more so
 _MAX_REGISTERS = 180  # by estimate; likewise
 _CHAIN = 2048  # terms of a sum
 _SHARED_BYTES = 48 << 10  # of a block, where one row of its threads needs no more
-_LINES = 0.25  # cycles of a line of memory
 _LEAST_TILES = 4  # of a part
 
 
@@ -82,12 +82,11 @@ class DirectWgradChannels(Schedule):
     """A few neighbouring output channels a thread, with all or some of their weights, at a part of the positions."""
 
     name = "direct_wgrad_channels"
+    passes = (Pass.WEIGHT_GRAD,)
     adapts = True
     offered = 4
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.WEIGHT_GRAD:
-            return "computes the weight gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         channels = max(problem.in_channels_per_group, problem.out_channels_per_group)
         if channels > _MAX_CHANNELS:
             return f"groups of {channels} channels are not few (at most {_MAX_CHANNELS})"
@@ -158,7 +157,7 @@ class DirectWgradChannels(Schedule):
         blocks = _blocks(problem, variant)
         length, parts = parted(all_tiles, _parts(problem, variant, device))
         flush = max(1, _CHAIN // variant.positions)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             batch=problem.batch,
@@ -176,7 +175,7 @@ class DirectWgradChannels(Schedule):
             grid=(math.prod(blocks) * parts, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(problem, variant, _rows_at_once(problem, variant)),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=parts)
 
@@ -303,23 +302,21 @@ def _registers(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> i
 
 
 def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> tuple[float, str]:
-    """Predicted time, and what bounds it.
-
-    Fitted to 1226 measured times of 56 cases, and of channels first to 22 (docs/performance.md).
-    """
+    """Predicted time, and what bounds it."""
+    terms = costs("direct_wgrad_channels", device)
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
     x_held = variant.x_held(problem)
     met = _columns_met(problem, variant.positions, variant.columns)
     loads = variant.positions * _loads(problem, x_held) + variant.rows * met * _loads(problem, variant.vector)
-    instructions = 1.08 * words * variant.sums * variant.positions + 4.2 * loads
+    instructions = terms.issue * words * variant.sums * variant.positions + terms.load * loads
     if size == 2:  # the input is widened again for each tap where there is much of it
         x_elements = variant.positions * x_held
         x_widened = x_elements * (variant.rows * variant.columns if x_elements > 32 else 1)
-        instructions += 1.08 * (x_widened + variant.rows * met * variant.vector)
-    cycles = instructions * (1 + 0.6 * _at_borders(problem, variant)) / 4
+        instructions += terms.issue * (x_widened + variant.rows * met * variant.vector)
+    cycles = instructions * (1 + terms.borders * _at_borders(problem, variant)) / 4
     if not problem.channels_last:  # neighbours are so many columns apart, and meet so many lines at once
-        cycles += _LINES * variant.positions * max(1, variant.positions * size / 4)
-        cycles += _LINES * variant.rows * met * max(1, variant.positions * problem.axes3[2].stride * size / 4)
+        cycles += terms.line * variant.positions * max(1, variant.positions * size / 4)
+        cycles += terms.line * variant.rows * met * max(1, variant.positions * problem.axes3[2].stride * size / 4)
 
     # What a thread loads at once, before it waits for it: as many of its rows as it has registers for.
     limit = device.registers_of(variant.threads * variant.min_blocks)
@@ -334,14 +331,15 @@ def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, devic
     warps = variant.threads // 32 * resident
     tiles = math.ceil(math.prod(_tiles(problem, variant)[1]) / parts)
     # A step takes what all warps issue, or what one of them waits for.
-    step = ((warps * cycles) ** 2.6 + (7.8 * cycles + 900 * waits) ** 2.6) ** (1 / 2.6)
+    alone = terms.one_warp * cycles + terms.wait * waits
+    step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
     work = rounds * tiles * step / device.clock_hz
     moving = problem.bytes / device.copy_bytes_per_second
     # What is left in planes, in pieces of a row of the kernel or of less, and added up.
-    scattered = 1.4 if variant.columns < problem.axes3[2].kernel else 0.7
+    scattered = terms.store_pieces if variant.columns < problem.axes3[2].kernel else terms.store_rows
     storing = parts * problem.elements[1] * scattered / (device.multiprocessors * device.clock_hz)
-    adding = 3e-6 + 1.2e-8 * parts if parts > 1 else 0.0
-    return math.hypot(work, moving) + 9.9e-6 + storing + adding, slower_of(work, moving)[1]
+    adding = terms.reduce + terms.reduce_part * parts if parts > 1 else 0.0
+    return math.hypot(work, moving) + terms.launch + storing + adding, slower_of(work, moving)[1]
 
 
 def _loads(problem: ConvTransposeProblem, channels: int) -> int:

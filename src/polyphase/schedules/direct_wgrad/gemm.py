@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
@@ -22,9 +23,6 @@ from polyphase.schedules.tiles import affordable_planes, layer_constants
 
 _THREADS = 256
 _DEPTHS = (8, 16, 32, 64, 128)
-# Measured over predicted time (docs/performance.md): the model ranks variants, and is held against another schedule's.
-_MEASURED, _MEASURED_CHANNELS_LAST = 1.9, 3.8
-_LAUNCH = 12e-6  # seconds, of its blocks' prologues and planes
 
 
 class WeightGradVariant(NamedTuple):
@@ -51,10 +49,8 @@ class DirectWgradGemm(Schedule):
     """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
 
     name = "direct_wgrad_gemm"
+    passes = (Pass.WEIGHT_GRAD,)
     offered = 8
-
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        return None if pass_ is Pass.WEIGHT_GRAD else "computes the weight gradient only"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Product:
         columns = problem.out_channels_per_group * problem.taps
@@ -66,7 +62,7 @@ class DirectWgradGemm(Schedule):
     def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: WeightGradVariant) -> float:
         """Cycles of a multiprocessor per position, whatever the size of images."""
         tiles = math.ceil(at.rows / config.rows) * math.ceil(at.columns / config.columns)
-        return tiles * _cycles(config, at.words) / config.depth
+        return tiles * _cycles(config, at.words, costs("direct_wgrad_gemm", device)) / config.depth
 
     def cost(
         self,
@@ -76,13 +72,13 @@ class DirectWgradGemm(Schedule):
         layouts: Layouts,
         config: WeightGradVariant,
     ) -> Cost:
-        positions = problem.batch * math.prod(problem.input_size)
-        cycles = _cycles(config, accumulator_bytes(problem.dtype) // 4) / config.depth
+        positions, terms = problem.batch * math.prod(problem.input_size), costs("direct_wgrad_gemm", device)
+        cycles = _cycles(config, accumulator_bytes(problem.dtype) // 4, terms) / config.depth
         tiles, parts = _tiles(problem, config), _parts(problem, config, device)
-        measured = _MEASURED_CHANNELS_LAST if problem.channels_last else _MEASURED
+        measured = terms.channels_last if problem.channels_last else terms.channels_first
         idle = max(1.0, device.multiprocessors / (tiles * parts))  # multiprocessors without a block
         seconds, bound = cost_seconds(problem, device, measured * idle * tiles * positions * cycles)
-        return seconds + _LAUNCH, bound
+        return seconds + terms.launch, bound
 
     def launch(
         self,
@@ -115,7 +111,7 @@ class DirectWgradGemm(Schedule):
         )
         x = Side(five(problem.input_shape), layouts.input)
         grad = Side(five(problem.output_shape), layouts.output)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             batch=problem.batch,
@@ -130,7 +126,7 @@ class DirectWgradGemm(Schedule):
             grid=(tiles * parts, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_floats(variant) * accumulator,
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=parts)
 
@@ -184,7 +180,7 @@ def _items(side: int, depth: int) -> int:
     return -(-side * depth // _THREADS)
 
 
-def _cycles(variant: WeightGradVariant, words: int) -> float:
+def _cycles(variant: WeightGradVariant, words: int, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a stage of a tile."""
     x_items, g_items = _items(variant.rows, variant.depth), _items(variant.columns, variant.depth)
     steps = variant.depth // variant.k_slices
@@ -193,4 +189,4 @@ def _cycles(variant: WeightGradVariant, words: int) -> float:
     instructions = 70 + x_items * 8 + g_items * 9 + steps * (product + reads + 2)
     wavefronts = steps * 2 * reads + 3 * (x_items + g_items) + 4
     warps = _THREADS / 32
-    return max(instructions * warps / 4, wavefronts * warps) * (1.15 + 0.3 / variant.min_blocks)
+    return max(instructions * warps / 4, wavefronts * warps) * (terms.stalls + terms.few_blocks / variant.min_blocks)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import REGISTERS, DeviceInfo
@@ -126,13 +127,12 @@ class DirectWgradWindows(Schedule):
     """A window of the output gradient for all taps, read by threads that own some channels and taps, in float32."""
 
     name = "direct_wgrad_windows"
+    passes = (Pass.WEIGHT_GRAD,)
     adapts = True
     offered = 4
     kept = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.WEIGHT_GRAD:
-            return "computes the weight gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.dtype != "float32" or device.capability < 80:
             return "copies float32 asynchronously, from compute capability 8.0 on"
         if problem.groups > 1:
@@ -196,7 +196,7 @@ class DirectWgradWindows(Schedule):
                 ("MIN_BLOCKS", 1),
             ),
         )
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=layer.x,
             g=layer.grad,
             lanes=tiling.lanes,
@@ -219,7 +219,7 @@ class DirectWgradWindows(Schedule):
             grid=(_blocks(layer, variant) * planes, 1, 1),
             block=variant.threads,
             shared_bytes=_shared_bytes(layer, variant, tiling),
-            geometry=geometry,
+            params=params,
         )
         last = layer.problem != problem and problem.taps > 1
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=last)
@@ -254,10 +254,10 @@ def _lanes_log(layer: _Layer, tiling: _Tiling) -> int:
 @lru_cache(maxsize=8192)
 def _tiling(layer: _Layer, variant: WindowsVariant, device: DeviceInfo) -> _Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
-    height, width = layer.x.shape[3:]
+    (height, width), terms = layer.x.shape[3:], costs("direct_wgrad_windows", device)
     best, least = None, math.inf
     for w, h in itertools.product(_widths(width), _heights(height)):
-        tiling = _tile(layer, variant, (1, 1, h, w))
+        tiling = _tile(layer, variant, (1, 1, h, w), terms)
         if _shared_bytes(layer, variant, tiling) > device.shared_bytes_per_block:
             continue
         work = _cycles(layer, variant, tiling, device)
@@ -277,7 +277,7 @@ def _heights(size: int) -> list[int]:
     return sorted({min(size, count) for count in (1, 2, 3, 4, 6, 8, 12, 16)})
 
 
-def _tile(layer: _Layer, variant: WindowsVariant, lanes: Four) -> _Tiling:
+def _tile(layer: _Layer, variant: WindowsVariant, lanes: Four, terms: Costs) -> _Tiling:
     problem = layer.problem
     _, of_h, of_w = problem.axes3
     taps = _splits(problem, variant) * variant.thread_columns  # along the width, those that do not exist included
@@ -290,7 +290,7 @@ def _tile(layer: _Layer, variant: WindowsVariant, lanes: Four) -> _Tiling:
     stage = window_at + variant.out_chunk * _slabs(problem) * rows * pitch
     tiles = tiles_of(problem.batch, layer.x.shape[2:], lanes)
     return _Tiling(
-        lanes, tiles, rows, pitch, x_pitch, window_at, stage, _tile_cycles(layer, variant, lanes, rows, pitch)
+        lanes, tiles, rows, pitch, x_pitch, window_at, stage, _tile_cycles(layer, variant, lanes, rows, pitch, terms)
     )
 
 
@@ -310,28 +310,19 @@ def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int, positi
     return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
 
 
-# Fitted to 265 measured times of 36 cases on an H200 (docs/performance.md). Instructions beside products and reads: of
-# a thread for its positions, of a warp for a copy, and for a row of the window. Cycles for an instruction that a
-# scheduler issues, for what a warp reads of shared memory at once, and for a stage.
-_LOOP, _COPY, _ROW = 16.5, 36.0, 79.0
-_ISSUED, _PASS, _STAGE = 1.09, 0.49, 990.0
-_END = 15e-6  # seconds of a call, beside its stages
-_TOGETHER = 2.8  # how far instructions and bytes hide each other: a norm, of which the largest would be the maximum
-
-
-def _tile_cycles(layer: _Layer, variant: WindowsVariant, lanes: Four, rows: int, pitch: int) -> float:
+def _tile_cycles(layer: _Layer, variant: WindowsVariant, lanes: Four, rows: int, pitch: int, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a tile."""
     problem = layer.problem
     steps = math.ceil(lanes[2] * lanes[3] / _POSITIONS / variant.k_slices)
     products = _POSITIONS * variant.thread_rows * variant.thread_lines * variant.thread_columns
     of_window = variant.thread_lines * _quads(problem, variant.thread_columns, layer.skew)
     warps = 4 * math.ceil(variant.threads / 128)  # as if all schedulers had as many
-    issued = (products + variant.thread_rows + of_window + _LOOP) / 4 * _ISSUED * warps
+    issued = (products + variant.thread_rows + of_window + terms.loop) / 4 * terms.issued * warps
     passes = variant.thread_rows * math.ceil(min(32, variant.row_threads) / 8) + of_window
     x_copies = variant.rows * lanes[2] * lanes[3] / layer.x_piece / 32
     window_rows = variant.out_chunk * _slabs(problem) * rows
-    copies = (x_copies + window_rows * math.ceil(pitch / layer.grad_piece / 32)) * _COPY + window_rows * _ROW
-    return steps * max(issued, passes * _PASS * variant.threads / 32) + copies / 4 + _STAGE
+    copies = (x_copies + window_rows * math.ceil(pitch / layer.grad_piece / 32)) * terms.copy + window_rows * terms.row
+    return steps * max(issued, passes * terms.wavefront * variant.threads / 32) + copies / 4 + terms.stage
 
 
 def _cycles(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> float:
@@ -343,12 +334,13 @@ def _cycles(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: Dev
 
 def _estimate(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
+    terms = costs("direct_wgrad_windows", device)
     parts = _parts(layer, variant, tiling, device)
     work = _cycles(layer, variant, tiling, device) / device.clock_hz
     moving = layer.problem.bytes / device.copy_bytes_per_second
     planes = 8 * parts * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
-    seconds = (work**_TOGETHER + moving**_TOGETHER) ** (1 / _TOGETHER)
-    return seconds + planes + _END, slower_of(work, moving)[1]
+    seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
+    return seconds + planes + terms.end, slower_of(work, moving)[1]
 
 
 def _variants(layer: _Layer, spare: int = 0) -> Iterator[WindowsVariant]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import DeviceInfo
@@ -44,11 +45,10 @@ class DotDgrad(Schedule):
     """The lanes of a warp go along the taps."""
 
     name = "dot_dgrad"
+    passes = (Pass.INPUT_GRAD,)
     adapts = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.INPUT_GRAD:
-            return "computes the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         read = rows_as_one_channel(problem, Layouts.dense(problem))
         if read is None:
             return "output channels and taps along the width do not lie side by side"
@@ -106,7 +106,7 @@ class DotDgrad(Schedule):
                 ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
             ),
         )
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             g=g,
             x=x,
             batch=problem.batch,
@@ -123,7 +123,7 @@ class DotDgrad(Schedule):
             grid=(blocks, 1, 1),
             block=32 * _WARPS,
             shared_bytes=0,
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=parts, may_split=True)
 
@@ -155,30 +155,24 @@ def _parts(problem: ConvTransposeProblem, variant: DotsVariant, device: DeviceIn
     return max(1, min(problem.out_channels_per_group, room, affordable_planes(problem, Pass.INPUT_GRAD)))
 
 
-# Cycles of a multiprocessor for a step of a warp, a tap of each lane, by its input channels: of float32, and of half
-# types, whose weights and pixels are widened. The last step of a warp, and a launch; fitted to times on an H200.
-_STEP = {1: 75.0, 2: 42.0, 4: 34.0, 8: 42.0, 16: 52.0}
-_STEP_OF_HALVES = {1: 220.0, 2: 110.0, 4: 62.0, 8: 62.0, 16: 58.0}
-_END, _LAUNCH = 180.0, 4000.0
-_FROM_L2 = 0.8  # of a copy's bandwidth, at which the L2 cache gives what blocks read
 _FEW_ROUNDS = 4  # of blocks, whose last one is told apart from a part of one
-_SUM = 4e-6  # seconds to launch what adds up parts
 
 
 def _seconds(problem: ConvTransposeProblem, variant: DotsVariant, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     parts, bytes_ = _parts(problem, variant, device), accumulator_bytes(problem.dtype)
     steps = math.ceil(problem.out_channels_per_group / parts) * math.ceil(problem.taps / 32)
-    step = (_STEP_OF_HALVES if DTYPE_BYTES[problem.dtype] < 4 else _STEP)[variant.in_tile] * bytes_ / 4
+    terms = costs("dot_dgrad", device)
+    step = terms[f"step{'_halves' if DTYPE_BYTES[problem.dtype] < 4 else ''}_{variant.in_tile}"] * bytes_ / 4
     rounds = _blocks(problem, variant) * parts / (_RESIDENT * device.multiprocessors)
     rounds = math.ceil(rounds) if rounds < _FEW_ROUNDS else rounds
-    cycles = rounds * _RESIDENT * _WARPS * (steps * step + _END) + _LAUNCH
-    sums = _SUM + 2 * bytes_ * parts * problem.elements[0] / device.copy_bytes_per_second if parts > 1 else 0.0
+    cycles = rounds * _RESIDENT * _WARPS * (steps * step + terms.end) + terms.launch
+    sums = terms.reduce + 2 * bytes_ * parts * problem.elements[0] / device.copy_bytes_per_second if parts > 1 else 0.0
     # Weights once for a block; of the positions of a warp, which overlap, the elements once.
     axis = problem.axes3[2]
     row = (axis.kernel - 1) * axis.dilation + 1
     share = min(1.0, ((variant.positions - 1) * axis.stride + row) / (variant.positions * row))
     products = _blocks(problem, variant) * problem.out_channels_per_group * problem.taps
     read = products * DTYPE_BYTES[problem.dtype] * (variant.in_tile + _WARPS * variant.positions * share)
-    moving = max(problem.bytes, read / _FROM_L2) / device.copy_bytes_per_second
+    moving = max(problem.bytes, read / terms.from_l2) / device.copy_bytes_per_second
     return slower_of(cycles / device.clock_hz + sums, moving)

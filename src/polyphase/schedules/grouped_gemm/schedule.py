@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -21,7 +22,7 @@ from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import Sharing, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import counter_bytes, lacks_cores, parts_of, steps_of
+from polyphase.schedules.tensor_cores import counter_bytes, parts_of, steps_of
 from polyphase.schedules.tiles import best_first, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, Part, row_bytes, row_piece
 
@@ -31,7 +32,6 @@ _MAX_WEIGHT_BYTES = 96 << 10
 _MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
 _BARRIER_BYTES = 384  # and the notes of tiles
 _BUFFERS = 3  # of stages
-_SHARING = Sharing(rounds=16, cycles=5000.0, most=1.5)
 _OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
 _MAX_PHASES = 64  # elements of a cell
 _COPY_THREADS = 256
@@ -111,14 +111,12 @@ class GroupedGemm(Schedule):
     """All phases of a tile as one product of few rows, written as whole rows."""
 
     name = "grouped_gemm"
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
     kept = True
     compared = 1 << 30  # all of them
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.channels_last:
             return "writes rows of pixels, and here channels come last"
         if (channels := problem.in_channels_per_group) > _MAX_IN_CHANNELS:
@@ -183,7 +181,7 @@ class GroupedGemm(Schedule):
         if _shares(problem, variant, tiling, device):
             counters = counter_bytes(blocks)
         source = KernelSource(self.name, problem.dtype, True, _constants(problem, layouts, variant, device))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             window=tiling.window,
@@ -211,7 +209,7 @@ class GroupedGemm(Schedule):
             grid=(at_once * blocks if tiling.total else 0, 1, 1),
             block=32 * variant.all_warps,
             shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=counters + weight_bytes if counters else 0)
 
@@ -233,7 +231,7 @@ def _constants(
         ("STAGE_STEPS", variant.stage_steps),
         ("BUFFERS", variant.buffers),
         ("PARTS", _product(problem, variant.out_chunk).parts),
-        ("BULK_STORES", device.has_copy_engine),
+        ("BULK_STORES", device.has_tma),
         ("MIN_BLOCKS", variant.min_blocks),
     )
 
@@ -412,16 +410,6 @@ def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
     return min(range(0, 128 // size, 16 // size), key=lambda padding: (rounds(padding), padding))
 
 
-# Cycles, fitted to 766 measured variants on an H200 (docs/performance.md). Of a multiprocessor: for an instruction, and
-# for a byte that the copy engine writes. Of a warp: for what it waits for at a pixel; to find 32 pieces of a stage, to
-# copy those of a channel, and for a stage besides; to write a row, by whether its ends are those of sectors, and for a
-# tile's outputs besides. Of all: for what is not tiles.
-_SLOT, _BYTE, _PIXEL = 0.433, 0.0175, 155.0
-_FIND, _COPY, _STAGE = 75.0, 22.0, 720.0
-_ROW, _OUTPUTS = {False: 200.0, True: 40.0}, 450.0
-_LAUNCH = 41000.0
-_TOGETHER = 2.05  # exponent by which those who load, multiply and store overlap
-_BANDWIDTH = 0.95  # of a copy's
 _ROUNDING = 1 - 1e-9  # of a norm, which may come out below its largest part
 
 
@@ -429,12 +417,13 @@ class _Work:
     """What the blocks of a variant do: what all tiles have in common is counted once."""
 
     def __init__(self, problem: ConvTransposeProblem, variant: GatherGemmVariant, device: DeviceInfo) -> None:
+        self._terms = terms = costs("grouped_gemm", device)
         size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
         parts, steps = product.parts, product.steps
         taken = product.pixels * tiles * ((10 if parts > 1 else 4) if size == 4 else 6)
         multiplied = product.entries * (2 * parts + tiles * (7 if parts > 1 else 1))
         self._slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
-        self._waits = steps * product.pixels * _PIXEL
+        self._waits = steps * product.pixels * terms.pixel
         self._stages = math.ceil(steps / variant.stage_steps)
         self._channels, self._size = variant.stage_steps * 32 // size, size
         depth, height, width = problem.axes3
@@ -445,22 +434,23 @@ class _Work:
 
     def seconds(self, tiling: _Tiling, multiplying_alone: bool = False) -> float:
         """Predicted seconds that instructions take, or those of the products."""
-        variant, multiprocessors = self._variant, self._device.multiprocessors
+        variant, multiprocessors, terms = self._variant, self._device.multiprocessors, self._terms
         at_once = multiprocessors * variant.min_blocks
         resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * self._blocks / multiprocessors)))
         rounds = math.ceil(tiling.total / max(1, at_once // self._blocks)) * max(1.0, self._blocks / at_once)
         warps = min(variant.warps, math.ceil(tiling.cells / (8 * variant.pixel_tiles)))
-        tile = resident * warps * self._slots * _SLOT + self._waits
+        tile = resident * warps * self._slots * terms.slot + self._waits
         if not multiplying_alone:
             parts = tile, self._load_cycles(tiling), self._store_cycles(tiling, resident)
-            tile = sum(part**_TOGETHER for part in parts) ** (1 / _TOGETHER)
-        return (rounds * tile + _LAUNCH) / self._device.clock_hz * (_ROUNDING if multiplying_alone else 1)
+            tile = sum(part**terms.together for part in parts) ** (1 / terms.together)
+        return (rounds * tile + terms.launch) / self._device.clock_hz * (_ROUNDING if multiplying_alone else 1)
 
     def _load_cycles(self, tiling: _Tiling) -> float:
         """Predicted cycles for a tile's windows."""
         channels = self._channels * (4 if tiling.window.piece * self._size < 4 else 1)
         finds = math.ceil(tiling.window.places / (32 * self._variant.load_warps))
-        return self._stages * (finds * (_FIND + channels * _COPY) + _STAGE)
+        terms = self._terms
+        return self._stages * (finds * (terms.find + channels * terms.copy) + terms.stage)
 
     def _store_cycles(self, tiling: _Tiling, resident: int) -> float:
         """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
@@ -468,16 +458,18 @@ class _Work:
         rows = images * slabs * lines * self._rows
         written = rows / (tiling.joined * self._variant.store_warps)
         whole = tiling.whole_sectors or tiling.joined > 1
-        return written * _ROW[whole] + resident * rows * (columns * self._cell_bytes) * _BYTE + _OUTPUTS
+        terms = self._terms
+        row = terms.row_whole if whole else terms.row
+        return written * row + resident * rows * (columns * self._cell_bytes) * terms.byte + terms.outputs
 
 
 def _floor(problem: ConvTransposeProblem, out_chunk: int, tiling: _Tiling, device: DeviceInfo) -> float:
     """Predicted seconds that bytes take."""
-    size = DTYPE_BYTES[problem.dtype]
+    size, terms = DTYPE_BYTES[problem.dtype], costs("grouped_gemm", device)
     channels = _product(problem, out_chunk).steps * 32 // size
     halo = tiling.total * out_blocks(problem, out_chunk) * channels * row_bytes(tiling.window, size)
-    moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * 0.5  # halo is in the L2 cache
-    return moved / (device.copy_bytes_per_second * _BANDWIDTH)
+    moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * terms.halo
+    return moved / (device.copy_bytes_per_second * terms.bandwidth)
 
 
 def _estimate(
@@ -491,7 +483,12 @@ def _estimate(
 def _shares(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
     rounds = tiling.total / _at_once(problem, variant, tiling, device)
-    return _SHARING.pays(rounds, lambda: _estimate(problem, variant, tiling, device), problem.bytes, device)
+    return _sharing(device).pays(rounds, lambda: _estimate(problem, variant, tiling, device), problem.bytes, device)
+
+
+def _sharing(device: DeviceInfo) -> Sharing:
+    terms = costs("grouped_gemm", device)
+    return Sharing(terms.sharing_rounds, terms.sharing_cycles, terms.sharing_most)
 
 
 def _at_once(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:

@@ -35,7 +35,7 @@ _MOST_SCALED_ROWS = 512  # taps of a set, each with 16 channels in float32, that
 _MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
 
 # Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
-# for by those who multiply: they take more stages (see LOOKAHEAD in the kernel), unless the copy engine brings them.
+# for by those who multiply: they take more stages (see LOOKAHEAD in the kernel), unless TMA brings them.
 STAGES = 2, 3, 4, 5, 6, 8
 _LOADERS = {False: ((2, 4, STAGES), (1, 4, STAGES), (1, 2, STAGES)), True: ((4, 4, (8, 12)), (1, 4, (3, 4)))}
 _BOX_LOADERS = ((1, 4, STAGES),)
@@ -48,11 +48,11 @@ class GemmVariant(NamedTuple):
     are a warp group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a
     tile, its ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32
     numbers, ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
-    ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: the copy engine brings pixels as the
-    cores take them, where channels come last; or in half precision, where no tap reads beside its pixel. With
+    ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: TMA brings pixels as the
+    tensor cores read them, where channels come last; or in half precision, where no tap reads beside its pixel. With
     ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
     these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
-    ``raw_slots`` are for copied stages that are not turned around yet, those of all loading groups. A ``cluster`` of
+    ``raw_slots`` are for copied stages that are not transposed yet, those of all loading groups. A ``cluster`` of
     thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most. ``scaled``: it
     multiplies float32 as float16 (kernels/operand/scales.cuh).
     """
@@ -171,7 +171,7 @@ class GemmVariant(NamedTuple):
 
     @property
     def turning_groups(self) -> int:
-        """Groups of warps that take turns to turn the copy engine's boxes around."""
+        """Groups of warps that take turns to transpose TMA's boxes."""
         return self.turning_groups_of(self.stages)
 
     def turning_groups_of(self, stages: int) -> int:
@@ -293,7 +293,7 @@ def variants(
 ) -> Iterator[GemmVariant]:
     """Every variant that the registers allow; ``channels_last`` is the source's memory format.
 
-    ``boxes``: whether the copy engine can take it apart (`implicit_gemm_tile.box_strides`).
+    ``boxes``: whether TMA can take it apart (`implicit_gemm_tile.box_strides`).
     """
     for variant, stages in families(problem, device, channels_last, boxes):
         yield from (variant._replace(stages=count) for count in reversed(stages))
@@ -318,7 +318,7 @@ def families(
     ]
     if not problem.channels_last and (width_parts := Taps.width_parts(problem.axes3)) > 1:
         shapes.append((1, 1, width_parts, taps.owned_w // width_parts, 0, False))
-    # In two parts, or with many small groups, the direct kernel is faster (docs/performance.md).
+    # In two parts, or with many small groups, the direct kernel is faster (docs/notebook.md).
     few = channels <= _FEW_CHANNELS and problem.groups == 1 and parts == 1
     if few and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
         shapes += [(1, lines, 1, taps.row_blocks(channels, lines), channels, False) for lines in some_lines]

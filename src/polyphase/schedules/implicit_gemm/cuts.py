@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.layouts import extent
-from polyphase.program.tensor_map import engine_strides
+from polyphase.program.tensor_map import tma_strides
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import BOX_PIXELS, CHUNK_BYTES, Taps
 
@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     skew: int
     copy_bytes: int
     tiles: tuple[int, int, int, int]
-    boxes: int = 0  # that the copy engine brings for a stage; none where threads copy
+    boxes: int = 0  # that TMA brings for a stage; none where threads copy
     box_pixels: int = 0
     run: int = 0  # cells of any rows, and images up to ``images``, one after the other
 
@@ -87,7 +87,7 @@ def all_tiles(
     """Tiles of at most ``capacity`` cells, those in their halo included.
 
     ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
-    copy engine brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
+    TMA brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
     whole, they have at most ``most_pixels``, which is zero elsewhere.
     """
     if most_pixels:
@@ -204,24 +204,24 @@ def _are_one_row(gather: Gather, batch: int) -> bool:
 
 
 def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
-    """Whether the copy engine brings so many pixels at once, or a single row in several pieces."""
+    """Whether TMA brings so many pixels at once, or a single row in several pieces."""
     return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
 
 
 def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
-    """Boxes that a row of pixels is brought in, and the pixels of each; one of several is turned around as a whole."""
+    """Boxes that a row of pixels is copied in, and the pixels of each; one of several is transposed as a whole."""
     count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // DTYPE_BYTES[gather.dtype]
     return count, row if count == 1 else math.ceil(row / count / turned) * turned
 
 
 def _operands(pixels: int) -> tuple[int, int]:
-    """Boxes that are operands for so many pixels, and the pixels of each."""
+    """TensorMap that are operands for so many pixels, and the pixels of each."""
     return math.ceil(pixels / BOX_PIXELS), BOX_PIXELS
 
 
 @lru_cache(maxsize=4096)
 def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None:
-    """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where the copy engine
+    """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where TMA
     cannot take the source apart. ``one_row``: the pixels of an image, which follow each other, channels first."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
@@ -234,13 +234,13 @@ def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None
     last_joins = not gather.src.channels_last or channels[0] * size % CHUNK_BYTES == 0  # whatever the image's size
     if not gather.aligned or not last_joins or (inner[0] > 1 and inner[1] != 1):
         return None
-    return engine_strides((count, step * size) for count, step in dimensions)
+    return tma_strides((count, step * size) for count, step in dimensions)
 
 
 def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:
     """Pixels of a run in shared memory, of which taps read some beyond the halo.
 
-    Chunks of 32 are turned around, and chunks of channels lie in other banks. Boxes are swizzled in rows of eight, and
+    Chunks of 32 are transposed, and chunks of channels lie in other banks. Boxes are swizzled in rows of eight, and
     stages of them are whole kilobytes.
     """
     whole = max(-(-halo // 32) * 32, read)
@@ -252,7 +252,7 @@ def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) ->
 def _boxes(
     gather: Gather, capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool, engine: bool
 ) -> Iterator[tuple[Any, ...]]:
-    """Boxes of cells, which lie in a run of pixels with the halo between them: `Tile`s but for their class.
+    """TensorMap of cells, which lie in a run of pixels with the halo between them: `Tile`s but for their class.
 
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
     wide as the image: all of it is padding then. So it is with rows, between images.

@@ -102,7 +102,7 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
     )
     known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
     source = KernelSource("measure_scales", gather.dtype, False, known, folder="steps")
-    geometry = params_of(source).pack(
+    params = params_of(source).pack(
         src=gather.src,
         sizes=(1, *sizes),
         runs=runs,
@@ -111,7 +111,7 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
         lanes=lanes,
         vector=vector,
     )
-    return plain_step(source, blocks, _MEASURING_THREADS, geometry, (WEIGHT, WORKSPACE, SRC))
+    return plain_step(source, blocks, _MEASURING_THREADS, params, (WEIGHT, WORKSPACE, SRC))
 
 
 def _measured(gather: Gather) -> dict[str, Constant]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -39,7 +40,6 @@ from polyphase.schedules.implicit_gemm.tile import (
     store_vector,
 )
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import lacks_cores
 
 _MAX_TAPS = 4096
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
@@ -60,8 +60,6 @@ _WITH_THEIR_OWN = {
         (64, (65536, 256, 64)),
     ),
 }
-# By whether channels come last in the destination.
-_SHARING = {False: Sharing(rounds=32, cycles=1800.0, most=3.0), True: Sharing(rounds=32, cycles=1800.0, most=1.2)}
 _ALL = 2**31 - 1
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 # Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
@@ -100,19 +98,17 @@ class ImplicitGemm(Schedule):
     """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
 
     name = "implicit_gemm"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
+    on_tensor_cores = True
     offered = 10
     kept = True
     compared = 64
     best = 3
     prunes = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is Pass.WEIGHT_GRAD:
-            return "computes the forward pass and the input gradient only"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.INPUT_GRAD and problem.mirrored() is None:
             return "computes input gradients of layers of stride 1 only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many to list (at most {_MAX_TAPS})"
         if (phases := math.prod(problem.stride)) > MAX_PHASES:
@@ -190,7 +186,7 @@ class ImplicitGemm(Schedule):
         packs = pack_weights(gather, variant, product, problem.batch)
         workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
         workspace += product.row_groups * product.weight_bytes(variant)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
@@ -216,8 +212,8 @@ class ImplicitGemm(Schedule):
             grid=(variant.cluster * clusters, 1, 1),
             block=variant.loader_threads + 128 * CONSUMERS,
             shared_bytes=shared_bytes(gather, variant, tile),
-            geometry=geometry,
-            boxes=(boxes(gather, variant, tile),) if tile.boxes else (),
+            params=params,
+            tensor_maps=(boxes(gather, variant, tile),) if tile.boxes else (),
             one_way=None
             if variant.whole_images and variant.parts == 2  # a register spills
             else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
@@ -274,11 +270,17 @@ def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVari
     return min(items, clusters)
 
 
+def _sharing(gather: Gather, device: DeviceInfo) -> Sharing:
+    terms = costs("implicit_gemm", device)
+    most = terms.sharing_most_last if gather.dst.channels_last else terms.sharing_most
+    return Sharing(terms.sharing_rounds, terms.sharing_cycles, most)
+
+
 def _own_items(
     gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
     """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
-    sharing = _SHARING[gather.dst.channels_last]
+    sharing = _sharing(gather, device)
     if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
         return _ALL
     stages = Product.of(gather, variant).stages(variant)

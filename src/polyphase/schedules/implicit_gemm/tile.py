@@ -10,7 +10,7 @@ from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import extent
-from polyphase.program.tensor_map import Boxes
+from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import (
     BOX_PIXELS,
@@ -29,7 +29,7 @@ _MAX_STATIC_SHARED = 48 << 10
 
 
 def raw_pitch(halo: int, size: int) -> int:
-    """Pixels of a channel in a copied stage, which is turned around 128 bytes at a time."""
+    """Pixels of a channel in a copied stage, which is transposed 128 bytes at a time."""
     return math.ceil(halo * size / 128) * 128 // size
 
 
@@ -170,6 +170,16 @@ class Room:
         engines = (True,) if boxes else (True, False) if may_take_boxes(gather, self._variant) else (False,)
         return all_tiles(gather, self._cells, batch, self._banks, *self._kind, engines, self._transposed)
 
+    def tile(self, gather: Gather, batch: int, index: int) -> Tile | None:
+        """The tile of least work that fits with the stages of that place alone."""
+        if index >= len(self._limits):
+            return None
+        (limit, most), stages = self._limits[index], self._stages[index]
+        for tile in self.offered(gather, batch).found:
+            if tile.allocated <= most and self._shared.of(tile, stages, self._aligned) <= limit:
+                return tile
+        return None
+
     def tiles(self, gather: Gather, batch: int) -> list[Tile | None]:
         """The tile of least work that fits, with each of the stages."""
         found: list[Tile | None] = [None] * len(self._stages)
@@ -185,13 +195,13 @@ class Room:
 
 
 def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:
-    """Whether the copy engine can bring pixels that are then turned around, channels first."""
+    """Whether TMA can bring pixels that are then transposed, channels first."""
     fills = fills_stages(gather.groups, gather.src_channels, variant.stage_channels(gather.dtype))
     return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
 
 
 def may_take_operands(gather: Gather) -> bool:
-    """Whether the copy engine can bring pixels as the cores take them: with channels last, or in half precision rows of
+    """Whether TMA can bring pixels as the tensor cores read them: with channels last, or in half precision rows of
     pixels that no tap reads beside. (Rows of 32 bytes, as of 16 pixels, are not swizzled as rows of 128 bytes are.)"""
     if gather.src.channels_last:
         return box_strides(gather) is not None
@@ -200,8 +210,8 @@ def may_take_operands(gather: Gather) -> bool:
     return Taps.stay_in_cells(gather.axes) or math.prod(gather.src.shape[2:]) == BOX_PIXELS
 
 
-def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
-    """What the copy engine brings for a stage of the tile, ``tile.boxes`` times."""
+def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> TensorMap:
+    """What TMA brings for a stage of the tile, ``tile.boxes`` times."""
     size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
     strides = box_strides(gather, one_row=bool(tile.run) and not last)
     assert strides is not None
@@ -219,9 +229,9 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> Boxes:
     stage_bytes, stage_channels = 2 * CHUNK_BYTES * variant.k_steps, variant.stage_channels(gather.dtype)
     rounded = variant.parts == 1 and not variant.scaled
     if last:
-        return Boxes(gather.dtype, (channels, *sizes), strides, (stage_channels, *box), stage_bytes, rounded)
+        return TensorMap(gather.dtype, (channels, *sizes), strides, (stage_channels, *box), stage_bytes, rounded)
     swizzle = BOX_PIXELS * size if variant.boxes else CHUNK_BYTES
-    return Boxes(gather.dtype, (*sizes, channels), strides, (*box, stage_channels), swizzle, rounded)
+    return TensorMap(gather.dtype, (*sizes, channels), strides, (*box, stage_channels), swizzle, rounded)
 
 
 def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -21,7 +22,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather, Side, forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
+from polyphase.schedules.tensor_cores import parts_of, steps_of
 from polyphase.schedules.tiles import Four, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece, widest_piece
 
@@ -89,14 +90,12 @@ class OverlapGemm(Schedule):
     """One product of all pixels with all taps, whose columns are then added up where outputs overlap."""
 
     name = "overlap_gemm"
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
     kept = True
     compared = 24
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.taps > _MAX_COLUMNS:
             return f"{problem.taps} taps are too many columns (at most {_MAX_COLUMNS})"
         if problem.out_channels_per_group > _MAX_OUT_CHANNELS:
@@ -153,7 +152,7 @@ class OverlapGemm(Schedule):
         forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if variant.wgmma else ()
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
         run = problem.axes3[2].stride
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             batch=problem.batch,
@@ -171,7 +170,7 @@ class OverlapGemm(Schedule):
             grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 
@@ -339,20 +338,11 @@ def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool)
     return aligned and widest_piece(size, channels, batch, *others) * size >= 8
 
 
-# Cycles of a multiprocessor for 16 by 8 products of an operation, by whether Hopper's instruction computes them, for an
-# instruction of a warp, and for a word of shared memory that a warp writes or reads at the end; for an operation's
-# weights of a column tile; of an operation's pixels on their way, of weights on theirs, of the end of a band, and of a
-# block besides. Fitted to 952 measured variants on an H200 (docs/performance.md).
-_OPERATION, _SLOT, _WORD, _WEIGHTS = {True: 0.2, False: 1.5}, 0.8, 4.0, 28.0
-_LATENCY, _LOAD, _END, _BLOCK = 1500.0, 2250.0, 1150.0, 3850.0
-_SHARED = 1.1  # times the prediction, where several blocks share a multiprocessor
-_ONE_PART = 0.83  # of the prediction, where products come in one part: it is too high beside those of other kernels
-
-
 class _Work:
     """What the blocks of a variant do: what all tiles have in common is counted once."""
 
     def __init__(self, problem: ConvTransposeProblem, variant: ScatterVariant, device: DeviceInfo) -> None:
+        self._terms = terms = costs("overlap_gemm", device)
         parts, columns, rows = parts_of(problem), _column_tiles(problem, variant.out_chunk), variant.row_tiles
         self._problem, self._variant, self._device = problem, variant, device
         self._steps, self._columns = steps_of(problem), columns
@@ -366,7 +356,7 @@ class _Work:
         }
         places = 15 * variant.out_chunk if _along_channels(problem, variant.out_chunk) else 60
         self._read = variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places  # of a cell
-        self._factor = (_ONE_PART if parts == 1 else 1.0) * (_SHARED if variant.min_blocks > 1 else 1.0)
+        self._factor = (terms.one_part if parts == 1 else 1.0) * (terms.shared if variant.min_blocks > 1 else 1.0)
         self._size, self._channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
         self._bytes, self._input_bytes = problem.bytes, self._size * math.prod(problem.input_shape)
 
@@ -382,21 +372,23 @@ class _Work:
 
     def _step_cycles(self, tiling: _Tiling) -> float:
         """Predicted cycles of a multiprocessor for one operation of the warps of a block that own pixels."""
-        variant = self._variant
+        variant, terms = self._variant, self._terms
         together = 64 if variant.wgmma else 16
         warps = together // 16 * math.ceil(tiling.row * tiling.band / (together * variant.row_tiles))
-        return warps * max(self._products * _OPERATION[variant.wgmma], self._slots[tiling.whole] * _SLOT)
+        operation = terms.wgmma if variant.wgmma else terms.mma
+        return warps * max(self._products * operation, self._slots[tiling.whole] * terms.slot)
 
     def _tile_cycles(self, tiling: _Tiling, resident: int) -> float:
         """Predicted cycles for a round of so many resident blocks."""
         variant, columns, steps, bands = self._variant, self._columns, self._steps, tiling.bands
-        step = max(resident * self._step_cycles(tiling), _LATENCY / variant.ahead)
+        terms = self._terms
+        step = max(resident * self._step_cycles(tiling), terms.latency / variant.ahead)
         loads = 1 if variant.steps_held >= steps else bands * math.ceil(steps / variant.steps_held)
-        weights = loads * (_LOAD + resident * min(steps, variant.steps_held) * columns * _WEIGHTS)
+        weights = loads * (terms.load + resident * min(steps, variant.steps_held) * columns * terms.weights)
         written = bands * variant.rows * 8 * columns / variant.unit
         read = math.prod(tiling.lanes) * self._read
-        ends = bands * _END + resident * (written + read) / 32 * _WORD
-        return _BLOCK + weights + bands * steps * step + ends
+        ends = bands * terms.end + resident * (written + read) / 32 * terms.word
+        return terms.block + weights + bands * steps * step + ends
 
 
 def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ScatterVariant]:

@@ -6,6 +6,7 @@ import math
 from functools import reduce
 from typing import NamedTuple
 
+from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -17,7 +18,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import lacks_cores, parts_of, steps_of
+from polyphase.schedules.tensor_cores import parts_of, steps_of
 from polyphase.schedules.tiles import layer_constants
 
 _MIN_PHASES = 16  # elements of a cell; `implicit_gemm` has straight-line code for fewer
@@ -63,12 +64,10 @@ class PhaseGemm(Schedule):
     """All elements of a cell as columns of one product."""
 
     name = "phase_gemm"
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if (phases := math.prod(problem.stride)) < _MIN_PHASES:
             return f"{phases} elements of a cell are few (here at least {_MIN_PHASES})"
         if (columns := phases * problem.out_channels_per_group) > _MAX_COLUMNS:
@@ -117,7 +116,7 @@ class PhaseGemm(Schedule):
             ("MIN_BLOCKS", variant.min_blocks),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             rows=rows,
@@ -131,7 +130,7 @@ class PhaseGemm(Schedule):
             grid=(row_tiles * _column_tiles(problem, variant) * problem.groups, 1, 1),
             block=32 * variant.warps,
             shared_bytes=_shared_bytes(problem, variant),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main)
 
@@ -166,19 +165,9 @@ def _shared_bytes(problem: ConvTransposeProblem, variant: PhaseGemmVariant) -> i
     return 2 * parts_of(problem) * 4 * words
 
 
-# Cycles of a multiprocessor, fitted to 1,219 measurements on an H200 (docs/performance.md): for an instruction of the
-# cores, for a stage in each warp, to move 32 words; of a block, for what it waits for at a stage; for 32 outputs that
-# are stored together, alone amid a row, and alone; for those whose rows are short, times that; and for the launch.
-_MULTIPLY, _STAGE, _MOVE, _WAIT = 3.05, 31.0, 2.0, 112.0
-_VECTORS, _ROWS, _ALONE, _SHORT = 5.0, 12.0, 23.4, 3.3
-_LAUNCH = 18600.0
-_LONE_BLOCK = 3000.0  # its start and end, while no other block multiplies; fitted to 43 measurements (step 104)
-_PARTIAL = 1.55  # a word, where the last stage of a reach has fewer channels
-_LINES = 1.5  # all, where a cell has several lines: predictions of such layers are too low
-
-
 def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
+    terms = costs("phase_gemm", device)
     size, parts, channels = DTYPE_BYTES[problem.dtype], parts_of(problem), problem.in_channels_per_group
     cells = math.prod(len(_cells(axis, size)) for axis, size in zip(problem.axes, problem.output_size))
     column_tiles, phases = _column_tiles(problem, variant), math.prod(problem.stride)
@@ -187,18 +176,18 @@ def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: 
     stages = math.prod(map(_reach, problem.axes)) * math.ceil(steps_of(problem) / variant.stage_steps)
     products = 4 * variant.warps * variant.row_tiles * (3 if parts == 2 else 1)
     words = 8 * (variant.rows + variant.columns) / 32 * (4 // size)
-    words *= 1 if channels % (variant.stage_steps * 32 // size) == 0 else _PARTIAL
-    stage = variant.stage_steps * (products * _MULTIPLY + words * _MOVE) + variant.warps * _STAGE
+    words *= 1 if channels % (variant.stage_steps * 32 // size) == 0 else terms.partial
+    stage = variant.stage_steps * (products * terms.multiply + words * terms.move) + variant.warps * terms.stage
     run = problem.axes3[2].stride
-    output = _ALONE
+    output = terms.alone
     if run % _RUN == 0 and not (problem.channels_last and problem.out_channels > 1):
         vectors = _vector(problem, Layouts.dense(problem)) * size >= 8
-        output = (_VECTORS if vectors else _ROWS) + _SHORT * (max(1.0, 32 / run) - 1)
+        output = (terms.vectors if vectors else terms.rows) + terms.short * (max(1.0, 32 / run) - 1)
     outputs = problem.out_channels_per_group * phases / column_tiles * variant.rows / 32
     work = stages * stage + outputs * output
-    latencies = stages * _WAIT + (_LONE_BLOCK if resident == 1 else 0)
-    seconds = (rounds * max(resident * work, latencies + work) + _LAUNCH) / device.clock_hz
-    seconds *= _LINES if phases > run else 1.0
+    latencies = stages * terms.wait + (terms.lone_block if resident == 1 else 0)
+    seconds = (rounds * max(resident * work, latencies + work) + terms.launch) / device.clock_hz
+    seconds *= terms.lines if phases > run else 1.0
     floor = problem.bytes / device.copy_bytes_per_second
     return slower_of(seconds, floor)
 

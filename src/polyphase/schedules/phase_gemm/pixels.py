@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from polyphase.jit.source import KernelSource, WgmmaForm
+from polyphase.costs import costs
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -18,7 +19,7 @@ from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import OPERATION_BYTES, lacks_cores, parts_of
+from polyphase.schedules.tensor_cores import OPERATION_BYTES, parts_of
 from polyphase.schedules.tiles import layer_constants
 
 _GROUPS = 2  # of 128 threads, that multiply
@@ -56,12 +57,10 @@ class PhaseGemmPixels(Schedule):
     """Pixels as rows of one product, whose channels stay in registers."""
 
     name = "phase_gemm_pixels"
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not Pass.FORWARD:
-            return "computes the forward pass only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if parts_of(problem) > 1:
@@ -114,18 +113,13 @@ class PhaseGemmPixels(Schedule):
         units, chunks = _tiles(problem) * problem.groups, _chunks(problem, variant.columns)
         blocks = max(1, min(units * chunks, device.multiprocessors))
         rounds, rest = divmod(units, blocks)
-        share = math.ceil(rest * chunks / blocks)
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("COLUMN_TILES", variant.columns // 8),
             ("SCALED", _scaled(problem)),
             ("MIN_BLOCKS", 1),
         )
-        operands = "float16" if _scaled(problem) else problem.dtype
         columns = problem.groups * chunks * variant.columns
-        packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
-        pack = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
-        packs = (plain_step(pack, columns // _PACK_COLUMNS, _PACK_THREADS),)
         multiplying = (
             *constants,
             ("PARTS", 1),
@@ -138,9 +132,10 @@ class PhaseGemmPixels(Schedule):
             ("RUN", run),
             ("WGMMA", True),
         )
+        operands = "float16" if _scaled(problem) else problem.dtype
         forms = (WgmmaForm(variant.columns, operands, a_in_registers=True),)
         source = KernelSource(self.name, problem.dtype, True, multiplying, forms)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
             pixels=_pixels(problem),
@@ -148,7 +143,7 @@ class PhaseGemmPixels(Schedule):
             groups=problem.groups,
             rounds=rounds,
             units=units,
-            share=share,
+            share=math.ceil(rest * chunks / blocks),
             piece=piece,
             vector=min(2 * run, _vector(problem, layouts)),
             x_stride=layouts.input[1],
@@ -159,10 +154,18 @@ class PhaseGemmPixels(Schedule):
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
             shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, ahead),
-            geometry=geometry,
+            params=params,
         )
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
+        packs = (_pack_columns(problem, constants, columns),)
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
+
+
+def _pack_columns(problem: ConvTransposeProblem, constants: tuple[tuple[str, Constant], ...], columns: int) -> Step:
+    """What packs the weights of so many columns for a kernel with such constants."""
+    packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
+    source = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
+    return plain_step(source, columns // _PACK_COLUMNS, _PACK_THREADS)
 
 
 def _like(problem: ConvTransposeProblem) -> ConvTransposeProblem:
@@ -181,7 +184,7 @@ def _tiles(problem: ConvTransposeProblem) -> int:
 
 
 def _scaled(problem: ConvTransposeProblem) -> bool:
-    """Whether the cores take float32 as float16, ``operand/scaled_half.cuh``."""
+    """Whether the tensor cores are given float32 as float16, ``operand/scaled_half.cuh``."""
     return problem.dtype == "float32"
 
 
@@ -299,55 +302,32 @@ def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahea
     return None
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
-
-    product: float = 0.746  # times what the cores take
-    store: float = 0.0428  # a byte stored, 16 at a time
-    narrow: float = 0.713  # the exponent of what stores of fewer take longer
-    stage: float = 533.0  # of weights
-    turn: float = 171.0  # a chunk
-    row: float = 0.0696  # a byte of the pixels' channels, read together or one by one
-    row_ahead: float = 0.0302  # or brought ahead
-    tile: float = 1068.0  # latencies of those that are not
-    tile_ahead: float = 1285.0  # a byte of an element, of channels that their ring has no room for
-    tile_cut: float = 5807.0  # more, where images are no whole lines of memory
-    launch: float = 16600.0
-    launch_ahead: float = 18470.0
-    bandwidth: float = 0.832  # of a copy's
-    overlap: float = 1.38  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
-    beside: float = 4.96  # and in memory
-
-
-_COSTS = _Costs()
-
-
 def _estimate(
     problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo, cut: bool
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it; ``cut`` as `_cuts_lines` tells."""
+    terms = costs("phase_gemm_pixels", device)
     size, steps, chunks = DTYPE_BYTES[problem.dtype], _steps(problem), _chunks(problem, variant.columns)
     layouts = Layouts.dense(problem)
     rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
     share = math.ceil(rest * chunks / device.multiprocessors)
-    products = _COSTS.product * _tile(problem) * steps * variant.columns / 128
+    products = terms.product * _tile(problem) * steps * variant.columns / 128
     width = 16 / (_vector(problem, layouts) * size)
-    stores = _COSTS.store * _tile(problem) * variant.columns * size * width**_COSTS.narrow
-    storing = (products + stores + _COSTS.stage * steps / variant.stage_steps) / 2  # one of two groups
-    chunk = (products**_COSTS.overlap + storing**_COSTS.overlap) ** (1 / _COSTS.overlap)
-    chunk += _COSTS.turn
-    row, tile, launch = _COSTS.row, _COSTS.tile, _COSTS.launch
+    stores = terms.store * _tile(problem) * variant.columns * size * width**terms.narrow
+    storing = (products + stores + terms.stage * steps / variant.stage_steps) / 2  # one of two groups
+    chunk = (products**terms.overlap + storing**terms.overlap) ** (1 / terms.overlap)
+    chunk += terms.turn
+    row, tile, launch = terms.row, terms.tile, terms.launch
     if variant.ahead:
         at_hand = _PIXEL_BYTES / (_tile(problem) * size)  # channels
         late = max(0.0, 1 - at_hand / problem.in_channels_per_group)
-        tile = (_COSTS.tile_ahead * size + _COSTS.tile_cut * cut) * late
-        row, launch = _COSTS.row_ahead, _COSTS.launch_ahead
+        tile = (terms.tile_ahead * size + terms.tile_cut * cut) * late
+        row, launch = terms.row_ahead, terms.launch_ahead
     tile += row * _tile(problem) * steps * (OPERATION_BYTES // 2) * size
     cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + launch
-    work, moving = cycles / device.clock_hz, problem.bytes / (_COSTS.bandwidth * device.copy_bytes_per_second)
+    work, moving = cycles / device.clock_hz, problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(work, moving)
-    return (work**_COSTS.beside + moving**_COSTS.beside) ** (1 / _COSTS.beside), bound
+    return (work**terms.beside + moving**terms.beside) ** (1 / terms.beside), bound
 
 
 def _cuts_lines(problem: ConvTransposeProblem) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -89,7 +90,7 @@ class _Tiling:
 class _WindowMma(Gradient):
     """What the two kernels share."""
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.taps > _MAX_TAPS:
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
         terms = problem.out_channels_per_group * problem.taps
@@ -129,10 +130,10 @@ class _WindowMma(Gradient):
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
-        params: dict[str, Any]
+        of_pass: dict[str, Any]
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
-            params = {
+            of_pass = {
                 "x_part": tiling.operand,
                 "groups": problem.groups,
                 "part_length": length,
@@ -142,7 +143,7 @@ class _WindowMma(Gradient):
             grid = blocks * planes
         else:
             pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
-            params = {"weight": weight_rows(problem, layouts), "weight_part": tiling.operand, "pairs": pairs}
+            of_pass = {"weight": weight_rows(problem, layouts), "weight_part": tiling.operand, "pairs": pairs}
             planes, grid = 1, blocks * tiling.total
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
@@ -160,7 +161,7 @@ class _WindowMma(Gradient):
             ("MIN_BLOCKS", variant.min_blocks),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             window=tiling.window,
@@ -170,14 +171,14 @@ class _WindowMma(Gradient):
             skew=tiling.skew,
             table_bytes=tiling.table_bytes,
             stage_bytes=tiling.stage_bytes,
-            **params,
+            **of_pass,
         )
         main = Step(
             source=source,
             grid=(grid, 1, 1),
             block=_THREADS,
             shared_bytes=_shared_bytes(variant, tiling),
-            geometry=geometry,
+            params=params,
         )
         return assemble(problem, pass_, main, splits=planes)
 
@@ -185,14 +186,14 @@ class _WindowMma(Gradient):
 class WindowDgradMma(_WindowMma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
-    pass_ = Pass.INPUT_GRAD
+    passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_mma"
 
 
 class WindowWgradMma(_WindowMma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
-    pass_ = Pass.WEIGHT_GRAD
+    passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_mma"
 
 
@@ -219,7 +220,8 @@ def _tiling(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
-    best = _cut(problem, pass_, layouts, variant._replace(buffers=0)).best(variant, device)
+    terms = costs("window_mma", device)
+    best = _cut(problem, pass_, layouts, variant._replace(buffers=0), terms).best(variant, device)
     if best is None and layouts.aligned:  # whole pieces make long rows longer
         return _tiling(problem, pass_, replace(layouts, aligned=False), variant, device)
     return best
@@ -228,15 +230,17 @@ def _tiling(
 class _Cut:
     """How a variant can cut positions into tiles, whatever its buffers."""
 
-    def __init__(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant) -> None:
-        self._layer = problem, pass_, layouts, variant
+    def __init__(
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, terms: Costs
+    ) -> None:
+        self._layer, self._terms = (problem, pass_, layouts, variant), terms
         self._tilings: dict[Four, _Tiling] = {}
         least = min(_LEAST_ROW, problem.input_size[-1])
         lanes = list(lanes_of(problem, variant.positions))
         self._long = [each for each in lanes if each[3] >= least]
         self._short = [each for each in lanes if each[3] < least]
         # What the work is not less than: that of the products, as if nothing had to be loaded.
-        stage, sizes = _product_cycles(problem, pass_, variant), five(problem.input_shape)[2:]
+        stage, sizes = _product_cycles(problem, pass_, variant, terms), five(problem.input_shape)[2:]
         self._operand = variant.rows * _depth(problem, pass_, variant) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
         self._bounds = [math.prod(tiles_of(problem.batch, sizes, each)) * stage for each in self._long]
 
@@ -246,7 +250,9 @@ class _Cut:
 
         def work_of(place: int) -> float | None:
             tiling = self._fitting(self._long[place], variant, device)
-            return None if tiling is None else tiling.total * _stage_cycles(problem, pass_, variant, tiling)
+            return (
+                None if tiling is None else tiling.total * _stage_cycles(problem, pass_, variant, tiling, self._terms)
+            )
 
         place = next(best_first(self._bounds, work_of), None)
         if place is not None:
@@ -275,8 +281,8 @@ class _Cut:
 
 
 @lru_cache(maxsize=128)
-def _cut(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant) -> _Cut:
-    return _Cut(problem, pass_, layouts, variant)
+def _cut(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, terms: Costs) -> _Cut:
+    return _Cut(problem, pass_, layouts, variant, terms)
 
 
 def _fits(variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
@@ -314,66 +320,58 @@ def _tiles(
     return _Tiling(lanes, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
 
 
-# Cycles: of a multiprocessor for an instruction of the tensor cores; of each of its four schedulers for an instruction
-# beside those; for a stage, also where no other block is resident; for a block, and each result that it stores. Fitted
-# to 336 measured variants on an H200 (docs/performance.md, "Gradients on tensor cores").
-_OPERATION, _SLOT = 1.45, 2.6
-_PREFERENCE = 1.15  # for exact sums, where they are about as fast
-# Measured over predicted time in channels_last, where windows come element by element: of weight gradients in float32,
-# and of input gradients.
-_ELEMENTWISE, _ELEMENTWISE_INPUT = 2.0, 0.65
-_BYTE, _STAGE, _LONE_STAGE, _BLOCK, _STORED = 0.35 / 24, 130.0, 500.0, 1150.0, 0.25
-
-
-def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling) -> float:
+def _stage_cycles(
+    problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling, terms: Costs
+) -> float:
     """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
     size = DTYPE_BYTES[problem.dtype]
     depth = _depth(problem, pass_, variant)
-    cycles = _product_cycles(problem, pass_, variant)
+    cycles = _product_cycles(problem, pass_, variant, terms)
     moved = 0.0
     for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
-        cycles += copy_cycles(part, channels, _WARPS, size)
+        cycles += copy_cycles(part, channels, _WARPS, size, terms)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
         moved += channels * (depth * size if of_weight else row_bytes(part, size))
-    return cycles + moved * _BYTE + _STAGE + (_LONE_STAGE if variant.min_blocks == 1 else 0.0)
+    return cycles + moved * terms.byte + terms.stage + (terms.lone_stage if variant.min_blocks == 1 else 0.0)
 
 
-def _product_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant) -> float:
+def _product_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, terms: Costs) -> float:
     """Those of the products of a stage."""
     size = DTYPE_BYTES[problem.dtype]
     operations = _depth(problem, pass_, variant) * size // 32
     products = variant.row_tiles * variant.column_tiles
     slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
-    return operations * _WARPS * (products * _OPERATION + slots / 4 * _SLOT)
+    return operations * _WARPS * (products * terms.operation + slots / 4 * terms.slot)
 
 
 def _estimate(
     problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    stage = _stage_cycles(problem, pass_, variant, tiling)
-    blocks, block = blocks_of(problem, pass_, variant.rows, variant.out_chunk), _BLOCK
+    terms = costs("window_mma", device)
+    stage = _stage_cycles(problem, pass_, variant, tiling, terms)
+    blocks, block = blocks_of(problem, pass_, variant.rows, variant.out_chunk), terms.block
     if pass_ is Pass.WEIGHT_GRAD:
         parts = _parts(problem, variant, tiling, device)
         stages = math.ceil(tiling.total / parts)
         blocks *= parts
-        end = 2e-6 + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+        end = terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
     else:
         stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
         blocks *= tiling.total
         end = 0.0
-        block += _STORED * variant.rows * variant.columns
+        block += terms.stored * variant.rows * variant.columns
     resident, rounds = rounds_of(blocks, variant.min_blocks, device)
     cycles = rounds * resident * (stages * stage + block)
     work = cycles / device.clock_hz + end
     if problem.channels_last and tiling.window.piece == 1:
         if pass_ is Pass.INPUT_GRAD:
-            work *= _ELEMENTWISE_INPUT
+            work *= terms.elementwise_input_grad
         elif problem.dtype == "float32":
-            work *= _ELEMENTWISE
+            work *= terms.elementwise_weight_grad
     floor = problem.bytes / device.copy_bytes_per_second
     seconds, bound = slower_of(work, floor)
-    return _PREFERENCE * seconds, bound
+    return terms.preference * seconds, bound
 
 
 def _deepest(
@@ -381,7 +379,10 @@ def _deepest(
 ) -> tuple[float, GradientVariant] | None:
     """The variant with the most stages that leave room for its resident blocks, and its predicted seconds."""
     layouts = Layouts.dense(problem)
-    single = _cut(problem, pass_, replace(layouts, aligned=False), variant._replace(buffers=0)).tiling((1, 1, 1, 1))
+    terms = costs("window_mma", device)
+    single = _cut(problem, pass_, replace(layouts, aligned=False), variant._replace(buffers=0), terms).tiling(
+        (1, 1, 1, 1)
+    )
     for buffers in _BUFFERS:
         deeper = variant._replace(buffers=buffers)
         tiling = _tiling(problem, pass_, layouts, deeper, device)
@@ -402,7 +403,7 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) ->
     for row_tiles, column_tiles, row_warps in _SHAPES:
         resident = 1 if row_tiles * column_tiles > 16 else 2
         strided = max(problem.stride) > 1 and taps > _MOST_STRIDED_TAPS
-        spills = not device.has_copy_engine or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
+        spills = not device.has_tma or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
         if resident == 1 and problem.dtype == "float32" and spills:
             continue  # the compiler needs more registers there than a thread can have
         variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from polyphase.costs import Costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.problem.integers import next_power_of_two
 from polyphase.problem.layouts import Layouts
@@ -16,10 +17,6 @@ MAX_SIDE = 1 << 15
 
 #: Of shared memory, for each piece of a channel: of boxes that stay where they are, and of those that move.
 STILL_BYTES, MOVING_BYTES = 8, 16
-
-# Cycles of each of a multiprocessor's four schedulers for a warp's copy, for one whose elements pass registers, and for
-# finding where a row of pieces lies. Fitted with `polyphase.schedules.window_gemm.mma`.
-_COPY, _THROUGH_REGISTERS, _FIND = 24.0, 80.0, 22.0
 
 
 @dataclass(frozen=True)
@@ -77,13 +74,13 @@ def channel_piece(side: Side, channels: int, stage_channels: int, size: int, ali
     return vector if aligned and whole else 1
 
 
-def copy_cycles(part: Part, channels: int, warps: int, size: int) -> float:
+def copy_cycles(part: Part, channels: int, warps: int, size: int, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a part."""
     lanes = min(32, next_power_of_two(part.places))
     rounds = math.ceil(part.places / lanes)
     copies = rounds * math.ceil(channels / (warps * 32 // lanes))
-    each = _COPY + (_THROUGH_REGISTERS if part.piece * size < 4 else 0.0)
-    return warps / 4 * (rounds * _FIND + copies * each)
+    each = terms.copy + (terms.through_registers if part.piece * size < 4 else 0.0)
+    return warps / 4 * (rounds * terms.find + copies * each)
 
 
 def row_bytes(part: Part, size: int) -> float:

@@ -52,7 +52,7 @@ class Windows(NamedTuple):
 
 
 def box_fits(extents: Iterable[int], problem: ConvTransposeProblem) -> bool:
-    """Whether the copy engine brings so many elements along d, h and w at once."""
+    """Whether TMA brings so many elements along d, h and w at once."""
     return all((count - 1) * axis.stride < _MAX_BOX_SIDE for count, axis in zip(extents, problem.axes3))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -18,7 +18,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, plain_step
-from polyphase.program.tensor_map import Boxes, engine_strides
+from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost
@@ -38,7 +38,6 @@ _DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
 _FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
 _PACK_THREADS = 256
 _LEAST_STAGES = 4  # of a part of an input gradient's sum
-_SUM = 4e-6  # seconds to launch what adds up an input gradient's parts
 
 
 class BoxVariant(NamedTuple):
@@ -67,7 +66,7 @@ class BoxVariant(NamedTuple):
 
     @property
     def loaders(self) -> int:
-        """Threads beside those that multiply: a group where registers are to change hands, of which there are four."""
+        """Threads beside those that multiply: a whole warpgroup where setmaxnreg moves registers between warpgroups."""
         return 128 if self.resident == 1 else 32
 
     @property
@@ -101,7 +100,7 @@ class _WindowTma(Gradient):
 
     adapts = True
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if not problem.channels_last:
@@ -111,7 +110,7 @@ class _WindowTma(Gradient):
                 pixel = channels * DTYPE_BYTES[problem.dtype]
                 return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
         if max(problem.stride) > _MAX_BOX_STEP:
-            return f"the copy engine takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
+            return f"TMA takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
@@ -171,7 +170,7 @@ class _WindowTma(Gradient):
 class WindowDgradTma(_WindowTma):
     """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
 
-    pass_ = Pass.INPUT_GRAD
+    passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
@@ -194,7 +193,7 @@ class WindowDgradTma(_WindowTma):
         constants = (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush))
         form = WgmmaForm(variant.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, constants, (form,))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             batch=problem.batch,
             groups=problem.groups,
@@ -209,8 +208,8 @@ class WindowDgradTma(_WindowTma):
             grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
-            geometry=geometry,
-            boxes=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
+            params=params,
+            tensor_maps=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
 
@@ -218,7 +217,7 @@ class WindowDgradTma(_WindowTma):
 class WindowWgradTma(_WindowTma):
     """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
 
-    pass_ = Pass.WEIGHT_GRAD
+    passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_tma"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
@@ -244,7 +243,7 @@ class WindowWgradTma(_WindowTma):
         both = WgmmaForm(variant.columns, problem.dtype, transpose_a=True, transpose_b=True)
         forms = () if dict(constants)["BY_THREADS"] else (both,)
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             groups=problem.groups,
             blocks=blocks,
             lanes=lanes,
@@ -262,8 +261,8 @@ class WindowWgradTma(_WindowTma):
             grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
             block=variant.threads,
             shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
-            geometry=geometry,
-            boxes=(
+            params=params,
+            tensor_maps=(
                 _pixel_boxes(problem, layouts, lanes, of_x, output=False),
                 _pixel_boxes(problem, layouts, boxes, windows.pitch, tensor=1),
             ),
@@ -285,25 +284,25 @@ def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Step:
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
-    """Of boxes of the input or the output gradient, where the copy engine takes them."""
+    """Of boxes of the input or the output gradient, where TMA takes them."""
     size = DTYPE_BYTES[problem.dtype]
     shape, strides = (problem.output_shape, layouts.output) if output else (problem.input_shape, layouts.input)
     batch, channels, depth, height, width = five(shape)
     image, channel, slab, row, column = (step * size for step in strides)
     if channel != size and channels > 1:
         return None
-    return engine_strides(zip((width, height, depth, batch), (column, row, slab, image)))
+    return tma_strides(zip((width, height, depth, batch), (column, row, slab, image)))
 
 
 def _pixel_boxes(
     problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pitch: int, output: bool = True, tensor: int = 0
-) -> Boxes:
+) -> TensorMap:
     """``pitch`` bytes of a tile's positions, in the input, or where a tap meets the output gradient."""
     batch, channels, depth, height, width = five(problem.output_shape if output else problem.input_shape)
     strides = _pixel_strides(problem, layouts, output)
     assert strides is not None
     steps = (axis.stride if output and count > 1 else 1 for axis, count in zip(problem.axes3[::-1], lanes[:0:-1]))
-    return Boxes(
+    return TensorMap(
         problem.dtype,
         (channels, width, height, depth, max(1, batch)),
         strides,
@@ -315,13 +314,13 @@ def _pixel_boxes(
     )
 
 
-def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> Boxes:
+def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> TensorMap:
     size, out = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group
     per_tap = [(problem.in_channels, out * problem.taps * size), (problem.taps, out * size), (1, 0), (1, 0)]
-    strides, pitch = engine_strides(per_tap), variant.depth_bytes
+    strides, pitch = tma_strides(per_tap), variant.depth_bytes
     assert strides is not None
     box = (pitch // size, variant.columns, 1, 1, 1)
-    return Boxes(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
+    return TensorMap(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
 
 
 def _items(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int) -> int:
@@ -385,75 +384,40 @@ def _is_long(problem: ConvTransposeProblem) -> bool:
     return problem.out_channels_per_group * problem.taps > _FLUSH
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Multiprocessor cycles, fitted to times of variants on an H200 (docs/performance.md)."""
-
-    product: float = 0.957  # times what the cores take
-    threads_product: float = 1.22  # an instruction of a warp, of operands that pass registers
-    threads_read: float = 1.03  # and a word that it reads of them
-    third_group: float = 0.9  # times both where three groups hide more of what each waits for
-    moved: float = 0.0184  # a byte of a stage
-    box: float = 119.0
-    stage: float = 44.0
-    result: float = 0.038
-    item: float = 474.0  # what a block does once, or for a tile
-    launch: float = 11100.0
-    bandwidth: float = 1.0  # of a copy's
-    planes: float = 1.82  # times what their bytes take
-    overlap: float = 3.25  # exponents of the norms that add what goes on at the same time: on a multiprocessor,
-    beside: float = 3.9  # and in memory
-
-
-_COSTS = {
-    Pass.INPUT_GRAD: _Costs(),
-    Pass.WEIGHT_GRAD: _Costs(
-        product=1.09,
-        moved=0.0238,
-        box=108.0,
-        stage=94.0,
-        result=0.424,
-        item=0.0,
-        launch=7000.0,
-        bandwidth=1.04,
-        planes=0.5,
-        overlap=5.84,
-        beside=2.29,
-    ),
-}
+def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
+    return costs("window_dgrad_tma" if pass_ is Pass.INPUT_GRAD else "window_wgrad_tma", device)
 
 
 def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    costs = _COSTS[pass_]
+    terms = _terms(pass_, device)
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, variant)))
     if pass_ is Pass.WEIGHT_GRAD:
         _, seconds, end = _parts(problem, variant, tiles, device)
     else:
         _, seconds, end = _input_parts(problem, variant, _items(problem, variant, tiles), device)
-    moving = problem.bytes / (costs.bandwidth * device.copy_bytes_per_second)
+    moving = problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
-    return (seconds**costs.beside + moving**costs.beside) ** (1 / costs.beside) + end, bound
+    return (seconds**terms.beside + moving**terms.beside) ** (1 / terms.beside) + end, bound
 
 
-def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> float:
+def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, terms: Costs) -> float:
     """Of a multiprocessor, for a block."""
-    costs = _COSTS[pass_]
     size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
     operations = variant.groups * variant.row_tiles * variant.lines * variant.steps
     if weights and size == 4:
         instructions, reads = _warp_work(problem, variant)
-        products = costs.threads_product * instructions + costs.threads_read * reads
-        products *= 4 * variant.groups * variant.steps * (costs.third_group if variant.groups > 2 else 1)
+        products = terms.threads_product * instructions + terms.threads_read * reads
+        products *= 4 * variant.groups * variant.steps * (terms.third_group if variant.groups > 2 else 1)
     else:
-        products = costs.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
+        products = terms.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
     boxes = 2.0
     if weights:
         boxes = variant.rows * size / channel_pitch(problem, problem.in_channels_per_group)
         boxes += _block_windows(problem, variant)
-    loading = max(costs.moved * _stage_bytes(problem, pass_, variant), costs.box * boxes)
-    both: float = (products**costs.overlap + loading**costs.overlap) ** (1 / costs.overlap)
-    return both + costs.stage
+    loading = max(terms.moved * _stage_bytes(problem, pass_, variant), terms.box * boxes)
+    both: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap)
+    return both + terms.stage
 
 
 def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
@@ -471,17 +435,17 @@ def _input_parts(
     problem: ConvTransposeProblem, variant: BoxVariant, items: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
     """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
-    costs, places = _COSTS[Pass.INPUT_GRAD], device.multiprocessors * variant.resident
-    stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant)
-    once = variant.rows * variant.block_columns * costs.result + costs.item / variant.resident
+    terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * variant.resident
+    stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant, terms)
+    once = variant.rows * variant.block_columns * terms.result + terms.item / variant.resident
     moved = problem.elements[0]
 
     def seconds(parts: int) -> tuple[float, float]:
         rounds = items * parts / places
         rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
         cycles = rounds * (math.ceil(stages / parts) * stage + once) * variant.resident
-        end = _SUM + moved * (8 * parts + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
-        return (cycles + costs.launch) / device.clock_hz, end if parts > 1 else 0.0
+        end = terms.reduce + moved * (8 * parts + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
+        return (cycles + terms.launch) / device.clock_hz, end if parts > 1 else 0.0
 
     most = max(
         1, min(affordable_planes(problem, Pass.INPUT_GRAD), stages // _LEAST_STAGES, 2 * places // max(1, items))
@@ -496,19 +460,20 @@ def _parts(
 ) -> tuple[int, float, float]:
     """Parts of a weight gradient's positions, their predicted seconds, and those of what comes after."""
     blocks, places = math.prod(_blocks(problem, variant)) * problem.groups, device.multiprocessors * variant.resident
-    costs, stage = _COSTS[Pass.WEIGHT_GRAD], _stage_cycles(problem, Pass.WEIGHT_GRAD, variant)
+    terms = _terms(Pass.WEIGHT_GRAD, device)
+    stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, variant, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
     flush = max(1, _FLUSH // math.prod(variant.lanes))
-    results, once = variant.rows * variant.block_columns, costs.item / variant.resident
+    results, once = variant.rows * variant.block_columns, terms.item / variant.resident
 
     def seconds(parts: int) -> tuple[float, float]:
         stages = -(-tiles // parts)
-        block = stages * stage + (-(-stages // flush) * results * costs.result + once)
+        block = stages * stage + (-(-stages // flush) * results * terms.result + once)
         cycles = -(-blocks * parts // places) * block * variant.resident
         alone = parts == 1 and (size == 4 or stages <= flush)
         moved = weights * (4 if alone else 8 * parts + size)
-        end = 0.0 if alone else costs.launch / 2 / device.clock_hz
-        return (cycles + costs.launch) / device.clock_hz, end + costs.planes * moved / device.copy_bytes_per_second
+        end = 0.0 if alone else terms.launch / 2 / device.clock_hz
+        return (cycles + terms.launch) / device.clock_hz, end + terms.planes * moved / device.copy_bytes_per_second
 
     most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
     found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from polyphase.costs import costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
@@ -13,9 +14,6 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.window_gemm.tma import BoxVariant, WindowDgradTma, WindowWgradTma
 
 _MOST_BYTES = 512 << 20  # of the tensors in channels_last
-# What turning takes, from times on an H200 (docs/performance.md): seconds for each tensor, and the share of a copy's
-# bandwidth; in half precision, how much of the time of a block of 64 channels those take that are not there.
-_TURN, _BANDWIDTH, _MISSING = 3e-6, 0.7, 0.65
 
 
 class _Transposed(Schedule):
@@ -25,11 +23,11 @@ class _Transposed(Schedule):
     adapts = True
     kept = True
     _boxes: WindowDgradTma | WindowWgradTma
-    _reads: int  # tensors that are turned before; the result is turned after
+    _reads: int  # tensors that are transposed before; the result is transposed back
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is self._boxes.pass_ and problem.channels_last:
-            return "turns tensors that are channels first"
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if problem.channels_last:
+            return "transposes tensors that are channels first"
         return self._boxes.supports(_last(problem), pass_, device)
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
@@ -55,10 +53,11 @@ class _Transposed(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: BoxVariant
     ) -> Cost:
         """What the boxes take, and the time that turning takes."""
+        terms = costs("window_transposed", device)
         size, (x, _, y) = DTYPE_BYTES[problem.dtype], problem.elements
         absent = size * (x * missing(problem.in_channels) + y * missing(problem.out_channels)) if size == 2 else 0.0
-        counted = 2 * (_turned_bytes(problem, pass_) + _MISSING * absent)
-        turning = (self._reads + 1) * _TURN + counted / (_BANDWIDTH * device.copy_bytes_per_second)
+        counted = 2 * (_turned_bytes(problem, pass_) + terms.missing * absent)
+        turning = (self._reads + 1) * terms.tensor + counted / (terms.bandwidth * device.copy_bytes_per_second)
         lie = self._layouts(problem, layouts)
         seconds, bound = self._boxes.cost(_last(problem), pass_, device, lie, config)
         return seconds + turning, bound
@@ -81,6 +80,7 @@ class WindowDgradTransposed(_Transposed):
     """The input gradient: of the turned gradient of the output."""
 
     name = "window_dgrad_transposed"
+    passes = (Pass.INPUT_GRAD,)
     _boxes = WindowDgradTma()
     _reads = 1
 
@@ -89,6 +89,7 @@ class WindowWgradTransposed(_Transposed):
     """The weight gradient: of the turned input and the turned gradient of the output."""
 
     name = "window_wgrad_transposed"
+    passes = (Pass.WEIGHT_GRAD,)
     _boxes = WindowWgradTma()
     _reads = 2
 

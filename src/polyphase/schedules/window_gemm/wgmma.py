@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -25,11 +26,11 @@ from polyphase.schedules.window_gemm.wgmma_tile import (
     LOADERS,
     Tiling,
     WgmmaVariant,
-    in_pairs,
     shared_bytes_of,
     stage_cycles,
     tiling_of,
 )
+from polyphase.schedules.window_gemm.wgmma_window import in_pairs
 from polyphase.schedules.window_gemm.window import Gradient, as_one_channel, blocks_of, channel_pitch
 
 _SMALLER = 1536, 24, 16  # sides of images that have a say
@@ -44,7 +45,7 @@ class _WindowWgmma(Gradient):
 
     compared = 16
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
         if problem.channels_last and (self.pass_ is Pass.INPUT_GRAD or DTYPE_BYTES[problem.dtype] != 2):
@@ -59,7 +60,7 @@ class _WindowWgmma(Gradient):
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
-        return f"no stage of {problem.taps} taps fits shared memory, or none whose rows the copy engine takes"
+        return f"no stage of {problem.taps} taps fits shared memory, or none whose rows TMA takes"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         return None if _as_read(problem, pass_, layouts) is None else standard(problem)
@@ -111,11 +112,11 @@ class _WindowWgmma(Gradient):
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
         blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
-        params: dict[str, int] = {}
+        of_pass: dict[str, int] = {}
         planes, grid = 1, blocks * tiling.total
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
-            params = _weight_grad_params(problem, tiling, length)
+            of_pass = _weight_grad_params(problem, tiling, length)
             grid = blocks * planes
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_),
@@ -134,7 +135,7 @@ class _WindowWgmma(Gradient):
         )
         form = WgmmaForm(variant.columns, problem.dtype, a_in_registers=True, transpose_b=given.channels_last)
         source = KernelSource(self.name, problem.dtype, True, constants, (form,))
-        geometry = params_of(source).pack(
+        params = params_of(source).pack(
             x=x,
             g=grad,
             window=tiling.window,
@@ -147,15 +148,15 @@ class _WindowWgmma(Gradient):
             table_bytes=tiling.table,
             stage_bytes=tiling.stage,
             window_bytes=tiling.window_at,
-            **params,
+            **of_pass,
         )
         main = Step(
             source=source,
             grid=(grid, 1, 1),
             block=128 * GROUPS + LOADERS,
             shared_bytes=shared_bytes_of(variant, tiling),
-            geometry=geometry,
-            boxes=tuple(each for each in (tiling.runs.boxes, tiling.window_box) if each is not None),
+            params=params,
+            tensor_maps=tuple(each for each in (tiling.runs.boxes, tiling.window_box) if each is not None),
         )
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=given.channels_last and given.taps > 1)
 
@@ -163,14 +164,14 @@ class _WindowWgmma(Gradient):
 class WindowDgradWgmma(_WindowWgmma):
     """The input gradient: a tile of positions and all output channels, stage by stage."""
 
-    pass_ = Pass.INPUT_GRAD
+    passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_wgmma"
 
 
 class WindowWgradWgmma(_WindowWgmma):
     """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
 
-    pass_ = Pass.WEIGHT_GRAD
+    passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_wgmma"
     any_size = False
     adapts = True
@@ -229,22 +230,19 @@ def _parts(problem: ConvTransposeProblem, variant: WgmmaVariant, tiling: Tiling,
     return min((max(1, -(-tiling.total // length)) for length in lengths), key=cost)
 
 
-# Cycles for a block, and each of its results; fitted with those of a stage (`gradient_wgmma_tile`).
-_BLOCK, _RESULT = 3700.0, 0.254
-
-
 def _estimate(
     problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    stage = stage_cycles(problem, pass_, variant, tiling)
+    terms = costs("window_wgmma", device)
+    stage = stage_cycles(problem, pass_, variant, tiling, terms)
     blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
-    block = _BLOCK + _RESULT * variant.rows * variant.columns
+    block = terms.block + terms.result * variant.rows * variant.columns
     if pass_ is Pass.WEIGHT_GRAD:
         parts = _parts(problem, variant, tiling, device)
         stages = math.ceil(tiling.total / parts)
         blocks *= parts
-        end = 15e-6 + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+        end = terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
     else:
         stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
         blocks *= tiling.total

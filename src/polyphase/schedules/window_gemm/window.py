@@ -12,7 +12,6 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.schedules.cells import Side
 from polyphase.schedules.schedule import Schedule
-from polyphase.schedules.tensor_cores import lacks_cores
 from polyphase.schedules.tiles import Four
 from polyphase.schedules.window_gemm.stages import Part, channel_piece, row_piece
 
@@ -20,20 +19,21 @@ from polyphase.schedules.window_gemm.stages import Part, channel_piece, row_piec
 class Gradient(Schedule):
     """A schedule for one of the gradients."""
 
-    pass_: Pass
+    on_tensor_cores = True
     kept = True
 
-    def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if pass_ is not self.pass_:
-            return f"computes the {self.pass_.value.replace('_grad', ' gradient')} only"
-        if (reason := lacks_cores(problem, device)) is not None:
-            return reason
+    @property
+    def pass_(self) -> Pass:
+        """The one that it computes."""
+        return self.passes[0]
+
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.dtype == "float32" and not problem.uses_tf32:
             return "float32 stays exact where TF32 is not allowed, or channels are few"
-        return self._supports(problem, device)
+        return self._limits(problem, device)
 
-    def _supports(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
-        """Its own reasons."""
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
+        """What its mainloop cannot take."""
         raise NotImplementedError
 
 

@@ -1,0 +1,246 @@
+"""Measured candidates, as `python -m polyphase tune --csv` wrote them, and what the code at hand forecasts for them."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from polyphase.bench.layers import parse_layer
+from polyphase.bench.records import OK, Record, read_csv
+from polyphase.plan.planner import as_computed, plan
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules import SCHEDULES
+from polyphase.schedules.schedule import Candidate, Schedule
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+# Where a layer's bytes alone take so much of the measured time, other terms than bandwidths cannot be read off it.
+_BYTES_BOUND = 0.8
+
+_SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in SCHEDULES}
+# What older records call schedules.
+_RENAMED = {
+    "gather_gemm": "grouped_gemm",
+    "scatter_gemm": "overlap_gemm",
+    "pixel_gemm": "phase_gemm_pixels",
+    "input_grad_gemm": "window_dgrad_mma",
+    "input_grad_wgmma": "window_dgrad_wgmma",
+    "input_grad_boxes": "window_dgrad_tma",
+    "input_grad_turned": "window_dgrad_transposed",
+    "input_grad_dots": "dot_dgrad",
+    "weight_grad_gemm": "window_wgrad_mma",
+    "weight_grad_wgmma": "window_wgrad_wgmma",
+    "weight_grad_boxes": "window_wgrad_tma",
+    "weight_grad_turned": "window_wgrad_transposed",
+    "gather_channels": "direct_channels",
+    "gather_tiled": "direct_tiled",
+    "gather_general": "direct_general",
+    "weight_grad_channels": "direct_wgrad_channels",
+    "weight_grad_windows": "direct_wgrad_windows",
+    "weight_grad": "direct_wgrad_gemm",
+}
+_SETTING = re.compile(r"(\w+)=(\([^)]*\)|[^,()]+)")
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One candidate: where it is recorded, what was measured, and what is asked for its forecast."""
+
+    file: str
+    case: tuple[str, ...]
+    schedule: Schedule
+    problem: ConvTransposeProblem
+    pass_: Pass
+    layouts: Layouts
+    config: Any
+    device: DeviceInfo
+    seconds: float
+    planned: bool
+
+    def forecast(self) -> float:
+        """Predicted seconds; infinite where no tile fits any more."""
+        cost = self.schedule.cost(self.problem, self.pass_, self.device, self.layouts, self.config)
+        return math.inf if cost is None else cost[0]
+
+    @property
+    def bytes_bound(self) -> bool:
+        """Whether hardly anything but its bytes can be read off its time."""
+        return self.problem.bytes / self.device.copy_bytes_per_second > _BYTES_BOUND * self.seconds
+
+
+@dataclass
+class Skipped:
+    """Records that are no rows, by the reason."""
+
+    reasons: Counter[str]
+
+    def __str__(self) -> str:
+        return "; ".join(f"{count} {reason}" for reason, count in self.reasons.most_common()) or "none"
+
+
+def read_rows(files: Iterable[Path], arch: str, schedules: Collection[str] = _SCHEDULES) -> tuple[list[Row], Skipped]:
+    """The candidates of records that the code at hand can still offer, of some ``schedules``.
+
+    A record is skipped where it has no time, where its schedule is gone, where its configuration's fields are not those
+    of today, and where no tile fits.
+    """
+    rows, skipped, device = [], Skipped(Counter()), DeviceInfo.for_arch(arch)
+    for file in files:
+        for record in read_csv(file):
+            record.algorithm = schedule_of(record)
+            if record.algorithm in _SCHEDULES and record.algorithm not in schedules:
+                continue
+            row = _row(file.name, record, device)
+            if isinstance(row, str):
+                skipped.reasons[row] += 1
+            else:
+                rows.append(row)
+    return rows, skipped
+
+
+def schedule_of(record: Record) -> str:
+    """The name that the schedule of a record has today."""
+    return _RENAMED.get(record.algorithm, record.algorithm)
+
+
+def _row(file: str, record: Record, device: DeviceInfo) -> Row | str:
+    """A record as a row, or why it is none."""
+    schedule = _SCHEDULES.get(record.algorithm)
+    if record.status != OK or not record.ms:
+        return f"of status {record.status}"
+    if schedule is None:
+        return f"of {record.algorithm}, which is gone"
+    config = parse_config(schedule, record.variant)
+    if config is None:
+        return f"of {record.algorithm} with other fields"
+    case = record.layer, record.problem, record.pass_name, record.dtype, record.layout
+    pass_ = Pass(record.pass_name)
+    problem, layouts = _computed(record.problem, pass_)
+    row = Row(file, case, schedule, problem, pass_, layouts, config, device, record.ms / 1e3, record.planned is True)
+    try:
+        fits = math.isfinite(row.forecast())
+    except (ArithmeticError, AssertionError, IndexError, KeyError, ValueError):
+        fits = False  # a configuration that would not be legal today
+    return row if fits else f"of {record.algorithm} without a tile that fits"
+
+
+@cache
+def _computed(text: str, pass_: Pass) -> tuple[ConvTransposeProblem, Layouts]:
+    return as_computed(parse_layer(text), pass_, None)
+
+
+def parse_config(schedule: Schedule, text: str) -> Any | None:
+    """The configuration that a record describes by the names of its fields; None where these are not today's.
+
+    Fields that came later have their defaults.
+    """
+    kind = get_type_hints(type(schedule).cost)["config"]
+    settings = dict(_SETTING.findall(text[text.index("(") + 1 : -1]))
+    if set(settings) - set(kind._fields) or set(kind._fields) - set(settings) - set(kind._field_defaults):
+        return None
+    return kind(**{name: _value(value) for name, value in settings.items()})
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return text  # a name, such as "cells"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How good choices by forecasts are among recorded candidates: chosen over fastest, of each case."""
+
+    ratios: dict[tuple[str, ...], float]
+
+    def __str__(self) -> str:
+        if not self.ratios:
+            return "not recorded"
+        worst = max(self.ratios, key=self.ratios.__getitem__)
+        close = sum(ratio <= 1.1 for ratio in self.ratios.values())
+        return (
+            f"{self.mean:.3f} by geometric mean over {len(self.ratios)} cases, {close / len(self.ratios):.0%} within "
+            f"10 %, worst {self.ratios[worst]:.2f} ({', '.join((worst[0], *worst[2:]))})"
+        )
+
+    @property
+    def mean(self) -> float:
+        """By geometric mean."""
+        return math.exp(sum(map(math.log, self.ratios.values())) / len(self.ratios))
+
+
+def by_case(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
+    """The rows of each case; cases that two files have are one of each."""
+    cases: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        cases.setdefault((*row.case, row.file), []).append(row)
+    return cases
+
+
+def ranking(rows: Sequence[Row], forecasts: Sequence[float]) -> Ranking:
+    """Of the candidate with the least forecast in each case."""
+    seconds = dict(zip(rows, forecasts))
+    return Ranking(
+        {
+            case: min(found, key=seconds.__getitem__).seconds / min(row.seconds for row in found)
+            for case, found in by_case(rows).items()
+        }
+    )
+
+
+def recorded(rows: Iterable[Row]) -> Ranking:
+    """Of what the planner chose when the records were made."""
+    found = {}
+    for case, candidates in by_case(rows).items():
+        planned = [row.seconds for row in candidates if row.planned]
+        if planned:
+            found[case] = planned[0] / min(row.seconds for row in candidates)
+    return Ranking(found)
+
+
+def planned(rows: Iterable[Row]) -> tuple[Ranking, int]:
+    """Of what the planner chooses today, with its lists and sizes; and the cases whose choice was not recorded."""
+    found, unknown = {}, 0
+    for case, candidates in by_case(rows).items():
+        one = candidates[0]
+        choice = plan(parse_layer(one.case[1]), one.pass_, one.device, by_prediction=True).candidate
+        same = [row.seconds for row in candidates if choice and _is(row, choice)]
+        unknown += not same
+        if same:
+            found[case] = same[0] / min(row.seconds for row in candidates)
+    return Ranking(found), unknown
+
+
+def _is(row: Row, choice: Candidate) -> bool:
+    return row.schedule.name == choice.schedule and row.config == choice.variant
+
+
+def error(rows: Sequence[Row], forecasts: Sequence[float]) -> float:
+    """The geometric mean of how far forecasts are from what was measured, as a factor; 1 where there are no rows."""
+    if not rows:
+        return 1.0
+    return math.exp(sum(abs(math.log(f / row.seconds)) for row, f in zip(rows, forecasts)) / len(rows))
+
+
+def bias(rows: Sequence[Row], forecasts: Sequence[float]) -> float:
+    """The geometric mean of forecast over measured."""
+    return math.exp(sum(math.log(f / row.seconds) for row, f in zip(rows, forecasts)) / max(1, len(rows)))
+
+
+def passes(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Rows by schedule, pass and memory format."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{row.schedule.name}, {row.pass_.value}, {row.case[4]}", []).append(row)
+    yield from sorted(groups.items())
