@@ -37,7 +37,7 @@ from polyphase.schedules.implicit_gemm.cuts import box_strides
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile, best_tiles
 from polyphase.schedules.schedule import Candidate
-from polyphase.schedules.window_gemm.wgmma_tile import in_pairs
+from polyphase.schedules.window_gemm.wgmma_window import in_pairs
 
 make = ConvTransposeProblem.make
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120")

@@ -100,7 +100,7 @@ class Member:
 
     def seconds(self, gather: Gather, stages: int) -> float:
         """The prediction, whatever the bytes, with so many stages; infinite where no tile fits."""
-        tile = self._room(gather).tiles(gather, gather.src.shape[0])[self._stages.index(stages)]
+        tile = self._room(gather).tile(gather, gather.src.shape[0], self._stages.index(stages))
         return math.inf if tile is None else self.work.estimate(gather, stages, tile, self._device, 0)[0]
 
     def may_fall_below(self, gather: Gather, cells: int, seconds: float, boxes: bool) -> bool:

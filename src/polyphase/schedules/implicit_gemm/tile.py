@@ -170,6 +170,16 @@ class Room:
         engines = (True,) if boxes else (True, False) if may_take_boxes(gather, self._variant) else (False,)
         return all_tiles(gather, self._cells, batch, self._banks, *self._kind, engines, self._transposed)
 
+    def tile(self, gather: Gather, batch: int, index: int) -> Tile | None:
+        """The tile of least work that fits with the stages of that place alone."""
+        if index >= len(self._limits):
+            return None
+        (limit, most), stages = self._limits[index], self._stages[index]
+        for tile in self.offered(gather, batch).found:
+            if tile.allocated <= most and self._shared.of(tile, stages, self._aligned) <= limit:
+                return tile
+        return None
+
     def tiles(self, gather: Gather, batch: int) -> list[Tile | None]:
         """The tile of least work that fits, with each of the stages."""
         found: list[Tile | None] = [None] * len(self._stages)

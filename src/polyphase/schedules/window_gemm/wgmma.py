@@ -26,11 +26,11 @@ from polyphase.schedules.window_gemm.wgmma_tile import (
     LOADERS,
     Tiling,
     WgmmaVariant,
-    in_pairs,
     shared_bytes_of,
     stage_cycles,
     tiling_of,
 )
+from polyphase.schedules.window_gemm.wgmma_window import in_pairs
 from polyphase.schedules.window_gemm.window import Gradient, as_one_channel, blocks_of, channel_pitch
 
 _SMALLER = 1536, 24, 16  # sides of images that have a say

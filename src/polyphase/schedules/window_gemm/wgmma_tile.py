@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,14 +18,23 @@ from polyphase.schedules.cells import Side
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, best_first, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, widest_piece
+from polyphase.schedules.window_gemm.wgmma_window import (
+    FOUND,
+    MAX_BOX_SIDE,
+    PIECE_BYTES,
+    Window,
+    as_box,
+    as_rows,
+    can_be_box,
+    conflicts_of,
+    in_pairs,
+)
 from polyphase.schedules.window_gemm.window import channel_pitch, extent_of_window, lanes_of
 
 GROUPS = 2  # of 128 threads that multiply; one more loads
 LOADERS = 128
-_MAX_BOX_SIDE = 256  # elements that TMA brings at once along one dimension
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
-PIECE_BYTES = 16  # of rows that are copied
-_LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
+_ROUNDING = 1 - 1e-9  # a bound is summed up in another order than what it bounds
 
 
 class WgmmaVariant(NamedTuple):
@@ -74,24 +82,6 @@ class Runs:
     def rows(self) -> int:
         """Of up to 128 bytes, of a stage."""
         return self.bytes // self.span
-
-
-@dataclass(frozen=True)
-class Window:
-    """What a stage holds of the output gradient, as the kernels' ``Window``: TMA boxes, or copied rows."""
-
-    extent: Four
-    steps: Four  # elements from one image, slab, row and channel to the next
-    pieces: int
-
-    def params(self) -> dict[str, Any]:
-        """The kernels' ``Window``."""
-        return {"extent": self.extent, "step": self.steps, "pieces": self.pieces}
-
-    @property
-    def rows(self) -> int:
-        """Of a channel."""
-        return math.prod(self.extent[:3])
 
 
 @dataclass(frozen=True)
@@ -152,7 +142,8 @@ class _Tilings:
                 for halved in range(images.bit_length())
             }
             self._lanes = sorted(found)
-        self._works = list(_least_works(problem, pass_, variant, self._lanes, terms))
+        self._boxed = [can_be_box(problem, pass_, layouts, variant.out_chunk, each) for each in self._lanes]
+        self._works = list(_least_works(problem, pass_, variant, self._lanes, self._boxed, terms))
         self._stages = list(_least_stages(problem, pass_, variant, self._lanes))
         self._least_row = min(_LEAST_COPIED_ROW, problem.input_size[-1])
         self._tilings: dict[int, Tiling | None] = {}
@@ -169,8 +160,11 @@ class _Tilings:
         problem, pass_, _, alike = self._layer
 
         def work_of(index: int) -> float | None:
-            tiling = self._tiling(places[index])
-            if self._is_short(places[index]) is not short or tiling is None:
+            place = places[index]
+            if not short and not self._boxed[place] and self._lanes[place][3] < self._least_row:
+                return None
+            tiling = self._tiling(place)
+            if tiling is None or self._is_short(place) is not short:
                 return None
             fits = shared_bytes_of(variant, tiling) <= available
             return tiling.total * stage_cycles(problem, pass_, alike, tiling, self._terms) if fits else None
@@ -209,21 +203,35 @@ def _least_stages(
 
 
 def _least_works(
-    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, lanes: Sequence[Four], terms: Costs
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    variant: WgmmaVariant,
+    lanes: Sequence[Four],
+    boxed: Sequence[bool],
+    terms: Costs,
 ) -> Iterator[float]:
-    """What the work of such tiles is not less than: that of their operations, as if nothing had to be loaded."""
+    """What the work of such tiles is not less than: as if reads never met, and a window's rows ended with its columns.
+
+    ``boxed``: whether TMA may bring the window.
+    """
     size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
-    weights = pass_ is Pass.WEIGHT_GRAD
+    weights, vector = pass_ is Pass.WEIGHT_GRAD, PIECE_BYTES // size
     steps = variant.out_chunk * problem.taps * size // OPERATION_BYTES
     reads = 4 * _reads(problem, pass_)
-    for each in lanes:
+    kind = f"{pass_.value}_{'halves' if size == 2 else 'float32'}"
+    stage, piece, copy = (terms[f"copy_{part}{kind}"] for part in ("stage_", "piece_", ""))
+    for each, by_box in zip(lanes, boxed):
         positions = math.prod(each)
         if weights:
             steps = positions * size // OPERATION_BYTES
-        fewest = reads if positions >= _FOUND else reads / 4  # of four reads, some of which may meet no row
-        yield math.prod(tiles_of(problem.batch, sizes, each)) * (
-            steps * _operation(variant, fewest, terms) + terms.stage
-        )
+        images, slabs, lines, columns = extent_of_window(problem, each)
+        rows = variant.out_chunk * images * slabs * lines
+        loads = stage + piece + rows * -(-(columns + vector - 1) // vector) / LOADERS * copy
+        if by_box:
+            loads = min(loads, rows * -(-columns * size // 128) * terms.row)
+        fewest = reads if positions >= FOUND else reads / 4  # of four reads, some of which may meet no row
+        cycles = steps * _operation(variant, fewest, terms) + loads + terms.stage
+        yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
 
 
 def _operation(variant: WgmmaVariant, reads: float, terms: Costs) -> float:
@@ -253,9 +261,9 @@ def _tiles(
     if runs is None:
         return None
     window_box, places = None, 0
-    if runs.boxes is not None and (brought := _as_box(problem, pass_, layouts, variant, lanes)) is not None:
+    if runs.boxes is not None and (brought := as_box(problem, pass_, layouts, variant.out_chunk, lanes)) is not None:
         window, window_box, skew = brought
-    elif (copied := _as_rows(problem, pass_, layouts, variant.out_chunk, lanes)) is not None:
+    elif (copied := as_rows(problem, pass_, layouts, variant.out_chunk, lanes)) is not None:
         window, skew = copied, 0
         places = MOVING_BYTES * window.rows * window.pieces
     else:
@@ -266,161 +274,6 @@ def _tiles(
     tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
     table = round_up(4 * steps * OPERATION_BYTES // size, 16)
     return Tiling(lanes, tiles, window, skew, runs, window_box, joined, steps, window_at, stage, table, places)
-
-
-def _as_box(
-    problem: ConvTransposeProblem,
-    pass_: Pass,
-    layouts: Layouts,
-    variant: WgmmaVariant,
-    lanes: Four,
-) -> tuple[Window, TensorMap, int] | None:
-    """The window as TMA brings it, where it can.
-
-    Beside it the elements that its rows begin before the first that is met: a box begins at a multiple of 16 bytes.
-    """
-    size, chunk = DTYPE_BYTES[problem.dtype], variant.out_chunk
-    vector = 16 // size
-    # Channels behind a group's last meet no weight; what lies there must be none of the next group's.
-    whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
-    if not layouts.aligned or not whole:
-        return None
-    batch, channels, depth, height, width = five(problem.output_shape)
-    image, channel, slab, row, _ = (step * size for step in layouts.output)
-    strides = tma_strides([(height, row), (depth, slab), (batch, image), (channels, channel)])
-    if strides is None or channel % 16:
-        return None
-    images, slabs, rows, columns = extent_of_window(problem, lanes)
-    axis = problem.axes3[2]
-    skew = -axis.padding % vector
-    columns = round_up(skew + columns, vector)
-    if max(images, slabs, rows, columns, chunk) > _MAX_BOX_SIDE:
-        return None
-    if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
-        return None
-
-    def steps(columns: int) -> Four:
-        return slabs * rows * columns, rows * columns, columns, images * slabs * rows * columns
-
-    widths = range(columns, min(columns + 128 // size, _MAX_BOX_SIDE) + 1, vector)
-    columns = _quietest(widths, lambda columns: _conflicts(problem, pass_, lanes, steps(columns)))
-    sides = (width, height, depth, max(1, batch), channels)
-    tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
-    boxes = TensorMap(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
-    return Window((images, slabs, rows, columns), steps(columns), 0), boxes, skew
-
-
-def _as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> Window | None:
-    """The window as threads copy it, in pieces of 16 bytes: steps are the tensor's, modulo those.
-
-    None where pairs of taps would begin at odd elements, or where it is larger than any GPU's shared memory.
-    """
-    size = DTYPE_BYTES[problem.dtype]
-    vector = PIECE_BYTES // size
-    extent = extent_of_window(problem, lanes)
-    image, channel, slab, row, _ = layouts.output
-    strides = image, slab, row, channel
-    batch, channels, *sides = five(problem.output_shape)
-    if in_pairs(problem) and any(
-        stride % 2 and max(count, size) > 1
-        for stride, count, size in zip(strides, (*extent[:3], 1), (batch, *sides[:2], channels))
-    ):
-        return None
-    counts = (*extent[:3], problem.out_channels_per_group)
-    of_image, of_slab, of_row, of_channel = (stride if count > 1 else 0 for stride, count in zip(strides, counts))
-    _, slabs, rows, columns = extent
-
-    def above(least: int, stride: int) -> int:
-        """The least step that is the tensor's, modulo a piece."""
-        return least + (stride - least) % vector
-
-    def steps(row: int) -> Four:
-        slab = above(rows * row, of_slab)
-        image = above(slabs * slab, of_image)
-        return image, slab, row, above(extent[0] * image, of_channel)
-
-    narrow = above(columns + vector - 1, of_row)  # a row ends, and the next begins, in pieces of their own
-    if _LEAST_BUFFERS * chunk * steps(narrow)[3] * size > _MOST_SHARED:
-        return None
-    widths = range(narrow, narrow + 128 // size + 1, vector)
-    row = _quietest(widths, lambda row: _conflicts(problem, pass_, lanes, steps(row)))
-    return Window(extent, steps(row), math.ceil((columns + vector - 1) / vector))
-
-
-def _quietest(widths: Iterable[int], conflicts: Callable[[int], float]) -> int:
-    """The first of ``widths`` with the fewest passes through shared memory, of which one is the least there can be."""
-    best = math.inf, 0
-    for width in widths:
-        passes = conflicts(width)
-        if passes < best[0]:
-            best = passes, width
-        if passes <= 1:
-            break
-    return best[1]
-
-
-def in_pairs(problem: ConvTransposeProblem) -> bool:
-    """Whether two taps are read at once: they are neighbours, and begin at multiples of two, in rows that do."""
-    axis = problem.axes3[2]
-    even = not any(each % 2 for each in (axis.kernel, axis.stride, axis.padding, problem.output_padding[-1]))
-    return even and axis.dilation == 1
-
-
-def _conflicts(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps: Four) -> float:
-    """Passes of a warp through shared memory for one read of its rows.
-
-    ``steps`` are the elements from one image, slab, row and channel of the window to the next.
-    """
-    image, slab, row, channel = steps
-    of_d, of_h, of_w = problem.axes3
-    positions = _first_places(lanes, (image, of_d.stride * slab, of_h.stride * row, of_w.stride))
-    kernel = _FOUND, of_d.kernel, of_h.kernel, of_w.kernel
-    taps = _first_places(kernel, (channel, of_d.dilation * slab, of_h.dilation * row, of_w.dilation))
-    size = DTYPE_BYTES[problem.dtype]
-    if pass_ is Pass.WEIGHT_GRAD:
-        return _passes(taps, positions, size, in_pairs(problem))
-    return _passes(positions, taps, size, False)
-
-
-_FOUND = 32  # positions, and taps, that stand for all
-_Places = tuple[tuple[int, int], ...]  # a box's extent along each dimension, and its step
-
-
-def _first_places(counts: Four, steps: Four) -> _Places:
-    """What decides where the first places of a box lie, in order: from the innermost dimension on, as many as do."""
-    found: list[tuple[int, int]] = []
-    room = _FOUND
-    for count, step in zip(reversed(counts), reversed(steps)):
-        if count > 1:
-            found.append((min(count, room), step))
-            room = -(-room // count)
-            if room == 1:
-                break
-    return tuple(found)
-
-
-@lru_cache(maxsize=16384)
-def _passes(rows: _Places, k: _Places, size: int, paired: bool) -> float:
-    """The same of rows, and of their elements, that lie at such places."""
-    of_rows, of_k = _places(rows)[:: 2 if paired else 1], _places(k)[:: 4 // size]
-    reads = 0
-    for first, beyond in itertools.product((0, 8), (0, 8)):
-        words = {(i + j) * size // 4 for i in of_rows[first : first + 8] for j in of_k[beyond : beyond + 4]}
-        if paired and size == 4:  # words that are read together
-            words |= {word + 1 for word in words}
-        banks = bytearray(32)
-        for word in words:
-            banks[word & 31] += 1
-        reads += max(banks)
-    return reads / 4
-
-
-def _places(box: _Places) -> list[int]:
-    """The first of them, in order."""
-    found = [0]
-    for count, step in box:
-        found = [place + further * step for further in range(count) for place in found]
-    return found[:_FOUND]
 
 
 def _input_runs(
@@ -469,7 +322,7 @@ def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaV
     strides = tma_strides([(width, column), (height, row), (depth, slab), (batch, image)])
     pitch = channel_pitch(problem, channels)
     whole = math.prod(lanes) * size % OPERATION_BYTES == 0 and variant.columns * size % pitch == 0
-    if not layouts.aligned or strides is None or not whole or max(lanes) > _MAX_BOX_SIDE:
+    if not layouts.aligned or strides is None or not whole or max(lanes) > MAX_BOX_SIDE:
         return None
     sides = (channels, width, height, depth, max(1, batch))
     boxes = TensorMap(problem.dtype, sides, strides, (pitch // size, *lanes[::-1]), pitch, tf32=True)
@@ -495,7 +348,7 @@ def stage_cycles(
 ) -> float:
     """Predicted cycles of a multiprocessor for a stage."""
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
-    reads = 4 * _reads(problem, pass_) * _conflicts(problem, pass_, tiling.lanes, window.steps)
+    reads = 4 * _reads(problem, pass_) * conflicts_of(problem, pass_, tiling.lanes, window.steps)
     rows = tiling.runs.rows if tiling.runs.boxes is not None else 0
     if tiling.window_box is None:
         copies = _copy_cycles(problem, pass_, variant, tiling, terms)

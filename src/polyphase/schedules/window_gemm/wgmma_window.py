@@ -1,0 +1,206 @@
+"""The window of the output gradient that a stage of the gradients by Hopper's instruction holds, and how it is read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts, five
+from polyphase.program.tensor_map import TensorMap, tma_strides
+from polyphase.schedules.tiles import Four
+from polyphase.schedules.window_gemm.window import extent_of_window
+
+MAX_BOX_SIDE = 256  # elements that TMA brings at once along one dimension
+PIECE_BYTES = 16  # of rows that are copied
+_LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
+FOUND = 32  # positions, and taps, that stand for all
+_Places = tuple[tuple[int, int], ...]  # a box's extent along each dimension, and its step
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a stage holds of the output gradient, as the kernels' ``Window``: TMA boxes, or copied rows."""
+
+    extent: Four
+    steps: Four  # elements from one image, slab, row and channel to the next
+    pieces: int
+
+    def params(self) -> dict[str, Any]:
+        """The kernels' ``Window``."""
+        return {"extent": self.extent, "step": self.steps, "pieces": self.pieces}
+
+    @property
+    def rows(self) -> int:
+        """Of a channel."""
+        return math.prod(self.extent[:3])
+
+
+def as_box(
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    layouts: Layouts,
+    chunk: int,
+    lanes: Four,
+) -> tuple[Window, TensorMap, int] | None:
+    """The window as TMA brings it, where it can.
+
+    Beside it the elements that its rows begin before the first that is met: a box begins at a multiple of 16 bytes.
+    """
+    if not can_be_box(problem, pass_, layouts, chunk, lanes):
+        return None
+    size = DTYPE_BYTES[problem.dtype]
+    vector, strides = 16 // size, _box_strides(problem, layouts)
+    assert strides is not None
+    batch, channels, depth, height, width = five(problem.output_shape)
+    images, slabs, rows, columns = extent_of_window(problem, lanes)
+    skew = -problem.axes3[2].padding % vector
+    columns = round_up(skew + columns, vector)
+
+    def steps(columns: int) -> Four:
+        return slabs * rows * columns, rows * columns, columns, images * slabs * rows * columns
+
+    widths = range(columns, min(columns + 128 // size, MAX_BOX_SIDE) + 1, vector)
+    columns = _quietest(widths, lambda columns: conflicts_of(problem, pass_, lanes, steps(columns)))
+    sides = (width, height, depth, max(1, batch), channels)
+    tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
+    boxes = TensorMap(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
+    return Window((images, slabs, rows, columns), steps(columns), 0), boxes, skew
+
+
+def can_be_box(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> bool:
+    """Whether TMA can bring the window."""
+    vector, axis = 16 // DTYPE_BYTES[problem.dtype], problem.axes3[2]
+    if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
+        return False
+    # Channels behind a group's last meet no weight; what lies there must be none of the next group's.
+    whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
+    if not layouts.aligned or not whole or _box_strides(problem, layouts) is None:
+        return False
+    images, slabs, rows, columns = extent_of_window(problem, lanes)
+    columns = round_up(-axis.padding % vector + columns, vector)
+    return max(images, slabs, rows, columns, chunk) <= MAX_BOX_SIDE
+
+
+@lru_cache(maxsize=64)
+def _box_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[int, ...] | None:
+    """Of boxes of the output gradient; None where TMA does not take it apart."""
+    size = DTYPE_BYTES[problem.dtype]
+    batch, channels, depth, height, _ = five(problem.output_shape)
+    image, channel, slab, row, _ = (step * size for step in layouts.output)
+    strides = tma_strides([(height, row), (depth, slab), (batch, image), (channels, channel)])
+    return strides if channel % 16 == 0 else None
+
+
+def as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> Window | None:
+    """The window as threads copy it, in pieces of 16 bytes: steps are the tensor's, modulo those.
+
+    None where pairs of taps would begin at odd elements, or where it is larger than any GPU's shared memory.
+    """
+    size = DTYPE_BYTES[problem.dtype]
+    vector = PIECE_BYTES // size
+    extent = extent_of_window(problem, lanes)
+    image, channel, slab, row, _ = layouts.output
+    strides = image, slab, row, channel
+    batch, channels, *sides = five(problem.output_shape)
+    if in_pairs(problem) and any(
+        stride % 2 and max(count, size) > 1
+        for stride, count, size in zip(strides, (*extent[:3], 1), (batch, *sides[:2], channels))
+    ):
+        return None
+    counts = (*extent[:3], problem.out_channels_per_group)
+    of_image, of_slab, of_row, of_channel = (stride if count > 1 else 0 for stride, count in zip(strides, counts))
+    _, slabs, rows, columns = extent
+
+    def above(least: int, stride: int) -> int:
+        """The least step that is the tensor's, modulo a piece."""
+        return least + (stride - least) % vector
+
+    def steps(row: int) -> Four:
+        slab = above(rows * row, of_slab)
+        image = above(slabs * slab, of_image)
+        return image, slab, row, above(extent[0] * image, of_channel)
+
+    narrow = above(columns + vector - 1, of_row)  # a row ends, and the next begins, in pieces of their own
+    if _LEAST_BUFFERS * chunk * steps(narrow)[3] * size > _MOST_SHARED:
+        return None
+    widths = range(narrow, narrow + 128 // size + 1, vector)
+    row = _quietest(widths, lambda row: conflicts_of(problem, pass_, lanes, steps(row)))
+    return Window(extent, steps(row), math.ceil((columns + vector - 1) / vector))
+
+
+def _quietest(widths: Iterable[int], conflicts: Callable[[int], float]) -> int:
+    """The first of ``widths`` with the fewest passes through shared memory, of which one is the least there can be."""
+    best = math.inf, 0
+    for width in widths:
+        passes = conflicts(width)
+        if passes < best[0]:
+            best = passes, width
+        if passes <= 1:
+            break
+    return best[1]
+
+
+def in_pairs(problem: ConvTransposeProblem) -> bool:
+    """Whether two taps are read at once: they are neighbours, and begin at multiples of two, in rows that do."""
+    axis = problem.axes3[2]
+    even = not any(each % 2 for each in (axis.kernel, axis.stride, axis.padding, problem.output_padding[-1]))
+    return even and axis.dilation == 1
+
+
+def conflicts_of(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps: Four) -> float:
+    """Passes of a warp through shared memory for one read of its rows.
+
+    ``steps`` are the elements from one image, slab, row and channel of the window to the next.
+    """
+    image, slab, row, channel = steps
+    of_d, of_h, of_w = problem.axes3
+    positions = _first_places(lanes, (image, of_d.stride * slab, of_h.stride * row, of_w.stride))
+    kernel = FOUND, of_d.kernel, of_h.kernel, of_w.kernel
+    taps = _first_places(kernel, (channel, of_d.dilation * slab, of_h.dilation * row, of_w.dilation))
+    size = DTYPE_BYTES[problem.dtype]
+    if pass_ is Pass.WEIGHT_GRAD:
+        return _passes(taps, positions, size, in_pairs(problem))
+    return _passes(positions, taps, size, False)
+
+
+def _first_places(counts: Four, steps: Four) -> _Places:
+    """What decides where the first places of a box lie, in order: from the innermost dimension on, as many as do."""
+    found: list[tuple[int, int]] = []
+    room = FOUND
+    for count, step in zip(reversed(counts), reversed(steps)):
+        if count > 1:
+            found.append((min(count, room), step))
+            room = -(-room // count)
+            if room == 1:
+                break
+    return tuple(found)
+
+
+@lru_cache(maxsize=16384)
+def _passes(rows: _Places, k: _Places, size: int, paired: bool) -> float:
+    """The same of rows, and of their elements, that lie at such places."""
+    of_rows, of_k = _places(rows)[:: 2 if paired else 1], _places(k)[:: 4 // size]
+    reads = 0
+    for first, beyond in itertools.product((0, 8), (0, 8)):
+        words = {(i + j) * size // 4 for i in of_rows[first : first + 8] for j in of_k[beyond : beyond + 4]}
+        if paired and size == 4:  # words that are read together
+            words |= {word + 1 for word in words}
+        banks = bytearray(32)
+        for word in words:
+            banks[word & 31] += 1
+        reads += max(banks)
+    return reads / 4
+
+
+def _places(box: _Places) -> list[int]:
+    """The first of them, in order."""
+    found = [0]
+    for count, step in box:
+        found = [place + further * step for further in range(count) for place in found]
+    return found[:FOUND]
