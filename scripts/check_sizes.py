@@ -34,7 +34,6 @@ LARGE_FILES = {
     "src/polyphase/schedules/grouped_gemm/schedule.py": 519,
     "src/polyphase/schedules/implicit_gemm/config.py": 455,
     "src/polyphase/schedules/window_gemm/tma.py": 567,
-    "src/polyphase/schedules/window_gemm/wgmma_tile.py": 533,
     "tests/test_gpu.py": 958,
     "tests/test_jit.py": 789,
     "tests/test_kernels.py": 975,
