@@ -95,7 +95,7 @@ def test_only_a_kernel_that_waits_by_itself_may_start_early(
     program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(arch)).launch
     assert program is not None
     assert len(program.steps) == 2
-    program = program.with_main(replace(program.main, boxes=()))  # which the real driver encodes
+    program = program.with_main(replace(program.main, tensor_maps=()))  # which the real driver encodes
     driver = FakeDriver(version)
     use(monkeypatch, driver)
     pack, main = launcher.executables(program, arch, 0)
@@ -232,7 +232,7 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_map_without_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeDriver())
     monkeypatch.setattr(tensor_map, "encode", lambda boxes, address: pytest.fail("a map that nobody reads"))
-    launcher.Executable(replace(launch_of_boxes(), boxes=()), "sm_90a", 0)(0, 1, 2, 3, 4)
+    launcher.Executable(replace(launch_of_boxes(), tensor_maps=()), "sm_90a", 0)(0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
