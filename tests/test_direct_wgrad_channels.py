@@ -79,7 +79,7 @@ def strange_offers(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, lis
         yield layouts, offers(DirectWgradChannels(), problem, WEIGHT_GRAD, layouts)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())

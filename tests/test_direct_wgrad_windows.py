@@ -57,7 +57,7 @@ def cases() -> Iterator[ParameterSet]:
             yield pytest.param(problem, id=f"{name}-{'last' if problem.channels_last else 'first'}")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     """Tensors of each kind, a variant of each by turns; on a GPU it is all variants."""

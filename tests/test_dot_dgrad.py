@@ -47,7 +47,7 @@ def cases() -> Iterator[ParameterSet]:
             yield pytest.param(replace(layer, dtype=dtype), id=f"{name}-{dtype}")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     """Tensors of each kind, a variant of each by turns; on a GPU it is all variants."""

@@ -173,7 +173,7 @@ def kernels_of(module: Any, arch: str) -> str:
     return source.partition("#define POLYPHASE_KERNELS")[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_its_kernels_compile_together(arch: str) -> None:
     """Their names do not meet. That each compiles, on every architecture, is for `compile` to find."""

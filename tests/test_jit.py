@@ -635,7 +635,7 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     assert 1 <= report.source.min_blocks < source.min_blocks
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",

@@ -102,7 +102,7 @@ def passes() -> Iterator[ParameterSet]:
             yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("problem", "pass_"), list(passes()))
 def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One of every schedule."""
@@ -146,7 +146,7 @@ def wide_cases() -> Iterator[ParameterSet]:
                     yield pytest.param(problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("layer", "pass_"), list(wide_cases()))
 def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
     """Quad loads and vector stores, where images allow them and where not; the kernels are those of every width."""
@@ -219,7 +219,7 @@ def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[C
     return Candidate("direct_tiled", variant, 0.0, ""), launch
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("buffers", [2, 3])
 @pytest.mark.parametrize("width", [9, 12])
@@ -294,7 +294,7 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pass_", Pass)
 def test_wide_offsets(dtype: str, pass_: Pass) -> None:
@@ -458,7 +458,7 @@ def gemm_variants(
             yield GemmCase(problem, layouts, each)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", list(gemm_cases(1, share=2)))
 def test_products(case: GemmCase) -> None:
     """Settings of implicit_gemm beyond what the planner likes best for small layers; on a GPU it is many more."""
@@ -467,7 +467,7 @@ def test_products(case: GemmCase) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("split", ["turns", "rows", "cells"])
 @pytest.mark.parametrize("name", ["1-D, wide cells", "1-D, cells of four", "wide cells"])
@@ -590,7 +590,7 @@ def test_items_are_taken_all_around_the_ring(name: str, monkeypatch: pytest.Monk
             assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("wgmma", "split"), [(True, "turns"), (True, "rows"), (True, "cells"), (False, "cells")])
 def test_products_do_not_race(wgmma: bool, split: str, channels_last: bool) -> None:
@@ -807,7 +807,7 @@ def boxed(
     return case, *case.offers(H200)[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
     case, candidate, launch = boxed(*BOXED[name])
@@ -820,7 +820,7 @@ def test_products_of_boxes(name: str) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("channels_last", "settings"),
     [

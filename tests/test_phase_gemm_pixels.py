@@ -46,7 +46,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("problem", CASES)
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())

@@ -130,7 +130,7 @@ def run_pass(problem: ConvTransposeProblem, pass_: Pass, operands: Operands) -> 
         runtime.weight_grad(x, g, problem.kernel_size, *fixed)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layer", MODELS, ids=lambda layer: layer.name)
 def test_layers_of_models_have_plans(layer: NamedLayer) -> None:
     """Each with the kernel that it has at most other sizes, where that is another."""
@@ -294,7 +294,7 @@ def test_tiny_images_far_apart_share_no_tile() -> None:
             assert params(launch)["images"] * layouts.input[0] < 2**31
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_kernels_do_not_depend_on_sizes(layer: NamedLayer) -> None:
     """In float32 and bfloat16; where there are two memory formats, one in each."""
@@ -304,7 +304,7 @@ def test_kernels_do_not_depend_on_sizes(layer: NamedLayer) -> None:
         assert_few_sources(replace(formatted, dtype=dtype))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(30))
 def test_kernels_of_random_layers_do_not_depend_on_sizes(seed: int) -> None:
     for formatted in formats(random_problem(random.Random(seed))):

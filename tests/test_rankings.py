@@ -131,7 +131,7 @@ def test_rankings_belong_to_layer_pass_device_and_planner(made: list[object], mo
     assert len(made) == 8
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("value", [None, 3, "x", {}, [], [[0]], ["0"], [0.0], [-1], [10**6], [0, None], [2, 2]])
 def test_what_is_damaged_is_ranked_anew(value: object, pass_: Pass, made: list[object], folder: Path) -> None:

@@ -76,7 +76,7 @@ def assert_near(
     assert not wrong.any(), (launch.main.source.specialisation, wrong.nonzero()[0], found[wrong][0], exact[wrong][0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
 def test_numbers_of_many_sizes(name: str, tf32: bool) -> None:
@@ -201,7 +201,7 @@ def test_zeros(zeros: str) -> None:
         assert not run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)).any()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_all_pixels_are_measured(name: str) -> None:
     """Wherever the largest lies, in tensors of all kinds: unaligned, with gaps between rows and columns."""

@@ -57,7 +57,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """On tensors of one kind, every third of them dense; on a GPU it is all variants and kinds."""
@@ -68,7 +68,7 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("shape", gradient_gemm._SHAPES, ids=str)
 @pytest.mark.parametrize("pass_", GRADIENTS)
 def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ MIRRORED = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MIRRORED)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_mirrored_layers(name: str, channels_last: bool) -> None:

@@ -77,7 +77,7 @@ LAYERS = {
 WITHOUT_WEIGHT = {"grouped, odd", "kernel < stride", "output padding"}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One variant; on a GPU it is all of them."""

@@ -111,7 +111,7 @@ def test_channels_last_take_every_way() -> None:
     assert {dict(launch.main.source.constants)["COLUMN_TILES"] for launch in found} > {2, 8}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One variant; on a GPU it is all of them."""
@@ -149,7 +149,7 @@ def mixed_formats(problem: ConvTransposeProblem) -> Iterator[Layouts]:
         yield replace(Layouts.dense(problem), input=input, output=output, weight_channels_last=False)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(
     "problem",
@@ -177,7 +177,7 @@ def test_input_and_gradient_in_different_formats(problem: ConvTransposeProblem, 
             assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "shape",
     [(row_tiles, columns) for row_tiles in (1, 2, 3, 4) for columns in (8, 64, 128, 256) if row_tiles * columns <= 256],
