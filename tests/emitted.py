@@ -242,7 +242,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("launch", torch::wrap_pybind_function(launch), "launch");
   m.def("launched", [] { return launched; });
   m.def("encoded", [] { return encoded; });
-  m.def("geometry", [] { return py::bytes(geometry); });
+  m.def("params", [] { return py::bytes(geometry); });
 }
 """
 
