@@ -9,7 +9,6 @@
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
-#include "ptx/memory.cuh"
 
 // What the outputs of a channel have in common, as a kernel keeps it in registers.
 struct ChannelTerms {

@@ -4,6 +4,14 @@
 
 #include "core/types.cuh"
 
+// Of an operand that is written before others are read. CUDA 11 has no early clobber; an operand that is read, too,
+// keeps its register to itself as well.
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 12
+#define WRITTEN_EARLY "+"
+#else
+#define WRITTEN_EARLY "=&"
+#endif
+
 // A load through the read-only path that stays where it stands.
 __device__ __forceinline__ float load_global(const float* from) {
   float value;
@@ -22,7 +30,7 @@ __device__ __forceinline__ void load_global_if(bool exists, const float* from, f
       "setp.ne.b32 exists, %2, 0;\n"
       "mov.b32 %0, 0;\n"
       "@exists ld.global.nc.f32 %0, [%1]; }"
-      : "=&f"(value)
+      : WRITTEN_EARLY "f"(value)
       : "l"(from), "r"((int)exists));
 }
 // Of 16 bits.
@@ -33,7 +41,7 @@ __device__ __forceinline__ void load_global_if(bool exists, const T* from, T& va
       "setp.ne.b32 exists, %2, 0;\n"
       "mov.b16 %0, 0;\n"
       "@exists ld.global.nc.u16 %0, [%1]; }"
-      : "=&h"(value.bits)
+      : WRITTEN_EARLY "h"(value.bits)
       : "l"(from), "r"((int)exists));
 }
 template <class T>
@@ -50,7 +58,7 @@ __device__ __forceinline__ void load_global_if(bool exists, const T* from, Vecto
       "mov.b32 %0, 0;\n"
       "mov.b32 %1, 0;\n"
       "@exists ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
-      : "=&r"(value.value[0]), "=&r"(value.value[1])
+      : WRITTEN_EARLY "r"(value.value[0]), WRITTEN_EARLY "r"(value.value[1])
       : "l"(from), "r"((int)exists));
 }
 
