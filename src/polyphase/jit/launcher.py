@@ -40,7 +40,7 @@ class Executable:
         self.device_index = index
         self._dimensions = (*step.grid, step.block, 1, 1, step.shared_bytes)
         self._empty = 0 in step.grid
-        self._geometry = step.params
+        self._params = step.params
         self._tensor_maps = step.tensor_maps
         self._places = params_of(step.source).tensor_maps if step.tensor_maps else ()
         self._maps: list[dict[int, bytes]] = [{} for _ in step.tensor_maps]
@@ -75,17 +75,17 @@ class Executable:
             )
 
     def _parameters(self) -> tuple[Any, int, Any]:
-        """This thread's block: the pointers, then the geometry, and the table of where each parameter lies.
+        """This thread's block: the pointers, then the parameters, and the table of where each parameter lies.
 
         Beside it the launch's configuration, where it has one that says more than its dimensions.
         """
         cuda_core().Device(self.device_index).set_current()  # a thread of the user's may not have a context yet
         count = self._pointers
         block = (ctypes.c_uint64 * count)()
-        geometry = ctypes.create_string_buffer(self._geometry, len(self._geometry))
+        params = ctypes.create_string_buffer(self._params, len(self._params))
         start = ctypes.addressof(block)
-        table = (ctypes.c_uint64 * (count + 1))(*(start + 8 * i for i in range(count)), ctypes.addressof(geometry))
-        self._local.keep = (geometry, table)
+        table = (ctypes.c_uint64 * (count + 1))(*(start + 8 * i for i in range(count)), ctypes.addressof(params))
+        self._local.keep = (params, table)
         self._local.mapped = [None] * len(self._tensor_maps)
         self._local.block = (block, ctypes.addressof(table), self._overlapping() if self._overlaps else None)
         return self._local.block  # type: ignore[no-any-return]
@@ -100,8 +100,8 @@ class Executable:
             if len(maps) >= _MOST_MAPS:
                 maps.clear()
             encoded = maps[address] = encode(self._tensor_maps[index], address)
-        geometry, _ = self._local.keep
-        ctypes.memmove(ctypes.byref(geometry, self._places[index]), encoded, TENSOR_MAP_BYTES)
+        params, _ = self._local.keep
+        ctypes.memmove(ctypes.byref(params, self._places[index]), encoded, TENSOR_MAP_BYTES)
         self._local.mapped[index] = address
 
     def _overlapping(self) -> Any:

@@ -12,6 +12,7 @@ launch its steps in order, each on the buffers that it names::
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -135,13 +136,13 @@ def between_transposes(inner: Program, problem: ConvTransposeProblem, pass_: Pas
     before, buffers, names = [], [], {}
     for name, (shape, strides) in read.items():
         names[name] = f"{name}_channels_last"
-        buffers.append(Buffer(names[name], problem.dtype, elements_of(shape)))
+        buffers.append(Buffer(names[name], problem.dtype, math.prod(shape)))
         before.append(replace(to_channels_last(problem.dtype, shape, strides), operands=(name, names[name])))
     behind = []
     if pass_ is not Pass.WEIGHT_GRAD or inner.dst_channels_last:
         shape = problem.weight_shape if pass_ is Pass.WEIGHT_GRAD else sides[pass_ is Pass.FORWARD][0]
         names[DST] = f"{DST}_channels_last"
-        buffers.append(Buffer(names[DST], problem.dtype, elements_of(shape)))
+        buffers.append(Buffer(names[DST], problem.dtype, math.prod(shape)))
         behind.append(replace(to_contiguous(problem.dtype, shape), operands=(names[DST], DST)))
     steps = [replace(step, operands=tuple(names.get(name, name) for name in step.operands)) for step in inner.steps]
     return replace(
@@ -151,11 +152,3 @@ def between_transposes(inner: Program, problem: ConvTransposeProblem, pass_: Pas
         buffers=(*inner.buffers, *buffers),
         dst_channels_last=False,
     )
-
-
-def elements_of(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of that shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -1,4 +1,4 @@
-"""A forward pass or an input gradient as the gather kernels see it: source, destination, cells (core/geometry.cuh).
+"""A forward pass or an input gradient on a grid of cells: source, destination, cells (core/geometry.cuh).
 
 Both passes gather: every destination element sums what it needs of the source, so nothing is written twice and no sum
 depends on timing. `polyphase.schedules.direct.tiled` unrolls the whole kernel for a tile of cells;

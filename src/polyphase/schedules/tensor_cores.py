@@ -27,7 +27,7 @@ def parts_of(problem: ConvTransposeProblem) -> int:
 
 
 def counter_bytes(count: int) -> int:
-    """What so many counters take in front of a kernel's weights (kernels/common/counters.cuh)."""
+    """What so many counters take in front of a kernel's weights (kernels/core/counters.cuh)."""
     return round_up(4 * count, 128)
 
 

@@ -189,7 +189,7 @@ struct Epilogue {
 
   // Channels first. The warp transposes PIECE cells of 8 channels at a time in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written. Where those are JOINT it has the columns from `first` on
-  // of all channels, and stores those of some. The host has seen to it (store_vector in implicit_gemm_tile.py) that
+  // of all channels, and stores those of some. The host has seen to it (store_vector in implicit_gemm/tile.py) that
   // COUNT elements exist together or not at all.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_piece(int piece, int depth, int height, int first) const {

@@ -293,7 +293,7 @@ def variants(
 ) -> Iterator[GemmVariant]:
     """Every variant that the registers allow; ``channels_last`` is the source's memory format.
 
-    ``boxes``: whether TMA can take it apart (`implicit_gemm_tile.box_strides`).
+    ``boxes``: whether TMA can take it apart (`cuts.box_strides`).
     """
     for variant, stages in families(problem, device, channels_last, boxes):
         yield from (variant._replace(stages=count) for count in reversed(stages))

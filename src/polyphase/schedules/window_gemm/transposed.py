@@ -1,4 +1,4 @@
-"""Both gradients of channels-first tensors by boxes (`gradient_boxes`): turned to channels_last, and back."""
+"""Both gradients of channels-first tensors by the TMA kernels: transposed to channels_last before, and back."""
 
 from __future__ import annotations
 
@@ -22,79 +22,79 @@ class _Transposed(Schedule):
     any_size = False
     adapts = True
     kept = True
-    _boxes: WindowDgradTma | WindowWgradTma
+    _tma: WindowDgradTma | WindowWgradTma
     _reads: int  # tensors that are transposed before; the result is transposed back
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.channels_last:
             return "transposes tensors that are channels first"
-        return self._boxes.supports(_last(problem), pass_, device)
+        return self._tma.supports(_last(problem), pass_, device)
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
-        return self._boxes.nothing_fits(problem, device)
+        return self._tma.nothing_fits(problem, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         """None, too, where the tensors in channels_last would take too much memory."""
         written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
-        if _turned_bytes(problem, pass_) > _MOST_BYTES or not written_dense:
+        if _transposed_bytes(problem, pass_) > _MOST_BYTES or not written_dense:
             return None
-        return self._boxes.ranked_at(_last(problem), pass_, self._layouts(problem, layouts))
+        return self._tma.ranked_at(_last(problem), pass_, self._layouts(problem, layouts))
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
-        return self._boxes.configs(at, pass_, device)
+        return self._tma.configs(at, pass_, device)
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: BoxVariant) -> float:
-        return self._boxes.seconds(at, pass_, device, config)
+        return self._tma.seconds(at, pass_, device, config)
 
     def arranged(self, order: list[BoxVariant]) -> list[BoxVariant]:
-        return self._boxes.arranged(order)
+        return self._tma.arranged(order)
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: BoxVariant
     ) -> Cost:
-        """What the boxes take, and the time that turning takes."""
+        """What the TMA kernel costs, and the transposes around it."""
         terms = costs("window_transposed", device)
         size, (x, _, y) = DTYPE_BYTES[problem.dtype], problem.elements
         absent = size * (x * missing(problem.in_channels) + y * missing(problem.out_channels)) if size == 2 else 0.0
-        counted = 2 * (_turned_bytes(problem, pass_) + terms.missing * absent)
-        turning = (self._reads + 1) * terms.tensor + counted / (terms.bandwidth * device.copy_bytes_per_second)
+        counted = 2 * (_transposed_bytes(problem, pass_) + terms.missing * absent)
+        transposes = (self._reads + 1) * terms.tensor + counted / (terms.bandwidth * device.copy_bytes_per_second)
         lie = self._layouts(problem, layouts)
-        seconds, bound = self._boxes.cost(_last(problem), pass_, device, lie, config)
-        return seconds + turning, bound
+        seconds, bound = self._tma.cost(_last(problem), pass_, device, lie, config)
+        return seconds + transposes, bound
 
     def launch(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
     ) -> Program:
-        launch = self._boxes.launch(_last(problem), pass_, device, self._layouts(problem, layouts), variant)
+        launch = self._tma.launch(_last(problem), pass_, device, self._layouts(problem, layouts), variant)
         return between_transposes(launch, problem, pass_, layouts)
 
     def _layouts(self, problem: ConvTransposeProblem, layouts: Layouts) -> Layouts:
-        """As the boxes' kernel gets them: what is turned has no gaps, and is aligned; the weight is as it is."""
-        aligned = layouts.aligned or self._boxes.pass_ is Pass.WEIGHT_GRAD
+        """As the boxes' kernel gets them: what is transposed has no gaps, and is aligned; the weight is as it is."""
+        aligned = layouts.aligned or self._tma.pass_ is Pass.WEIGHT_GRAD
         return replace(
             Layouts.dense(_last(problem)), weight_channels_last=layouts.weight_channels_last, aligned=aligned
         )
 
 
 class WindowDgradTransposed(_Transposed):
-    """The input gradient: of the turned gradient of the output."""
+    """The input gradient: of the transposed gradient of the output."""
 
     name = "window_dgrad_transposed"
     passes = (Pass.INPUT_GRAD,)
-    _boxes = WindowDgradTma()
+    _tma = WindowDgradTma()
     _reads = 1
 
 
 class WindowWgradTransposed(_Transposed):
-    """The weight gradient: of the turned input and the turned gradient of the output."""
+    """The weight gradient: of the transposed input and the transposed gradient of the output."""
 
     name = "window_wgrad_transposed"
     passes = (Pass.WEIGHT_GRAD,)
-    _boxes = WindowWgradTma()
+    _tma = WindowWgradTma()
     _reads = 2
 
 
-def _turned_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
+def _transposed_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
     """Of the tensors in channels_last."""
     x, weight, y = problem.elements
     return DTYPE_BYTES[problem.dtype] * (x + y + (weight if pass_ is Pass.WEIGHT_GRAD else 0))
