@@ -45,11 +45,11 @@ LARGE_FUNCTIONS = {
     "implicit_gemm.cu:implicit_gemm": (260, 82),
     "phase_gemm_pixels.cu:phase_gemm_pixels": (140, 50),
     "window_wgrad_wgmma.cu:window_wgrad_wgmma": (129, 34),
-    "tiled.py:legal_variants": (60, 31),
+    "tiled.py:legal_configs": (60, 31),
     "config.py:families": (92, 92),
-    "cuts.py:_boxes": (61, 37),
+    "cuts.py:_rectangles": (61, 37),
     "tile.py:store_vector": (60, 23),
-    "schedule.py:_variants": (60, 24),
+    "schedule.py:_configs": (60, 24),
     "wgmma_tile.py:_input_runs": (60, 26),
 }
 

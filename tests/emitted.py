@@ -149,7 +149,7 @@ class Extension:
         self.launches.append(name)
         kernel = EmulatedKernel(assembled(files, {**self.files, **generated}), name)
         for *packed, place in struct.iter_unpack(BOXES, boxes):
-            self.boxes.append(unpacked_boxes(packed))
+            self.boxes.append(unpacked_tensor_map(packed))
             tensor = tensors[self.boxes[-1].tensor]
             assert tensor is not None
             assert tensor.data_ptr() % 16 == 0
@@ -162,7 +162,7 @@ class Extension:
 BOXES = "<9Q14I"
 
 
-def unpacked_boxes(numbers: Sequence[int]) -> TensorMap:
+def unpacked_tensor_map(numbers: Sequence[int]) -> TensorMap:
     """What binding.cpp is told of boxes, but for the place of their tensor map."""
     *dimensions, kind, swizzle, tensor = numbers
     sizes, strides, spans, steps = dimensions[:5], dimensions[5:9], dimensions[9:14], dimensions[14:]

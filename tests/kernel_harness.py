@@ -1,4 +1,4 @@
-"""Runs one kernel variant exactly as the planner launches it, through the emulator or on a GPU.
+"""Runs one kernel config exactly as the planner launches it, through the emulator or on a GPU.
 
 Operands and outputs lie amid guards, all of it NaN until it is written, so that reading beside an operand shows, and so
 does an element of the output that is left out or written beside it.
@@ -58,8 +58,8 @@ class Emulator:
             return
         kernel = EmulatedKernel(text_of(step.source), step.source.kernel)
         geometry = (ctypes.c_ubyte * len(step.params)).from_buffer_copy(step.params)
-        for boxes, place in zip(step.tensor_maps, params_of(step.source).tensor_maps):
-            geometry[place : place + TENSOR_MAP_BYTES] = tensor_map(boxes)
+        for described, place in zip(step.tensor_maps, params_of(step.source).tensor_maps):
+            geometry[place : place + TENSOR_MAP_BYTES] = tensor_map(described)
         parameters = [*tensors, geometry] if step.params else tensors
         arguments = (step.grid, step.block, step.shared_bytes, parameters)
         if self.order is None:
@@ -185,9 +185,9 @@ def run(
     return found.view(problem.weight_shape)
 
 
-def params(launch: Program) -> dict[str, Any]:
+def params(program: Program) -> dict[str, Any]:
     """What the last parameter of a program's main kernel holds, by the names that the kernel has for it."""
-    return params_of(launch.main.source).read(launch.main.params)
+    return params_of(program.main.source).read(program.main.params)
 
 
 def operand_shapes(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -235,14 +235,14 @@ def assert_exact(
     problem: ConvTransposeProblem,
     pass_: Pass,
     candidate: Candidate,
-    launch: Program,
+    program: Program,
     layouts: Layouts | None = None,
     executor: Executor | None = None,
     guard: int = GUARD,
 ) -> None:
-    """The variant's result is that of float64, rounded once, bit for bit."""
+    """The config's result is that of float64, rounded once, bit for bit."""
     operands, bias, wide = _case(replace(problem, dtype="float64", channels_last=False), pass_)
-    out = run(problem, pass_, launch, layouts or Layouts.dense(problem), operands, bias, executor, guard)
+    out = run(problem, pass_, program, layouts or Layouts.dense(problem), operands, bias, executor, guard)
     expected = wide.to(DTYPES[problem.dtype])
     wrong = ~(out == expected)
     if wrong.any():
@@ -286,7 +286,7 @@ def offers(
     layouts = layouts or Layouts.dense(problem)
     assert schedule.supports(problem, pass_, H200) is None
     return [
-        (candidate, schedule.launch(problem, pass_, H200, layouts, candidate.variant))
+        (candidate, schedule.program(problem, pass_, H200, layouts, candidate.config))
         for candidate in candidates(schedule, problem, pass_, H200, layouts)
     ]
 
@@ -301,30 +301,30 @@ def gradient_cases(
                 yield pytest.param(problem, pass_, id=f"{name}-{pass_.value}")
 
 
-def assert_one_variant_exact(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass) -> None:
+def assert_one_config_exact(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass) -> None:
     """In the emulator, on dense tensors."""
     found = offers(schedule, problem, pass_)
     seed = zlib.crc32(f"{problem} {pass_}".encode())
-    candidate, launch = found[seed % len(found)]
-    assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
+    candidate, program = found[seed % len(found)]
+    assert_exact(problem, pass_, candidate, program, executor=Emulator(seed % 1000))
 
 
-def assert_rounds_to_nearest(problem: ConvTransposeProblem, pass_: Pass, launch: Program) -> None:
+def assert_rounds_to_nearest(problem: ConvTransposeProblem, pass_: Pass, program: Program) -> None:
     """The cores truncate: operands that were not rounded would be off by up to twice as much, all in one direction."""
     generator = torch.Generator().manual_seed(5)
     first, second = (
         1 + torch.rand(shape, generator=generator, dtype=torch.float64) for shape in operand_shapes(problem, pass_)
     )
     operands = first.float().double(), second.float().double()
-    found = run(problem, pass_, launch, Layouts.dense(problem), operands).double()
+    found = run(problem, pass_, program, Layouts.dense(problem), operands).double()
     exact = reference(problem, pass_, operands)
     error = (found - exact) / exact
     assert error.abs().max() < 2**-11
-    assert error.mean().abs() < 2**-15, launch.main.source.kernel
+    assert error.mean().abs() < 2**-15, program.main.source.kernel
 
 
 def choices(schedule: Schedule, problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, Candidate, Program]]:
-    """A variant on tensors of one kind, every third of them dense; on a GPU it is all variants and kinds."""
+    """A config on tensors of one kind, every third of them dense; on a GPU it is all configs and kinds."""
     all_layouts, number = list(strange_layouts(problem)), zlib.crc32(str(problem).encode())
     layouts = all_layouts[max(0, number % 6 - 1)]
     found = offers(schedule, problem, layouts=layouts)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kernel_harness import Gpu, assert_exact, formats
-from polyphase.plan.planner import launches
+from polyphase.plan.planner import programs
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -44,26 +44,26 @@ SAMPLE = (
 
 
 def runs(device: DeviceInfo) -> Iterator[tuple[ConvTransposeProblem, Pass, Candidate, Program, Layouts]]:
-    """The best variant of every schedule, the best that sums source channels in slices, that multiplies halves."""
+    """The best config of every schedule, the best that sums source channels in slices, that multiplies halves."""
     for problem in SAMPLE:
         for formatted in formats(problem):
             for pass_ in Pass:
                 dense = Layouts.dense(formatted)
                 for layouts in (dense, replace(dense, aligned=False)):
                     seen = set()
-                    for candidate, launch in launches(formatted, pass_, device, layouts):
-                        sliced, scaled = (getattr(candidate.variant, name, 0) for name in ("src_slices", "scaled"))
+                    for candidate, program in programs(formatted, pass_, device, layouts):
+                        sliced, scaled = (getattr(candidate.config, name, 0) for name in ("src_slices", "scaled"))
                         kind = candidate.schedule, sliced > 1, scaled
                         if kind not in seen and (layouts.aligned or candidate.schedule == "direct_tiled"):
-                            yield formatted, pass_, candidate, launch, layouts
+                            yield formatted, pass_, candidate, program, layouts
                         seen.add(kind)
 
 
 def main() -> int:
     executor = Gpu(0)
     count = 0
-    for problem, pass_, candidate, launch, layouts in runs(DeviceInfo.of(executor.device)):
-        assert_exact(problem, pass_, candidate, launch, layouts, executor, guard=0)
+    for problem, pass_, candidate, program, layouts in runs(DeviceInfo.of(executor.device)):
+        assert_exact(problem, pass_, candidate, program, layouts, executor, guard=0)
         count += 1
     print(f"{count} launches are exact")
     return 0

@@ -129,7 +129,7 @@ def test_any_strides(schedule: Schedule, last: bool) -> None:
 
 
 def test_the_layers_reach_every_configuration(schedule: Schedule) -> None:
-    found = {candidate.variant for problem in LAYERS.values() for candidate, _ in offers(schedule, problem)}
+    found = {candidate.config for problem in LAYERS.values() for candidate, _ in offers(schedule, problem)}
     assert {config.dst_per_thread for config in found} == {1, 4, 8}
 
 
@@ -164,7 +164,7 @@ def test_refusals(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass
 @pytest.mark.parametrize("last", [False, True])
 def test_the_planner_offers_it_and_explain_lists_it(schedule: Schedule, last: bool) -> None:
     problem = make((8, 64, 56, 56), 256, 1, bias=True, channels_last=last)
-    offered = [candidate for candidate, _ in planner.launches(problem, Pass.FORWARD, H200)]
+    offered = [candidate for candidate, _ in planner.programs(problem, Pass.FORWARD, H200)]
     assert sum(candidate.schedule == "pointwise" for candidate in offered) == 3
     forward = explain.explain(problem, H200).split("\n\n")[1]
     assert len(re.findall(r"pointwise\(dst_per_thread=\d+\)", forward)) == 1
@@ -178,8 +178,8 @@ def test_the_planner_takes_it_where_there_is_no_other(schedule: Schedule, monkey
     chosen = planner.plan(problem, Pass.FORWARD, H200)
     assert chosen.schedule == "pointwise"
     assert chosen.candidate is not None
-    assert chosen.launch is not None
-    assert_exact(problem, Pass.FORWARD, chosen.candidate, chosen.launch)
+    assert chosen.program is not None
+    assert_exact(problem, Pass.FORWARD, chosen.candidate, chosen.program)
 
 
 @pytest.mark.nvrtc

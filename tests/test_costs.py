@@ -97,7 +97,7 @@ def test_terms_say_where_they_come_from(file: Path) -> None:
     for path in RECORDS:
         for record in read_csv(path):
             schedule = schedules.get(name := fitted_rows.schedule_of(record))
-            if record.status == OK and schedule and fitted_rows.parse_config(schedule, record.variant) is not None:
+            if record.status == OK and schedule and fitted_rows.parse_config(schedule, record.config) is not None:
                 counted.setdefault(name, Counter())[path.name] += 1
     for name, section in sections(file).items():
         assert set(section["schedules"]) <= set(schedules), name

@@ -72,14 +72,14 @@ def test_layers(problem: ConvTransposeProblem, pass_: Pass) -> None:
     met = 0
     for turn, (layouts, found) in enumerate(strange_offers(problem, pass_)):
         if found:
-            candidate, launch = found[(order + turn) % len(found)]
-            assert_exact(problem, pass_, candidate, launch, layouts, Emulator(order))
+            candidate, program = found[(order + turn) % len(found)]
+            assert_exact(problem, pass_, candidate, program, layouts, Emulator(order))
             met += 1
     assert met >= 1
 
 
 def test_layers_take_every_path() -> None:
-    """Every branch that a variant or a tiling decides is taken by some layer; `test_blocks_go_on` takes another."""
+    """Every branch that a config or a tiling decides is taken by some layer; `test_blocks_go_on` takes another."""
     taken = set()
     for parameters in cases():
         problem, pass_ = parameters.values
@@ -87,22 +87,22 @@ def test_layers_take_every_path() -> None:
         groups = problem.groups
         channels = (problem.out_channels if forward else problem.in_channels) // groups
         for _, found in strange_offers(problem, pass_):
-            for candidate, launch in found:
-                variant, constants = candidate.variant, dict(launch.main.source.constants)
-                n, d, h, w = params(launch)["tiles"]
+            for candidate, program in found:
+                config, constants = candidate.config, dict(program.main.source.constants)
+                n, d, h, w = params(program)["tiles"]
                 facts = {
-                    "several groups a vector": variant.vector > channels,
-                    "several vectors a group": variant.vector < channels,
+                    "several groups a vector": config.vector > channels,
+                    "several vectors a group": config.vector < channels,
                     "source channels in vectors": constants["SRC_VECTOR"] > 1,
-                    "lanes that idle": params(launch)["vectors"] % variant.lanes != 0,
-                    "several blocks of channels": launch.main.grid[0] > 1,
+                    "lanes that idle": params(program)["vectors"] % config.lanes != 0,
+                    "several blocks of channels": program.main.grid[0] > 1,
                     "tiles along n": n > 1,
                     "tiles along d": d > 1,
                     "tiles along h": h > 1,
                     "tiles along w": w > 1,
                     "layouts apart": constants["DST_PIXEL"] != groups * channels,
                 }
-                taken |= set(facts.items()) | {("vector", variant.vector)}
+                taken |= set(facts.items()) | {("vector", config.vector)}
     assert taken >= {(fact, value) for fact in facts for value in (False, True)}
     assert {value for fact, value in taken if fact == "vector"} == {1, 2, 4, 8}
 
@@ -113,9 +113,9 @@ def test_blocks_go_on() -> None:
     few = replace(H200, multiprocessors=1)
     layouts = Layouts.dense(problem)
     candidate = next(candidates(DirectChannels(), problem, Pass.FORWARD, few, layouts))
-    launch = DirectChannels().launch(problem, Pass.FORWARD, few, layouts, candidate.variant)
-    assert params(launch)["steps"] > 1
-    assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
+    program = DirectChannels().program(problem, Pass.FORWARD, few, layouts, candidate.config)
+    assert params(program)["steps"] > 1
+    assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order=None))
 
 
 def test_pixels_far_apart() -> None:
@@ -132,8 +132,8 @@ def test_float32_is_exact() -> None:
     problem = make((2, 32, 9, 12), 64, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4, channels_last=True)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, launch = offers(DirectChannels(), problem)[0]
-    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
+    _, program = offers(DirectChannels(), problem)[0]
+    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 8e-8
 

@@ -84,49 +84,49 @@ def strange_offers(problem: ConvTransposeProblem) -> Iterator[tuple[Layouts, lis
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
     for turn, (layouts, found) in enumerate(strange_offers(problem)):
-        candidate, launch = found[(order + turn) % len(found)]
-        assert_exact(problem, WEIGHT_GRAD, candidate, launch, layouts, Emulator(order))
+        candidate, program = found[(order + turn) % len(found)]
+        assert_exact(problem, WEIGHT_GRAD, candidate, program, layouts, Emulator(order))
 
 
-def _counts(launch: Program) -> tuple[list[int], list[int], int, int]:
+def _counts(program: Program) -> tuple[list[int], list[int], int, int]:
     """Walkers and tiles along n, d, h and w, tiles of a part, and of all."""
-    found = params(launch)
+    found = params(program)
     n, d, w, h = found["tiles"]
     return found["walkers"], [n, d, h, w], found["part_length"], found["all_tiles"]
 
 
 def test_layers_take_every_path() -> None:
-    """Every branch that a variant or a tiling decides is taken by some layer; `test_long_sums` takes others."""
+    """Every branch that a config or a tiling decides is taken by some layer; `test_long_sums` takes others."""
     taken = set()
     for parameters in cases():
         (problem,) = parameters.values
         for _, found in strange_offers(problem):
-            for candidate, launch in found:
-                variant, constants = candidate.variant, dict(launch.main.source.constants)
+            for candidate, program in found:
+                config, constants = candidate.config, dict(program.main.source.constants)
                 depth, height, width = (axis.kernel for axis in problem.axes3)
-                walkers, tiles, length, total = _counts(launch)
+                walkers, tiles, length, total = _counts(program)
                 facts = {
-                    "several groups a vector": variant.vector > problem.out_channels_per_group,
-                    "several vectors a group": variant.vector < problem.out_channels_per_group,
-                    "a part of the input channels": variant.in_held < problem.in_channels_per_group,
+                    "several groups a vector": config.vector > problem.out_channels_per_group,
+                    "several vectors a group": config.vector < problem.out_channels_per_group,
+                    "a part of the input channels": config.in_held < problem.in_channels_per_group,
                     "input channels in vectors": constants["X_VECTOR"] > 1,
-                    "output channels one by one": constants["GRAD_VECTOR"] < variant.vector,
-                    "several shares of rows": variant.rows < depth * height,
-                    "rows left over": depth * height % variant.rows > 0,
-                    "several shares of columns": variant.columns < width,
-                    "columns left over": width % variant.columns > 0,
-                    "several blocks of shares": variant.shares(problem) > variant.block_shares,
-                    "lanes that idle": problem.out_channels // variant.vector % variant.lanes > 0,
-                    "several lanes": variant.lanes > 1,
+                    "output channels one by one": constants["GRAD_VECTOR"] < config.vector,
+                    "several shares of rows": config.rows < depth * height,
+                    "rows left over": depth * height % config.rows > 0,
+                    "several shares of columns": config.columns < width,
+                    "columns left over": width % config.columns > 0,
+                    "several blocks of shares": config.shares(problem) > config.block_shares,
+                    "lanes that idle": problem.out_channels // config.vector % config.lanes > 0,
+                    "several lanes": config.lanes > 1,
                     "several rows added at once": constants["ROWS_AT_ONCE"] > 1,
-                    "not all rows added at once": constants["ROWS_AT_ONCE"] < variant.rows,
-                    "threads that idle": launch.main.block > variant.lanes * variant.block_shares * variant.walkers,
-                    "several parts": launch.splits > 1,
+                    "not all rows added at once": constants["ROWS_AT_ONCE"] < config.rows,
+                    "threads that idle": program.main.block > config.lanes * config.block_shares * config.walkers,
+                    "several parts": program.splits > 1,
                     "a shorter part": length > 0 and total % length > 0,
                     **{f"several walkers along {axis}": count > 1 for axis, count in zip("ndhw", walkers)},
                     **{f"several tiles along {axis}": count > 1 for axis, count in zip("ndhw", tiles)},
                 }
-                taken |= set(facts.items()) | {("vector", variant.vector)}
+                taken |= set(facts.items()) | {("vector", config.vector)}
     missing = {(fact, value) for fact in facts for value in (False, True)} - taken
     assert not missing
     assert {value for fact, value in taken if fact == "vector"} == {1, 2, 4, 8}
@@ -139,10 +139,10 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     few = replace(H200, multiprocessors=1)
     dense = Layouts.dense(problem)
     for candidate in candidates(DirectWgradChannels(), problem, WEIGHT_GRAD, few, dense):
-        launch = DirectWgradChannels().launch(problem, WEIGHT_GRAD, few, dense, candidate.variant)
-        _, _, length, _ = _counts(launch)
-        assert length > 16 // candidate.variant.positions
-        assert_exact(problem, WEIGHT_GRAD, candidate, launch, executor=Emulator(order=None))
+        program = DirectWgradChannels().program(problem, WEIGHT_GRAD, few, dense, candidate.config)
+        _, _, length, _ = _counts(program)
+        assert length > 16 // candidate.config.positions
+        assert_exact(problem, WEIGHT_GRAD, candidate, program, executor=Emulator(order=None))
 
 
 def test_pixels_far_apart() -> None:
@@ -159,8 +159,8 @@ def test_float32_is_exact() -> None:
     problem = make((2, 32, 64, 48), 32, 3, 2, 1, groups=8, channels_last=True)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.output_shape))
-    _, launch = offers(DirectWgradChannels(), problem, WEIGHT_GRAD)[0]
-    found = run(problem, WEIGHT_GRAD, launch, Layouts.dense(problem), operands).double()
+    _, program = offers(DirectWgradChannels(), problem, WEIGHT_GRAD)[0]
+    found = run(problem, WEIGHT_GRAD, program, Layouts.dense(problem), operands).double()
     exact = reference(problem, WEIGHT_GRAD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 3e-7
 
@@ -173,8 +173,8 @@ def test_an_output_gradient_that_is_infinite_beside_the_image() -> None:
         torch.ones(problem.output_shape, dtype=torch.float64),
     )
     grad[..., -1] = torch.inf  # meets no position at all
-    for candidate, launch in offers(DirectWgradChannels(), problem, WEIGHT_GRAD):
-        found = run(problem, WEIGHT_GRAD, launch, Layouts.dense(problem), (x, grad))
+    for candidate, program in offers(DirectWgradChannels(), problem, WEIGHT_GRAD):
+        found = run(problem, WEIGHT_GRAD, program, Layouts.dense(problem), (x, grad))
         assert torch.equal(found.double(), reference(problem, WEIGHT_GRAD, (x, grad))), candidate.describe()
         assert found.isfinite().all()
 
@@ -184,9 +184,9 @@ def test_blocks_fill_rounds() -> None:
     layer = make((16, 600, 20, 20), 600, 3, 1, 1, groups=600)
     few = replace(H200, multiprocessors=100)
     for candidate in candidates(DirectWgradChannels(), layer, WEIGHT_GRAD, few, Layouts.dense(layer)):
-        launch = DirectWgradChannels().launch(layer, WEIGHT_GRAD, few, Layouts.dense(layer), candidate.variant)
-        rounds = launch.main.grid[0] / (100 * candidate.variant.min_blocks)
-        assert launch.main.grid[0] == 600 * launch.splits
+        program = DirectWgradChannels().program(layer, WEIGHT_GRAD, few, Layouts.dense(layer), candidate.config)
+        rounds = program.main.grid[0] / (100 * candidate.config.min_blocks)
+        assert program.main.grid[0] == 600 * program.splits
         assert rounds > 0.85 * math.ceil(rounds)
 
 

@@ -60,13 +60,13 @@ def cases() -> Iterator[ParameterSet]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
-    """Tensors of each kind, a variant of each by turns; on a GPU it is all variants."""
+    """Tensors of each kind, a config of each by turns; on a GPU it is all configs."""
     order, met = zlib.crc32(str(problem).encode()), 0
     for turn, layouts in enumerate(strange_layouts(problem)):
         found = offers(DirectWgradWindows(), problem, PASS, layouts)
         if found:
-            candidate, launch = found[(order + turn) % len(found)]
-            assert_exact(problem, PASS, candidate, launch, layouts, Emulator(order % 1000))
+            candidate, program = found[(order + turn) % len(found)]
+            assert_exact(problem, PASS, candidate, program, layouts, Emulator(order % 1000))
             met += 1
     assert met >= 3
 
@@ -77,18 +77,18 @@ def test_every_shape() -> None:
         layouts = Layouts.dense(problem)
         layer = direct_wgrad_windows._Layer.of(problem, layouts)
         assert layer is not None
-        variants = list(dict.fromkeys(direct_wgrad_windows._variants(layer)))
-        for number, variant in enumerate(variants[zlib.crc32(str(problem).encode()) % 5 :: 5]):
-            launch = DirectWgradWindows().launch(problem, PASS, H200, layouts, variant)
-            candidate = Candidate("direct_wgrad_windows", variant, 0.0, "")
-            assert_exact(problem, PASS, candidate, launch, layouts, executor=Emulator(number))
+        configs = list(dict.fromkeys(direct_wgrad_windows._configs(layer)))
+        for number, config in enumerate(configs[zlib.crc32(str(problem).encode()) % 5 :: 5]):
+            program = DirectWgradWindows().program(problem, PASS, H200, layouts, config)
+            candidate = Candidate("direct_wgrad_windows", config, 0.0, "")
+            assert_exact(problem, PASS, candidate, program, layouts, executor=Emulator(number))
 
 
 @pytest.mark.parametrize("name", ["last of a generator", "odd rows"])
 def test_no_races(name: str) -> None:
     for problem in formats(LAYERS[name]):
-        candidate, launch = offers(DirectWgradWindows(), problem, PASS)[0]
-        assert_exact(problem, PASS, candidate, launch, executor=Emulator(order=None))
+        candidate, program = offers(DirectWgradWindows(), problem, PASS)[0]
+        assert_exact(problem, PASS, candidate, program, executor=Emulator(order=None))
 
 
 def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +96,9 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_wgrad_windows, "_CHAIN", 16)
     monkeypatch.setattr(direct_wgrad_windows, "affordable_planes", lambda problem: 1)
     for problem in formats(make((5, 24, 7, 36), 3, 3, 2, 1)):
-        for candidate, launch in offers(DirectWgradWindows(), problem, PASS):
-            assert launch.splits == 1
-            assert_exact(problem, PASS, candidate, launch, executor=Emulator(1))
+        for candidate, program in offers(DirectWgradWindows(), problem, PASS):
+            assert program.splits == 1
+            assert_exact(problem, PASS, candidate, program, executor=Emulator(1))
 
 
 def test_float32_is_exact() -> None:
@@ -106,8 +106,8 @@ def test_float32_is_exact() -> None:
     for problem in formats(make((2, 32, 9, 24), 3, (3, 5), (2, 3), (1, 2))):
         shapes = problem.input_shape, problem.output_shape
         operands = tuple(torch.randn(shape, generator=generator) for shape in shapes)
-        _, launch = offers(DirectWgradWindows(), problem, PASS)[0]
-        found = run(problem, PASS, launch, Layouts.dense(problem), operands).double()
+        _, program = offers(DirectWgradWindows(), problem, PASS)[0]
+        found = run(problem, PASS, program, Layouts.dense(problem), operands).double()
         exact = reference(problem, PASS, (operands[0].double(), operands[1].double()))
         assert (found - exact).norm() / exact.norm() < 2e-7
 
@@ -152,5 +152,5 @@ def test_every_size_has_the_layer_s_kernels() -> None:
         for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
             sized = replace(layer, batch=batch, input_size=size)
             offered = candidates(DirectWgradWindows(), sized, PASS, H200, Layouts.dense(sized))
-            found.add(tuple(candidate.variant for candidate in offered))
+            found.add(tuple(candidate.config for candidate in offered))
         assert len(found) == 1

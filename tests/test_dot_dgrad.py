@@ -50,15 +50,15 @@ def cases() -> Iterator[ParameterSet]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
-    """Tensors of each kind, a variant of each by turns; on a GPU it is all variants."""
+    """Tensors of each kind, a config of each by turns; on a GPU it is all configs."""
     order = zlib.crc32(str(problem).encode())
     for turn, layouts in enumerate(strange_layouts(problem)):
         found = offers(DotDgrad(), problem, PASS, layouts)
         if not found:  # taps, or columns, lie apart
             assert problem.channels_last
             continue
-        candidate, launch = found[(order + turn) % len(found)]
-        assert_exact(problem, PASS, candidate, launch, layouts, Emulator(order % 1000))
+        candidate, program = found[(order + turn) % len(found)]
+        assert_exact(problem, PASS, candidate, program, layouts, Emulator(order % 1000))
 
 
 def test_layers_take_every_path() -> None:
@@ -66,17 +66,17 @@ def test_layers_take_every_path() -> None:
     taken = set()
     for problem in LAYERS.values():
         for layouts in strange_layouts(problem):
-            for candidate, launch in offers(DotDgrad(), problem, PASS, layouts):
-                taken |= {("in_tile", candidate.variant.in_tile), ("parts", launch.splits > 1)}
-                taken.add(("rest", problem.in_channels_per_group % candidate.variant.in_tile > 0))
+            for candidate, program in offers(DotDgrad(), problem, PASS, layouts):
+                taken |= {("in_tile", candidate.config.in_tile), ("parts", program.splits > 1)}
+                taken.add(("rest", problem.in_channels_per_group % candidate.config.in_tile > 0))
     assert {value for fact, value in taken if fact == "in_tile"} == {1, 2, 4, 8, 16}
     assert {(fact, value) for fact in ("parts", "rest") for value in (False, True)} <= taken
 
 
 @pytest.mark.parametrize("name", ["upsampling of classes", "frames"])
 def test_no_races(name: str) -> None:
-    candidate, launch = offers(DotDgrad(), LAYERS[name], PASS)[0]
-    assert_exact(LAYERS[name], PASS, candidate, launch, executor=Emulator(order=None))
+    candidate, program = offers(DotDgrad(), LAYERS[name], PASS)[0]
+    assert_exact(LAYERS[name], PASS, candidate, program, executor=Emulator(order=None))
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -88,9 +88,9 @@ def test_float32_is_exact(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = problem.output_shape, problem.weight_shape
     operands = tuple(torch.randn(shape, generator=generator) for shape in shapes)
     exact = reference(problem, PASS, (operands[0].double(), operands[1].double()))
-    for _, launch in offers(DotDgrad(), problem, PASS):
-        assert launch.splits == 1
-        found = run(problem, PASS, launch, Layouts.dense(problem), operands).double()
+    for _, program in offers(DotDgrad(), problem, PASS):
+        assert program.splits == 1
+        found = run(problem, PASS, program, Layouts.dense(problem), operands).double()
         assert (found - exact).norm() / exact.norm() < 2e-7
 
 
@@ -99,7 +99,7 @@ def test_order_does_not_depend_on_the_size() -> None:
         orders = set()
         for batch, side in ((1, 2), (8, 4), (64, 8)):
             other = replace(problem, batch=batch, input_size=(side,) * problem.dims)
-            orders.add(tuple(candidate.variant for candidate, _ in offers(DotDgrad(), other, PASS)))
+            orders.add(tuple(candidate.config for candidate, _ in offers(DotDgrad(), other, PASS)))
         assert len(orders) == 1
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import emulator
 from emitted import BOXES, BY_BOXES, LAYERS, binding_on_the_cpu, emitted, emitted_layer, load, names, on_the_emulator
 from polyphase.emit import support
-from polyphase.emit.support import packed_boxes
+from polyphase.emit.support import packed_tensor_map
 from polyphase.jit.source import SPECIALISATION
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -64,11 +64,11 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
         problem = model_problem(module)
         for other in random_sizes(problem, seed):
             for pass_ in Pass:
-                expected = expected_launch(other, pass_, arch, aligned=True)
+                expected = expected_program(other, pass_, arch, aligned=True)
                 for aligned in (True, False):
                     copies = not aligned and bool(expected.main.tensor_maps)
                     if not aligned and not copies:
-                        unaligned = expected_launch(other, pass_, arch, aligned=False)
+                        unaligned = expected_program(other, pass_, arch, aligned=False)
                         copies = unaligned.main.source != expected.main.source
                         expected = expected if copies else unaligned
                     call = module.prepare(
@@ -91,11 +91,11 @@ def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
     assert (by_boxes > 20) == (arch == "sm_90a")
 
 
-def expected_launch(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Program:
+def expected_program(problem: ConvTransposeProblem, pass_: Pass, arch: str, aligned: bool) -> Program:
     device, problem = DeviceInfo.for_arch(arch), problem.of_pass(pass_)
     serving = next(each for each in plan(typical(problem), pass_, device).selected if each.schedule.any_size)
     layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
-    return serving.schedule.launch(problem, pass_, device, layouts, serving.candidate.variant)
+    return serving.schedule.program(problem, pass_, device, layouts, serving.candidate.config)
 
 
 def model_problem(module: Any) -> ConvTransposeProblem:
@@ -106,7 +106,7 @@ def compare(module: Any, arch: str, given: tuple[Any, ...], expected: Step) -> N
     number, geometry, boxes, *grid, block, shared_bytes = given
     assert (tuple(grid), block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
     places = params_of(expected.source).tensor_maps
-    assert (geometry, boxes) == (expected.params, b"".join(map(packed_boxes, expected.tensor_maps, places)))
+    assert (geometry, boxes) == (expected.params, b"".join(map(packed_tensor_map, expected.tensor_maps, places)))
     name, generated, files = module.KERNELS[arch][number]
     assert (name, files) == (expected.source.kernel, expected.source.files)
     lines = zip(
@@ -220,7 +220,7 @@ def test_boxes_are_packed_by_the_numbers_of_the_driver() -> None:
         boxes = TensorMap(dtype, (1, 2, 3, 4, 5), (6, 7, 8, 2**39), (10, 11, 12, 13, 14), 64, tf32, 1, steps)
         spans = 10, 11, 23, 97, 14
         expected = (*range(1, 9), 2**39, *spans, *steps, number, 2, 1, 256)
-        assert struct.unpack(BOXES, packed_boxes(boxes, 256)) == expected
+        assert struct.unpack(BOXES, packed_tensor_map(boxes, 256)) == expected
 
 
 @needs_emulator
@@ -248,7 +248,7 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
         TensorMap("float32", (9, 8, 7, 6, 2**33), (16, 32, 48, 2**38), (4,) * 5, 64, True),
     )
     boxes = replace(boxes, steps=(1, 2, 1, 1, 1))
-    binding.launch(1, geometry, packed_boxes(boxes, 64), 1, 1, 1, 32, 0, [first])
+    binding.launch(1, geometry, packed_tensor_map(boxes, 64), 1, 1, 1, 32, 0, [first])
     assert binding.encoded() == [
         *(1, 0, 11, 5, first.data_ptr()),
         *(*boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps),
@@ -257,10 +257,10 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
     assert binding.params() == geometry[:64] + b"m" * 128 + geometry[192:]
     assert geometry == bytes(range(196))
     with pytest.raises(RuntimeError, match=r"boxes are .* 128 bytes each, given 127"):
-        binding.launch(1, geometry, packed_boxes(boxes, 64)[1:], 1, 1, 1, 32, 0, [first])
+        binding.launch(1, geometry, packed_tensor_map(boxes, 64)[1:], 1, 1, 1, 32, 0, [first])
     with pytest.raises(RuntimeError, match=r"a tensor map takes 128 bytes from 128 on, and .* parameter has 196"):
-        binding.launch(1, geometry, packed_boxes(boxes, 128), 1, 1, 1, 32, 0, [first])
-    refused = packed_boxes(boxes, 64)[:-12] + struct.pack("<3I", 4, 0, 64)
+        binding.launch(1, geometry, packed_tensor_map(boxes, 128), 1, 1, 1, 32, 0, [first])
+    refused = packed_tensor_map(boxes, 64)[:-12] + struct.pack("<3I", 4, 0, 64)
     with pytest.raises(RuntimeError, match=r"no tensor map, error 1: data type 11, sizes \[9, .*\], .* swizzle 4, add"):
         binding.launch(1, geometry, refused, 1, 1, 1, 32, 0, [first])
 
@@ -269,7 +269,7 @@ def test_the_binding_passes_on_what_it_is_given(small: Any, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_binding_is_built_with_cuda_11(small: Any, tmp_path: Path) -> None:
     binding = binding_on_the_cpu(small.BINDING, tmp_path, 11070)
-    boxes = packed_boxes(TensorMap("float16", (8,) * 5, (16,) * 4, (8,) * 5, 16, False), 0)
+    boxes = packed_tensor_map(TensorMap("float16", (8,) * 5, (16,) * 4, (8,) * 5, 16, False), 0)
     binding.launch(1, bytes(196), b"", 1, 1, 1, 32, 0, [torch.rand(3)])
     with pytest.raises(RuntimeError, match="knows no tensor maps: both must be of CUDA 12 or newer"):
         binding.launch(1, bytes(196), boxes, 1, 1, 1, 32, 0, [torch.rand(3)])

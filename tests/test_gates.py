@@ -96,7 +96,7 @@ def planned(**values: str) -> gates.Row:
         "pass": "forward",
         "problem": LAYER,
         "algorithm": "gather",
-        "variant": "lanes=4",
+        "config": "lanes=4",
         **values,
     }
 
@@ -122,10 +122,10 @@ def test_changed_missing_and_new_are_told_apart() -> None:
 
 
 def test_names_of_algorithms_count_unless_they_are_said_to_be_new() -> None:
-    before, after = [planned(other="gather")], [planned(algorithm="direct", other="direct", variant="threads=4")]
+    before, after = [planned(other="gather")], [planned(algorithm="direct", other="direct", config="threads=4")]
     assert kinds(gates.compare(before, after)) == ["changed"]
     assert kinds(gates.compare(before, after, names={"gather": "direct", "lanes": "threads"})) == []
-    assert kinds(gates.compare(before, after, ignored=["algorithm", "variant", "other"])) == []
+    assert kinds(gates.compare(before, after, ignored=["algorithm", "config", "other"])) == []
     assert kinds(gates.compare([planned(planning="0.1")], [planned(planning="0.2")])) == []
 
 
@@ -147,6 +147,8 @@ def test_what_cannot_be_compared_is_an_error(tmp_path: Path) -> None:
             gates.read(file)
     with pytest.raises(gates.GateError, match="cannot be read"):
         gates.read(tmp_path / "none.csv")
+    file.write_text("arch,pass,problem,algorithm,variant,other variant\na,b,c,d,e,f\n")
+    assert (gates.read(file)[0]["config"], gates.read(file)[0]["other config"]) == ("e", "f")  # older names
     file.write_text("old\n")
     with pytest.raises(gates.GateError, match="an old name, a comma and the new name"):
         gates.read_names(file)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: every variant on real hardware, streams, graphs, threads, devices, strange tensors.
+"""What only a GPU can show: every config on real hardware, streams, graphs, threads, devices, strange tensors.
 
 Sums are exact unless a test says otherwise, so results are compared bit for bit with float64 on the CPU.
 """
@@ -38,7 +38,7 @@ from polyphase.jit import launcher
 from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.source import KernelSource
 from polyphase.plan import planner as plan
-from polyphase.plan.planner import launches
+from polyphase.plan.planner import programs
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -126,23 +126,23 @@ def assert_right(problem: ConvTransposeProblem, operands: Operands, found: list[
         assert wrong == 0, f"{name} of {problem}: {wrong} of {expected.numel()} elements are wrong"
 
 
-# Every variant
+# Every config
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pass of a problem, with some of the variants that the planner offers."""
+    """A pass of a problem, with some of the configs that the planner offers."""
 
     problem: ConvTransposeProblem
     pass_: Pass
     layouts: Layouts
-    schedule: str | None = None  # the only one whose variants are wanted
+    schedule: str | None = None  # the only one whose configs are wanted
 
     def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
-        """All variants in float32; the first and the last of each schedule in other dtypes, which they share."""
+        """All configs in float32; the first and the last of each schedule in other dtypes, which they share."""
         found = [
-            (candidate, launch)
-            for candidate, launch in launches(self.problem, self.pass_, device, self.layouts)
+            (candidate, program)
+            for candidate, program in programs(self.problem, self.pass_, device, self.layouts)
             if self.schedule in (None, candidate.schedule)
         ]
         if self.problem.dtype == "float32":
@@ -247,8 +247,8 @@ def strange_cases() -> Iterator[ParameterSet]:
 
 
 @pytest.fixture(scope="session")
-def variants(request: pytest.FixtureRequest) -> Gpu:
-    """The GPU, with the kernels of all variants that this run asks for in the cache.
+def gpu_with_kernels(request: pytest.FixtureRequest) -> Gpu:
+    """The GPU, with the kernels of all configs that this run asks for in the cache.
 
     Of several processes that share the run each compiles those of its own tests.
     """
@@ -258,55 +258,55 @@ def variants(request: pytest.FixtureRequest) -> Gpu:
     device = DeviceInfo.of(executor.device)
     asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
     offers = [offer for case in asked if isinstance(case, (Case, GemmCase)) for offer in case.offers(device)]
-    compile_ahead((source for _, launch in offers for source in launch.sources), device.arch)
+    compile_ahead((source for _, program in offers for source in program.sources), device.arch)
     return executor
 
 
 @pytest.mark.timeout(600)  # the first one waits for the compiler
 @pytest.mark.parametrize("case", [*cases(), *strange_cases()])
-def test_every_variant_is_exact(case: Case, variants: Gpu) -> None:
+def test_every_config_is_exact(case: Case, gpu_with_kernels: Gpu) -> None:
     """On poisoned outputs, amid guards."""
-    for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
-        assert_exact(case.problem, case.pass_, candidate, launch, case.layouts, variants)
+    for candidate, program in case.offers(DeviceInfo.of(gpu_with_kernels.device)):
+        assert_exact(case.problem, case.pass_, candidate, program, case.layouts, gpu_with_kernels)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", list(gemm_cases(20, DeviceInfo.of(DEVICE))) if torch.cuda.is_available() else [])
-def test_products(case: GemmCase, variants: Gpu) -> None:
+def test_products(case: GemmCase, gpu_with_kernels: Gpu) -> None:
     """Settings of implicit_gemm beyond what the planner likes best, blocks that take many tiles each."""
-    for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
+    for candidate, program in case.offers(DeviceInfo.of(gpu_with_kernels.device)):
         for _ in range(3):
-            assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, variants)
+            assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, gpu_with_kernels)
 
 
 @pytest.mark.parametrize("name", RINGS)
-def test_items_are_taken_all_around_the_ring(name: str, variants: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_are_taken_all_around_the_ring(name: str, gpu_with_kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """In clusters, too, whose blocks the emulator runs one by one."""
     share_all_items(monkeypatch)
-    device = DeviceInfo.of(variants.device)
+    device = DeviceInfo.of(gpu_with_kernels.device)
     case = ring_case(name, device)
-    for candidate, launch in case.offers(device):
+    for candidate, program in case.offers(device):
         for _ in range(3):
-            assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, variants)
+            assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, gpu_with_kernels)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "name", ["grouped, every parameter", "rows without taps", "tiny images", "1-D", "more channels than a block"]
 )
-def test_tiles_are_shared(name: str, dtype: str, variants: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_shared(name: str, dtype: str, gpu_with_kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of grouped_gemm, several of each block, by the blocks of each group and each chunk of output channels."""
     share_all_tiles(monkeypatch)
-    device = replace(DeviceInfo.of(variants.device), multiprocessors=16)
+    device = replace(DeviceInfo.of(gpu_with_kernels.device), multiprocessors=16)
     problem = replace(GATHER_LAYERS[name], batch=40 * GATHER_LAYERS[name].batch, dtype=dtype)
     layouts = Layouts.dense(problem)
     for candidate in candidates(GroupedGemm(), problem, Pass.FORWARD, device, layouts):
-        launch = GroupedGemm().launch(problem, Pass.FORWARD, device, layouts, candidate.variant)
-        assert len(launch.steps) == 2
+        program = GroupedGemm().program(problem, Pass.FORWARD, device, layouts, candidate.config)
+        assert len(program.steps) == 2
         if name == "more channels than a block":
-            assert problem.out_channels_per_group > candidate.variant.out_chunk
+            assert problem.out_channels_per_group > candidate.config.out_chunk
         for _ in range(3):
-            assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, variants)
+            assert_exact(problem, Pass.FORWARD, candidate, program, layouts, gpu_with_kernels)
 
 
 # Layers that keep every multiprocessor busy: races show there, if anywhere.
@@ -342,21 +342,21 @@ def busy_cases() -> Iterator[ParameterSet]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", list(busy_cases()))
-def test_products_of_busy_layers(case: Case, variants: Gpu) -> None:
-    for candidate, launch in case.offers(DeviceInfo.of(variants.device)):
+def test_products_of_busy_layers(case: Case, gpu_with_kernels: Gpu) -> None:
+    for candidate, program in case.offers(DeviceInfo.of(gpu_with_kernels.device)):
         for _ in range(3):
-            assert_exact(case.problem, case.pass_, candidate, launch, case.layouts, variants)
+            assert_exact(case.problem, case.pass_, candidate, program, case.layouts, gpu_with_kernels)
 
 
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("name", SCALED_LAYERS)
-def test_numbers_of_many_sizes_as_halves(name: str, tf32: bool, variants: Gpu) -> None:
+def test_numbers_of_many_sizes_as_halves(name: str, tf32: bool, gpu_with_kernels: Gpu) -> None:
     """The cores cut sums off, what is lost would be whole numbers."""
-    if not DeviceInfo.of(variants.device).has_wgmma:
+    if not DeviceInfo.of(gpu_with_kernels.device).has_wgmma:
         pytest.skip("float32 is multiplied as float16 by Hopper's instruction alone")
     problem = replace(SCALED_LAYERS[name], tf32=tf32)
-    for launch in scaled(problem, 12):
-        assert_near(problem, launch, *of_many_sizes(problem), variants, 2.0**-17)
+    for program in scaled(problem, 12):
+        assert_near(problem, program, *of_many_sizes(problem), gpu_with_kernels, 2.0**-17)
 
 
 # Streams, graphs, threads, devices
@@ -424,7 +424,7 @@ def test_graphs_measure_what_they_multiply(allowed: bool) -> None:
     """float32 as float16: a replay finds the powers of two, and how many bands there are, anew."""
     problem = make((64, 256, 8, 8), 256, 4, 2, 1, tf32=allowed)
     chosen = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).candidate
-    if chosen is None or not getattr(chosen.variant, "scaled", False):
+    if chosen is None or not getattr(chosen.config, "scaled", False):
         pytest.skip("float32 is multiplied as float16 by Hopper's instruction alone")
     with tf32(allowed):
         static = make_operands(problem, torch.float32, DEVICE)
@@ -773,7 +773,7 @@ def test_weights_lie_anywhere(dtype: torch.dtype) -> None:
 def test_a_call_allocates_its_workspace() -> None:
     """What `bench` counts is what the plan says."""
     problem = make((128, 256, 4, 4), 128, 4, 2, 1, tf32=True)
-    planned = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).launch.workspace_bytes
+    planned = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).program.workspace_bytes
     operands = make_operands(problem, torch.float32, DEVICE)
     with tf32(True):
         forward(problem, operands)
@@ -846,7 +846,7 @@ def test_layers_of_many_phases_carry_inf_and_nan() -> None:
 def test_boxes_carry_inf_and_nan(channels_last: bool, bits: int) -> None:
     """TMA rounds to TF32: neither does an Inf become a NaN, nor a NaN anything else."""
     problem = make((2, 32, 12, 16), 32, 3, 1, 1, channels_last=channels_last, tf32=True)
-    chosen = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).launch
+    chosen = plan.plan(problem, Pass.FORWARD, DeviceInfo.of(DEVICE)).program
     if chosen is None or not chosen.main.tensor_maps:
         pytest.skip("the planner takes no boxes here")
     operands = make_operands(problem, torch.float32, DEVICE)

@@ -72,37 +72,37 @@ def cases() -> Iterator[ParameterSet]:
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
-    for layouts, candidate, launch in choices(GroupedGemm(), problem):
-        assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
+    for layouts, candidate, program in choices(GroupedGemm(), problem):
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(order))
 
 
 def test_layers_take_every_path() -> None:
-    """Every branch that a variant or a tiling decides is taken by some of the layers."""
+    """Every branch that a config or a tiling decides is taken by some of the layers."""
     taken = set()
     for parameters in cases():
         (problem,) = parameters.values
-        for layouts, candidate, launch in choices(GroupedGemm(), problem):
-            variant, tiling = candidate.variant, _tiling(problem, layouts, candidate.variant, H200)
+        for layouts, candidate, program in choices(GroupedGemm(), problem):
+            config, tiling = candidate.config, _tiling(problem, layouts, candidate.config, H200)
             assert tiling is not None
             width = problem.axes3[2]
             facts = {
                 "rows joined": tiling.joined > 1,
                 "rows without taps": tiling.bare_bytes > 0,
                 "rows of whole sectors": tiling.whole_sectors,
-                "several tiles a block": tiling.total > launch.main.grid[0],
+                "several tiles a block": tiling.total > program.main.grid[0],
                 "tiles along the width": tiling.tiles[3] > 1,
                 "several images a tile": tiling.lanes[0] > 1,
-                "all of a row's phases have taps": _product(problem, variant.out_chunk).row_blocks
-                == math.ceil(math.prod(problem.stride) * variant.out_chunk / 16),
-                "several stages a tile": variant.stage_steps < steps_of(problem),
-                "operations left over in a stage": steps_of(problem) % variant.stage_steps != 0,
-                "channels left over": problem.out_channels_per_group % variant.out_chunk != 0,
-                "one phase in a fragment's rows": variant.out_chunk % 8 == 0,
+                "all of a row's phases have taps": _product(problem, config.out_chunk).row_blocks
+                == math.ceil(math.prod(problem.stride) * config.out_chunk / 16),
+                "several stages a tile": config.stage_steps < steps_of(problem),
+                "operations left over in a stage": steps_of(problem) % config.stage_steps != 0,
+                "channels left over": problem.out_channels_per_group % config.out_chunk != 0,
+                "one phase in a fragment's rows": config.out_chunk % 8 == 0,
                 "cells put together at once": problem.dtype != "float32"
-                and variant.out_chunk % 8 == 0
+                and config.out_chunk % 8 == 0
                 and all(width.taps_by_phase),
-                "two parts": _product(problem, variant.out_chunk).parts == 2,
-                "three parts": _product(problem, variant.out_chunk).parts == 3,
+                "two parts": _product(problem, config.out_chunk).parts == 2,
+                "three parts": _product(problem, config.out_chunk).parts == 3,
             }
             taken |= set(facts.items())
     missing = {(fact, value) for fact in facts for value in (False, True)} - taken
@@ -133,19 +133,19 @@ def test_blocks_take_tile_after_tile(
     problem = replace(LAYERS[name], batch=4 * batch if shared else batch)
     dense = Layouts.dense(problem)
     candidate = next(candidates(GroupedGemm(), problem, Pass.FORWARD, device, dense))
-    launch = GroupedGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
-    tiling = _tiling(problem, dense, candidate.variant, device)
+    program = GroupedGemm().program(problem, Pass.FORWARD, device, dense, candidate.config)
+    tiling = _tiling(problem, dense, candidate.config, device)
     assert tiling is not None
-    assert tiling.total * problem.groups > launch.main.grid[0]
-    assert (len(launch.steps) > 1) is shared
+    assert tiling.total * problem.groups > program.main.grid[0]
+    assert (len(program.steps) > 1) is shared
     if name == "tiny images":
         assert tiling.lanes[0] > 1
     elif name == "grouped, every parameter":
-        assert _outputs(problem, candidate.variant, tiling, device) == outputs
+        assert _outputs(problem, candidate.config, tiling, device) == outputs
     elif name == "more channels than a block":
-        assert problem.out_channels_per_group > candidate.variant.out_chunk
+        assert problem.out_channels_per_group > candidate.config.out_chunk
     for order in ("forward", 1, 2) if shared else ("forward",):
-        assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order))
+        assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order))
 
 
 #: Dtype, input and output channels of layers whose outputs come from three parts, two parts, row by row, cell by cell.
@@ -167,18 +167,18 @@ def assert_carries_inf_and_nan(dtype: str, channels: int, out_channels: int, exe
     assert exact.isnan().any()
     assert exact.isinf().any()
     assert exact.isfinite().any()
-    for _, launch in offers(GroupedGemm(), problem):
-        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
+    for _, program in offers(GroupedGemm(), problem):
+        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias, executor)
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "channels", "out_channels"), INF_AND_NAN)
 def test_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
     problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
-    candidates = [candidate.variant for candidate, _ in offers(GroupedGemm(), problem)]
-    parts = {_product(problem, variant.out_chunk).parts for variant in candidates}
+    candidates = [candidate.config for candidate, _ in offers(GroupedGemm(), problem)]
+    parts = {_product(problem, config.out_chunk).parts for config in candidates}
     assert (2 in parts, 3 in parts) == (channels == 64, dtype == "float32" and channels < 64)
-    assert any(variant.out_chunk % 8 == 0 for variant in candidates) == (out_channels == 16)
+    assert any(config.out_chunk % 8 == 0 for config in candidates) == (out_channels == 16)
     assert_carries_inf_and_nan(dtype, channels, out_channels, Emulator())
 
 
@@ -191,9 +191,9 @@ def test_products_near_the_largest_number() -> None:
     weight[0] = largest * 0.999 / float(x[0, 0, 0, 0])
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double())).float()
     assert exact.isfinite().all()
-    for candidate, launch in offers(GroupedGemm(), problem):
-        assert _product(problem, candidate.variant.out_chunk).parts == 3
-        torch.testing.assert_close(run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)), exact)
+    for candidate, program in offers(GroupedGemm(), problem):
+        assert _product(problem, candidate.config.out_chunk).parts == 3
+        torch.testing.assert_close(run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)), exact)
 
 
 @pytest.mark.parametrize(("channels", "parts", "error"), [(8, 3, 9e-8), (64, 2, 2e-7)])
@@ -202,28 +202,28 @@ def test_float32_is_exact(channels: int, parts: int, error: float) -> None:
     problem = make((2, channels, 9, 12), 8, 4, 2, 1)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    candidate, launch = offers(GroupedGemm(), problem)[0]
-    assert _product(problem, candidate.variant.out_chunk).parts == parts
-    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
+    candidate, program = offers(GroupedGemm(), problem)[0]
+    assert _product(problem, candidate.config.out_chunk).parts == parts
+    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < error
 
 
 def test_no_races() -> None:
     for name in ("six channels", "rows without taps"):
-        candidate, launch = offers(GroupedGemm(), LAYERS[name])[0]
-        assert_exact(LAYERS[name], Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
+        candidate, program = offers(GroupedGemm(), LAYERS[name])[0]
+        assert_exact(LAYERS[name], Pass.FORWARD, candidate, program, executor=Emulator(order=None))
 
 
-def test_without_the_copy_engine() -> None:
+def test_without_tma() -> None:
     """Threads write rows where there is none."""
     device = DeviceInfo.for_arch("sm_80")
     for name, dtype in (("grouped, every parameter", "float32"), ("six channels", "float16"), ("3-D", "float32")):
         problem = replace(LAYERS[name], dtype=dtype)
         dense = Layouts.dense(problem)
         candidate = next(candidates(GroupedGemm(), problem, Pass.FORWARD, device, dense))
-        launch = GroupedGemm().launch(problem, Pass.FORWARD, device, dense, candidate.variant)
-        assert_exact(problem, Pass.FORWARD, candidate, launch)
+        program = GroupedGemm().program(problem, Pass.FORWARD, device, dense, candidate.config)
+        assert_exact(problem, Pass.FORWARD, candidate, program)
 
 
 def test_where_it_refuses() -> None:

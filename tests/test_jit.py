@@ -23,13 +23,13 @@ from polyphase.bench.layers import parse_layer
 from polyphase.jit import cache as cache_module
 from polyphase.jit import compiler
 from polyphase.jit.source import KernelSource
-from polyphase.plan.planner import kernel_sources, launches, plan
+from polyphase.plan.planner import kernel_sources, plan, programs
 from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.direct.general import DirectGeneral, GeneralVariant
-from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
+from polyphase.schedules.direct.general import DirectGeneral, GeneralConfig
+from polyphase.schedules.implicit_gemm import config as implicit_gemm_config
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from processes import environment, run_python
 
@@ -42,7 +42,7 @@ def small_source(kernel_size: int = 1) -> KernelSource:
     """A kernel that compiles in a twentieth of a second; another one for every ``kernel_size``."""
     problem = ConvTransposeProblem.make((1, 1, 4), 1, kernel_size)
     device = DeviceInfo.for_arch(ARCH)
-    return DirectGeneral().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralVariant(1)).main.source
+    return DirectGeneral().program(problem, Pass.FORWARD, device, Layouts.dense(problem), GeneralConfig(1)).main.source
 
 
 SOURCE = small_source()
@@ -625,9 +625,9 @@ def test_a_lone_block_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_compiler_does_spill(directory: Path) -> None:
     """A tile that asks for more resident blocks than its registers allow gets fewer, from the real compiler."""
     problem = ConvTransposeProblem.make((1, 4, 8, 8), 8, 3)
-    offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    launch = next(launch for candidate, launch in offers if candidate.schedule == "direct_tiled")
-    source = launch.main.source.with_constants(MIN_BLOCKS=2048 // launch.main.block)  # 32 registers for each thread
+    offers = programs(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
+    program = next(program for candidate, program in offers if candidate.schedule == "direct_tiled")
+    source = program.main.source.with_constants(MIN_BLOCKS=2048 // program.main.block)  # 32 registers for each thread
     _, log = compiler._compile(source, ARCH)
     assert compiler._number(log, r"(\d+) bytes spill stores") > 0
     report = compiler.resources_of(source, ARCH)
@@ -650,9 +650,9 @@ def test_the_compiler_does_spill(directory: Path) -> None:
 )
 def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem) -> None:
     """In channels_last, where the compiler takes more registers than the estimate says."""
-    offers = launches(replace(problem, channels_last=True), Pass.FORWARD, DeviceInfo.for_arch(ARCH))
+    offers = programs(replace(problem, channels_last=True), Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     reports = [
-        compiler.resources_of(launch.main.source, ARCH) for found, launch in offers if found.schedule == "direct_tiled"
+        compiler.resources_of(each.main.source, ARCH) for found, each in offers if found.schedule == "direct_tiled"
     ]
     assert len(reports) > 3
     assert [report for report in reports if not report.clean] == []
@@ -672,9 +672,9 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
 )
 def test_no_product_of_odd_layers_spills(directory: Path, problem: ConvTransposeProblem) -> None:
     """Forward passes of `implicit_gemm`, of which some would if registers had the shares that most want."""
-    offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a"))
-    best = [launch for candidate, launch in offers if candidate.schedule == "implicit_gemm"][:3]
-    sources = [source for launch in best for source in (launch.main.source, launch.main.one_way) if source is not None]
+    offers = programs(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a"))
+    best = [program for candidate, program in offers if candidate.schedule == "implicit_gemm"][:3]
+    sources = [source for each in best for source in (each.main.source, each.main.one_way) if source is not None]
     reports = [compiler.resources_of(source, "sm_90a") for source in sources]
     assert all(report.clean for report in reports), reports
     assert any(dict(report.source.constants)["GIVEN_REGISTERS"] for report in reports if report.source)
@@ -689,10 +689,10 @@ def test_no_product_of_odd_layers_spills(directory: Path, problem: ConvTranspose
 def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, bias: bool, directory: Path) -> None:
     """Where the kernel is the stride, all channels of a thread's pixels."""
     problem = ConvTransposeProblem.make((512, channels, size, size), out_channels, 2, 2, bias=bias, dtype="bfloat16")
-    offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
+    offers = programs(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     reports = [
-        compiler.resources_of(launch.main.source, ARCH)
-        for found, launch in offers
+        compiler.resources_of(program.main.source, ARCH)
+        for found, program in offers
         if found.schedule == "phase_gemm_pixels"
     ]
     assert len(reports) > 1
@@ -703,9 +703,9 @@ def test_pixels_stay_in_registers(channels: int, out_channels: int, size: int, b
 def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
     """Taps in rows, channels last: a lane adds up neighbouring channels together, fewer of them at a wide stride."""
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 16, 16, 8, dtype="bfloat16", channels_last=True)
-    offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    launch = next(launch for candidate, launch in offers if getattr(candidate.variant, "taps_in_rows", False))
-    report = compiler.resources_of(launch.main.source, ARCH)
+    offers = programs(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
+    program = next(program for candidate, program in offers if getattr(candidate.config, "taps_in_rows", False))
+    report = compiler.resources_of(program.main.source, ARCH)
     assert report.clean, report
 
 
@@ -718,11 +718,11 @@ def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
 def test_stores_leave_sums_in_registers(
     shape: tuple[int, ...], channels: int, kernel: tuple[int, ...], directory: Path
 ) -> None:
-    """The more a store holds the fewer sums a thread may have (`implicit_gemm_variant._held_by_stores`)."""
+    """The more a store holds the fewer sums a thread may have (`implicit_gemm_config._held_by_stores`)."""
     problem = ConvTransposeProblem.make(shape, channels, *kernel, bias=True, dtype="bfloat16")
-    offers = launches(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    launch = next(launch for candidate, launch in offers if candidate.schedule == "implicit_gemm")
-    report = compiler.resources_of(launch.main.source, ARCH)
+    offers = programs(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
+    program = next(program for candidate, program in offers if candidate.schedule == "implicit_gemm")
+    report = compiler.resources_of(program.main.source, ARCH)
     assert report.clean, report
 
 
@@ -735,14 +735,14 @@ def test_stores_leave_sums_in_registers(
 def test_long_pieces_leave_sums_in_registers(
     shape: tuple[int, ...], channels: int, kernel: tuple[Any, ...], dilation: int, directory: Path
 ) -> None:
-    """Of all variants that store longer pieces the one that holds most (`GemmVariant.with_longer_pieces`)."""
+    """Of all configs that store longer pieces the one that holds most (`GemmConfig.with_longer_pieces`)."""
     problem = ConvTransposeProblem.make(shape, channels, *kernel, dilation=dilation, bias=True, dtype="bfloat16")
     gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
-    found = implicit_gemm_variant.variants(problem, DeviceInfo.for_arch(ARCH), channels_last=False, boxes=False)
-    longer = [each for variant in found if variant.wgmma for each in variant.with_longer_pieces(gather)]
-    most = max(longer, key=lambda each: each.group_cells * implicit_gemm_variant.Product.of(gather, each).row_blocks)
-    launch = ImplicitGemm().launch(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
-    report = compiler.resources_of(launch.main.source, ARCH)
+    found = implicit_gemm_config.configs(problem, DeviceInfo.for_arch(ARCH), channels_last=False, tma=False)
+    longer = [each for config in found if config.wgmma for each in config.with_longer_pieces(gather)]
+    most = max(longer, key=lambda each: each.group_cells * implicit_gemm_config.Product.of(gather, each).row_blocks)
+    program = ImplicitGemm().program(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
+    report = compiler.resources_of(program.main.source, ARCH)
     assert report.clean, (most, report)
 
 
@@ -760,10 +760,10 @@ def test_long_pieces_leave_sums_in_registers(
 def test_no_fence_among_the_products_of_a_stage(layer: str, dtype: str, kinds: int, directory: Path) -> None:
     """Each kind of groups of lines begins with one; a branch behind it has the assembler put in others."""
     problem = replace(parse_layer(layer), dtype=dtype)
-    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH)).launch
-    assert launch is not None
-    assert launch.main.one_way is not None
-    for source in (launch.main.source, launch.main.one_way):
+    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH)).program
+    assert program is not None
+    assert program.main.one_way is not None
+    for source in (program.main.source, program.main.one_way):
         assert source.kernel == "implicit_gemm"
         binary = compiler.compile_kernel(source, ARCH)
         words = [binary[i : i + 8] for i in range(0, len(binary), 8)]
@@ -776,11 +776,11 @@ def test_reports() -> None:
     for pass_ in Pass:
         device = DeviceInfo.for_arch(ARCH)
         reports = [compiler.resources_of(source, ARCH) for source in kernel_sources(problem, pass_, device)]
-        offered = [launch for _, launch in launches(problem, pass_, device)]
+        offered = [program for _, program in programs(problem, pass_, device)]
         kernels = {report.kernel for report in reports}
-        assert {launch.main.source.kernel for launch in offered} <= kernels
+        assert {program.main.source.kernel for program in offered} <= kernels
         sums = {"reduce_splits"} if pass_ is Pass.WEIGHT_GRAD else set()
-        assert kernels - sums <= {source.kernel for launch in offered for source in launch.sources}
+        assert kernels - sums <= {source.kernel for program in offered for source in program.sources}
         assert sums <= kernels
         for report in reports:
             assert report.clean, report

@@ -1,7 +1,7 @@
-"""Kernel variants, executed by the emulator from the source that the compiler gets, against float64.
+"""Kernel configs, executed by the emulator from the source that the compiler gets, against float64.
 
 Operands are small integers, so that every sum is exact in any order and a single misplaced element shows. The same
-bodies run every variant on a GPU in ``test_gpu.py``.
+bodies run every config on a GPU in ``test_gpu.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import DTYPES, Emulator, assert_exact, formats, params, reference, run, strange_layouts
-from polyphase.plan.planner import launches
+from polyphase.plan.planner import programs
 from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -30,11 +30,11 @@ from polyphase.program.program import Program
 from polyphase.schedules import tiles as tiling
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import Sharing
-from polyphase.schedules.direct.tiled import DirectTiled, legal_variants
-from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
+from polyphase.schedules.direct.tiled import DirectTiled, legal_configs
+from polyphase.schedules.implicit_gemm import config as implicit_gemm_config
 from polyphase.schedules.implicit_gemm import schedule as implicit_gemm
 from polyphase.schedules.implicit_gemm import tile as implicit_gemm_tile
-from polyphase.schedules.implicit_gemm.config import GemmVariant, Product, Taps
+from polyphase.schedules.implicit_gemm.config import GemmConfig, Product, Taps
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile, items_known, may_take_operands
 from polyphase.schedules.schedule import Candidate
@@ -82,12 +82,12 @@ WIDTHS = (8, 12, 16, 40, 132, 135)
 
 
 def one_each(found: list[tuple[Candidate, Program]], seed: int) -> list[tuple[Candidate, Program]]:
-    """Of every schedule the planner's best variant or another; of implicit_gemm the best, see below."""
+    """Of every schedule the planner's best config or another; of implicit_gemm the best, see below."""
     by_schedule: dict[str, list[tuple[Candidate, Program]]] = {}
-    for candidate, launch in found:
+    for candidate, program in found:
         offers = by_schedule.setdefault(candidate.schedule, [])
         if candidate.schedule != "implicit_gemm" or not offers:
-            offers.append((candidate, launch))
+            offers.append((candidate, program))
     sampled = (offers[:: max(1, len(offers) // 2)] for offers in by_schedule.values())
     return [offers[seed % len(offers)] for offers in sampled]
 
@@ -104,20 +104,20 @@ def passes() -> Iterator[ParameterSet]:
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("problem", "pass_"), list(passes()))
-def test_variants_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
+def test_configs_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One of every schedule."""
-    found = one_each(launches(problem, pass_, H200), zlib.crc32(f"{problem} {pass_}".encode()))
+    found = one_each(programs(problem, pass_, H200), zlib.crc32(f"{problem} {pass_}".encode()))
     assert found
-    for candidate, launch in found:
+    for candidate, program in found:
         seed = zlib.crc32(f"{problem} {pass_} {candidate}".encode())
-        assert_exact(problem, pass_, candidate, launch, executor=Emulator(seed % 1000))
+        assert_exact(problem, pass_, candidate, program, executor=Emulator(seed % 1000))
 
 
 def best(
     schedule: str, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None = None
 ) -> tuple[Candidate, Program]:
-    """A schedule's first variant, whether the planner takes it or another's."""
-    return next(each for each in launches(problem, pass_, H200, layouts) if each[0].schedule == schedule)
+    """A schedule's first config, whether the planner takes it or another's."""
+    return next(each for each in programs(problem, pass_, H200, layouts) if each[0].schedule == schedule)
 
 
 def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeProblem:
@@ -130,9 +130,9 @@ def wide(layer: ConvTransposeProblem, pass_: Pass, width: int) -> ConvTransposeP
     return replace(layer, input_size=(height, columns), output_padding=(0, width - axis.output_size(columns)))
 
 
-def tiles(launch: Program) -> tuple[list[int], bool, bool]:
-    """Tiles along n, d, h, w of a launch of direct_tiled, and whether source and destination rows are aligned."""
-    found = params(launch)
+def tiles(program: Program) -> tuple[list[int], bool, bool]:
+    """Tiles along n, d, h, w of a program of direct_tiled, and whether source and destination rows are aligned."""
+    found = params(program)
     return found["tiles"], bool(found["aligned_src"]), bool(found["aligned_rows"])
 
 
@@ -156,10 +156,10 @@ def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
         problem = wide(layer, pass_, width)
         for aligned in (True, False):
             layouts = replace(Layouts.dense(problem), aligned=aligned)
-            candidate, launch = best("direct_tiled", problem, pass_, layouts)
-            sources.add(launch.main.source)
+            candidate, program = best("direct_tiled", problem, pass_, layouts)
+            sources.add(program.main.source)
             seed = zlib.crc32(f"{problem} {pass_} {aligned}".encode())
-            assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
+            assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
     assert len(sources) == 1
 
 
@@ -170,9 +170,9 @@ def test_wide_images_meet_every_path() -> None:
         for formatted in formats(layer):
             for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
                 for width in WIDTHS:
-                    candidate, launch = best("direct_tiled", wide(formatted, pass_, width), pass_)
-                    (_, _, along_h, along_w), source, rows = tiles(launch)
-                    met.add(("copied", candidate.variant.asynchronous, source))
+                    candidate, program = best("direct_tiled", wide(formatted, pass_, width), pass_)
+                    (_, _, along_h, along_w), source, rows = tiles(program)
+                    met.add(("copied", candidate.config.asynchronous, source))
                     met.add(("along h", along_h > 1, formatted.channels_last, source))
                     met.add(("along w", along_w > 1, formatted.channels_last, source))
                     if not formatted.channels_last:
@@ -198,25 +198,25 @@ ORDERED = {
 def test_no_races(name: str) -> None:
     """Threads and blocks in several orders give the same bits."""
     problem, pass_ = ORDERED[name]
-    offers = [each for each in launches(problem, pass_, H200) if each[0].schedule == name.split(",")[0]]
+    offers = [each for each in programs(problem, pass_, H200) if each[0].schedule == name.split(",")[0]]
     if "source slices" in name:  # not only the winner
-        offers = [each for each in offers if each[0].variant.src_slices > 1]
-    for candidate, launch in offers[:1]:
-        assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
+        offers = [each for each in offers if each[0].config.src_slices > 1]
+    for candidate, program in offers[:1]:
+        assert_exact(problem, pass_, candidate, program, executor=Emulator(order=None))
     assert offers
 
 
 def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[Candidate, Program]:
-    """A variant of direct_tiled with these buffers and source slices whose sums are cut into several chains."""
+    """A config of direct_tiled with these buffers and source slices whose sums are cut into several chains."""
     layouts = Layouts.dense(problem)
-    variant = next(
-        variant
-        for variant, counts in legal_variants(Gather.of(problem, Pass.FORWARD, layouts), H200)
-        if (variant.buffers, variant.src_slices) == (buffers, slices) and counts.chain < counts.stages
+    config = next(
+        config
+        for config, counts in legal_configs(Gather.of(problem, Pass.FORWARD, layouts), H200)
+        if (config.buffers, config.src_slices) == (buffers, slices) and counts.chain < counts.stages
     )._replace(min_blocks=1)
     small = replace(H200, multiprocessors=1)  # so that blocks go on to further items
-    launch = DirectTiled().launch(problem, Pass.FORWARD, small, layouts, variant)
-    return Candidate("direct_tiled", variant, 0.0, ""), launch
+    program = DirectTiled().program(problem, Pass.FORWARD, small, layouts, config)
+    return Candidate("direct_tiled", config, 0.0, ""), program
 
 
 @pytest.mark.sampled(8)
@@ -226,9 +226,9 @@ def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[C
 def test_chains(buffers: int, slices: int, width: int) -> None:
     """Sums of many channels in several chains, of several items a block, in several orders of threads."""
     problem = make((9, 53, 5, width), 12, (5, 4), 2, 1, bias=True)
-    candidate, launch = chained(problem, buffers, slices)
-    assert params(launch)["items_per_block"] > 1
-    assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None if width == 9 else 5))
+    candidate, program = chained(problem, buffers, slices)
+    assert params(program)["items_per_block"] > 1
+    assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order=None if width == 9 else 5))
 
 
 ACCURATE = {
@@ -242,11 +242,11 @@ ACCURATE = {
 def test_sums_in_two_levels_are_accurate(name: str, slices: int) -> None:
     """Norms of the errors; in one chain they are 4.0e-7 and 3.1e-7."""
     problem, most = ACCURATE[name]
-    _, launch = chained(problem, 3, slices)
+    _, program = chained(problem, 3, slices)
     torch.manual_seed(1)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
     bias = torch.zeros(problem.out_channels).double() if problem.bias else None
-    out = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, w), bias).double()
+    out = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, w), bias).double()
     expected = reference(problem, Pass.FORWARD, (x, w))
     error = float((out - expected).norm() / expected.norm())
     assert error < most
@@ -259,9 +259,9 @@ def test_short_rows() -> None:
         found = list(candidates(DirectTiled(), problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem)))
         assert found
         for number, candidate in enumerate(found[:3]):
-            launch = DirectTiled().launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.variant)
-            assert math.prod(params(launch)["lanes"]) <= candidate.variant.lanes
-            assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(number))
+            program = DirectTiled().program(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), candidate.config)
+            assert math.prod(params(program)["lanes"]) <= candidate.config.lanes
+            assert_exact(problem, Pass.INPUT_GRAD, candidate, program, executor=Emulator(number))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -271,11 +271,11 @@ def test_few_output_channels_are_columns(dtype: str) -> None:
     read = set()
     for number, layouts in enumerate(strange_layouts(problem)):
         candidate, *_ = candidates(DirectTiled(), problem, Pass.INPUT_GRAD, H200, layouts)
-        launch = DirectTiled().launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
-        channels = dict(launch.main.source.constants)["SRC_CHANNELS"]
+        program = DirectTiled().program(problem, Pass.INPUT_GRAD, H200, layouts, candidate.config)
+        channels = dict(program.main.source.constants)["SRC_CHANNELS"]
         assert layouts.weight_channels_last or channels == 3
         read.add(channels)
-        assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, executor=Emulator(number))
+        assert_exact(problem, Pass.INPUT_GRAD, candidate, program, layouts, executor=Emulator(number))
     assert read == {1, 3}
 
 
@@ -285,33 +285,33 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make((3, 2, 67, 61), 3, 2, 2, dtype=dtype)
     _, usual = best("direct_wgrad_gemm", problem, Pass.WEIGHT_GRAD)
     monkeypatch.setattr(tiling, "_MAX_PLANES_BYTES", 2 * 8 * problem.elements[1])  # few parts, long ones
-    found = [each for each in launches(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == "direct_wgrad_gemm"]
+    found = [each for each in programs(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == "direct_wgrad_gemm"]
     assert found[0][1].main.source == usual.main.source
-    for candidate, launch in found[::4]:
-        assert 1 < launch.splits < usual.splits
-        assert params(launch)["part_length"] > 2048
-        assert params(launch)["positions"] % candidate.variant.depth
-        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
+    for candidate, program in found[::4]:
+        assert 1 < program.splits < usual.splits
+        assert params(program)["part_length"] > 2048
+        assert params(program)["positions"] % candidate.config.depth
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pass_", Pass)
 def test_wide_offsets(dtype: str, pass_: Pass) -> None:
-    """The variant for tensors beyond 4 GiB, on a small one: its offsets have 64 bits everywhere."""
+    """The config for tensors beyond 4 GiB, on a small one: its offsets have 64 bits everywhere."""
     problem = make((2, 3, 5, 7), 4, 3, 2, 1, dtype=dtype, bias=True)
     schedule = "direct_wgrad_gemm" if pass_ is Pass.WEIGHT_GRAD else "direct_tiled"
-    candidate, launch = best(schedule, problem, pass_)
+    candidate, program = best(schedule, problem, pass_)
     beyond = replace(problem, batch=1, input_size=(2**16, 2**15))
     _, huge = best(schedule, beyond, pass_)
     assert huge.main.source.wide_offsets
-    if huge.main.source == launch.main.source:  # of kernels that know no other
+    if huge.main.source == program.main.source:  # of kernels that know no other
         return
-    assert replace(huge.main.source, wide_offsets=False) == launch.main.source
+    assert replace(huge.main.source, wide_offsets=False) == program.main.source
     # Where each element of a row goes is twice as long.
-    extra = launch.main.block * candidate.variant.cells_w * problem.stride[-1] * 8
-    wide_main = replace(launch.main, source=huge.main.source, shared_bytes=launch.main.shared_bytes + extra)
-    wide_launch = launch.with_main(wide_main)
+    extra = program.main.block * candidate.config.cells_w * problem.stride[-1] * 8
+    wide_main = replace(program.main, source=huge.main.source, shared_bytes=program.main.shared_bytes + extra)
+    wide_launch = program.with_main(wide_main)
     assert_exact(problem, pass_, candidate, wide_launch, executor=Emulator(7))
 
 
@@ -365,30 +365,30 @@ GEMM_LAYERS = {
 
 @dataclass(frozen=True)
 class GemmCase:
-    """A variant of implicit_gemm, and how the tensors lie. Blocks are few, so that each takes several tiles.
+    """A config of implicit_gemm, and how the tensors lie. Blocks are few, so that each takes several tiles.
 
     ``one_way``: the kernel is that for tensors that lie like these, where there is one.
     """
 
     problem: ConvTransposeProblem
     layouts: Layouts
-    variant: GemmVariant
+    config: GemmConfig
     one_way: bool = False
 
     def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
-        few = replace(device, multiprocessors=self.params(device)["tile_items"] if self.variant.resident else 2)
-        launch = ImplicitGemm().launch(self.problem, Pass.FORWARD, few, self.layouts, self.variant)
-        if self.one_way and launch.main.one_way is not None:
-            launch = launch.with_main(replace(launch.main, source=launch.main.one_way))
-        return [(Candidate("implicit_gemm", self.variant, 0.0, ""), launch)]
+        few = replace(device, multiprocessors=self.params(device)["tile_items"] if self.config.resident else 2)
+        program = ImplicitGemm().program(self.problem, Pass.FORWARD, few, self.layouts, self.config)
+        if self.one_way and program.main.one_way is not None:
+            program = program.with_main(replace(program.main, source=program.main.one_way))
+        return [(Candidate("implicit_gemm", self.config, 0.0, ""), program)]
 
     def params(self, device: DeviceInfo) -> dict[str, Any]:
         """The kernel's parameters."""
-        return params(ImplicitGemm().launch(self.problem, Pass.FORWARD, device, self.layouts, self.variant))
+        return params(ImplicitGemm().program(self.problem, Pass.FORWARD, device, self.layouts, self.config))
 
     def kinds(self) -> set[tuple[object, ...]]:
         """What a sample should meet: settings with every instruction, layout and element size; and kinds of tiles."""
-        each, bits16 = self.variant, self.problem.dtype != "float32"
+        each, bits16 = self.config, self.problem.dtype != "float32"
         src_last, dst_last = self.layouts.input[1] == 1, self.layouts.output[1] == 1
         settings = [setting for setting in each._asdict().items() if setting[0] != "pixels"]
         met: set[tuple[object, ...]] = {(each.wgmma, each.split, *setting) for setting in settings}
@@ -412,7 +412,7 @@ def gemm_layouts(problem: ConvTransposeProblem) -> list[Layouts]:
 
 
 def gemm_cases(most: int, device: DeviceInfo = H200, share: int = 1) -> Iterator[ParameterSet]:
-    """Of each layer, dtype and format as many variants, up to ``most``, as meet another kind; half of them one way.
+    """Of each layer, dtype and format as many configs, up to ``most``, as meet another kind; half of them one way.
 
     With a ``share`` of n, in every n-th dtype and format, others for each layer.
     """
@@ -425,7 +425,7 @@ def gemm_cases(most: int, device: DeviceInfo = H200, share: int = 1) -> Iterator
                 if (index // 2 + last + kind) % share:
                     continue
                 rng = random.Random(str(problem))
-                found = gemm_variants(problem, device, rng)
+                found = gemm_configs(problem, device, rng)
                 for i in range(most):
                     case = max(islice(found, 60), key=lambda case: len(case.kinds() - met), default=None)
                     if case is None or (i > 0 and case.kinds() <= met):
@@ -436,18 +436,16 @@ def gemm_cases(most: int, device: DeviceInfo = H200, share: int = 1) -> Iterator
                     yield pytest.param(replace(case, one_way=zlib.crc32(label.encode()) % 4 < 2), id=label)
 
 
-def gemm_variants(
+def gemm_configs(
     problem: ConvTransposeProblem, device: DeviceInfo = H200, rng: random.Random | None = None, **settings: object
 ) -> Iterator[GemmCase]:
-    """Every variant with such settings that fits, with every layout; in random order where there is an ``rng``."""
+    """Every config with such settings that fits, with every layout; in random order where there is an ``rng``."""
     gathers = [(layouts, Gather.of(problem, Pass.FORWARD, layouts)) for layouts in gemm_layouts(problem)]
     offered = (
         (layouts, gather, each)
         for layouts, gather in gathers
-        for variant in implicit_gemm_variant.variants(
-            problem, device, gather.src.channels_last, may_take_operands(gather)
-        )
-        for each in (variant, *variant.with_longer_pieces(gather))
+        for config in implicit_gemm_config.configs(problem, device, gather.src.channels_last, may_take_operands(gather))
+        for each in (config, *config.with_longer_pieces(gather))
         if not settings or settings.items() <= each._asdict().items()
     )
     if rng is not None:
@@ -463,8 +461,8 @@ def gemm_variants(
 def test_products(case: GemmCase) -> None:
     """Settings of implicit_gemm beyond what the planner likes best for small layers; on a GPU it is many more."""
     seed = zlib.crc32(str(case).encode())
-    for candidate, launch in case.offers(H200):
-        assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed % 1000))
+    for candidate, program in case.offers(H200):
+        assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(seed % 1000))
 
 
 @pytest.mark.sampled(8)
@@ -476,12 +474,12 @@ def test_parts_of_wide_cells(name: str, split: str, dtype: str) -> None:
     layer = replace(GEMM_LAYERS[name], dtype=dtype, tf32=True)
     parts = Taps.width_parts(layer.axes3)
     assert parts == max(2, layer.stride[-1] // 4)
-    found = gemm_variants(layer, rng=random.Random(str(layer)), width_parts=parts, split=split, wgmma=True)
+    found = gemm_configs(layer, rng=random.Random(str(layer)), width_parts=parts, split=split, wgmma=True)
     cases = list(islice(found, 3))
     assert cases
     for case in cases:
-        for candidate, launch in case.offers(H200):
-            assert_exact(layer, Pass.FORWARD, candidate, launch, case.layouts, Emulator(1))
+        for candidate, program in case.offers(H200):
+            assert_exact(layer, Pass.FORWARD, candidate, program, case.layouts, Emulator(1))
 
 
 @pytest.mark.parametrize(
@@ -493,20 +491,20 @@ def test_parts_of_wide_cells(name: str, split: str, dtype: str) -> None:
         ("wide cells", {"width_parts": 3, "split": "turns"}),
         ("several stages, rows beyond a block", {"loader_groups": 2}),
         ("few, odd channels", {"row_channels": 3}),
-        ("images without gaps", {"boxes": True}),
+        ("images without gaps", {"tma_operands": True}),
     ],
 )
 def test_shared_memory_is_what_the_kernel_takes(name: str, settings: dict[str, object]) -> None:
     """The planner counts it by itself."""
-    problem = replace(GEMM_LAYERS[name], in_channels=32, dtype="bfloat16", channels_last="boxes" in settings)
+    problem = replace(GEMM_LAYERS[name], in_channels=32, dtype="bfloat16", channels_last="tma_operands" in settings)
     case = gemm_case(problem, wgmma=True, **settings)
-    ((_, launch),) = case.offers(H200)
+    ((_, program),) = case.offers(H200)
     gather = Gather.of(problem, Pass.FORWARD, case.layouts)
-    product = Product.of(gather, case.variant)
-    shared = implicit_gemm_tile._static_shared_bytes(case.variant, product, case.variant.stages)
-    stored = implicit_gemm_tile._store_bytes(gather, case.variant)
-    alignment = 1024 if case.variant.boxes else 128
-    text = f"""{emulator.text_of(launch.main.source)}
+    product = Product.of(gather, case.config)
+    shared = implicit_gemm_tile._static_shared_bytes(case.config, product, case.config.stages)
+    stored = implicit_gemm_tile._store_bytes(gather, case.config)
+    alignment = 1024 if case.config.tma_operands else 128
+    text = f"""{emulator.text_of(program.main.source)}
 static_assert(round_up((int)sizeof(Shared), {alignment}) == {shared}, "Shared");
 static_assert(STORE_BYTES == {stored}, "STORE_BYTES");
 """
@@ -514,8 +512,8 @@ static_assert(STORE_BYTES == {stored}, "STORE_BYTES");
 
 
 def gemm_case(problem: ConvTransposeProblem, **settings: object) -> GemmCase:
-    """The first variant with such settings, the problem in its own format."""
-    return next(gemm_variants(problem, **settings))
+    """The first config with such settings, the problem in its own format."""
+    return next(gemm_configs(problem, **settings))
 
 
 @pytest.mark.parametrize("row_channels", [0, 16])
@@ -527,9 +525,9 @@ def test_products_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, channels_la
     # A layer of its own: what is cached of its tiles is of wide offsets.
     problem = make((3, 20, 7, 13), 16, 3, 2, 1, 1, bias=True, channels_last=channels_last, tf32=True)
     case = gemm_case(problem, wgmma=True, row_channels=row_channels)
-    for candidate, launch in case.offers(H200):
-        assert launch.main.source.wide_offsets
-        assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(1))
+    for candidate, program in case.offers(H200):
+        assert program.main.source.wide_offsets
+        assert_exact(problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(1))
 
 
 @pytest.mark.parametrize("width", [37, 40])
@@ -538,9 +536,9 @@ def test_products_stored_in_pieces(stride: int, piece_bytes: int, cells: int, wi
     """Pieces of rows of every length, whole and in part, of rows that start aligned and of others."""
     problem = make((2, 12, 3, width), 64, 3, (2, stride), 1, 1, dilation=(1, 2), tf32=True)
     case = gemm_case(problem, wgmma=True, split="turns", piece_bytes=piece_bytes)
-    for candidate, launch in case.offers(H200):
-        assert dict(launch.main.source.constants)["PIECE"] == cells
-        assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(2))
+    for candidate, program in case.offers(H200):
+        assert dict(program.main.source.constants)["PIECE"] == cells
+        assert_exact(problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(2))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -549,8 +547,8 @@ def test_products_of_whole_blocks_that_do_not_exist(channels: int, channel_block
     """Channels that fill blocks of 64, of which the last item has some too many: nothing is stored for those."""
     problem = make((3, 16, 3, 8), 2 * channels, 1, groups=2, bias=True, channels_last=channels_last, tf32=True)
     case = gemm_case(problem, wgmma=True, channel_blocks=channel_blocks)
-    for candidate, launch in case.offers(H200):
-        assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(0))
+    for candidate, program in case.offers(H200):
+        assert_exact(problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(0))
 
 
 RINGS = {
@@ -571,12 +569,12 @@ def ring_case(name: str, device: DeviceInfo) -> GemmCase:
     layer = make((1, channels, 4, 8), 70, 1, bias=True, channels_last=channels_last, tf32=True)
     for batch in (64, 128, 256, 512, 1024):
         case = gemm_case(replace(layer, batch=batch), **{"wgmma": True, **settings})
-        ((_, launch),) = case.offers(device)
-        product = Product.of(Gather.of(case.problem, Pass.FORWARD, case.layouts), case.variant)
-        items, own = params(launch)["items"], params(launch)["own"]
-        taken = items - own * launch.main.grid[0] // case.variant.cluster
-        taken //= product.row_groups if case.variant.resident else 1
-        if taken > 1.2 * items_known(case.variant, product, case.variant.stages):
+        ((_, program),) = case.offers(device)
+        product = Product.of(Gather.of(case.problem, Pass.FORWARD, case.layouts), case.config)
+        items, own = params(program)["items"], params(program)["own"]
+        taken = items - own * program.main.grid[0] // case.config.cluster
+        taken //= product.row_groups if case.config.resident else 1
+        if taken > 1.2 * items_known(case.config, product, case.config.stages):
             return case
     raise AssertionError("too few items")
 
@@ -585,9 +583,9 @@ def ring_case(name: str, device: DeviceInfo) -> GemmCase:
 def test_items_are_taken_all_around_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     share_all_items(monkeypatch)
     case = ring_case(name, H200)
-    for candidate, launch in case.offers(H200):
+    for candidate, program in case.offers(H200):
         for order in (3, "reversed"):
-            assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
+            assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(order))
 
 
 @pytest.mark.sampled(4)
@@ -598,23 +596,23 @@ def test_products_do_not_race(wgmma: bool, split: str, channels_last: bool) -> N
     channels = 128 if split == "rows" else 8
     layer = make((1, 24, 4, 5), channels, 3, 1, 1, channels_last=channels_last, tf32=True)
     case = of_several_tiles(layer, lambda problem: gemm_case(problem, wgmma=wgmma, split=split, k_steps=1))
-    for candidate, launch in case.offers(H200):
+    for candidate, program in case.offers(H200):
         for seed in range(8):
-            assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))
+            assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(seed))
 
 
 def test_tiles_of_one_stage_do_not_race() -> None:
     """The next tile's pixels are found as soon as all warps have copied this one's, not before."""
     layer = make((1, 4, 4, 5), 8, 3, 1, 1, channels_last=True, tf32=True)
     case = of_several_tiles(layer, lambda problem: gemm_case(problem, wgmma=True, split="turns", k_steps=1))
-    for candidate, launch in case.offers(H200):
+    for candidate, program in case.offers(H200):
         for seed in range(2):
-            assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))
+            assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(seed))
 
 
-def of_several_tiles(layer: ConvTransposeProblem, variant_of: Callable[[ConvTransposeProblem], GemmCase]) -> GemmCase:
-    """The variant on as few images as come in more tiles than twice the two that a block computes at a time."""
-    cases = (variant_of(replace(layer, batch=batch)) for batch in (3, 6, 12, 24, 48, 96))
+def of_several_tiles(layer: ConvTransposeProblem, config_of: Callable[[ConvTransposeProblem], GemmCase]) -> GemmCase:
+    """The config on as few images as come in more tiles than twice the two that a block computes at a time."""
+    cases = (config_of(replace(layer, batch=batch)) for batch in (3, 6, 12, 24, 48, 96))
     return next(case for case in cases if case.params(H200)["items"] > 2 * 2)
 
 
@@ -627,11 +625,11 @@ def test_products_of_runs(size: tuple[int, int], copied: int, more_rows: int) ->
     found = case.params(H200)
     assert (found["run"] == 0) is bool(more_rows)
     assert more_rows or found["copy_bytes"] == copied
-    for candidate, launch in case.offers(H200):
-        assert_exact(problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(0))
+    for candidate, program in case.offers(H200):
+        assert_exact(problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(0))
 
 
-# Whole images whose partial products are added up in rounds of several sets: a layer, settings of the variant, sets.
+# Whole images whose partial products are added up in rounds of several sets: a layer, settings of the config, sets.
 ROUNDS = {
     "odd pixels": (make((23, 24, 3, 5), 24, 4, 2, 1, bias=True, dtype="bfloat16"), {"split": "turns"}, 2),
     "float32": (make((23, 24, 3, 5), 24, 4, 2, 1, bias=True, tf32=True), {"split": "cells"}, 2),
@@ -652,14 +650,14 @@ def test_rounds_of_images(name: str) -> None:
     layer, settings, sets = ROUNDS[name]
     layer = replace(layer, channels_last=True)
     settings = {"channel_blocks": 2, "whole_images": True, "wgmma": True, **settings}
-    case = next(case for case in gemm_variants(layer, **settings) if case.layouts == Layouts.dense(layer))
-    for candidate, launch in case.offers(H200):
-        assert dict(launch.main.source.constants)["SETS"] == sets
+    case = next(case for case in gemm_configs(layer, **settings) if case.layouts == Layouts.dense(layer))
+    for candidate, program in case.offers(H200):
+        assert dict(program.main.source.constants)["SETS"] == sets
         for order in ("reversed", 3):
-            assert_exact(layer, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
+            assert_exact(layer, Pass.FORWARD, candidate, program, case.layouts, Emulator(order))
 
 
-# Boxes of pixels that TMA copies: a layer, settings of the variant, and what its tiles are to be.
+# Boxes of pixels that TMA copies: a layer, settings of the config, and what its tiles are to be.
 BOXED = {
     "one box": (
         make((2, 20, 6, 16), 70, 3, 1, 1, bias=True, tf32=True),
@@ -719,42 +717,42 @@ BOXED = {
     "3-D": (make((2, 18, 3, 4, 8), 16, (3, 2, 4), (1, 1, 2), (1, 0, 1), dtype="float16"), {"k_steps": 1}, {"boxes": 1}),
     "operands, a run": (
         make((2, 40, 9, 24), 40, 2, 2, dtype="bfloat16", bias=True),
-        {"boxes": True, "k_steps": 1, "split": "turns"},
+        {"tma_operands": True, "k_steps": 1, "split": "turns"},
         {"boxes": 2, "run": True},
     ),
     "operands, a run in parts": (
         make((2, 72, 20, 40), 70, 2, 2, dtype="float16"),
-        {"boxes": True, "k_steps": 4, "split": "cells"},
+        {"tma_operands": True, "k_steps": 4, "split": "cells"},
         {"run": True},
     ),
     "operands, an image without taps": (
         make((2, 20, 3, 8), 24, (1, 2), (2, 3), dtype="bfloat16", bias=True),
-        {"boxes": True, "k_steps": 2},
+        {"tma_operands": True, "k_steps": 2},
         {"boxes": 1, "run": True},
     ),
     "operands, a volume": (
         make((2, 24, 4, 6, 4), 40, 2, 2, dtype="float16", bias=True),
-        {"boxes": True, "k_steps": 2},
+        {"tma_operands": True, "k_steps": 2},
         {"run": True},
     ),
     "operands, a signal": (
         make((3, 24, 104), 40, 4, 4, dtype="bfloat16"),
-        {"boxes": True, "cluster": 2},
+        {"tma_operands": True, "cluster": 2},
         {"run": True},
     ),
     "operands, whole images": (
         make((5, 40, 4, 4, 4), 9, 3, 2, 1, 1, bias=True, dtype="bfloat16"),
-        {"boxes": True, "whole_images": True, "k_steps": 2, "pixels": 128},
+        {"tma_operands": True, "whole_images": True, "k_steps": 2, "pixels": 128},
         {"boxes": 2, "run": True, "several": True},
     ),
     "operands, whole images shared out": (
         make((5, 24, 8, 8), 20, 3, 2, 1, 1, dtype="float16"),
-        {"boxes": True, "whole_images": True, "k_steps": 1, "split": "cells"},
+        {"tma_operands": True, "whole_images": True, "k_steps": 1, "split": "cells"},
         {"run": True, "several": True},
     ),
     "operands, groups": (
         make((2, 64, 9, 16), 128, 2, 2, groups=2, dtype="bfloat16", bias=True),
-        {"boxes": True, "k_steps": 2},
+        {"tma_operands": True, "k_steps": 2},
         {"run": True},
     ),
     "last, swizzled by 32": (
@@ -800,9 +798,9 @@ def tile_of(case: GemmCase) -> dict[str, int]:
 def boxed(
     problem: ConvTransposeProblem, settings: dict[str, object], wanted: dict[str, int]
 ) -> tuple[GemmCase, Candidate, Program]:
-    """The first variant with such settings that has such tiles, the problem in its own format; its launch."""
+    """The first config with such settings that has such tiles, the problem in its own format; its program."""
     dense = Layouts.dense(problem)
-    cases = gemm_variants(problem, **settings)
+    cases = gemm_configs(problem, **settings)
     case = next(case for case in cases if case.layouts == dense and wanted.items() <= tile_of(case).items())
     return case, *case.offers(H200)[0]
 
@@ -810,14 +808,14 @@ def boxed(
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
-    case, candidate, launch = boxed(*BOXED[name])
-    (boxes,) = launch.main.tensor_maps
+    case, candidate, program = boxed(*BOXED[name])
+    (tensor_map,) = program.main.tensor_maps
     last, operands = case.problem.channels_last, name.startswith("operands")
-    assert case.variant.boxes is (last or operands)
-    assert boxes.swizzle == (32 * case.variant.k_steps if last else 128 if operands else 16)
-    assert boxes.tf32 is (case.variant.parts == 1 and not case.variant.scaled)
+    assert case.config.tma_operands is (last or operands)
+    assert tensor_map.swizzle == (32 * case.config.k_steps if last else 128 if operands else 16)
+    assert tensor_map.tf32 is (case.config.parts == 1 and not case.config.scaled)
     for order in ("reversed", 5):
-        assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(order))
+        assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(order))
 
 
 @pytest.mark.sampled(8)
@@ -838,32 +836,32 @@ def test_boxes_do_not_race(split: str, channels_last: bool, settings: dict[str, 
     layer = make((1, 40, 5, 8), channels, 3, 1, 1, channels_last=channels_last, tf32=True)
     settings = {"split": split, "k_steps": 1, "whole_images": False, **settings}
     case = of_several_tiles(layer, lambda problem: boxed(problem, settings, {"boxes": 1})[0])
-    for candidate, launch in case.offers(H200):
+    for candidate, program in case.offers(H200):
         for seed in range(2):
-            assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts, Emulator(seed))
+            assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(seed))
 
 
-def offers_boxes(problem: ConvTransposeProblem, **layout: bool) -> set[int]:
+def stages_by_tma(problem: ConvTransposeProblem, **layout: bool) -> set[int]:
     """The depths of stages, in instructions, of which TMA brings the pixels."""
     layouts = replace(Layouts.dense(problem), **layout)
     found = set()
-    for case in gemm_variants(problem):
+    for case in gemm_configs(problem):
         if (case.layouts.input, case.layouts.aligned) == (layouts.input, layouts.aligned):
-            launch = ImplicitGemm().launch(problem, Pass.FORWARD, H200, case.layouts, case.variant)
-            assert bool(launch.main.tensor_maps) is (case.params(H200)["boxes"] > 0)
-            found |= {case.variant.k_steps} if launch.main.tensor_maps else set()
+            program = ImplicitGemm().program(problem, Pass.FORWARD, H200, case.layouts, case.config)
+            assert bool(program.main.tensor_maps) is (case.params(H200)["boxes"] > 0)
+            found |= {case.config.k_steps} if program.main.tensor_maps else set()
     return found
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_boxes_only_where_the_copy_engine_can(channels_last: bool) -> None:
+def test_tma_only_where_it_can(channels_last: bool) -> None:
     """Not of unaligned tensors, rows or pixels that are no multiple of 16 bytes, nor beyond a group's channels."""
     problem = make((2, 64, 9, 16), 24, 3, 1, 1, dtype="bfloat16", channels_last=channels_last)
-    assert offers_boxes(problem) == {1, 2, 4}
-    assert offers_boxes(problem, aligned=False) == set()
-    assert offers_boxes(replace(problem, in_channels=60, input_size=(9, 12))) == set()
-    assert offers_boxes(replace(problem, groups=2)) == {1, 2}
-    assert offers_boxes(replace(problem, groups=8, in_channels=80)) == set()
+    assert stages_by_tma(problem) == {1, 2, 4}
+    assert stages_by_tma(problem, aligned=False) == set()
+    assert stages_by_tma(replace(problem, in_channels=60, input_size=(9, 12))) == set()
+    assert stages_by_tma(replace(problem, groups=2)) == {1, 2}
+    assert stages_by_tma(replace(problem, groups=8, in_channels=80)) == set()
 
 
 STRANGE = {
@@ -878,23 +876,23 @@ STRANGE = {
 
 @pytest.mark.parametrize("name", STRANGE)
 def test_boxes_of_strange_tensors(name: str) -> None:
-    """The first variant with boxes, where there is one."""
+    """The first config with boxes, where there is one."""
     problem, strides = STRANGE[name]
     layouts = replace(Layouts.dense(problem), input=strides)
     found = list(candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts))
-    offers = [GemmCase(problem, layouts, candidate.variant).offers(H200)[0] for candidate in found]
-    candidate, launch = next((offer for offer in offers if offer[1].main.tensor_maps), offers[0])
-    assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(1))
+    offers = [GemmCase(problem, layouts, candidate.config).offers(H200)[0] for candidate in found]
+    candidate, program = next((offer for offer in offers if offer[1].main.tensor_maps), offers[0])
+    assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(1))
 
 
 def test_boxes_begin_at_multiples_of_16_bytes() -> None:
     """The emulator does not let TMA begin elsewhere, which it cannot."""
-    case, candidate, launch = boxed(*BOXED["one box"])
-    found = params(launch)
-    moved = params_of(launch.main.source).pack(**{**found, "skew": found["skew"] + 1})
-    launch = launch.with_main(replace(launch.main, params=moved))
+    case, candidate, program = boxed(*BOXED["one box"])
+    found = params(program)
+    moved = params_of(program.main.source).pack(**{**found, "skew": found["skew"] + 1})
+    program = program.with_main(replace(program.main, params=moved))
     with pytest.raises(emulator.EmulationError, match="__trap"):
-        assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
+        assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts)
 
 
 def tf32(values: torch.Tensor) -> torch.Tensor:
@@ -909,11 +907,11 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
     """One part is TF32 rounded to nearest, two are as good as float32; with neither does an Inf become a NaN."""
     problem = make((1, 20, 4, width), 16, 4, 2, 1, tf32=parts == 1, channels_last=channels_last)
     case = gemm_case(problem, parts=parts)
-    ((_, launch),) = case.offers(H200)
-    assert bool(launch.main.tensor_maps) is (parts == 1 if channels_last else width == 8)
+    ((_, program),) = case.offers(H200)
+    assert bool(program.main.tensor_maps) is (parts == 1 if channels_last else width == 8)
     torch.manual_seed(3)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
-    out = run(problem, Pass.FORWARD, launch, case.layouts, (x, w)).double()
+    out = run(problem, Pass.FORWARD, program, case.layouts, (x, w)).double()
     expected = reference(problem, Pass.FORWARD, (x, w) if parts == 2 else (tf32(x), tf32(w)))
     scale = reference(problem, Pass.FORWARD, (x.abs(), w.abs()))
     assert bool(((out - expected).abs() <= 2**-20 * scale).all())
@@ -921,7 +919,7 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
     w[:, ::2] = 0.5  # exact in TF32: its second part is zero
     for value in (torch.inf, -torch.inf, torch.nan):
         x[0, 3, 1, 2] = value
-        out = run(problem, Pass.FORWARD, launch, case.layouts, (x, w)).double()
+        out = run(problem, Pass.FORWARD, program, case.layouts, (x, w)).double()
         expected = reference(problem, Pass.FORWARD, (x, w))
         finite = expected.isfinite()
         assert torch.equal(out[~finite].nan_to_num(7), expected[~finite].nan_to_num(7))
@@ -932,9 +930,9 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
 def test_chains_of_two_parts_end_within_a_stage(channels: int) -> None:
     """21 operations of a row block are more than the 16 of a chain (CHAIN in implicit_gemm.cu)."""
     case = gemm_case(make((1, 20, 5, 19), channels, (3, 7), bias=True), parts=2, wgmma=True, k_steps=1)
-    ((candidate, launch),) = case.offers(H200)
-    assert dict(launch.main.source.constants)["OPERATIONS"] // case.variant.channel_blocks == 21
-    assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
+    ((candidate, program),) = case.offers(H200)
+    assert dict(program.main.source.constants)["OPERATIONS"] // case.config.channel_blocks == 21
+    assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts)
 
 
 @pytest.mark.parametrize("split", ["cells", "rows", "turns"])
@@ -947,9 +945,9 @@ def test_chains_of_two_parts_end_within_a_stage(channels: int) -> None:
 def test_products_of_every_kind_of_line_groups(layer: ConvTransposeProblem, dtype: str, split: str) -> None:
     """Lines of more and of fewer taps have code of their own (KINDS in implicit_gemm.cu)."""
     case = gemm_case(replace(layer, dtype=dtype), wgmma=True, split=split, lines=1, row_channels=0)
-    ((candidate, launch),) = case.offers(H200)
-    assert not implicit_gemm_variant.Taps.of(layer.axes3).are_alike(1)
-    assert_exact(case.problem, Pass.FORWARD, candidate, launch, case.layouts)
+    ((candidate, program),) = case.offers(H200)
+    assert not implicit_gemm_config.Taps.of(layer.axes3).are_alike(1)
+    assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts)
 
 
 @pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
@@ -961,11 +959,11 @@ def test_direct_kernels_round_where_they_are_told_to(
     """They are exact in float32, also where TF32 is allowed, unless the result is to be PyTorch's."""
     problem = make((1, 20, 4, width), 16, 4, 2, 1, bias=True, tf32=True, channels_last=channels_last)
     problem = replace(problem, tf32_as_pytorch=as_pytorch)
-    _, launch = best(schedule, problem, Pass.FORWARD)
+    _, program = best(schedule, problem, Pass.FORWARD)
     torch.manual_seed(3)
     x, w = (torch.randn(shape).double() for shape in (problem.input_shape, problem.weight_shape))
     bias = torch.randn(16).double()
-    out = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, w), bias).double()
+    out = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, w), bias).double()
     expected = reference(problem, Pass.FORWARD, (tf32(x), tf32(w)) if as_pytorch else (x, w), bias)
     scale = reference(problem, Pass.FORWARD, (x.abs(), w.abs()), bias.abs())
     assert bool(((out - expected).abs() <= 2**-20 * scale).all())

@@ -92,7 +92,7 @@ def test_only_a_kernel_that_waits_by_itself_may_start_early(
     monkeypatch: pytest.MonkeyPatch, arch: str, version: int, overlaps: bool
 ) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3, dtype="float16")
-    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(arch)).launch
+    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(arch)).program
     assert program is not None
     assert len(program.steps) == 2
     program = program.with_main(replace(program.main, tensor_maps=()))  # which the real driver encodes
@@ -102,21 +102,21 @@ def test_only_a_kernel_that_waits_by_itself_may_start_early(
     pack(7, 1, 2)
     assert not driver.overlapping, "packing reads what the kernel before it has written"
     main(7, 1, 2, 3, 4)
-    launch = program.main
+    step = program.main
     assert [config.hStream for config in driver.overlapping] == [7] * overlaps
     for config in driver.overlapping:
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        assert (grid, config.blockDimX, config.sharedMemBytes) == (launch.grid, launch.block, launch.shared_bytes)
+        assert (grid, config.blockDimX, config.sharedMemBytes) == (step.grid, step.block, step.shared_bytes)
         assert [each.value.programmaticStreamSerializationAllowed for each in config.attrs] == [1]
     launcher._may_overlap.cache_clear()
 
 
 def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3)
-    program = plan(problem, Pass.WEIGHT_GRAD, DeviceInfo.for_arch("sm_90a")).launch
+    program = plan(problem, Pass.WEIGHT_GRAD, DeviceInfo.for_arch("sm_90a")).program
     assert program is not None
-    launch = program.main
-    assert launch.shared_bytes > 48 << 10
+    step = program.main
+    assert step.shared_bytes > 48 << 10
     driver, together = FakeDriver(), threading.Barrier(THREADS)
 
     def compiled(source: object, arch: str) -> bytes:
@@ -130,7 +130,7 @@ def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.Monk
 
     def call() -> None:
         try:
-            launcher.Executable(launch, "sm_90a", 0)(0, 1, 2, 3)
+            launcher.Executable(step, "sm_90a", 0)(0, 1, 2, 3)
         except Exception as error:
             failures.append(error)
 
@@ -140,15 +140,15 @@ def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.Monk
     for thread in threads:
         thread.join()
     assert not failures
-    launcher.Executable(launch, "sm_90a", 0)(0, 1, 2, 3)  # and so does who comes later
+    launcher.Executable(step, "sm_90a", 0)(0, 1, 2, 3)  # and so does who comes later
     assert next(driver.handles) == 2, "the kernel was loaded more than once"
 
 
 def test_a_prologue_is_compiled_beside_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3, dtype="float16")
-    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
-    assert launch is not None
-    assert len(launch.steps) == 2
+    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).program
+    assert program is not None
+    assert len(program.steps) == 2
     use(monkeypatch, FakeDriver())
     together, compiled = threading.Barrier(2), []
 
@@ -159,14 +159,14 @@ def test_a_prologue_is_compiled_beside_its_kernel(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     for _ in range(2):
-        assert len(launcher.executables(launch, "sm_90a", 0)) == 2
+        assert len(launcher.executables(program, "sm_90a", 0)) == 2
         assert sorted(compiled) == ["implicit_gemm", "pack_weights"]
 
 
 def test_a_prologue_that_does_not_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3, dtype="float16")
-    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
-    assert launch is not None
+    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).program
+    assert program is not None
     use(monkeypatch, FakeDriver())
 
     def compile_kernel(source: KernelSource, arch: str) -> bytes:
@@ -176,42 +176,42 @@ def test_a_prologue_that_does_not_compile_is_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     with pytest.raises(CompilationError, match="no"):
-        launcher.executables(launch, "sm_90a", 0)
+        launcher.executables(program, "sm_90a", 0)
 
 
 # Tensor maps
 
 
-def launch_of_boxes() -> Step:
+def step_with_tensor_map() -> Step:
     problem = ConvTransposeProblem.make((8, 64, 32, 32), 64, 3, dtype="float16", channels_last=True)
-    launch = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
-    assert launch is not None
-    assert launch.main.tensor_maps
-    return launch.main
+    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).program
+    assert program is not None
+    assert program.main.tensor_maps
+    return program.main
 
 
 def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """The map is that of the first pointer, of which a launch remembers some, whichever thread calls."""
-    launch = launch_of_boxes()
+    step = step_with_tensor_map()
     encoded: list[int] = []
 
     def encode(boxes: TensorMap, address: int) -> bytes:
-        assert boxes in launch.tensor_maps
+        assert boxes in step.tensor_maps
         encoded.append(address)
         return bytes([address]) * TENSOR_MAP_BYTES
 
     use(monkeypatch, FakeDriver())
     monkeypatch.setattr(tensor_map, "encode", encode)
     monkeypatch.setattr(launcher, "_MOST_MAPS", 2)
-    executable = launcher.Executable(launch, "sm_90a", 0)
-    (place,) = params_of(launch.source).tensor_maps
+    executable = launcher.Executable(step, "sm_90a", 0)
+    (place,) = params_of(step.source).tensor_maps
 
     def call(*pointers: int) -> None:
         executable(0, *pointers)
         geometry = executable._local.keep[0].raw
         end = place + TENSOR_MAP_BYTES
         assert geometry[place:end] == bytes([pointers[0]]) * TENSOR_MAP_BYTES
-        assert geometry[:place] + geometry[end:] == launch.params[:place] + launch.params[end:]
+        assert geometry[:place] + geometry[end:] == step.params[:place] + step.params[end:]
 
     for pointers, known in (
         ((1, 2, 3, 4), [1]),
@@ -232,7 +232,7 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_map_without_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeDriver())
     monkeypatch.setattr(tensor_map, "encode", lambda boxes, address: pytest.fail("a map that nobody reads"))
-    launcher.Executable(replace(launch_of_boxes(), tensor_maps=()), "sm_90a", 0)(0, 1, 2, 3, 4)
+    launcher.Executable(replace(step_with_tensor_map(), tensor_maps=()), "sm_90a", 0)(0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -276,11 +276,11 @@ def test_maps_say_what_boxes_are(monkeypatch: pytest.MonkeyPatch, boxes: TensorM
 
 
 def test_a_map_that_the_driver_refuses_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = launch_of_boxes()
+    step = step_with_tensor_map()
     use(monkeypatch, FakeDriver())
     refusal = driver.CUresult.CUDA_ERROR_INVALID_VALUE
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *arguments: (refusal, None))
-    executable = launcher.Executable(launch, "sm_90a", 0)
+    executable = launcher.Executable(step, "sm_90a", 0)
     for _ in range(2):  # a map that was not made is not taken for one that was
         with pytest.raises(PolyphaseError, match=r"the driver makes no tensor map of TensorMap\(.*INVALID_VALUE"):
             executable(0, 1 << 40, 2, 3, 4)
@@ -338,7 +338,7 @@ def test_a_graph_is_captured_with_the_kernel_that_is_loaded(
     problem = small if one_way else ConvTransposeProblem.make((8, 514, 800), 1, 512, 128)
     device = DeviceInfo.for_arch("sm_90a")
     chosen = plan(problem, Pass.FORWARD, device)
-    assert chosen.launch is not None
+    assert chosen.program is not None
     assert chosen.other is not None
     launched, compiled = [], []
     there = set(chosen.other.sources)
@@ -355,9 +355,9 @@ def test_a_graph_is_captured_with_the_kernel_that_is_loaded(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     x, weight = torch.empty(problem.input_shape), torch.empty(problem.weight_shape)
     runtime._prepare(Pass.FORWARD, problem, x, None, weight)
-    first, second = (each.main.one_way or each.main.source for each in chosen.launches)
+    first, second = (each.main.one_way or each.main.source for each in chosen.programs)
     assert launched == [second if capturing else first]
-    assert {chosen.launch.main.source, chosen.other.main.source} <= set(
+    assert {chosen.program.main.source, chosen.other.main.source} <= set(
         compiled
     )  # but what is loaded, which the real one knows
 
@@ -365,10 +365,10 @@ def test_a_graph_is_captured_with_the_kernel_that_is_loaded(
 def test_the_kernel_that_can_be_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one for tensors that lie alike, unless the one for all is here, on the disk, or on its way."""
     problem = ConvTransposeProblem.make((4, 64, 32, 32), 64, 4, 2, 1, tf32=True)
-    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).launch
+    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).program
     assert program is not None
-    launch = program.main
-    assert launch.one_way is not None
+    step = program.main
+    assert step.one_way is not None
     loaded: set[KernelSource] = set()
     cached: set[KernelSource] = set()
     monkeypatch.setattr(launcher, "is_loaded", lambda source, *_: source in loaded)
@@ -378,15 +378,15 @@ def test_the_kernel_that_can_be_there_first(monkeypatch: pytest.MonkeyPatch) -> 
     def soonest() -> KernelSource:
         return launcher.soonest(program, "sm_90a", 0).main.source
 
-    assert soonest() == launch.one_way
-    launcher._meanwhile[launch.source, "sm_90a"] = Future()
-    assert soonest() == launch.source
-    loaded.add(launch.one_way)
-    assert soonest() == launch.one_way
+    assert soonest() == step.one_way
+    launcher._meanwhile[step.source, "sm_90a"] = Future()
+    assert soonest() == step.source
+    loaded.add(step.one_way)
+    assert soonest() == step.one_way
     launcher._meanwhile.clear()
     loaded.clear()
-    cached.add(launch.source)
-    assert soonest() == launch.source
-    loaded |= {launch.source, launch.one_way}
-    assert soonest() == launch.source
-    assert launcher.soonest(program.with_main(replace(launch, one_way=None)), "sm_90a", 0).main.source == launch.source
+    cached.add(step.source)
+    assert soonest() == step.source
+    loaded |= {step.source, step.one_way}
+    assert soonest() == step.source
+    assert launcher.soonest(program.with_main(replace(step, one_way=None)), "sm_90a", 0).main.source == step.source

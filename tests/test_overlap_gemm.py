@@ -64,27 +64,27 @@ LAYERS = {
 @pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
-    for layouts, candidate, launch in choices(OverlapGemm(), problem):
-        assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
+    for layouts, candidate, program in choices(OverlapGemm(), problem):
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(order))
 
 
 def test_layers_take_every_path() -> None:
-    """Every branch that a variant or a tiling decides is taken by some of the layers."""
+    """Every branch that a config or a tiling decides is taken by some of the layers."""
     taken = set()
     for parameters in cases(LAYERS):
         (problem,) = parameters.values
         for layouts, candidate, _ in choices(OverlapGemm(), problem):
-            variant, tiling = candidate.variant, _tiling(problem, layouts, candidate.variant, H200)
+            config, tiling = candidate.config, _tiling(problem, layouts, candidate.config, H200)
             assert tiling is not None
             facts = {
-                "wgmma": variant.wgmma,
-                "units of four": variant.unit == 4,
+                "wgmma": config.wgmma,
+                "units of four": config.unit == 4,
                 "whole": tiling.whole,
                 "bands": tiling.bands > 1,
                 "a ring": tiling.ring < tiling.window[2],
                 "tiles along the height": tiling.tiles[2] > 1,
-                "weights in parts": variant.steps_held < steps_of(problem),
-                "an operation of AHEAD left over": steps_of(problem) % variant.ahead != 0,
+                "weights in parts": config.steps_held < steps_of(problem),
+                "an operation of AHEAD left over": steps_of(problem) % config.ahead != 0,
             }
             taken |= set(facts.items())
     assert taken == {(fact, value) for fact in facts for value in (False, True)}
@@ -101,8 +101,8 @@ def assert_carries_inf_and_nan(channels_last: bool, executor: Executor) -> None:
         x[place % 2, place, 2 * place, 2 * place] = value
     x.view(torch.int32)[0, 4, 8, 0] = 0x7FFFFFFF  # NaN as GPUs make it
     weight[7, 1, 2, 2], weight[9, 2, 0, 0] = math.inf, math.nan
-    _, launch = offers(OverlapGemm(), problem)[0]
-    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
+    _, program = offers(OverlapGemm(), problem)[0]
+    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias, executor)
     exact = torch.nn.functional.conv_transpose2d(x, weight, bias, 2, 1)
     assert exact.isnan().any()
     assert exact.isinf().any()
@@ -120,16 +120,16 @@ def test_float32_is_exact() -> None:
     problem = make((2, 64, 9, 12), 3, 4, 2, 1)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, launch = offers(OverlapGemm(), problem)[0]
-    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
+    _, program = offers(OverlapGemm(), problem)[0]
+    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 2e-7
 
 
 def test_no_races() -> None:
     for problem in formats(LAYERS["three channels"]):
-        candidate, launch = offers(OverlapGemm(), problem)[0]
-        assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
+        candidate, program = offers(OverlapGemm(), problem)[0]
+        assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order=None))
 
 
 def test_where_it_refuses() -> None:
@@ -152,17 +152,17 @@ def test_tiles_fit_whatever_the_image() -> None:
         for side in sides:
             problem = replace(layer, input_size=(side, side))
             (first, _), *_ = offers(OverlapGemm(), problem)
-            assert first.variant == offers(OverlapGemm(), layer)[0][0].variant
+            assert first.config == offers(OverlapGemm(), layer)[0][0].config
     narrow = make((1, 512, 4000, 64), 1, (6, 1), (6, 5), (2, 0), (1, 0))
     for arch in ("sm_80", "sm_90a"):
         device, dense = DeviceInfo.for_arch(arch), Layouts.dense(narrow)
         candidate = next(candidates(OverlapGemm(), narrow, Pass.FORWARD, device, dense))
-        assert OverlapGemm().launch(narrow, Pass.FORWARD, device, dense, candidate.variant).main.grid[0] < 20_000
+        assert OverlapGemm().program(narrow, Pass.FORWARD, device, dense, candidate.config).main.grid[0] < 20_000
     for cropped in (
-        make((4, 64, 2052), 1, 2, 1, 1280, dilation=509),  # whose window is as wide as a variant has room for
+        make((4, 64, 2052), 1, 2, 1, 1280, dilation=509),  # whose window is as wide as a config has room for
         make((4, 64, 2052), 1, 2, 2, 2561, 1, dilation=1019, dtype="bfloat16"),
     ):
         assert (
-            offers(OverlapGemm(), cropped)[0][0].variant
-            == offers(OverlapGemm(), replace(cropped, input_size=(4096,)))[0][0].variant
+            offers(OverlapGemm(), cropped)[0][0].config
+            == offers(OverlapGemm(), replace(cropped, input_size=(4096,)))[0][0].config
         )

@@ -54,32 +54,32 @@ LAYERS = {
 @pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
-    for layouts, candidate, launch in choices(PhaseGemm(), problem):
-        assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
+    for layouts, candidate, program in choices(PhaseGemm(), problem):
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(order))
 
 
 def test_layers_take_every_path() -> None:
-    """Every branch that a variant or a layer decides is taken by some of the layers."""
+    """Every branch that a config or a layer decides is taken by some of the layers."""
     taken = set()
     for parameters in cases(LAYERS):
         (problem,) = parameters.values
-        for layouts, candidate, launch in choices(PhaseGemm(), problem):
-            variant, vector = candidate.variant, _vector(problem, layouts)
-            columns = _column_tiles(problem, variant)
-            stage_channels = variant.stage_steps * 32 // DTYPE_BYTES[problem.dtype]
+        for layouts, candidate, program in choices(PhaseGemm(), problem):
+            config, vector = candidate.config, _vector(problem, layouts)
+            columns = _column_tiles(problem, config)
+            stage_channels = config.stage_steps * 32 // DTYPE_BYTES[problem.dtype]
             facts = {
                 "neighbours of one row": problem.axes3[2].stride % _RUN == 0,
                 "16 bytes stored together": vector * DTYPE_BYTES[problem.dtype] == 16,
                 "8 bytes stored together": vector * DTYPE_BYTES[problem.dtype] == 8,
                 "channels left over": problem.in_channels_per_group % stage_channels != 0,
-                "several stages a reach": variant.stage_steps < steps_of(problem),
+                "several stages a reach": config.stage_steps < steps_of(problem),
                 "several reaches": math.prod(map(_reach, problem.axes)) > 1,
                 "tiles of columns": columns > 1,
-                "tiles of cells": launch.main.grid[0] > columns * problem.groups,
-                "four row tiles": variant.row_tiles == 4,
-                "one row tile": variant.row_tiles == 1,
-                "a single column of warps": variant.warp_columns == 1,
-                "channels innermost": ("CHANNELS_INNERMOST", True) in launch.main.source.constants,
+                "tiles of cells": program.main.grid[0] > columns * problem.groups,
+                "four row tiles": config.row_tiles == 4,
+                "one row tile": config.row_tiles == 1,
+                "a single column of warps": config.warp_columns == 1,
+                "channels innermost": ("CHANNELS_INNERMOST", True) in program.main.source.constants,
             }
             taken |= set(facts.items())
     assert taken == {(fact, value) for fact in facts for value in (False, True)}
@@ -95,8 +95,8 @@ def assert_carries_inf_and_nan(executor: Executor) -> None:
     for place, value in enumerate((math.inf, -math.inf, math.nan, 3.4028e38)):
         x[place % 2, place, 6 * place] = value
     weight[7, 1, 2], weight[9, 2, 0] = math.inf, math.nan
-    for candidate, launch in offers(PhaseGemm(), problem):
-        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor)
+    for candidate, program in offers(PhaseGemm(), problem):
+        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias, executor)
         exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()), bias.double()).float()
         assert exact.isnan().any(), candidate
         assert exact.isinf().any(), candidate
@@ -113,16 +113,16 @@ def test_float32_is_exact() -> None:
     problem = make((2, 64, 40), 2, 64, 16)
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, launch = offers(PhaseGemm(), problem)[0]
-    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands).double()
+    _, program = offers(PhaseGemm(), problem)[0]
+    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < 2e-7
 
 
 def test_no_races() -> None:
     problem = LAYERS["overlap-add"]
-    candidate, launch = offers(PhaseGemm(), problem)[0]
-    assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
+    candidate, program = offers(PhaseGemm(), problem)[0]
+    assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order=None))
 
 
 def test_where_it_refuses() -> None:

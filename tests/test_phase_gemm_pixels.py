@@ -17,7 +17,7 @@ from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.schedules.phase_gemm.pixels import PhaseGemmPixels, PixelGemmVariant, _columns, _piece, _vector
+from polyphase.schedules.phase_gemm.pixels import PhaseGemmPixels, PixelsConfig, _columns, _piece, _vector
 from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -50,8 +50,8 @@ CASES = [
 @pytest.mark.parametrize("problem", CASES)
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
-    for layouts, candidate, launch in choices(PhaseGemmPixels(), problem):
-        assert_exact(problem, Pass.FORWARD, candidate, launch, layouts, Emulator(order))
+    for layouts, candidate, program in choices(PhaseGemmPixels(), problem):
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(order))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -61,9 +61,9 @@ def test_blocks_of_several_tiles(blocks: int, dtype: str) -> None:
     problem = make((3, 72, 10, 22), 40, 2, 2, bias=True, dtype=dtype, tf32=True)
     device = replace(H200, multiprocessors=blocks)
     for candidate in candidates(PhaseGemmPixels(), problem, Pass.FORWARD, H200, Layouts.dense(problem)):
-        launch = PhaseGemmPixels().launch(problem, Pass.FORWARD, device, Layouts.dense(problem), candidate.variant)
-        assert launch.main.grid == (blocks, 1, 1)
-        assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(blocks))
+        program = PhaseGemmPixels().program(problem, Pass.FORWARD, device, Layouts.dense(problem), candidate.config)
+        assert program.main.grid == (blocks, 1, 1)
+        assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(blocks))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -75,10 +75,10 @@ def test_every_chunk(resident: bool, ahead: bool, dtype: str) -> None:
     steps = 3
     for columns in _columns(problem):
         chunks = -(-84 // columns)
-        variant = PixelGemmVariant(columns, 1, steps * chunks if resident else steps + 2, resident, ahead)
-        launch = PhaseGemmPixels().launch(problem, Pass.FORWARD, H200, Layouts.dense(problem), variant)
+        config = PixelsConfig(columns, 1, steps * chunks if resident else steps + 2, resident, ahead)
+        program = PhaseGemmPixels().program(problem, Pass.FORWARD, H200, Layouts.dense(problem), config)
         assert_exact(
-            problem, Pass.FORWARD, Candidate("phase_gemm_pixels", variant, 0.0, ""), launch, executor=Emulator(columns)
+            problem, Pass.FORWARD, Candidate("phase_gemm_pixels", config, 0.0, ""), program, executor=Emulator(columns)
         )
 
 
@@ -86,8 +86,8 @@ def test_every_chunk(resident: bool, ahead: bool, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_races(name: str, dtype: str) -> None:
     problem = replace(LAYERS[name], dtype=dtype)
-    for candidate, launch in offers(PhaseGemmPixels(), problem)[:1]:
-        assert_exact(problem, Pass.FORWARD, candidate, launch, executor=Emulator(order=None))
+    for candidate, program in offers(PhaseGemmPixels(), problem)[:1]:
+        assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order=None))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -99,8 +99,8 @@ def test_bias_of_any_value(dtype: str) -> None:
     operands = tuple(torch.randint(-3, 4, shape, generator=generator).to(DTYPES[dtype]) for shape in shapes)
     bias = torch.tensor([1, math.inf, -2, math.nan, 3, -math.inf, 0, 5] * 2, dtype=DTYPES[dtype])
     exact = reference(problem, Pass.FORWARD, tuple(each.double() for each in operands), bias.double()).to(DTYPES[dtype])
-    for _, launch in offers(PhaseGemmPixels(), problem):
-        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), operands, bias)
+    for _, program in offers(PhaseGemmPixels(), problem):
+        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), operands, bias)
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=0, atol=0)
 
 
@@ -119,8 +119,8 @@ def test_numbers_of_many_sizes() -> None:
     weight[:, 0] = 0
     bias = torch.zeros(16)
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()), bias.double())
-    for _, launch in offers(PhaseGemmPixels(), problem):
-        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias)
+    for _, program in offers(PhaseGemmPixels(), problem):
+        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias)
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=0)
 
 
@@ -134,8 +134,8 @@ def test_what_far_smaller_numbers_lose() -> None:
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()))
     sums = reference(problem, Pass.FORWARD, (x.double().abs(), weight.double().abs()))
     largest = reference(problem, Pass.FORWARD, (x.double().abs().amax(1, True).expand(x.shape), weight.double().abs()))
-    for _, launch in offers(PhaseGemmPixels(), problem):
-        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight))
+    for _, program in offers(PhaseGemmPixels(), problem):
+        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight))
         assert ((found.double() - exact).abs() <= 2.0**-10 * sums + 2.0**-39 * largest).all()
 
 
@@ -147,8 +147,8 @@ def test_infinite_channels() -> None:
     x, weight = (torch.randint(1, 4, shape, generator=generator).float() for shape in shapes)
     x[0, 3, 1, 1], x[0, 4, 2, 2], x[0, 5, 3, 3] = math.inf, -math.inf, math.nan
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double())).float()
-    for _, launch in offers(PhaseGemmPixels(), problem):
-        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight))
+    for _, program in offers(PhaseGemmPixels(), problem):
+        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight))
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=0, atol=0)
 
 
@@ -160,7 +160,7 @@ def test_layers_take_every_way() -> None:
             problem = replace(layer, dtype=dtype)
             ways["piece"].add(_piece(problem, Layouts.dense(problem)))
             ways["vector"].add((dtype, _vector(problem, Layouts.dense(problem))))
-            ways["resident"] |= {candidate.variant.resident for candidate, _ in offers(PhaseGemmPixels(), problem)}
+            ways["resident"] |= {candidate.config.resident for candidate, _ in offers(PhaseGemmPixels(), problem)}
     assert ways["piece"] == {0, 4, 8, 16}
     assert ways["resident"] == {False, True}
     assert ways["vector"] == {("float32", 2), ("float32", 4), ("bfloat16", 2), ("bfloat16", 4), ("bfloat16", 8)}
@@ -175,8 +175,10 @@ def test_emitted_files_have_the_kernels_of_all_sizes(size: tuple[int, int], dtyp
     assert chosen.schedule.name == "phase_gemm_pixels"
     for height, width in itertools.product(range(1, 10), repeat=2):
         problem = replace(layer, input_size=(height, width))
-        launch = PhaseGemmPixels().launch(problem, Pass.FORWARD, H200, Layouts.dense(problem), chosen.candidate.variant)
-        assert launch.main.source in sources
+        program = PhaseGemmPixels().program(
+            problem, Pass.FORWARD, H200, Layouts.dense(problem), chosen.candidate.config
+        )
+        assert program.main.source in sources
 
 
 def test_where_it_refuses() -> None:

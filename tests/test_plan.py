@@ -31,7 +31,7 @@ from polyphase.program.struct_layout import divisor
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm import config as implicit_gemm_variant
+from polyphase.schedules.implicit_gemm import config as implicit_gemm_config
 from polyphase.schedules.implicit_gemm.config import Product
 from polyphase.schedules.implicit_gemm.cuts import box_strides
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
@@ -47,16 +47,16 @@ LAYERS = [layer for layer in every_layer() if layer not in MODELS]
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 
 
-def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, launch: Program) -> None:
-    assert launch.main.block % 32 == 0
-    assert 32 <= launch.main.block <= 1024
-    assert all(blocks <= most for blocks, most in zip(launch.main.grid, MOST_BLOCKS))
-    assert launch.main.shared_bytes <= device.shared_bytes_per_block
-    assert launch.splits >= 1
-    if launch.main.source.kernel != "direct_tiled":
+def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, program: Program) -> None:
+    assert program.main.block % 32 == 0
+    assert 32 <= program.main.block <= 1024
+    assert all(blocks <= most for blocks, most in zip(program.main.grid, MOST_BLOCKS))
+    assert program.main.shared_bytes <= device.shared_bytes_per_block
+    assert program.splits >= 1
+    if program.main.source.kernel != "direct_tiled":
         return
-    constants = dict(launch.main.source.constants)
-    found = params(launch)
+    constants = dict(program.main.source.constants)
+    found = params(program)
     lanes, tiles, items, per_block = (found[name] for name in ("lanes", "tiles", "items", "items_per_block"))
     assert math.prod(lanes) <= constants["LANES"]
     forward = pass_ is Pass.FORWARD
@@ -66,7 +66,7 @@ def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: Device
     per_lane = (1, 1, constants["CELLS_H"], constants["CELLS_W"])
     for extent, lane, each, count in zip(extents, lanes, per_lane, tiles):
         assert (count - 1) * lane * each < extent <= count * lane * each or extent == count == 0
-    along_items, *along_tiles = launch.main.grid
+    along_items, *along_tiles = program.main.grid
     assert math.prod(along_tiles) >= math.prod(tiles)
     assert (along_items - 1) * per_block < items <= along_items * per_block
     slices = int(constants["DST_PER_THREAD"]) * int(constants["DST_SLICES"])
@@ -86,9 +86,9 @@ def test_every_layer_has_a_plan(arch: str) -> None:
             for pass_ in Pass:
                 chosen = plan.plan(problem, pass_, device)
                 assert chosen.schedule in chosen.describe()
-                assert chosen.launch is not None
-                assert chosen.launch.main.source in plan.kernel_sources(problem, pass_, device)
-                assert_launchable(problem, pass_, device, chosen.launch)
+                assert chosen.program is not None
+                assert chosen.program.main.source in plan.kernel_sources(problem, pass_, device)
+                assert_launchable(problem, pass_, device, chosen.program)
 
 
 @pytest.mark.parametrize("pass_", Pass)
@@ -114,8 +114,8 @@ def test_calls_are_planned_as_explained(pass_: Pass, monkeypatch: pytest.MonkeyP
             (found,) = made.value.args
             expected = plan.plan(problem, pass_, H200)
             assert found.describe() == expected.describe(), f"{problem}, {pass_}"
-            sources = [source for launch in found.launches for source in launch.sources]
-            assert sources == [source for launch in expected.launches for source in launch.sources]
+            sources = [source for program in found.programs for source in program.sources]
+            assert sources == [source for program in expected.programs for source in program.sources]
             assert set(sources) <= set(plan.kernel_sources(problem, pass_, H200))
 
 
@@ -137,10 +137,10 @@ def test_layers_of_models_have_plans(layer: NamedLayer) -> None:
     for dtype in ("float32", "bfloat16"):
         problem = replace(layer.problem, dtype=dtype, tf32=True)
         chosen = plan.plan(problem, Pass.FORWARD, H200)
-        assert chosen.launches
-        for launch in chosen.launches:
-            assert_launchable(problem, Pass.FORWARD, H200, launch)
-            assert set(launch.sources) <= set(plan.kernel_sources(problem, Pass.FORWARD, H200))
+        assert chosen.programs
+        for program in chosen.programs:
+            assert_launchable(problem, Pass.FORWARD, H200, program)
+            assert set(program.sources) <= set(plan.kernel_sources(problem, Pass.FORWARD, H200))
 
 
 def test_single_pixels_are_a_product_of_matrices() -> None:
@@ -148,27 +148,27 @@ def test_single_pixels_are_a_product_of_matrices() -> None:
     layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
     chosen = plan.plan(layer, Pass.FORWARD, H200)
     assert chosen.problem == layer
-    assert dict(chosen.launch.main.source.constants)["AXIS_W"] == Axis(1)
+    assert dict(chosen.program.main.source.constants)["AXIS_W"] == Axis(1)
     assert "computed as 1×100×1×128 → 16384, k=1, float32, tf32, channels_last" in explain(layer, H200)
     dense = Layouts.dense(layer)
     same = replace(dense, input=(100, 1, 0, 7, 9))  # strides of single pixels say nothing
-    assert plan.plan(layer, Pass.FORWARD, H200, same).launch.main.source == chosen.launch.main.source
+    assert plan.plan(layer, Pass.FORWARD, H200, same).program.main.source == chosen.program.main.source
     last = replace(layer, channels_last=True)
-    assert plan.plan(last, Pass.FORWARD, H200).launch.main.source == chosen.launch.main.source
+    assert plan.plan(last, Pass.FORWARD, H200).program.main.source == chosen.program.main.source
     spread = replace(dense, input=(200, 2, 1, 1, 1))
     others = [(replace(layer, **change), dense) for change in OTHERS_THAN_PIXELS]
     mixed = [(layer, replace(dense, weight_channels_last=True)), (last, dense)]  # formats that are not one
     for problem, layouts in [(layer, spread), *mixed, *others]:
-        assert dict(plan.plan(problem, Pass.FORWARD, H200, layouts).launch.main.source.constants)["AXIS_W"] != Axis(1)
+        assert dict(plan.plan(problem, Pass.FORWARD, H200, layouts).program.main.source.constants)["AXIS_W"] != Axis(1)
 
 
 def test_single_pixels_are_in_every_memory_format() -> None:
     """A channels_last input of single pixels is a contiguous one, too: so is what its weight takes a gradient from."""
     layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
     chosen = plan.plan(layer, Pass.WEIGHT_GRAD, H200)
-    assert dict(chosen.launch.main.source.constants)["AXIS_W"] == Axis(1)
+    assert dict(chosen.program.main.source.constants)["AXIS_W"] == Axis(1)
     last = plan.plan(replace(layer, channels_last=True), Pass.WEIGHT_GRAD, H200, Layouts.dense(layer))
-    assert last.launch == chosen.launch
+    assert last.program == chosen.program
 
 
 OTHERS_THAN_PIXELS: list[dict[str, object]] = [
@@ -184,7 +184,7 @@ OTHERS_THAN_PIXELS: list[dict[str, object]] = [
 
 def test_gradients_of_weights_know_no_bias() -> None:
     layer = make((128, 100, 1, 1), 1024, 4, tf32=True)
-    plans = [plan.plan(replace(layer, bias=bias), Pass.WEIGHT_GRAD, H200).launch for bias in (False, True)]
+    plans = [plan.plan(replace(layer, bias=bias), Pass.WEIGHT_GRAD, H200).program for bias in (False, True)]
     assert plans[0] == plans[1]
 
 
@@ -202,22 +202,22 @@ def test_small_sizes_have_a_kernel_of_their_own() -> None:
     layer = make((8, 514, 800), 1, 512, 128)
     sizes = [plan.plan(replace(layer, batch=batch), Pass.FORWARD, H200) for batch in (1, 4096)]
     assert sizes[0].candidate != sizes[1].candidate
-    assert sizes[0].other.main.source == sizes[1].launch.main.source
+    assert sizes[0].other.main.source == sizes[1].program.main.source
     assert sizes[1].other is None
     assert sizes[0].candidate.seconds < sizes[0].selected[1].candidate.seconds
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
-def test_every_variant_is_launchable(arch: str) -> None:
+def test_every_config_is_launchable(arch: str) -> None:
     device = DeviceInfo.for_arch(arch)
     for seed in range(40):
         problem = random_problem(random.Random(seed))
         for formatted in formats(replace(problem, dtype=random.Random(seed).choice(list(DTYPE_BYTES)))):
             for pass_ in Pass:
-                offers = plan.launches(formatted, pass_, device)
+                offers = plan.programs(formatted, pass_, device)
                 assert offers
-                for _, launch in offers:
-                    assert_launchable(formatted, pass_, device, launch)
+                for _, program in offers:
+                    assert_launchable(formatted, pass_, device, program)
 
 
 def other_sizes(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
@@ -252,19 +252,19 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
         sources: dict[tuple[bool | str, ...], dict[KernelSource, ConvTransposeProblem]] = {}
         for sized in [*other_sizes(problem), replace(problem, batch=0), problem]:
             chosen = plan.plan(sized, pass_, H200)
-            launch = chosen.launch
-            assert launch is not None
-            assert_launchable(sized, pass_, H200, launch)
+            program = chosen.program
+            assert program is not None
+            assert_launchable(sized, pass_, H200, program)
             computed, _ = plan.as_computed(sized, pass_, None)
-            by_engine = chosen.schedule == "window_wgrad_wgmma"
-            assert not by_engine or chosen.other is not None
+            by_tma = chosen.schedule == "window_wgrad_wgmma"
+            assert not by_tma or chosen.other is not None
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.schedule.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
             cells = chosen.schedule == "phase_gemm_pixels"
             single = pass_ is Pass.FORWARD and has_odd_rows(computed)
             by = "" if pass_ is Pass.FORWARD else chosen.schedule
             kind = computed == sized, is_tiny(computed), odd, cells, single, by
-            sources.setdefault(kind, {}).setdefault(launch.main.source, sized)
+            sources.setdefault(kind, {}).setdefault(program.main.source, sized)
         for kind, found in sources.items():
             narrow = {replace(source, wide_offsets=True): sized for source, sized in found.items()}
             adapt = next((each.adapts for each in SCHEDULES if each.name == kind[-1]), pass_ is Pass.FORWARD)
@@ -280,18 +280,18 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
 def test_reaches_that_only_small_images_have_tiles_for(dilation: int, dtype: str) -> None:
     """At the typical size no tile is wide enough, at others some are."""
     problem = make((1, 16, 340), 16, 2, dilation=dilation, dtype=dtype, tf32=dtype == "float32")
-    launch = plan.plan(problem, Pass.FORWARD, H200).launch
-    assert launch is not None
-    assert_launchable(problem, Pass.FORWARD, H200, launch)
+    program = plan.plan(problem, Pass.FORWARD, H200).program
+    assert program is not None
+    assert_launchable(problem, Pass.FORWARD, H200, program)
 
 
 def test_tiny_images_far_apart_share_no_tile() -> None:
     """A view of large images: the offsets of a tile's images have 32 bits."""
     problem = make((64, 256, 1, 1), 128, 4, 2, 1, dtype="float16")
     layouts = replace(Layouts.dense(problem), input=(256 * 520 * 524, 520 * 524, 0, 524, 1))
-    for candidate, launch in plan.launches(problem, Pass.FORWARD, H200, layouts):
-        if candidate.schedule == "implicit_gemm" and not launch.main.source.wide_offsets:
-            assert params(launch)["images"] * layouts.input[0] < 2**31
+    for candidate, program in plan.programs(problem, Pass.FORWARD, H200, layouts):
+        if candidate.schedule == "implicit_gemm" and not program.main.source.wide_offsets:
+            assert params(program)["images"] * layouts.input[0] < 2**31
 
 
 @pytest.mark.sampled(8)
@@ -321,11 +321,11 @@ def test_offsets_beyond_4_gib() -> None:
         (make((1, 3, 2048, 1024, 1024), 4, 3), True),
     ):
         for formatted in (problem, replace(problem, dtype="float64")):
-            launch = plan.plan(formatted, Pass.FORWARD, H200).launch
-            assert launch is not None
-            assert_launchable(formatted, Pass.FORWARD, H200, launch)
+            program = plan.plan(formatted, Pass.FORWARD, H200).program
+            assert program is not None
+            assert_launchable(formatted, Pass.FORWARD, H200, program)
             if formatted.dtype == "float32":
-                assert launch.main.source.wide_offsets is wide
+                assert program.main.source.wide_offsets is wide
 
 
 @pytest.mark.parametrize(
@@ -343,30 +343,30 @@ def test_offsets_beyond_4_gib() -> None:
 def test_grids_stay_within_their_limits(problem: ConvTransposeProblem) -> None:
     for formatted in formats(problem):
         for pass_ in Pass:
-            for _, launch in plan.launches(formatted, pass_, H200):
-                assert_launchable(formatted, pass_, H200, launch)
+            for _, program in plan.programs(formatted, pass_, H200):
+                assert_launchable(formatted, pass_, H200, program)
 
 
 def test_an_empty_batch_launches_no_gather() -> None:
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
-        for _, launch in plan.launches(make((0, 3, 8, 8), 4, 3), pass_, H200):
-            assert 0 in launch.main.grid
-    launch = plan.plan(make((0, 3, 8, 8), 4, 3), Pass.WEIGHT_GRAD, H200).launch
-    assert launch is not None
-    assert 0 not in launch.main.grid  # the gradient is zero, and somebody must write it
+        for _, program in plan.programs(make((0, 3, 8, 8), 4, 3), pass_, H200):
+            assert 0 in program.main.grid
+    program = plan.plan(make((0, 3, 8, 8), 4, 3), Pass.WEIGHT_GRAD, H200).program
+    assert program is not None
+    assert 0 not in program.main.grid  # the gradient is zero, and somebody must write it
 
 
 def test_weight_gradient_parts_cover_every_position() -> None:
     for problem in (make((1, 3, 5), 4, 3), make((64, 3, 128, 128), 4, 3), make((2, 512, 9, 9), 512, 3)):
-        offered = plan.launches(problem, Pass.WEIGHT_GRAD, H200)
-        for candidate, launch in (each for each in offered if each[0].schedule == "direct_wgrad_gemm"):
-            found = params(launch)
+        offered = plan.programs(problem, Pass.WEIGHT_GRAD, H200)
+        for candidate, program in (each for each in offered if each[0].schedule == "direct_wgrad_gemm"):
+            found = params(program)
             parts, length, positions, weights = (found[each] for each in ("parts", "part_length", "positions", "plane"))
-            assert parts == launch.splits
+            assert parts == program.splits
             assert positions == problem.batch * math.prod(problem.input_size)
             assert weights == problem.elements[1]
             assert (parts - 1) * length < positions <= parts * length
-            assert length % candidate.variant.depth == 0
+            assert length % candidate.config.depth == 0
             assert parts * weights * 4 <= max(64 << 20, weights * 4)
 
 
@@ -374,14 +374,14 @@ def test_layouts_are_part_of_a_plan() -> None:
     problem = make((2, 8, 16, 16), 8, 3)
     dense = Layouts.dense(problem)
     last = Layouts.dense(replace(problem, channels_last=True))
-    mixed = plan.plan(problem, Pass.FORWARD, H200, replace(dense, input=last.input)).launch
+    mixed = plan.plan(problem, Pass.FORWARD, H200, replace(dense, input=last.input)).program
     assert mixed is not None
     assert dict(mixed.main.source.constants)["SRC_CHANNELS_LAST"] is True
     assert dict(mixed.main.source.constants)["DST_CHANNELS_LAST"] is False
     # Alignment and gaps are for the launch to know, not for the kernel.
-    plain = plan.plan(problem, Pass.FORWARD, H200).launch
+    plain = plan.plan(problem, Pass.FORWARD, H200).program
     for layouts in (replace(dense, aligned=False), replace(dense, input=(9999, 1111, 0, 33, 1))):
-        other = plan.plan(problem, Pass.FORWARD, H200, layouts).launch
+        other = plan.plan(problem, Pass.FORWARD, H200, layouts).program
         assert plain is not None
         assert other is not None
         assert other.main.source == plain.main.source
@@ -417,7 +417,7 @@ def strides_of_boxes(problem: ConvTransposeProblem, strides: Strides, aligned: b
     ],
     ids=str,
 )
-def test_strides_that_the_copy_engine_can_take(strides: Strides, found: tuple[int, ...] | None) -> None:
+def test_strides_that_tma_can_take(strides: Strides, found: tuple[int, ...] | None) -> None:
     """Of float32 images of 16×16 pixels and 8 channels."""
     problem = make((2, 8, 16, 16), 8, 3)
     assert strides_of_boxes(problem, strides) == found
@@ -444,18 +444,18 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
     for layer in LAYERS:
         for formatted in formats(layer.problem):
             problem = replace(formatted, dtype=dtype, tf32=True)
-            for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
-                if not launch.main.tensor_maps:
+            for candidate, program in plan.programs(problem, Pass.FORWARD, H200):
+                if not program.main.tensor_maps:
                     continue
                 assert candidate.schedule == "implicit_gemm"
-                assert_driver_takes(launch.main.tensor_maps[0])
-                count, pixels = params(launch)["boxes"], params(launch)["box_pixels"]
+                assert_driver_takes(program.main.tensor_maps[0])
+                count, pixels = params(program)["boxes"], params(program)["box_pixels"]
                 assert count >= 1
-                stage = math.prod(launch.main.tensor_maps[0].box) * DTYPE_BYTES[dtype]
-                assert stage == pixels * 32 * candidate.variant.k_steps * (2 if candidate.variant.scaled else 1)
-                slots = candidate.variant.stages if problem.channels_last else candidate.variant.raw_slots
-                assert slots * count * stage <= launch.main.shared_bytes
-                met.add((problem.channels_last, launch.main.tensor_maps[0].swizzle))
+                stage = math.prod(program.main.tensor_maps[0].box) * DTYPE_BYTES[dtype]
+                assert stage == pixels * 32 * candidate.config.k_steps * (2 if candidate.config.scaled else 1)
+                slots = candidate.config.stages if problem.channels_last else candidate.config.raw_slots
+                assert slots * count * stage <= program.main.shared_bytes
+                met.add((problem.channels_last, program.main.tensor_maps[0].swizzle))
     assert {last for last, _ in met} == {False, True}
 
 
@@ -481,9 +481,9 @@ def test_stores_are_as_wide_as_rows_allow(
         problem = make((2, 64, 8, (width + odd) // 2), channels, 2 + odd, 2, odd, dtype=dtype, tf32=True)
         problem = replace(problem, channels_last=channels_last)
         assert problem.output_size[1] == width
-        for candidate, launch in plan.launches(problem, Pass.FORWARD, H200):
+        for candidate, program in plan.programs(problem, Pass.FORWARD, H200):
             if candidate.schedule == "implicit_gemm":
-                assert params(launch)["store_vector"] == expected, candidate.describe()
+                assert params(program)["store_vector"] == expected, candidate.describe()
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(-1, 1))
@@ -506,8 +506,8 @@ def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
     (layer,) = (each.problem for each in suite("all") if each.name == "KernelBench 75")
     planned = plan.plan(replace(layer, dtype=dtype, tf32=True), Pass.FORWARD, H200, by_prediction=True)
     assert planned.schedule == "grouped_gemm"
-    assert planned.launch is not None
-    assert (len(planned.launch.steps) > 1) is shared
+    assert planned.program is not None
+    assert (len(planned.program.steps) > 1) is shared
 
 
 @pytest.mark.parametrize(
@@ -526,14 +526,14 @@ def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: 
     problem = replace(layer, channels_last=last, dtype="bfloat16")
     planned = plan.plan(problem, Pass.FORWARD, H200, by_prediction=True)
     assert planned.schedule == "implicit_gemm"
-    assert planned.launch is not None
-    constants = dict(planned.launch.main.source.constants)
-    variant = planned.candidate.variant
-    items, own = params(planned.launch)["items"], params(planned.launch)["own"]
-    clusters = planned.launch.main.grid[0] // constants["CLUSTER"]
+    assert planned.program is not None
+    constants = dict(planned.program.main.source.constants)
+    config = planned.candidate.config
+    items, own = params(planned.program)["items"], params(planned.program)["own"]
+    clusters = planned.program.main.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared
-    stages = Product.of(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), variant).stages(variant)
+    stages = Product.of(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), config).stages(config)
     assert own >= 2 + math.ceil((constants["LOADER_GROUPS"] - 1) / stages)
 
 
@@ -541,29 +541,29 @@ def test_clusters_are_whole() -> None:
     """Blocks come in whole clusters, whatever the number of tiles and multiprocessors; items are a cluster's."""
     problem = make((3, 16, 9, 11), 16, 3, 1, 1, tf32=True)
     layouts = Layouts.dense(problem)
-    offered = [each.variant for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
-    variant = next(each for each in offered if each.split == "turns")._replace(resident=False, cluster=2)
+    offered = [each.config for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
+    config = next(each for each in offered if each.split == "turns")._replace(resident=False, cluster=2)
     for multiprocessors in (2, 5, 132):
         device = replace(H200, multiprocessors=multiprocessors)
-        launch = ImplicitGemm().launch(problem, Pass.FORWARD, device, layouts, variant)
-        assert launch.main.grid[0] % 2 == 0
-        assert 0 < launch.main.grid[0] <= multiprocessors
-        assert "#define CLUSTER 2" in launch.main.source.text
+        program = ImplicitGemm().program(problem, Pass.FORWARD, device, layouts, config)
+        assert program.main.grid[0] % 2 == 0
+        assert 0 < program.main.grid[0] <= multiprocessors
+        assert "#define CLUSTER 2" in program.main.source.text
 
 
 def test_resident_weights_have_blocks_on_small_gpus() -> None:
-    """A variant that was chosen for another GPU still covers every row group."""
+    """A config that was chosen for another GPU still covers every row group."""
     problem = make((3, 16, 9, 11), 200, 2, 2, tf32=True)
     layouts = Layouts.dense(problem)
-    offered = [each.variant for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
-    variant = offered[0]._replace(resident=True, cluster=1, split="turns")
-    launch = ImplicitGemm().launch(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, variant)
-    assert launch.main.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), variant).row_groups > 2
+    offered = [each.config for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
+    config = offered[0]._replace(resident=True, cluster=1, split="turns")
+    program = ImplicitGemm().program(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, config)
+    assert program.main.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), config).row_groups > 2
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("reserve", [0, 2048])
-def test_families_have_the_tiles_of_their_variants(last: bool, reserve: int) -> None:
+def test_families_have_the_tiles_of_their_configs(last: bool, reserve: int) -> None:
     """What is found for all stages at once is what each would find: of tiles in their order the first that fits."""
     for problem in (
         make((4, 48, 33, 31), 24, 4, 2, 1, tf32=True, channels_last=last),
@@ -573,11 +573,11 @@ def test_families_have_the_tiles_of_their_variants(last: bool, reserve: int) -> 
     ):
         gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
         found = set()
-        for variant, stages in implicit_gemm_variant.families(
+        for config, stages in implicit_gemm_config.families(
             problem, H200, last, last and box_strides(gather) is not None
         ):
-            tiles = best_tiles(gather, variant, stages, problem.batch, H200, reserve)
-            alone = [best_tile(gather, variant._replace(stages=n), problem.batch, H200, reserve) for n in stages]
+            tiles = best_tiles(gather, config, stages, problem.batch, H200, reserve)
+            alone = [best_tile(gather, config._replace(stages=n), problem.batch, H200, reserve) for n in stages]
             assert tiles == alone
             found |= {(len({*tiles}), None in tiles)}
         assert len(found) > 2
@@ -661,7 +661,7 @@ def test_explanations_name_winner_losers_and_reasons() -> None:
         assert chosen.candidate is not None
         assert f"bound by {chosen.candidate.bound}" in paragraph
         losers: dict[str, list[Candidate]] = {}
-        for candidate, _ in plan.launches(problem, pass_, H200):
+        for candidate, _ in plan.programs(problem, pass_, H200):
             if candidate != chosen.candidate:
                 losers.setdefault(candidate.schedule, []).append(candidate)
         for found in losers.values():
@@ -678,7 +678,7 @@ def test_other_devices_are_portable() -> None:
     problem = make((4, 8, 16, 16), 12, 4, 2, 1)
     for pass_ in Pass:
         chosen = plan.plan(problem, pass_, PORTABLE)
-        assert (chosen.schedule, chosen.describe(), chosen.launch) == ("portable", "portable", None)
+        assert (chosen.schedule, chosen.describe(), chosen.program) == ("portable", "portable", None)
     assert "own kernels need an NVIDIA GPU" in explain(problem, PORTABLE)
 
 
@@ -717,7 +717,7 @@ def test_gpus_are_like_the_known_ones(
     assert info.arch == arch
     assert (info.clock_hz, info.copy_bytes_per_second) == (known.clock_hz, known.copy_bytes_per_second)
     assert (info.multiprocessors, info.shared_bytes_per_block) == (77, 99 << 10)
-    assert plan.plan(make((4, 8, 16, 16), 12, 4, 2, 1), Pass.FORWARD, info).launch is not None
+    assert plan.plan(make((4, 8, 16, 16), 12, 4, 2, 1), Pass.FORWARD, info).program is not None
 
 
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,21 +25,21 @@ def test_direct_kernel_counts_rounds() -> None:
     layer = make((8, 2, 96, 128), 2, 4, 2, 1)
     layouts = Layouts.dense(layer)
     first, *others = candidates(DirectTiled(), layer, Pass.FORWARD, H200, layouts)
-    counts = Counts.of(Gather.of(layer, Pass.FORWARD, layouts), first.variant)
-    full = H200.multiprocessors * first.variant.min_blocks
-    assert first.variant.min_blocks > 1
+    counts = Counts.of(Gather.of(layer, Pass.FORWARD, layouts), first.config)
+    full = H200.multiprocessors * first.config.min_blocks
+    assert first.config.min_blocks > 1
 
     def cycles(items: int) -> float:
-        return cycles_of_rounds(first.variant, counts, items, H200.multiprocessors, costs("direct_tiled", H200))
+        return cycles_of_rounds(first.config, counts, items, H200.multiprocessors, costs("direct_tiled", H200))
 
     assert cycles(3 * full) == pytest.approx(3 * cycles(full))
     assert cycles(full + 1) == pytest.approx(cycles(full) + cycles(1))
     assert cycles(1) == cycles(H200.multiprocessors)
-    assert cycles(1) > cycles(full) / first.variant.min_blocks  # latencies are bare
+    assert cycles(1) > cycles(full) / first.config.min_blocks  # latencies are bare
     # Where blocks are few, those of twice the threads are faster; where there are enough, the first remain the first.
-    assert any(each.variant.threads == 2 * first.variant.threads and each.seconds < first.seconds for each in others)
+    assert any(each.config.threads == 2 * first.config.threads and each.seconds < first.seconds for each in others)
     many = list(candidates(DirectTiled(), replace(layer, batch=4096), Pass.FORWARD, H200, layouts))
-    assert many[0].variant == first.variant
+    assert many[0].config == first.config
     assert many[0].seconds == min(each.seconds for each in many)
 
 
@@ -49,4 +49,4 @@ def test_lone_blocks_pay_for_their_start_and_end(dtype: str) -> None:
     chosen = plan.plan(make((8, 21, 16, 16), 21, 64, 32, 16, dtype=dtype, tf32=True), Pass.FORWARD, H200)
     assert chosen.schedule == "phase_gemm"
     assert chosen.candidate is not None
-    assert (chosen.candidate.variant.rows, chosen.candidate.variant.min_blocks) == (64, 2)
+    assert (chosen.candidate.config.rows, chosen.candidate.config.min_blocks) == (64, 2)

@@ -67,7 +67,7 @@ def entry_of(folder: Path, pass_: Pass) -> Path:
 
 def offers(problem: ConvTransposeProblem = LAYER, device: DeviceInfo = H200, pass_: Pass = Pass.FORWARD) -> list[str]:
     forget()
-    return [candidate.describe() for candidate, _ in plan.launches(problem, pass_, device)]
+    return [candidate.describe() for candidate, _ in plan.programs(problem, pass_, device)]
 
 
 @pytest.mark.parametrize("pass_", Pass)
@@ -158,7 +158,7 @@ def test_what_is_made_up_leaves_all_schedules(folder: Path, monkeypatch: pytest.
     unable = [refusal(schedule, LAYER, Pass.WEIGHT_GRAD, H200) is not None for schedule in plan.SCHEDULES].index(True)
     monkeypatch.setattr(rankings, "read", lambda *_: [unable])
     forget()
-    assert plan.plan(LAYER, Pass.WEIGHT_GRAD, H200).launch is not None
+    assert plan.plan(LAYER, Pass.WEIGHT_GRAD, H200).program is not None
 
 
 @pytest.mark.parametrize("pass_", Pass)
@@ -168,8 +168,8 @@ def test_what_is_made_up_changes_an_order_alone(pass_: Pass, folder: Path) -> No
     entry = json.loads(path.read_text())
     path.write_text(json.dumps({**entry, "value": entry["value"][::-1]}))
     assert {*offers(pass_=pass_)} != {*first}
-    for _, launch in plan.launches(LAYER, pass_, H200):
-        assert launch.main.shared_bytes <= H200.shared_bytes_per_block
+    for _, program in plan.programs(LAYER, pass_, H200):
+        assert program.main.shared_bytes <= H200.shared_bytes_per_block
 
 
 def test_a_disk_that_takes_nothing_is_no_error(

@@ -40,7 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     device = DeviceInfo.of(torch.device("cuda", 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POLYPHASE_CACHE_DIR", str(folder))
-        compile_ahead((source for _, _, _, launch, _ in runs(device) for source in launch.sources), device.arch)
+        compile_ahead((source for _, _, _, program, _ in runs(device) for source in program.sources), device.arch)
     return folder
 
 

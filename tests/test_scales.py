@@ -18,7 +18,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm.config import GemmVariant, variants
+from polyphase.schedules.implicit_gemm.config import GemmConfig, configs
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile
 
@@ -35,17 +35,17 @@ LAYERS = {
 
 
 def scaled(problem: ConvTransposeProblem, most: int, layouts: Layouts | None = None) -> Iterator[Program]:
-    """Launches of so many variants that multiply halves, at random."""
+    """Launches of so many configs that multiply halves, at random."""
     layouts = layouts or Layouts.dense(problem)
     gather = Gather.of(problem, Pass.FORWARD, layouts)
 
-    def fits(variant: GemmVariant) -> bool:
-        return variant.scaled and best_tile(gather, variant, problem.batch, H200) is not None
+    def fits(config: GemmConfig) -> bool:
+        return config.scaled and best_tile(gather, config, problem.batch, H200) is not None
 
-    found = [*variants(problem, H200, gather.src.channels_last, boxes=False)]
+    found = [*configs(problem, H200, gather.src.channels_last, tma=False)]
     shuffled = random.Random(str(problem)).sample(found, len(found))
-    for variant in islice(filter(fits, shuffled), most):
-        yield ImplicitGemm().launch(problem, Pass.FORWARD, H200, layouts, variant)
+    for config in islice(filter(fits, shuffled), most):
+        yield ImplicitGemm().program(problem, Pass.FORWARD, H200, layouts, config)
 
 
 def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ def powers(shape: tuple[int, ...], most: int, seed: int) -> torch.Tensor:
 
 def assert_near(
     problem: ConvTransposeProblem,
-    launch: Program,
+    program: Program,
     x: torch.Tensor,
     weight: torch.Tensor,
     executor: Executor | None = None,
@@ -71,9 +71,9 @@ def assert_near(
     wide = None if bias is None else bias.double()
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()), wide)
     sums = reference(problem, Pass.FORWARD, (x.double().abs(), weight.double().abs()), wide)
-    found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias, executor).double()
+    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias, executor).double()
     wrong = ~((found - exact).abs() <= most * sums)
-    assert not wrong.any(), (launch.main.source.specialisation, wrong.nonzero()[0], found[wrong][0], exact[wrong][0])
+    assert not wrong.any(), (program.main.source.specialisation, wrong.nonzero()[0], found[wrong][0], exact[wrong][0])
 
 
 @pytest.mark.sampled(4)
@@ -81,8 +81,8 @@ def assert_near(
 @pytest.mark.parametrize("name", LAYERS)
 def test_numbers_of_many_sizes(name: str, tf32: bool) -> None:
     problem = replace(LAYERS[name], tf32=tf32)
-    for launch in scaled(problem, 3):
-        assert_near(problem, launch, *of_many_sizes(problem))
+    for program in scaled(problem, 3):
+        assert_near(problem, program, *of_many_sizes(problem))
 
 
 def of_many_sizes(problem: ConvTransposeProblem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,8 +106,8 @@ def test_a_pixel_far_larger_than_all_others(magnitude: float, tf32: bool) -> Non
     for outlier in (1.0, 2.0**20, 2.0**60):
         if magnitude * outlier < 2.0**122:
             x[1, 3, 4, 5] = 3 * magnitude * outlier
-            for launch in scaled(problem, 1):
-                assert_near(problem, launch, x, weight)
+            for program in scaled(problem, 1):
+                assert_near(problem, program, x, weight)
 
 
 @pytest.mark.parametrize("tf32", [True, False])
@@ -125,8 +125,8 @@ def test_channels_of_many_sizes(outlier: float, tf32: bool) -> None:
     largest = x.double().abs().amax(1, True).expand(x.shape)
     lost = reference(problem, Pass.FORWARD, (largest, weight.double().abs()))
     rounding, losing = (2.0**-10, 2.0**-19) if tf32 else (2.0**-21, 2.0**-27)
-    for launch in scaled(problem, 2):
-        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)).double()
+    for program in scaled(problem, 2):
+        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)).double()
         assert ((found - exact).abs() <= rounding * sums + losing * lost).all()
 
 
@@ -136,7 +136,7 @@ def test_forward_passes_alone(tf32: bool) -> None:
     problem = make((8, 256, 64, 64), 256, 3, 1, 1, tf32=tf32)
     dense = Layouts.dense(problem)
     for pass_ in (Pass.FORWARD, Pass.INPUT_GRAD):
-        offered = [each.variant.scaled for each in candidates(ImplicitGemm(), problem, pass_, H200, dense)]
+        offered = [each.config.scaled for each in candidates(ImplicitGemm(), problem, pass_, H200, dense)]
         assert any(offered) is (pass_ is Pass.FORWARD)
 
 
@@ -152,7 +152,7 @@ MANY_TAPS = {
 def test_packing_kernels_have_room(name: str) -> None:
     """A kernel has 48 KiB of shared memory unless more is asked for."""
     problem = MANY_TAPS[name]
-    kernels = {source for launch in scaled(problem, 40) for source in launch.sources}
+    kernels = {source for program in scaled(problem, 40) for source in program.sources}
     packing = {source for source in kernels if source.kernel != "implicit_gemm"}
     assert {source.kernel for source in packing} > {"measure_scales"}
     for source in packing:
@@ -170,8 +170,8 @@ def test_what_is_not_finite(most: int, tf32: bool) -> None:
     x[0, 3, 1, 1], x[1, 4, 2, 2], x[1, 5, 4, 5] = math.inf, -math.inf, math.nan
     bias = torch.zeros(problem.out_channels)
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()), bias.double())
-    for launch in scaled(problem, 3):
-        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), bias).double()
+    for program in scaled(problem, 3):
+        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias).double()
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=2.0**-21, atol=0)
 
 
@@ -185,8 +185,8 @@ def test_weights_that_are_not_finite(name: str) -> None:
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()))
     changed = ~exact.isfinite()
     assert changed.any()
-    for launch in scaled(problem, 2):
-        found = run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)).double()
+    for program in scaled(problem, 2):
+        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)).double()
         assert torch.equal(found[~changed], finite[~changed])
         assert not found[changed].isfinite().any()
 
@@ -197,8 +197,8 @@ def test_zeros(zeros: str) -> None:
     x, weight = integers(problem.input_shape, 12), integers(problem.weight_shape, 13)
     x *= zeros == "weight"
     weight *= zeros == "input"
-    for launch in scaled(problem, 2):
-        assert not run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight)).any()
+    for program in scaled(problem, 2):
+        assert not run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)).any()
 
 
 @pytest.mark.sampled(4)
@@ -207,12 +207,12 @@ def test_all_pixels_are_measured(name: str) -> None:
     """Wherever the largest lies, in tensors of all kinds: unaligned, with gaps between rows and columns."""
     problem = LAYERS[name]
     for number, layouts in enumerate(strange_layouts(problem)):
-        launch = next(scaled(problem, 1, layouts))
+        program = next(scaled(problem, 1, layouts))
         for seed in range(3):
             x, weight = integers(problem.input_shape, 14), integers(problem.weight_shape, 15)
             place = tuple(random.Random(f"{number} {seed}").randrange(side) for side in x.shape)
             x[place] = 2.0**20  # would be infinite, were it not found
-            found = run(problem, Pass.FORWARD, launch, layouts, (x, weight), zeros_of(problem), Emulator(seed))
+            found = run(problem, Pass.FORWARD, program, layouts, (x, weight), zeros_of(problem), Emulator(seed))
             exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()))
             torch.testing.assert_close(found.double(), exact, rtol=2.0**-21, atol=0)
 
@@ -227,5 +227,5 @@ def test_no_races() -> None:
     problem = LAYERS["tiny images"]
     x = integers(problem.input_shape, 16) * powers((5, 1, 4, 4), 30, 17).float()
     weight = integers(problem.weight_shape, 18)
-    for launch in scaled(problem, 2):
-        run(problem, Pass.FORWARD, launch, Layouts.dense(problem), (x, weight), executor=Emulator(order=None))
+    for program in scaled(problem, 2):
+        run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), executor=Emulator(order=None))

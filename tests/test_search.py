@@ -102,15 +102,15 @@ def test_no_prediction_falls_below_its_bound(problem: ConvTransposeProblem) -> N
     for sized in (at, *schedule.others(at), *schedule.own(at)):
         gather, members = sized.gather, at.members(H200)
         images = gather.src.shape[0]
-        boxes = not gather.src.channels_last and box_strides(gather, one_row=True) is not None
+        tma = not gather.src.channels_last and box_strides(gather, one_row=True) is not None
         for member in list(members.at(gather).values())[::7]:
             found = member.fastest(gather)
             if found is None:
                 continue
-            sizes = gather.src.shape[2:] if member.variant.whole_images else gather.cells
+            sizes = gather.src.shape[2:] if member.config.whole_images else gather.cells
             cells = images * math.prod(sizes)
-            assert member.bound(boxes).seconds(cells) <= found[0]
-            assert member.may_fall_below(gather, cells, found[0] / (1 - 1e-9), boxes)
+            assert member.bound(tma).seconds(cells) <= found[0]
+            assert member.may_fall_below(gather, cells, found[0] / (1 - 1e-9), tma)
         every = members.fastest(gather, None, math.inf)
         order = sorted(every, key=every.__getitem__)
         for most in (1, 5, 64):

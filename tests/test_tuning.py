@@ -49,7 +49,7 @@ def chosen(problem: ConvTransposeProblem = LAYER, pass_: Pass = Pass.FORWARD, de
 def candidates(pass_: Pass = Pass.FORWARD) -> list[str]:
     """Those that are measured; there are others."""
     names = [candidate.describe() for candidate, _ in worth_measuring(replace(CASE, pass_=pass_), H200)]
-    assert 2 < len(names) < len(plan.launches(LAYER, pass_, H200)) or pass_ is Pass.WEIGHT_GRAD
+    assert 2 < len(names) < len(plan.programs(LAYER, pass_, H200)) or pass_ is Pass.WEIGHT_GRAD
     return names
 
 
@@ -58,7 +58,7 @@ def measuring(milliseconds: Callable[[str], float | str]) -> Callable[[Case], Re
 
     def run(case: Case) -> Record:
         name = plan.plan(case.problem, case.pass_, H200).describe()
-        record = Record("a layer", "", case.pass_.value, case.problem.dtype, "nchw", variant=name)
+        record = Record("a layer", "", case.pass_.value, case.problem.dtype, "nchw", config=name)
         result = milliseconds(name)
         if isinstance(result, str):
             record.status = result
@@ -77,9 +77,9 @@ def test_the_fastest_is_taken_at_any_size(pass_: Pass) -> None:
     assert best != predicted.describe()
     result = tune(replace(CASE, pass_=pass_), measuring(lambda name: 1.0 if name == best else 2.0), H200)
     assert result.fastest is not None
-    assert result.fastest.variant == best
-    assert result.planned.variant == predicted.describe()
-    assert {record.variant for record in result.records} == set(candidates(pass_))
+    assert result.fastest.config == best
+    assert result.planned.config == predicted.describe()
+    assert {record.config for record in result.records} == set(candidates(pass_))
     for problem in (LAYER, replace(LAYER, batch=7, input_size=(50, 64))):
         assert chosen(problem, pass_).measured
         assert chosen(problem, pass_).describe() == best
@@ -95,12 +95,12 @@ def test_the_own_choice_is_measured_whatever_its_prediction(monkeypatch: pytest.
     found = {candidate.describe(): candidate.seconds for candidate, _ in worth_measuring(case, H200)}
     assert found[own.describe()] > min(found.values())
     result = tune(case, measuring(lambda name: 1.0 if name == own.describe() else 2.0), H200)
-    assert result.planned.variant == own.describe()
+    assert result.planned.config == own.describe()
 
 
 def test_double_precision_is_never_channels_last() -> None:
     doubles = replace(LAYER, dtype="float64")
-    last = [candidate.describe() for candidate, _ in plan.launches(doubles, Pass.FORWARD, H200)][-1]
+    last = [candidate.describe() for candidate, _ in plan.programs(doubles, Pass.FORWARD, H200)][-1]
     tuning.remember(replace(doubles, channels_last=True), Pass.FORWARD, H200, last)
     assert chosen(doubles).describe() == last
 
@@ -145,7 +145,7 @@ def test_what_is_wrong_or_fails_is_never_chosen() -> None:
     names = candidates()
     statuses = {names[-1]: WRONG, names[-2]: FAILED}
     result = tune(CASE, measuring(lambda name: statuses.get(name, 1.0 + names.index(name))), H200)
-    assert {record.variant for record in result.faults} == set(statuses)
+    assert {record.config for record in result.faults} == set(statuses)
     assert chosen().describe() == names[0]
 
     none = tune(CASE, measuring(lambda name: WRONG), H200)
@@ -158,11 +158,11 @@ def test_records_tell_what_was_predicted(pass_: Pass) -> None:
     own = chosen(pass_=pass_)
     result = tune(replace(CASE, pass_=pass_), measuring(lambda name: WRONG if name == own.describe() else 2.0), H200)
     seconds = {candidate.describe(): candidate.seconds for candidate, _ in worth_measuring(result.case, H200)}
-    assert {record.variant: record.predicted_ms for record in result.records} == {
+    assert {record.config: record.predicted_ms for record in result.records} == {
         name: pytest.approx(1e3 * predicted) for name, predicted in seconds.items()
     }
     assert [record for record in result.records if record.planned] == [result.planned]
-    assert result.planned.variant == own.describe()
+    assert result.planned.config == own.describe()
 
 
 class PlannedError(Exception):
@@ -186,7 +186,7 @@ def test_kernels_known_ahead_are_those_that_run(
         return channels_last and dtype != "float64"  # as `layout.output_channels_last` on a GPU
 
     monkeypatch.setattr(runtime, "executables", executables)
-    monkeypatch.setattr(runtime, "soonest", lambda launch, *_: launch)  # as of kernels that are compiled
+    monkeypatch.setattr(runtime, "soonest", lambda program, *_: program)  # as of kernels that are compiled
     monkeypatch.setattr(runtime, "output_channels_last", last)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -209,7 +209,7 @@ def test_kernels_known_ahead_are_those_that_run(
 
     result = tune(case, run, H200)
     assert len(result.records) == len(launched)
-    assert {source for launch in launched for source in launch.sources} == set(sources([case], H200))
+    assert {source for program in launched for source in program.sources} == set(sources([case], H200))
 
 
 def test_the_planner_s_accuracy_is_that_of_the_csv(tmp_path: Path) -> None:
@@ -317,8 +317,8 @@ def test_the_command_measures_and_tells(status: str, tmp_path: Path, monkeypatch
     result = CliRunner().invoke(app, ["tune", "--layer", layer, "--strict-fp32", "--csv", str(written)])
     words = " ".join(result.output.split())
     assert result.exit_code == (1 if status == WRONG else 0), words
-    assert {record.variant for record in read_csv(written)} == set(candidates())
-    assert set(compiled) == {s for _, launch in worth_measuring(CASE, H200) for s in launch.sources}
+    assert {record.config for record in read_csv(written)} == set(candidates())
+    assert set(compiled) == {s for _, program in worth_measuring(CASE, H200) for s in program.sources}
     if status == WRONG:
         assert "none is right" in words
         assert "of 1 cases, the planner's own choice is within 10% of the fastest candidate in 0" in words

@@ -60,12 +60,12 @@ def cases() -> Iterator[ParameterSet]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
-    """On tensors of one kind, every third of them dense; on a GPU it is all variants and kinds."""
+    """On tensors of one kind, every third of them dense; on a GPU it is all configs and kinds."""
     all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
     layouts = all_layouts[max(0, seed % 6 - 1)]
     found = offers(SCHEDULES[pass_], problem, pass_, layouts)
-    candidate, launch = found[seed // 6 % len(found)]
-    assert_exact(problem, pass_, candidate, launch, layouts, Emulator(seed % 1000))
+    candidate, program = found[seed // 6 % len(found)]
+    assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
 
 
 @pytest.mark.sampled(8)
@@ -82,11 +82,11 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pyte
     first = zlib.crc32(f"{pass_} {shape}".encode())
     for buffers in (2 + (first + more) % 3 for more in range(3)):
         candidate, _ = found[0 if buffers < 4 else -1]
-        variant = candidate.variant._replace(buffers=buffers)
+        config = candidate.config._replace(buffers=buffers)
         layouts = Layouts.dense(problem)
-        if gradient_gemm._tiling(problem, pass_, layouts, variant, H200) is not None:
-            launch = SCHEDULES[pass_].launch(problem, pass_, H200, layouts, variant)
-            assert_exact(problem, pass_, candidate, launch, executor=Emulator(buffers))
+        if gradient_gemm._tiling(problem, pass_, layouts, config, H200) is not None:
+            program = SCHEDULES[pass_].program(problem, pass_, H200, layouts, config)
+            assert_exact(problem, pass_, candidate, program, executor=Emulator(buffers))
             break
     else:
         pytest.fail("no number of buffers fits")
@@ -94,19 +94,19 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pyte
 
 def test_windows_that_16_bits_cannot_address() -> None:
     problem = make((1, 16, 300), 2, 512, 256, 128, dtype="bfloat16")
-    candidate, launch = offers(SCHEDULES[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
-    assert candidate.variant.positions * 256 > 2**15
-    assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(2))
+    candidate, program = offers(SCHEDULES[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
+    assert candidate.config.positions * 256 > 2**15
+    assert_exact(problem, Pass.INPUT_GRAD, candidate, program, executor=Emulator(2))
 
 
-def test_variants_fit_images_of_any_alignment() -> None:
+def test_configs_fit_images_of_any_alignment() -> None:
     """Rows that are moved in pieces have room for whole ones: where that is too much they are moved by element."""
     a10 = DeviceInfo.for_arch("sm_86")
     problem = make((100, 3, 1, 33, 5), 3, (7, 8, 1), (4, 1, 4), (5, 4, 0), (0, 9, 3), dilation=(7, 15, 1))
     problem = replace(problem, dtype="bfloat16")
     schedule = WindowDgradMma()
     first = {
-        next(candidates(schedule, sized, Pass.INPUT_GRAD, a10, Layouts.dense(sized))).variant
+        next(candidates(schedule, sized, Pass.INPUT_GRAD, a10, Layouts.dense(sized))).config
         for size in ((1, 33, 5), (9, 9, 9), (3, 40, 64))
         for sized in (replace(problem, input_size=size),)
     }
@@ -117,25 +117,25 @@ def test_variants_fit_images_of_any_alignment() -> None:
 @pytest.mark.parametrize("name", ["stride 1", "tiny images"])
 def test_no_races(name: str, pass_: Pass) -> None:
     for problem in (LAYERS[name], replace(LAYERS[name], channels_last=True)):
-        candidate, launch = offers(SCHEDULES[pass_], problem, pass_)[0]
-        assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
+        candidate, program = offers(SCHEDULES[pass_], problem, pass_)[0]
+        assert_exact(problem, pass_, candidate, program, executor=Emulator(order=None))
 
 
 def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts longer than what the cores sum in one go."""
     problem = make((3, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
     monkeypatch.setattr(tiles, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
-    for candidate, launch in offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[:2]:
-        assert launch.splits == 2
-        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
+    for candidate, program in offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[:2]:
+        assert program.splits == 2
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("pass_", GRADIENTS)
 def test_float32_is_rounded_to_nearest(pass_: Pass, channels_last: bool) -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True, channels_last=channels_last)
-    _, launch = offers(SCHEDULES[pass_], problem, pass_)[0]
-    assert_rounds_to_nearest(problem, pass_, launch)
+    _, program = offers(SCHEDULES[pass_], problem, pass_)[0]
+    assert_rounds_to_nearest(problem, pass_, program)
 
 
 def test_where_it_refuses() -> None:
@@ -191,8 +191,8 @@ def test_mirrored_layers(name: str, channels_last: bool) -> None:
     ways = ((0, dense), (-1, replace(dense, weight_channels_last=not channels_last)))
     for index, layouts in ways[zlib.crc32(f"{name} {channels_last}".encode()) % 2 :][:1]:
         candidate = list(candidates(schedule, problem, Pass.INPUT_GRAD, H200, layouts))[index]
-        launch = schedule.launch(problem, Pass.INPUT_GRAD, H200, layouts, candidate.variant)
-        assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, layouts, Emulator(1))
+        program = schedule.program(problem, Pass.INPUT_GRAD, H200, layouts, candidate.config)
+        assert_exact(problem, Pass.INPUT_GRAD, candidate, program, layouts, Emulator(1))
 
 
 def test_what_has_no_mirror() -> None:

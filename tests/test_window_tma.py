@@ -16,7 +16,7 @@ from kernel_harness import (
     Emulator,
     Executor,
     assert_exact,
-    assert_one_variant_exact,
+    assert_one_config_exact,
     assert_rounds_to_nearest,
     gradient_cases,
     integers,
@@ -34,7 +34,7 @@ from polyphase.program.split_k import reduce_splits
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import tma as gradient_boxes
 from polyphase.schedules.window_gemm.tap_windows import ALONE
-from polyphase.schedules.window_gemm.tma import BoxVariant, WindowDgradTma, WindowWgradTma
+from polyphase.schedules.window_gemm.tma import TmaConfig, WindowDgradTma, WindowWgradTma
 from polyphase.torch_op.memory_format import as_output, empty_output
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -80,13 +80,13 @@ WITHOUT_WEIGHT = {"grouped, odd", "kernel < stride", "output padding"}
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
-    """One variant; on a GPU it is all of them."""
-    assert_one_variant_exact(SCHEDULES[pass_], problem, pass_)
+    """One config; on a GPU it is all of them."""
+    assert_one_config_exact(SCHEDULES[pass_], problem, pass_)
 
 
-def is_narrowed(launch: Program) -> bool:
+def is_narrowed(program: Program) -> bool:
     """Whether the kernel of a weight gradient narrows its sums itself."""
-    return bool(params(launch).get("narrowed"))
+    return bool(params(program).get("narrowed"))
 
 
 def test_layers_take_every_way() -> None:
@@ -95,10 +95,10 @@ def test_layers_take_every_way() -> None:
     for problem in LAYERS.values():
         for pass_, schedule in SCHEDULES.items():
             if refusal(schedule, problem, pass_, H200) is None:
-                for candidate, launch in offers(schedule, problem, pass_):
-                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in launch.main.tensor_maps}
-                    ways |= {(pass_, "row groups", candidate.variant.row_groups), (pass_, launch.splits > 1)}
-                    ways |= {(pass_, "packed", launch.main_index > 0), (pass_, "narrowed", is_narrowed(launch))}
+                for candidate, program in offers(schedule, problem, pass_):
+                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in program.main.tensor_maps}
+                    ways |= {(pass_, "row groups", candidate.config.row_groups), (pass_, program.splits > 1)}
+                    ways |= {(pass_, "packed", program.main_index > 0), (pass_, "narrowed", is_narrowed(program))}
     for pass_ in SCHEDULES:
         assert {way[2] for way in ways if way[:2] == (pass_, "swizzle")} == {32, 64, 128}
     assert {(Pass.WEIGHT_GRAD, "row groups", 1), (Pass.WEIGHT_GRAD, "row groups", 2)} <= ways
@@ -106,11 +106,11 @@ def test_layers_take_every_way() -> None:
     assert {(Pass.WEIGHT_GRAD, "narrowed", True), (Pass.WEIGHT_GRAD, "narrowed", False)} <= ways
 
 
-def _shape(variant: BoxVariant) -> tuple[object, ...]:
-    """A variant but for what is like another's; of those whose taps share windows there are too many."""
-    if variant.taps == ALONE:
-        return (variant,)
-    return variant.taps, variant.row_groups, variant.column_groups, variant.lines > 1
+def _shape(config: TmaConfig) -> tuple[object, ...]:
+    """A config but for what is like another's; of those whose taps share windows there are too many."""
+    if config.taps == ALONE:
+        return (config,)
+    return config.taps, config.row_groups, config.column_groups, config.lines > 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -118,21 +118,21 @@ def _shape(variant: BoxVariant) -> tuple[object, ...]:
 def test_every_shape(pass_: Pass, dtype: str) -> None:
     """Blocks of every shape, with rows and columns that do not exist."""
     problem = make((1, 264, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
-    variants = [*gradient_boxes._variants(problem, pass_, H200)]
-    variants += gradient_boxes._variants(replace(problem, in_channels=40, out_channels=40), pass_, H200)
-    shapes = {_shape(variant): variant for variant in variants}
-    for number, variant in enumerate(shapes.values()):
+    configs = [*gradient_boxes._configs(problem, pass_, H200)]
+    configs += gradient_boxes._configs(replace(problem, in_channels=40, out_channels=40), pass_, H200)
+    shapes = {_shape(config): config for config in configs}
+    for number, config in enumerate(shapes.values()):
         layouts = replace(Layouts.dense(problem), weight_channels_last=number % 2 == 0)
-        launch = SCHEDULES[pass_].launch(problem, pass_, H200, layouts, variant)
-        candidate = Candidate(SCHEDULES[pass_].name, variant, 0.0, "")
-        assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
+        program = SCHEDULES[pass_].program(problem, pass_, H200, layouts, config)
+        candidate = Candidate(SCHEDULES[pass_].name, config, 0.0, "")
+        assert_exact(problem, pass_, candidate, program, layouts, executor=Emulator(number))
 
 
 @pytest.mark.parametrize("pass_", SCHEDULES)
 @pytest.mark.parametrize("name", ["stride 2", "stride 2, half"])
 def test_no_races(name: str, pass_: Pass) -> None:
-    candidate, launch = offers(SCHEDULES[pass_], LAYERS[name], pass_)[0]
-    assert_exact(LAYERS[name], pass_, candidate, launch, executor=Emulator(order=None))
+    candidate, program = offers(SCHEDULES[pass_], LAYERS[name], pass_)[0]
+    assert_exact(LAYERS[name], pass_, candidate, program, executor=Emulator(order=None))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -144,10 +144,10 @@ def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     gradient_boxes._parts.cache_clear()
     gradient_boxes._input_parts.cache_clear()
     problem = make((3, 24, 7, 9), 40, 3, 2, 1, dtype=dtype, tf32=True)
-    for candidate, launch in offers(SCHEDULES[pass_], problem, pass_):
-        assert not is_narrowed(launch)
-        assert dict(launch.main.source.constants).get("FLUSH", 1) < 9 * 2
-        assert_exact(problem, pass_, candidate, launch, executor=Emulator(1))
+    for candidate, program in offers(SCHEDULES[pass_], problem, pass_):
+        assert not is_narrowed(program)
+        assert dict(program.main.source.constants).get("FLUSH", 1) < 9 * 2
+        assert_exact(problem, pass_, candidate, program, executor=Emulator(1))
     gradient_boxes._parts.cache_clear()
     gradient_boxes._input_parts.cache_clear()
 
@@ -159,22 +159,22 @@ def test_parts_of_an_input_gradient(dtype: str, in_channels: int, monkeypatch: p
     monkeypatch.setattr(gradient_boxes, "_input_parts", lambda *_: (4, 0.0, 0.0))
     schedule, pass_ = SCHEDULES[Pass.INPUT_GRAD], Pass.INPUT_GRAD
     problem = make((3, in_channels, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
-    candidate, launch = offers(schedule, problem, pass_)[0]
-    assert launch.splits == 4
-    assert_exact(problem, pass_, candidate, launch, executor=Emulator(order=None))
+    candidate, program = offers(schedule, problem, pass_)[0]
+    assert program.splits == 4
+    assert_exact(problem, pass_, candidate, program, executor=Emulator(order=None))
     dense = Layouts.dense(problem)
     batch, *others = dense.input
     apart = replace(dense, input=(batch + 8, *others))
-    launch = schedule.launch(problem, pass_, H200, apart, candidate.variant)
-    assert launch.splits == 1
-    assert_exact(problem, pass_, candidate, launch, apart, executor=Emulator(3))
+    program = schedule.program(problem, pass_, H200, apart, candidate.config)
+    assert program.splits == 1
+    assert_exact(problem, pass_, candidate, program, apart, executor=Emulator(3))
 
 
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_float32_is_rounded_to_nearest(pass_: Pass) -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True)
-    _, launch = offers(SCHEDULES[pass_], problem, pass_)[0]
-    assert_rounds_to_nearest(problem, pass_, launch)
+    _, program = offers(SCHEDULES[pass_], problem, pass_)[0]
+    assert_rounds_to_nearest(problem, pass_, program)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -215,7 +215,7 @@ def test_where_it_refuses() -> None:
     assert refusal(SCHEDULES[Pass.INPUT_GRAD], replace(split, out_channels=16), Pass.INPUT_GRAD, H200) is not None
 
 
-def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
+def test_tensors_that_tma_does_not_take_are_left_to_others() -> None:
     """No box begins or ends amid 16 bytes: there is no candidate where tensors lie otherwise."""
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
@@ -230,14 +230,14 @@ def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
 
 
 def test_every_size_has_the_layer_s_kernels() -> None:
-    """As other passes of few kernels: variants are those of the typical size."""
+    """As other passes of few kernels: configs are those of the typical size."""
     layer = make((2, 64, 8, 16), 32, 4, 2, 1, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
         found = set()
         for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
             sized = replace(layer, batch=batch, input_size=size)
             offered = candidates(schedule, sized, pass_, H200, Layouts.dense(sized))
-            found.add(tuple(candidate.variant for candidate in offered))
+            found.add(tuple(candidate.config for candidate in offered))
         assert len(found) == 1
 
 
@@ -252,8 +252,8 @@ def test_which_taps_share_a_window() -> None:
     }
     schedule = SCHEDULES[Pass.WEIGHT_GRAD]
     for problem, taps in wanted.items():
-        assert {variant.taps for variant in gradient_boxes._variants(problem, Pass.WEIGHT_GRAD, H200)} == taps
-        offered = [candidate.variant.taps for candidate, _ in offers(schedule, problem, Pass.WEIGHT_GRAD)]
+        assert {config.taps for config in gradient_boxes._configs(problem, Pass.WEIGHT_GRAD, H200)} == taps
+        offered = [candidate.config.taps for candidate, _ in offers(schedule, problem, Pass.WEIGHT_GRAD)]
         assert ALONE in offered
         assert (offered[0] == ALONE) == (taps == {ALONE})
 
@@ -276,14 +276,14 @@ def test_lone_pixels() -> None:
     for batch in (1, 255, 256, 257, 5000):
         for dims in (1, 2, 3):
             lone = ConvTransposeProblem.make((batch, 128, *(1,) * dims), 64, 4, dtype="bfloat16")
-            last = plan(lone, Pass.WEIGHT_GRAD, H200).launch
+            last = plan(lone, Pass.WEIGHT_GRAD, H200).program
             assert last is not None
             assert not last.dst_channels_last
             for pass_, schedule in SCHEDULES.items():
                 problem = replace(lone, channels_last=True)
-                for _, launch in offers(schedule, problem, pass_):
-                    assert all(1 <= span <= 256 for boxes in launch.main.tensor_maps for span in boxes.spans)
+                for _, program in offers(schedule, problem, pass_):
+                    assert all(1 <= span <= 256 for boxes in program.main.tensor_maps for span in boxes.spans)
     problem = make((300, 24, 1, 1), 16, 2, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
-        for candidate, launch in offers(schedule, problem, pass_):
-            assert_exact(problem, pass_, candidate, launch, executor=Emulator(1))
+        for candidate, program in offers(schedule, problem, pass_):
+            assert_exact(problem, pass_, candidate, program, executor=Emulator(1))

@@ -15,7 +15,7 @@ from kernel_harness import (
     Emulator,
     Executor,
     assert_exact,
-    assert_one_variant_exact,
+    assert_one_config_exact,
     gradient_cases,
     integers,
     offers,
@@ -47,8 +47,8 @@ LAYERS = {
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
-    """One variant; on a GPU it is all of them."""
-    assert_one_variant_exact(SCHEDULES[pass_], problem, pass_)
+    """One config; on a GPU it is all of them."""
+    assert_one_config_exact(SCHEDULES[pass_], problem, pass_)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -60,8 +60,8 @@ def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
         written_dense = layouts.input == dense_strides(problem.input_shape, channels_last=False)
         assert bool(found) == (pass_ is Pass.WEIGHT_GRAD or (layouts.aligned and written_dense)), layouts
         for candidate in found[:1]:
-            launch = SCHEDULES[pass_].launch(problem, pass_, H200, layouts, candidate.variant)
-            assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
+            program = SCHEDULES[pass_].program(problem, pass_, H200, layouts, candidate.config)
+            assert_exact(problem, pass_, candidate, program, layouts, executor=Emulator(number))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -74,11 +74,11 @@ def test_transposes(shape: tuple[int, ...], dtype: str) -> None:
 
 def test_images_of_many_pixels_are_turned() -> None:
     """To the way back they are channels, of which a grid's second and third dimension would not take as many."""
-    for launch in (
+    for program in (
         to_channels_last("float32", (1, 16, 2048, 4096), (1, 1, 1, 1, 1)),
         to_contiguous("float32", (1, 16, 2048, 4096)),
     ):
-        assert launch.grid == (2048 * 4096 // 64, 1, 1)
+        assert program.grid == (2048 * 4096 // 64, 1, 1)
 
 
 def assert_turns(shape: tuple[int, ...], dtype: str, executor: Executor) -> None:
@@ -118,7 +118,7 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_planner_takes_it(pass_: Pass) -> None:
-    """Images of odd rows that no engine brings as they lie, and many channels."""
+    """Images of odd rows that TMA does not bring as they lie, and many channels."""
     chosen = plan.plan(make((32, 512, 9, 9), 256, 3, 2, 1, dtype="bfloat16"), pass_, H200)
     assert chosen.schedule == SCHEDULES[pass_].name
     assert chosen.other is not None

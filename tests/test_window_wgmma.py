@@ -15,7 +15,7 @@ from kernel_harness import (
     H200,
     Emulator,
     assert_exact,
-    assert_one_variant_exact,
+    assert_one_config_exact,
     assert_rounds_to_nearest,
     gradient_cases,
     offers,
@@ -30,7 +30,7 @@ from polyphase.schedules import tiles
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import wgmma as gradient_wgmma
 from polyphase.schedules.window_gemm import wgmma_tile as gradient_wgmma_tile
-from polyphase.schedules.window_gemm.wgmma import WgmmaVariant, WindowDgradWgmma, WindowWgradWgmma
+from polyphase.schedules.window_gemm.wgmma import WgmmaConfig, WindowDgradWgmma, WindowWgradWgmma
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -92,30 +92,32 @@ LAST = {
 
 @pytest.mark.parametrize("name", LAST)
 def test_channels_last(name: str) -> None:
-    """Tensors of each kind that the engine takes, a variant of each; on a GPU it is all of them."""
+    """Tensors of each kind that TMA takes, a config of each; on a GPU it is all of them."""
     problem, schedule, met = LAST[name], SCHEDULES[Pass.WEIGHT_GRAD], 0
     assert refusal(WindowDgradWgmma(), problem, Pass.INPUT_GRAD, H200)
     for number, layouts in enumerate(strange_layouts(problem)):
         if found := offers(schedule, problem, Pass.WEIGHT_GRAD, layouts):
-            candidate, launch = found[number % len(found)]
-            assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, layouts, Emulator(number))
+            candidate, program = found[number % len(found)]
+            assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, layouts, Emulator(number))
             met += 1
     assert met >= 3
 
 
 def test_channels_last_take_every_way() -> None:
     """Windows come as boxes and by copies; the input comes in boxes of every width, one and several."""
-    found = [launch for problem in LAST.values() for _, launch in offers(WindowWgradWgmma(), problem, Pass.WEIGHT_GRAD)]
-    assert {launch.main.tensor_maps[0].swizzle for launch in found} == {32, 64, 128}
-    assert {len(launch.main.tensor_maps) for launch in found} == {1, 2}
-    assert {dict(launch.main.source.constants)["COLUMN_TILES"] for launch in found} > {2, 8}
+    found = [
+        program for problem in LAST.values() for _, program in offers(WindowWgradWgmma(), problem, Pass.WEIGHT_GRAD)
+    ]
+    assert {program.main.tensor_maps[0].swizzle for program in found} == {32, 64, 128}
+    assert {len(program.main.tensor_maps) for program in found} == {1, 2}
+    assert {dict(program.main.source.constants)["COLUMN_TILES"] for program in found} > {2, 8}
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
-    """One variant; on a GPU it is all of them."""
-    assert_one_variant_exact(SCHEDULES[pass_], problem, pass_)
+    """One config; on a GPU it is all of them."""
+    assert_one_config_exact(SCHEDULES[pass_], problem, pass_)
 
 
 def test_layers_take_every_way() -> None:
@@ -123,14 +125,14 @@ def test_layers_take_every_way() -> None:
     ways = set()
     for problem in LAYERS.values():
         for pass_ in GRADIENTS:
-            for variant in in_order(SCHEDULES[pass_], problem, pass_, H200, Layouts.dense(problem)):
-                tiling = gradient_wgmma.tiling_of(problem, pass_, Layouts.dense(problem), variant, H200)
+            for config in in_order(SCHEDULES[pass_], problem, pass_, H200, Layouts.dense(problem)):
+                tiling = gradient_wgmma.tiling_of(problem, pass_, Layouts.dense(problem), config, H200)
                 if tiling is not None:
-                    ways.add((pass_, "window", tiling.window_box is not None))
+                    ways.add((pass_, "window", tiling.window_map is not None))
                     ways.add((pass_, "runs", tiling.runs.span))
                     ways.add((pass_, "pieces", tiling.runs.piece_bytes, tiling.joined > 0))
                     ways.add((pass_, "joined", tiling.joined > 0))
-                    ways.add((pass_, "pairs", gradient_wgmma.in_pairs(problem), tiling.window_box is not None))
+                    ways.add((pass_, "pairs", gradient_wgmma.in_pairs(problem), tiling.window_map is not None))
     for pass_ in GRADIENTS:
         assert {way[2] for way in ways if way[:2] == (pass_, "window")} == {False, True}
         assert {way[2:] for way in ways if way[:2] == (pass_, "pairs")} >= {(True, True), (True, False), (False, True)}
@@ -167,14 +169,14 @@ def test_input_and_gradient_in_different_formats(problem: ConvTransposeProblem, 
     problem = replace(problem, channels_last=channels_last and problem.dims > 1)
     schedule, pass_ = SCHEDULES[Pass.WEIGHT_GRAD], Pass.WEIGHT_GRAD
     for number, layouts in enumerate(mixed_formats(problem)):
-        chosen = [(each.candidate, each.launch) for each in plan.plan(problem, pass_, H200, layouts).selected]
+        chosen = [(each.candidate, each.program) for each in plan.plan(problem, pass_, H200, layouts).selected]
         if refusal(schedule, problem, pass_, H200) is None:
             chosen += [
-                (each, schedule.launch(problem, pass_, H200, layouts, each.variant))
+                (each, schedule.program(problem, pass_, H200, layouts, each.config))
                 for each in itertools.islice(candidates(schedule, problem, pass_, H200, layouts), 1)
             ]
-        for candidate, launch in chosen:
-            assert_exact(problem, pass_, candidate, launch, layouts, executor=Emulator(number))
+        for candidate, program in chosen:
+            assert_exact(problem, pass_, candidate, program, layouts, executor=Emulator(number))
 
 
 @pytest.mark.sampled(8)
@@ -191,13 +193,13 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int]) -> None:
     seed = zlib.crc32(f"{pass_} {shape}".encode())
     for buffers in range(3 + seed % 4, 2, -1):
         positions = 64 if pass_ is Pass.WEIGHT_GRAD else 128 * row_tiles
-        variant = WgmmaVariant(row_tiles, columns, min(chunk, 26), positions, buffers)
+        config = WgmmaConfig(row_tiles, columns, min(chunk, 26), positions, buffers)
         layouts = Layouts.dense(problem)
-        if gradient_wgmma.tiling_of(problem, pass_, layouts, variant, H200) is not None:
+        if gradient_wgmma.tiling_of(problem, pass_, layouts, config, H200) is not None:
             break
-    launch = SCHEDULES[pass_].launch(problem, pass_, H200, layouts, variant)
+    program = SCHEDULES[pass_].program(problem, pass_, H200, layouts, config)
     candidate, _ = offers(SCHEDULES[pass_], problem, pass_)[0]
-    assert_exact(problem, pass_, replace(candidate, variant=variant), launch, executor=Emulator(buffers))
+    assert_exact(problem, pass_, replace(candidate, config=config), program, executor=Emulator(buffers))
 
 
 @pytest.mark.parametrize("operations", range(1, 8))
@@ -207,24 +209,24 @@ def test_every_number_of_operations(operations: int) -> None:
     problem = make((2, 20, 40), 2 * chunk, operations, dtype=dtype, tf32=True)
     schedule = SCHEDULES[Pass.INPUT_GRAD]
     for row_tiles in (1, 2):
-        variant = WgmmaVariant(row_tiles, 24, chunk, 128 * row_tiles, 3)
-        launch = schedule.launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), variant)
-        candidate = Candidate(schedule.name, variant, 0.0, "")
-        assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(row_tiles))
+        config = WgmmaConfig(row_tiles, 24, chunk, 128 * row_tiles, 3)
+        program = schedule.program(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), config)
+        candidate = Candidate(schedule.name, config, 0.0, "")
+        assert_exact(problem, Pass.INPUT_GRAD, candidate, program, executor=Emulator(row_tiles))
 
 
 @pytest.mark.parametrize("pass_", GRADIENTS)
 @pytest.mark.parametrize("name", ["stride 2", "rows of the gradient that are copied", "odd rows, half"])
 def test_no_races(name: str, pass_: Pass) -> None:
-    candidate, launch = offers(SCHEDULES[pass_], LAYERS[name], pass_)[0]
-    assert_exact(LAYERS[name], pass_, candidate, launch, executor=Emulator(order=None))
+    candidate, program = offers(SCHEDULES[pass_], LAYERS[name], pass_)[0]
+    assert_exact(LAYERS[name], pass_, candidate, program, executor=Emulator(order=None))
 
 
 def test_rows_of_a_window_beyond_32767_bytes() -> None:
     problem = make((1, 16, 64), 8, 32, dilation=600, dtype="bfloat16")
-    candidate, launch = offers(SCHEDULES[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
-    assert len(launch.main.tensor_maps) == 1  # the window is copied
-    assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(1))
+    candidate, program = offers(SCHEDULES[Pass.INPUT_GRAD], problem, Pass.INPUT_GRAD)[0]
+    assert len(program.main.tensor_maps) == 1  # the window is copied
+    assert_exact(problem, Pass.INPUT_GRAD, candidate, program, executor=Emulator(1))
 
 
 def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,12 +234,12 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make((2, 40, 6, 8), 56, 4, 2, 1, dtype="bfloat16")
     schedule = SCHEDULES[Pass.INPUT_GRAD]
     monkeypatch.setattr(gradient_wgmma, "_FLUSH", 2 * 8 * problem.taps)
-    variant = WgmmaVariant(2, 40, 8, 256, 3)
-    launch = schedule.launch(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), variant)
-    assert dict(launch.main.source.constants)["FLUSH"] == 2
-    candidate = Candidate(schedule.name, variant, 0.0, "")
-    assert_exact(problem, Pass.INPUT_GRAD, candidate, launch, executor=Emulator(1))
-    most = {variant.columns * variant.row_tiles for variant in gradient_wgmma._variants(problem, Pass.INPUT_GRAD)}
+    config = WgmmaConfig(2, 40, 8, 256, 3)
+    program = schedule.program(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), config)
+    assert dict(program.main.source.constants)["FLUSH"] == 2
+    candidate = Candidate(schedule.name, config, 0.0, "")
+    assert_exact(problem, Pass.INPUT_GRAD, candidate, program, executor=Emulator(1))
+    most = {config.columns * config.row_tiles for config in gradient_wgmma._configs(problem, Pass.INPUT_GRAD)}
     assert max(most) <= 128
 
 
@@ -247,19 +249,19 @@ def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
     monkeypatch.setattr(gradient_wgmma, "_FLUSH", 160)
     candidate, _ = offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
-    variant = candidate.variant._replace(positions=64)
-    launch = SCHEDULES[Pass.WEIGHT_GRAD].launch(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), variant)
-    assert launch.splits == 2
-    assert_exact(problem, Pass.WEIGHT_GRAD, candidate, launch, executor=Emulator(3))
+    config = candidate.config._replace(positions=64)
+    program = SCHEDULES[Pass.WEIGHT_GRAD].program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
+    assert program.splits == 2
+    assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
 @pytest.mark.parametrize("padding", [1, 0], ids=["boxes", "copies"])
 @pytest.mark.parametrize("pass_", GRADIENTS)
 def test_float32_is_rounded_to_nearest(pass_: Pass, padding: int) -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, padding, tf32=True)
-    _, launch = offers(SCHEDULES[pass_], problem, pass_)[0]
-    assert len(launch.main.tensor_maps) == 1 + padding
-    assert_rounds_to_nearest(problem, pass_, launch)
+    _, program = offers(SCHEDULES[pass_], problem, pass_)[0]
+    assert len(program.main.tensor_maps) == 1 + padding
+    assert_rounds_to_nearest(problem, pass_, program)
 
 
 def test_where_it_refuses() -> None:
@@ -288,7 +290,7 @@ def test_where_it_refuses() -> None:
     assert "no stage of 625 taps" in (refusal(WindowWgradWgmma(), many, Pass.WEIGHT_GRAD, H200) or "")
 
 
-def test_tensors_that_the_engine_does_not_take_are_left_to_others() -> None:
+def test_tensors_that_tma_does_not_take_are_left_to_others() -> None:
     """No box begins or ends amid 16 bytes: there is no candidate where tensors lie otherwise."""
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
@@ -328,11 +330,11 @@ def test_strange_sizes_are_planned(layer: ConvTransposeProblem) -> None:
     for pass_, schedule in SCHEDULES.items():
         if refusal(schedule, layer, pass_, H200) is None:
             for candidate in candidates(schedule, layer, pass_, H200, Layouts.dense(layer)):
-                schedule.launch(layer, pass_, H200, Layouts.dense(layer), candidate.variant)
+                schedule.program(layer, pass_, H200, Layouts.dense(layer), candidate.config)
 
 
 def test_a_new_size_predicts_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One variant, of three that could be had: planning is a part of the first call of every size."""
+    """One config, of three that could be had: planning is a part of the first call of every size."""
     layer = make((2, 64, 16, 16), 32, 4, 2, 1, dtype="bfloat16")
     asked = []
     estimate = gradient_wgmma._estimate
@@ -351,5 +353,5 @@ def test_every_size_has_the_layer_s_kernel() -> None:
         found = set()
         for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
             problem = replace(layer, batch=batch, input_size=size)
-            found.add(next(candidates(schedule, problem, pass_, H200, Layouts.dense(problem))).variant)
+            found.add(next(candidates(schedule, problem, pass_, H200, Layouts.dense(problem))).config)
         assert len(found) == 1

@@ -49,6 +49,8 @@ _RENAMED = {
     "weight_grad_windows": "direct_wgrad_windows",
     "weight_grad": "direct_wgrad_gemm",
 }
+# What older records call fields.
+_RENAMED_FIELDS = {"implicit_gemm": {"boxes": "tma_operands"}}
 _SETTING = re.compile(r"(\w+)=(\([^)]*\)|[^,()]+)")
 
 
@@ -120,7 +122,7 @@ def _row(file: str, record: Record, device: DeviceInfo) -> Row | str:
         return f"of status {record.status}"
     if schedule is None:
         return f"of {record.algorithm}, which is gone"
-    config = parse_config(schedule, record.variant)
+    config = parse_config(schedule, record.config)
     if config is None:
         return f"of {record.algorithm} with other fields"
     case = record.layer, record.problem, record.pass_name, record.dtype, record.layout
@@ -142,10 +144,11 @@ def _computed(text: str, pass_: Pass) -> tuple[ConvTransposeProblem, Layouts]:
 def parse_config(schedule: Schedule, text: str) -> Any | None:
     """The configuration that a record describes by the names of its fields; None where these are not today's.
 
-    Fields that came later have their defaults.
+    Those that were renamed have their new names, those that came later their defaults.
     """
     kind = get_type_hints(type(schedule).cost)["config"]
-    settings = dict(_SETTING.findall(text[text.index("(") + 1 : -1]))
+    today = _RENAMED_FIELDS.get(schedule.name, {})
+    settings = {today.get(name, name): value for name, value in _SETTING.findall(text[text.index("(") + 1 : -1])}
     if set(settings) - set(kind._fields) or set(kind._fields) - set(settings) - set(kind._field_defaults):
         return None
     return kind(**{name: _value(value) for name, value in settings.items()})
@@ -223,7 +226,7 @@ def planned(rows: Iterable[Row]) -> tuple[Ranking, int]:
 
 
 def _is(row: Row, choice: Candidate) -> bool:
-    return row.schedule.name == choice.schedule and row.config == choice.variant
+    return row.schedule.name == choice.schedule and row.config == choice.config
 
 
 def error(rows: Sequence[Row], forecasts: Sequence[float]) -> float:

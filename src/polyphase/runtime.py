@@ -231,7 +231,7 @@ def _prepare(
     strides = strides5[:2] + strides5[5 - problem.dims :]
     copies_weight = weight is not None and not layouts.weight_channels_last and not weight.is_contiguous()
     call = _Call(program, device.arch, index, shape, strides, copies_weight)
-    for source in (source for each in chosen.launches for source in each.sources):
+    for source in (source for each in chosen.programs for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     return call
 
@@ -256,7 +256,7 @@ def _layouts(
 
 def _first_to_run(chosen: Plan, arch: str, index: int) -> Program:
     """The program of a plan to run now: amid a graph's capture one whose kernels are loaded, for nothing is then."""
-    programs = [soonest(each, arch, index) for each in chosen.launches]
+    programs = [soonest(each, arch, index) for each in chosen.programs]
     if len(programs) > 1 and torch.cuda.is_current_stream_capturing():
         there = (each for each in programs if all(is_loaded(source, arch, index) for source in each.sources))
         return next(there, programs[0])

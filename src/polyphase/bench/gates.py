@@ -22,15 +22,18 @@ KEY = ("arch", "pass", "problem")
 #: The columns of a file of digests, and of one of plans.
 DIGESTS = (*KEY, "digest", "registers", "shared", "role", "kernel", "compiler")
 PLANS = (
-    *KEY, "layer", "algorithm", "variant", "seconds", "bound", "grid", "block", "shared", "workspace", "planes",
-    "before", "parameters", "other", "other variant", "planning",
+    *KEY, "layer", "algorithm", "config", "seconds", "bound", "grid", "block", "shared", "workspace", "planes",
+    "before", "parameters", "other", "other config", "planning",
 )  # fmt: skip
+
+# What columns of plans were called in older files.
+_OLDER = {"variant": "config", "other variant": "other config"}
 
 # Columns that say more about a line, and are no difference.
 _SILENT = {"role", "kernel", "layer", "planning"}
 
 # What is told of a line that has no counterpart.
-_TOLD = ("digest", "registers", "variant", "seconds")
+_TOLD = ("digest", "registers", "config", "seconds")
 
 
 class GateError(ValueError):
@@ -74,7 +77,9 @@ def read(path: Path) -> list[Row]:
     """The lines of a file. Raises `GateError`."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            reader.fieldnames = [_OLDER.get(column, column) for column in reader.fieldnames or ()]
+            rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as failure:
         raise GateError(f"{path} cannot be read: {failure}") from None
     if not rows:

@@ -110,10 +110,10 @@ def _asked(case: plans.Case) -> list[tuple[KernelSource, Asker, int]]:
     found = []
     for pass_ in case.passes:
         chosen = plan.plan(case.problem, pass_, case.device, by_prediction=True)
-        taken = {source for program in chosen.launches for source in program.sources}
+        taken = {source for program in chosen.programs for source in program.sources}
         for source in plan.kernel_sources(case.problem, pass_, case.device):
             # What a kernel asks for at launch is known of the winner; a loser is launched by nobody.
-            winner = chosen.launch
+            winner = chosen.program
             shared = winner.main.shared_bytes if winner and winner.main.source == source else 0
             found.append((source, Asker(case.layer, case.problem, pass_, source in taken), shared))
     return found

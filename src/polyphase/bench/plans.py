@@ -98,7 +98,7 @@ def _row(case: Case, pass_: Pass) -> gates.Row:
 
 
 def _choice(chosen: plan.Plan) -> gates.Row:
-    candidate, program = chosen.candidate, chosen.launch
+    candidate, program = chosen.candidate, chosen.program
     assert candidate is not None
     assert program is not None
     other = chosen.selected[1].candidate if len(chosen.selected) > 1 else None
@@ -106,7 +106,7 @@ def _choice(chosen: plan.Plan) -> gates.Row:
     parameters = b"".join(step.params for step in (*_packs(program), main))
     return {
         "algorithm": chosen.schedule,
-        "variant": _settings(candidate),
+        "config": _settings(candidate),
         "seconds": f"{candidate.seconds:.6g}",
         "bound": candidate.bound,
         "grid": _grid(main),
@@ -117,12 +117,12 @@ def _choice(chosen: plan.Plan) -> gates.Row:
         "before": "; ".join(_steps(program)),
         "parameters": hashlib.sha256(parameters).hexdigest()[:12],
         "other": other.schedule if other else "",
-        "other variant": _settings(other) if other else "",
+        "other config": _settings(other) if other else "",
     }
 
 
 def _settings(candidate: Candidate) -> str:
-    """A variant without the algorithm's name."""
+    """A config without the algorithm's name."""
     return candidate.describe().removeprefix(candidate.schedule).removeprefix("(").removesuffix(")")
 
 

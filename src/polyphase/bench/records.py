@@ -38,7 +38,7 @@ class Record:
     status: str = OK
     reason: str = ""
     algorithm: str = ""
-    variant: str = ""
+    config: str = ""
     ms: float | None = None
     p10: float | None = None
     p90: float | None = None
@@ -85,6 +85,9 @@ class Record:
 # The CSV's column is called `pass`, a word that Python keeps for itself.
 _COLUMNS = {field.name: "pass" if field.name == "pass_name" else field.name for field in fields(Record)}
 
+# Columns that older files call otherwise.
+_OLDER = {"variant": "config"}
+
 # Columns that older files lack.
 _NEWER = {"predicted_ms", "planned", "workspace_megabytes", "torch_workspace_megabytes"}
 
@@ -104,7 +107,8 @@ def read_csv(path: Path) -> list[Record]:
     types = get_type_hints(Record)
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        columns = set(reader.fieldnames or ())
+        reader.fieldnames = [_OLDER.get(column, column) for column in reader.fieldnames or ()]
+        columns = set(reader.fieldnames)
         missing = set(_COLUMNS.values()) - columns - _NEWER
         if missing:
             raise ValueError(f"{path} is not a CSV written by `bench`: it has no column {', '.join(sorted(missing))}")

@@ -142,7 +142,7 @@ class Runner:
         self._benchmark_mode.close()
 
     def _measure(self, case: Case, record: Record) -> None:
-        record.algorithm, record.variant, record.reason = self._plan(case)
+        record.algorithm, record.config, record.reason = self._plan(case)
         operands = self._operands_of(case.problem)
         ours = polyphase_call(case.problem, case.pass_, operands)
         if not self._check(case, operands, record):
@@ -159,7 +159,7 @@ class Runner:
             record.speedup = record.torch_default_ms / timing.ms
 
     def _plan(self, case: Case) -> tuple[str, str, str]:
-        """Schedule and variant, and a remark where they were not chosen by prediction."""
+        """Schedule and config, and a remark where they were not chosen by prediction."""
         from polyphase.plan import planner as plan
         from polyphase.problem.device import PORTABLE, DeviceInfo
 

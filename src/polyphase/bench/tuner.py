@@ -48,8 +48,8 @@ class Tuned:
 def sources(cases: Iterable[Case], device: DeviceInfo) -> Iterator[KernelSource]:
     """Every kernel that `tune` runs, some of them more than once."""
     for case in cases:
-        for _, launch in worth_measuring(case, device):
-            yield from launch.sources
+        for _, program in worth_measuring(case, device):
+            yield from program.sources
 
 
 def worth_measuring(case: Case, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
@@ -57,12 +57,12 @@ def worth_measuring(case: Case, device: DeviceInfo) -> list[tuple[Candidate, Pro
 
     The planner's own choice is among them, whose schedule is chosen at another size.
     """
-    offers = plan.launches(case.problem, case.pass_, device)
+    offers = plan.programs(case.problem, case.pass_, device)
     if not offers:
         return []
     own = plan.plan(case.problem, case.pass_, device, by_prediction=True).candidate
     most = _HOPELESS * min(candidate.seconds for candidate, _ in offers)
-    return [(candidate, launch) for candidate, launch in offers if candidate.seconds <= most or candidate == own]
+    return [(candidate, program) for candidate, program in offers if candidate.seconds <= most or candidate == own]
 
 
 def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned:
@@ -81,7 +81,7 @@ def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned
     tuned = Tuned(case, records[own], tuple(records.values()))
     computed, _ = plan.as_computed(case.problem, case.pass_, None)
     if tuned.fastest is not None:
-        tuning.remember(computed, case.pass_, device, tuned.fastest.variant)
+        tuning.remember(computed, case.pass_, device, tuned.fastest.config)
     else:
         tuning.discard(computed, case.pass_, device)
     return tuned
@@ -161,7 +161,7 @@ def table(results: Iterable[Tuned]) -> Table:
             milliseconds(first.ms),
             milliseconds(None if best is None else best.ms),
             factor(gain),
-            "none is right" if best is None else best.variant,
+            "none is right" if best is None else best.config,
             style="bold red" if best is None or result.faults else None,
         )
     return lines

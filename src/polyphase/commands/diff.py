@@ -30,7 +30,7 @@ def diff(
     """Print what two files of machine-code digests, or of plans, differ in. The exit status is 1 if they do.
 
     Kernels are known by the problem that asks for them, so that they may be renamed; the names of algorithms and of a
-    variant's settings in plans count, unless they are ignored or given new names.
+    config's settings in plans count, unless they are ignored or given new names.
     """
     from polyphase.bench import gates
     from polyphase.bench.report import make_console

@@ -31,7 +31,7 @@ def plans(
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that plan.")] = os.cpu_count() or 1,
 ) -> None:
-    """Write what the planner chooses for layers, without a GPU: algorithm, variant, prediction, launch.
+    """Write what the planner chooses for layers, without a GPU: algorithm, config, prediction, launch.
 
     Without suites, layers and random ones: every layer of each suite. Float32 is planned with TF32 forbidden and
     allowed. What was measured, and what lies on disk, counts for nothing. Two such files are compared by `diff`.

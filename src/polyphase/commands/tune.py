@@ -112,7 +112,7 @@ def _tell(console: Console, results: list[Tuned], csv: Path | None) -> None:
     console.print(str(accuracy(record for result in results for record in result.records)), markup=False)
     for result in results:
         for fault in result.faults:
-            console.print(f"{result.case.name}: {fault.variant}: {fault.status}, {fault.reason}", markup=False)
+            console.print(f"{result.case.name}: {fault.config}: {fault.status}, {fault.reason}", markup=False)
     written = sum(result.fastest is not None for result in results)
     console.print(f"{written} choices written to {tuning.directory()}; `tune --forget` removes them", markup=False)
     if csv is not None:

@@ -42,7 +42,7 @@ from polyphase.program import params
 _HERE = Path(__file__).parent
 _SUPPORT = support.__name__
 # What runs an emitted file calls these by name, or PyTorch does.
-_CALLED = {"launch", "forward", "backward"}
+_CALLED = {"program", "forward", "backward"}
 _FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "STRUCTS", "COSTS", "LAYERS", "CLASSES"}
 # The structs of kernels are read in their sources by the first, and looked up by the second in an emitted file.
 _READ, _LOOKED_UP = (params.__name__, "params_of"), (_SUPPORT, "params_of")
@@ -90,7 +90,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
             choices[device.arch] = {}
             for pass_ in Pass:
                 chosen, sources = _choose(problem, pass_, device)
-                choices[device.arch][pass_] = support.Choice(chosen.schedule, chosen.candidate.variant)
+                choices[device.arch][pass_] = support.Choice(chosen.schedule, chosen.candidate.config)
                 kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
                 plans.append((name, device.arch, pass_.value, chosen.candidate.describe()))
         layers.append(support.Layer(problem, choices))
@@ -151,12 +151,12 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     problem = problem.of_pass(pass_)
     selected = plan(typical(problem), pass_, device, by_prediction=True).selected
     chosen = next(each for each in selected if each.schedule.any_size)
-    programs = [chosen.launch]
+    programs = [chosen.program]
     *others, width = typical(problem).input_size
     for wider in (width + 1, width + 2):
         sized = replace(typical(problem), input_size=(*others, wider))
         programs.append(
-            chosen.schedule.launch(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.variant)
+            chosen.schedule.program(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.config)
         )
     *others, last = problem.output_padding
     for padding in (last, last ^ 1):
@@ -165,7 +165,7 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
         padded = replace(problem, output_padding=(*others, padding))
         layouts = Layouts.of_call(padded, pass_)
         if padding == last or _offered(chosen, padded, pass_, device, layouts):
-            programs.append(chosen.schedule.launch(padded, pass_, device, layouts, chosen.candidate.variant))
+            programs.append(chosen.schedule.program(padded, pass_, device, layouts, chosen.candidate.config))
     sources = (source for program in programs for source in program.sources)
     return chosen, list(dict.fromkeys(sources))
 
@@ -174,7 +174,7 @@ def _offered(
     chosen: Selection, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> bool:
     offers = candidates(chosen.schedule, problem, pass_, device, layouts)
-    return any(each.variant == chosen.candidate.variant for each in offers)
+    return any(each.config == chosen.candidate.config for each in offers)
 
 
 def _settled(sources: list[KernelSource], arch: str, remarks: list[str]) -> list[KernelSource]:

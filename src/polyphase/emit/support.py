@@ -32,10 +32,10 @@ from polyphase.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes a pass: a schedule and its variant."""
+    """What computes a pass: a schedule and its config."""
 
     schedule: Schedule
-    variant: Any
+    config: Any
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def prepare(
 
     def program_on(aligned: bool) -> Program:
         layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
-        return choice.schedule.launch(problem, pass_, DeviceInfo.of(device), layouts, choice.variant)
+        return choice.schedule.program(problem, pass_, DeviceInfo.of(device), layouts, choice.config)
 
     program = program_on(aligned=True)
     copies = not aligned and bool(program.main.tensor_maps)  # whose tensors must be aligned
@@ -202,8 +202,8 @@ def prepare(
 def arguments(arch: str, step: Step) -> tuple[Any, ...]:
     """What the extension's ``launch`` takes before the tensors."""
     number, places = kernel_number(arch, step.source), params_of(step.source).tensor_maps
-    boxes = b"".join(packed_boxes(*each) for each in zip(step.tensor_maps, places))
-    return (number, step.params, boxes, *step.grid, step.block, step.shared_bytes)
+    tensor_maps = b"".join(packed_tensor_map(*each) for each in zip(step.tensor_maps, places))
+    return (number, step.params, tensor_maps, *step.grid, step.block, step.shared_bytes)
 
 
 # How the driver numbers what it makes tensor maps of, and the bytes within which chunks change places.
@@ -211,10 +211,11 @@ _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 
 
-def packed_boxes(boxes: TensorMap, place: int) -> bytes:
+def packed_tensor_map(tensor_map: TensorMap, place: int) -> bytes:
     """``TensorMap`` of binding.cpp, whose tensor map lies ``place`` bytes into the kernel's last parameter."""
-    kind = _DATA_TYPES[boxes.element], _SWIZZLES[boxes.swizzle]
-    return struct.pack("<9Q14I", *boxes.sizes, *boxes.strides, *boxes.spans, *boxes.steps, *kind, boxes.tensor, place)
+    kind = _DATA_TYPES[tensor_map.element], _SWIZZLES[tensor_map.swizzle]
+    numbers = *tensor_map.sizes, *tensor_map.strides, *tensor_map.spans, *tensor_map.steps
+    return struct.pack("<9Q14I", *numbers, *kind, tensor_map.tensor, place)
 
 
 def memory_format(problem: ConvTransposeProblem) -> torch.memory_format:

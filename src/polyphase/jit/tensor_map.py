@@ -23,24 +23,24 @@ _DTYPES = {
 }
 
 
-def encode(boxes: TensorMap, address: int) -> bytes:
-    """The tensor map of boxes of the tensor at ``address``. Raises `PolyphaseError` where the driver refuses.
+def encode(tensor_map: TensorMap, address: int) -> bytes:
+    """The tensor map for the tensor at ``address``. Raises `PolyphaseError` where the driver refuses.
 
     No box is ever brought of an empty tensor, whose address is 0; the map has another, as the driver may want one.
     """
     status, found = driver.cuTensorMapEncodeTiled(
-        _DTYPES[boxes.element],
-        len(boxes.sizes),
+        _DTYPES[tensor_map.element],
+        len(tensor_map.sizes),
         address or TENSOR_MAP_BYTES,
-        [driver.cuuint64_t(size) for size in boxes.sizes],
-        [driver.cuuint64_t(stride) for stride in boxes.strides],
-        [driver.cuuint32_t(side) for side in boxes.spans],
-        [driver.cuuint32_t(step) for step in boxes.steps],
+        [driver.cuuint64_t(size) for size in tensor_map.sizes],
+        [driver.cuuint64_t(stride) for stride in tensor_map.strides],
+        [driver.cuuint32_t(side) for side in tensor_map.spans],
+        [driver.cuuint32_t(step) for step in tensor_map.steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        _SWIZZLES[boxes.swizzle],
+        _SWIZZLES[tensor_map.swizzle],
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
-        raise PolyphaseError(f"the driver makes no tensor map of {boxes}: {status!r}")
+        raise PolyphaseError(f"the driver makes no tensor map of {tensor_map}: {status!r}")
     return ctypes.string_at(found.getPtr(), TENSOR_MAP_BYTES)

@@ -23,7 +23,8 @@
 //     memory, and then transpose them (channels innermost) and round them on their way from shared to shared memory;
 //   - where TMA can take boxes of the source (params.boxes), one warp issues TMA and the others only transpose,
 //     TRANSPOSE_GROUPS groups of them, round-robin over stages;
-//   - with BOXES they are operands as TMA brings them: channels last, or in half precision where a tap is no distance.
+//   - with TMA_OPERANDS they are operands as TMA brings them: channels last, or in half precision where a tap is no
+//   distance.
 //
 // Shared memory: STAGES stages of weights (unless RESIDENT: then they stay, and the work tiles of a block have the same
 // row groups) and pixels; the RESIDENT weights; RAW_SLOTS stages of boxes or rows that are not transposed yet; the
@@ -135,9 +136,9 @@ __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* f
 
 #if BOX_COPY
 // The warp that issues TMA: pixels are as far ahead as they have slots, those of
-// stages with BOXES and their own otherwise, weights go to the stages. The first pixels are on their way before weights
-// are waited for.
-constexpr int PIXEL_SLOTS = BOXES ? STAGES : RAW_SLOTS;
+// stages with TMA_OPERANDS and their own otherwise, weights go to the stages. The first pixels are on their way before
+// weights are waited for.
+constexpr int PIXEL_SLOTS = TMA_OPERANDS ? STAGES : RAW_SLOTS;
 
 __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& scheduler, const scalar_t* src,
                                            const unsigned char* packed, unsigned char* stages, int stage_bytes,
@@ -149,10 +150,10 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
   PipelineState<PIXEL_SLOTS> slot_ahead;
   auto load_pixels = [&]() {
     if (ahead.stage == 0) loader.locate(ahead.index);
-    const unsigned barrier = (BOXES ? full : raw_full) + 8 * slot_ahead.index;
+    const unsigned barrier = (TMA_OPERANDS ? full : raw_full) + 8 * slot_ahead.index;
     if (elect()) {
       loader.load(stage_of_band(scheduler, ahead.stage), pixels + slot_ahead.index * pixel_bytes, barrier);
-      if (!BOXES) mbarrier_arrive(barrier);
+      if (!TMA_OPERANDS) mbarrier_arrive(barrier);
     }
     __syncwarp();
     ahead.skip_and_take(scheduler, 1, first_lane), slot_ahead.skip(1);
@@ -163,8 +164,8 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
   int loaded = 0;  // stages, up to PIXEL_SLOTS
   for (; now.index < params.items; now.skip_behind(ahead, scheduler, 1)) {
     mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-    if (BOXES && loaded == PIXEL_SLOTS) load_pixels();
-    if (BOXES && loaded < PIXEL_SLOTS) ++loaded;
+    if (TMA_OPERANDS && loaded == PIXEL_SLOTS) load_pixels();
+    if (TMA_OPERANDS && loaded < PIXEL_SLOTS) ++loaded;
     const unsigned char* const weights = packed + now.index % params.tile_items * (ROW_PARTS * TILE_WEIGHT_BYTES) +
                                          stage_of_band(scheduler, now.stage) * WEIGHT_STAGE;
     if (elect()) {
@@ -175,7 +176,7 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
     }
     __syncwarp();
     slot.skip(1);
-    if (!BOXES && ahead.index < params.items) {
+    if (!TMA_OPERANDS && ahead.index < params.items) {
       mbarrier_wait(raw_empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
       load_pixels();
     }
@@ -275,7 +276,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Operands& o
     for (int block = 0; block < ROW_BLOCKS; ++block) {
 #pragma unroll(UNROLLED)
       for (int i = 0; i < (STRAIGHT || ALIKE ? of_kind.of[block] : counts[block]); ++i) {
-        const unsigned b = of.pixels + step * (BOXES ? BOX_STEP : 2 * params.chunk_bytes) + distance;
+        const unsigned b = of.pixels + step * (TMA_OPERANDS ? BOX_STEP : 2 * params.chunk_bytes) + distance;
         distance = *++distances;  // in time for the next operation
         const bool add = PARTS == 2 || of.stage + step + i > 0;
 #pragma unroll
@@ -337,7 +338,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
                   const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst,
                   const __grid_constant__ Params params) {
-  extern __shared__ __align__(BOXES ? 1024 : 128) unsigned char shared_memory[];
+  extern __shared__ __align__(TMA_OPERANDS ? 1024 : 128) unsigned char shared_memory[];
   __shared__ __align__(8) Shared shared;
   const int thread = threadIdx.x;
   const int warp_group = __shfl_sync(0xffffffffu, thread / 128, 0);
@@ -359,7 +360,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(full + 8 * i, !takes_boxes(params) ? LOADERS : BOXES ? 1 : TRANSPOSE_WARPS + 1);
+      mbarrier_init(full + 8 * i, !takes_boxes(params) ? LOADERS : TMA_OPERANDS ? 1 : TRANSPOSE_WARPS + 1);
       mbarrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
     }
     for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(order + 8 * i, 1);
@@ -383,7 +384,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   Epilogue::prepare(params, store_memory);
   list_operations(params, shared);
-  if (BOXES) {  // what none fills
+  if (TMA_OPERANDS) {  // what none fills
     for (int i = params.boxes * params.box_pixels * PIXEL_PITCH + thread * 16; i < params.halo * PIXEL_PITCH;
          i += THREADS * 16)
       for (int stage = 0; stage < STAGES; ++stage)
@@ -407,13 +408,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
     const unsigned raw_full = shared_address(shared.raw_full), raw_empty = shared_address(shared.raw_empty);
-    if (warp < TRANSPOSE_GROUPS * TRANSPOSE_WARPS && !BOXES) {
+    if (warp < TRANSPOSE_GROUPS * TRANSPOSE_WARPS && !TMA_OPERANDS) {
       transpose_stages(params, scheduler, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, raw_full,
                        raw_empty);
     } else if (warp == LOADER_THREADS / 32 - 1) {
-      unsigned char* const pixels = BOXES ? shared_memory + WEIGHT_SLOT : raw;
-      load_boxes(params, scheduler, src, packed, shared_memory, stage_bytes, pixels, BOXES ? stage_bytes : raw_stage,
-                 full, empty, raw_full, raw_empty);
+      unsigned char* const pixels = TMA_OPERANDS ? shared_memory + WEIGHT_SLOT : raw;
+      load_boxes(params, scheduler, src, packed, shared_memory, stage_bytes, pixels,
+                 TMA_OPERANDS ? stage_bytes : raw_stage, full, empty, raw_full, raw_empty);
     }
     return;
   }

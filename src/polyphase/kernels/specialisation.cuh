@@ -38,7 +38,7 @@ constexpr int MIN_BLOCKS = 1;  // resident on a multiprocessor, for which the co
 // implicit_gemm: the tile, the warps, the pipeline.
 constexpr int CHANNEL_BLOCKS = 1, LINES = 1, WIDTH_PARTS = 1, K_STEPS = 2, PARTS = 1, ROW_CHANNELS = 64;
 constexpr int OPERATIONS = 8, COUNTER_BYTES = 128;
-constexpr bool SRC_CHANNELS_LAST = false, WHOLE_IMAGES = false, BOXES = false;
+constexpr bool SRC_CHANNELS_LAST = false, WHOLE_IMAGES = false, TMA_OPERANDS = false;
 constexpr int PIXELS = 64, PIXEL_BLOCKS = 1, CONSUMERS = 2;
 constexpr bool COOPERATIVE = false, PING_PONG = false, RESIDENT = false;
 constexpr int LOADER_GROUPS = 2, LOADER_THREADS = 256, GIVEN_REGISTERS = 0, TRANSPOSE_GROUPS = 1, STAGES = 4;

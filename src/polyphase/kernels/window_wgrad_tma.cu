@@ -4,8 +4,8 @@
 //
 // Index mapping. Rows of the product are input channels, columns units: some neighbouring output channels at one tap
 // (operand/tap_windows.cuh). A block has some rows of one group and the units of some windows, and every n-th tile of
-// input positions, of n parts, so that those that blocks have at a time are neighbours; a stage is a tile. The copy
-// engine brings the tile's input and for each window what its taps meet of the output gradient; positions that do not
+// input positions, of n parts, so that those that blocks have at a time are neighbours; a stage is a tile.
+// TMA brings the tile's input and for each window what its taps meet of the output gradient; positions that do not
 // exist are zeros of the input. Blocks on different parts write to different planes of `partial`, which the caller sums
 // in order: the result does not depend on timing. There output channels are innermost. Blocks take work tiles (columns
 // fastest, then rows, group and part) in turns, and load the next while they store one.

@@ -17,10 +17,10 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
     for pass_ in Pass:
         chosen = plan(problem, pass_, device)
         lines += ["", f"{pass_.value}: {chosen.describe()}"]
-        if chosen.candidate is None or chosen.launch is None:
+        if chosen.candidate is None or chosen.program is None:
             lines.append("  tensor operations of PyTorch; own kernels need an NVIDIA GPU")
             continue
-        main, workspace = chosen.launch.main, chosen.launch.workspace_bytes
+        main, workspace = chosen.program.main, chosen.program.workspace_bytes
         if chosen.measured:
             lines.append("  measured to be the fastest (`python -m polyphase tune`)")
         lines.append(

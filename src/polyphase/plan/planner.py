@@ -1,6 +1,6 @@
 """The one place that decides how a pass is computed. Needs neither torch nor a GPU.
 
-Every schedule says whether it can run, and offers variants with a predicted time; the fastest prediction wins. What is
+Every schedule says whether it can run, and offers configs with a predicted time; the fastest prediction wins. What is
 offered is a short list that depends on the layer and the kind of its images (tiny, or such as TMA can copy as they
 lie, or neither), not on their size or the batch's. The first of it is what the layer has at most sizes; the forward
 pass has another of the list where that is clearly faster at the size at hand, so that all sizes together need a few.
@@ -38,11 +38,11 @@ _CLEARLY_BY_OTHERS = {Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
 
 @dataclass(frozen=True)
 class Selection:
-    """One kernel of a layer's, launched at the size at hand."""
+    """One kernel of a layer's, and its program at the size at hand."""
 
     schedule: Schedule
     candidate: Candidate
-    launch: Program
+    program: Program
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,23 @@ class Plan:
 
     @property
     def candidate(self) -> Candidate | None:
-        """The variant, None on the portable path."""
+        """The config, None on the portable path."""
         return self.selected[0].candidate if self.selected else None
 
     @property
-    def launch(self) -> Program | None:
-        """The launch, None on the portable path."""
-        return self.selected[0].launch if self.selected else None
+    def program(self) -> Program | None:
+        """What computes it, None on the portable path."""
+        return self.selected[0].program if self.selected else None
 
     @property
     def other(self) -> Program | None:
-        """The launch of the kernel for most other sizes, None where it is this one's."""
-        return self.selected[1].launch if len(self.selected) > 1 else None
+        """The program of the kernel for most other sizes, None where it is this one's."""
+        return self.selected[1].program if len(self.selected) > 1 else None
 
     @property
-    def launches(self) -> list[Program]:
-        """``launch`` and ``other``, as far as there are any."""
-        return [selection.launch for selection in self.selected]
+    def programs(self) -> list[Program]:
+        """``program`` and ``other``, as far as there are any."""
+        return [selection.program for selection in self.selected]
 
     def describe(self) -> str:
         """The plan in one line."""
@@ -132,7 +132,7 @@ def plan(
         kernels.append((other, next(offered)))
     try:
         selected = tuple(
-            Selection(each, candidate, each.launch(problem, pass_, device, layouts, candidate.variant))
+            Selection(each, candidate, each.program(problem, pass_, device, layouts, candidate.config))
             for each, candidate in kernels
         )
     except ParamOverflowError:  # numbers that a kernel's parameter has no room for
@@ -202,13 +202,13 @@ def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> l
     return [fastest, first] if fastest.seconds < _CLEARLY * first.seconds else [first]
 
 
-def launches(
+def programs(
     problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
 ) -> list[tuple[Candidate, Program]]:
-    """Every variant of every schedule that can compute a pass, for tests and tuning."""
+    """Every config of every schedule that can compute a pass, for tests and tuning."""
     problem, layouts = as_computed(problem, pass_, layouts)
     return [
-        (candidate, schedule.launch(problem, pass_, device, layouts, candidate.variant))
+        (candidate, schedule.program(problem, pass_, device, layouts, candidate.config))
         for schedule, offered in _offers(SCHEDULES, problem, pass_, device, layouts)
         for candidate in offered
     ]
@@ -222,10 +222,10 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     given = problem
     problem, layouts = as_computed(problem, pass_, None)
     firsts = [
-        schedule.launch(problem, pass_, device, layouts, next(offered).variant)
+        schedule.program(problem, pass_, device, layouts, next(offered).config)
         for schedule, offered in _offers(SCHEDULES, problem, pass_, device, layouts)
     ]
-    both = plan(given, pass_, device, by_prediction=True).launches
+    both = plan(given, pass_, device, by_prediction=True).programs
     one_way = [program.main.one_way for program in both if program.main.one_way is not None]
     return list(dict.fromkeys([*(source for program in (*firsts, *both) for source in program.sources), *one_way]))
 

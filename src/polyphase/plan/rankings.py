@@ -1,7 +1,7 @@
 """Rankings on disk: what one process has predicted, a later one reads. It is the same with and without them.
 
 A ranking is a list of places in a list that the reader makes for itself, so that a file that is damaged or made up can
-offer nothing but legal variants.
+offer nothing but legal configs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from polyphase.plan.entries import digest, read, write
 
-_Variant = TypeVar("_Variant", bound=Hashable)
+_Config = TypeVar("_Config", bound=Hashable)
 
 _FOLDER = "rankings"
 _PACKAGE = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ _FILES = [file for room in _ROOMS for kind in ("py", "json") for file in _PACKAG
 _PLANNER = digest(_FILES) if _FILES else None
 
 
-def kept(about: str, configs: Callable[[], Sequence[_Variant]], rank: Callable[[], list[_Variant]]) -> list[_Variant]:
+def kept(about: str, configs: Callable[[], Sequence[_Config]], rank: Callable[[], list[_Config]]) -> list[_Config]:
     """Some of ``configs``, in the order that ``rank`` gives, or gave an earlier process that ranked the same.
 
     With ``POLYPHASE_TUNING=0`` in the environment nothing is read or written; nor where the disk does not let us.
@@ -36,9 +36,9 @@ def kept(about: str, configs: Callable[[], Sequence[_Variant]], rank: Callable[[
     if _are_places(found, len(offered)):
         return [offered[place] for place in found]
     ranking = rank()
-    places = {variant: place for place, variant in enumerate(offered)}
+    places = {config: place for place, config in enumerate(offered)}
     with contextlib.suppress(OSError):
-        write(_FOLDER, about, [places[variant] for variant in ranking])
+        write(_FOLDER, about, [places[config] for config in ranking])
     return ranking
 
 

@@ -164,8 +164,8 @@ class Gather:
         depth, height, width = (math.ceil(size / axis.dst) for size, axis in zip(self.dst.shape[2:], self.cell_axes))
         return depth, height, width
 
-    def constants(self, **variant: Constant) -> tuple[tuple[str, Constant], ...]:
-        """What both kernels are specialised by, and the variant's own constants."""
+    def constants(self, **config: Constant) -> tuple[tuple[str, Constant], ...]:
+        """What both kernels are specialised by, and the config's own constants."""
         out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
         last = self.weight_channels_last
         strides = out_channels * self.taps, 1 if last else self.taps
@@ -182,7 +182,7 @@ class Gather:
             "WEIGHT_STRIDE_OUT": strides[not self.mirrored],
             "WEIGHT_STRIDE_TAP": (-1 if self.mirrored else 1) * (out_channels if last else 1),
         }
-        return tuple({**common, **variant}.items())
+        return tuple({**common, **config}.items())
 
     @property
     def aligned_src(self) -> bool:

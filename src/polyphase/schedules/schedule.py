@@ -26,13 +26,13 @@ class Candidate:
     """One config of a schedule for a problem, with its predicted time and what bounds it."""
 
     schedule: str
-    variant: Any
+    config: Any
     seconds: float
     bound: str
 
     def describe(self) -> str:
         """The config in one line."""
-        settings = (f"{name}={value}" for name, value in self.variant._asdict().items())
+        settings = (f"{name}={value}" for name, value in self.config._asdict().items())
         return f"{self.schedule}({', '.join(settings)})"
 
 
@@ -135,8 +135,8 @@ class Schedule:
         """The predicted time of a config at the size at hand, and what bounds it; None where no tile fits."""
         raise NotImplementedError
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: Any
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: Any
     ) -> Program:
         """The program of one config."""
         raise NotImplementedError

@@ -22,15 +22,15 @@ constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes o
 constexpr long long TILE_WEIGHT_BYTES = (long long)TILE_STAGES * WEIGHT_STAGE;  // and in all stages
 constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)TILE_WEIGHT_BYTES : 0;
-constexpr bool IN_PLACE = SRC_CHANNELS_LAST || BOXES;  // pixels are copied to where they are used
-static_assert(!BOXES || (WGMMA && PARTS == 1), "not by TMA");
+constexpr bool IN_PLACE = SRC_CHANNELS_LAST || TMA_OPERANDS;  // pixels are copied to where they are used
+static_assert(!TMA_OPERANDS || (WGMMA && PARTS == 1), "not by TMA");
 static_assert(CLUSTER == 1 || (WGMMA && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
 constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not transposed yet
 constexpr int TRANSPOSE_WARPS =
     (LOADER_THREADS / 32 - 1) / TRANSPOSE_GROUPS;  // warps that transpose a stage of boxes together
 // Stages of its own that a producer group copies ahead of the one it transposes.
-constexpr int LOOKAHEAD = BOXES ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
+constexpr int LOOKAHEAD = TMA_OPERANDS ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
 // The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.

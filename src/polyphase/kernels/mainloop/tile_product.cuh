@@ -3,7 +3,7 @@
 // `A_CHUNK` or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is
 // an address.
 //
-// With BOXES a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order TMA changes (swizzling) so
+// With TMA_OPERANDS a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order TMA changes (swizzling) so
 // that those of neighbours lie in different banks. The tensor cores undo that by the bits of the address, wherever B
 // begins. Of a source whose pixels are innermost (TRANSPOSED) a box is 64 pixels of every channel of a stage, 128 bytes
 // a channel, swizzled; the tensor cores read columns so in half precision, 64 by 64.
@@ -20,8 +20,8 @@
 
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
-constexpr int PIXEL_PITCH = BOXES ? 32 * K_STEPS : 16;
-constexpr bool TRANSPOSED = BOXES && !SRC_CHANNELS_LAST;
+constexpr int PIXEL_PITCH = TMA_OPERANDS ? 32 * K_STEPS : 16;
+constexpr bool TRANSPOSED = TMA_OPERANDS && !SRC_CHANNELS_LAST;
 constexpr int BOX_PIXELS = 64, BOX_BYTES = BOX_PIXELS * PIXEL_PITCH;  // of those
 constexpr int BOX_STEP = TRANSPOSED ? STEP_CHANNELS * 128 : 32;       // from a step's channels to the next one's
 static_assert(!TRANSPOSED || (sizeof(operand_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");

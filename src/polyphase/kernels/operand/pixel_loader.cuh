@@ -17,8 +17,8 @@
 #endif
 
 #if BOX_COPY
-// Boxes of a work tile's pixels: with BOXES as the tensor cores read them, else to be transposed; channels last pixel
-// by pixel, and else channel by channel.
+// Boxes of a work tile's pixels: with TMA_OPERANDS as the tensor cores read them, else to be transposed; channels last
+// pixel by pixel, and else channel by channel.
 struct BoxLoader {
   const Params& params;
   const scalar_t* src;

@@ -10,8 +10,8 @@
 #include "mainloop/window_wgmma.cuh"
 
 // The operand of mainloop/window_wgmma.cuh where TMA cannot bring it: elements of half precision whose rows
-// are multiples of 4 or 8 bytes, not of 16. All loaders copy pieces of as many bytes, asynchronously, to where the
-// engine would put them.
+// are multiples of 4 or 8 bytes, not of 16. All loaders copy pieces of as many bytes, asynchronously, to where TMA
+// would put them.
 //
 // Index mapping. A thread has the same piece of every `at_once`-th column: which it is is found once for a stage.
 class RunLoader {

@@ -32,7 +32,7 @@ _MAX_WEIGHT_BYTES = 64 << 10
 _LANES = (32, 16, 8, 4, 2, 1)
 
 
-class ChannelsVariant(NamedTuple):
+class ChannelsConfig(NamedTuple):
     """The compile-time shape of a kernel; ``direct_channels.cu`` says what the names mean."""
 
     vector: int
@@ -66,15 +66,15 @@ class DirectChannels(Schedule):
         gather = Gather.of(problem, pass_, layouts)
         return gather if gather.src.channels_last and gather.dst.channels_last else None
 
-    def configs(self, at: Gather, pass_: Pass, device: DeviceInfo) -> Iterator[ChannelsVariant]:
-        return _variants(at, device)
+    def configs(self, at: Gather, pass_: Pass, device: DeviceInfo) -> Iterator[ChannelsConfig]:
+        return _configs(at, device)
 
-    def seconds(self, at: Gather, pass_: Pass, device: DeviceInfo, config: ChannelsVariant) -> float:
+    def seconds(self, at: Gather, pass_: Pass, device: DeviceInfo, config: ChannelsConfig) -> float:
         """Cycles by cell and channel, whatever the size of images."""
         return _cycles(at, config, costs("direct_channels", device)) / (config.vector * config.cells)
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig
     ) -> Cost:
         gather = Gather.of(problem, pass_, layouts)
         (depths, heights, widths), terms = gather.cells, costs("direct_channels", device)
@@ -88,8 +88,8 @@ class DirectChannels(Schedule):
         seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
         return seconds, slower_of(work, moving)[1]
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ChannelsVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig
     ) -> Program:
         gather = Gather.of(problem, pass_, layouts)
         source = KernelSource(
@@ -99,21 +99,21 @@ class DirectChannels(Schedule):
             constants=gather.constants(
                 ROUNDED=gather.rounded,
                 CHAINED=_chained(gather),
-                LANES=variant.lanes,
-                VECTOR=variant.vector,
-                CELLS=variant.cells,
-                SRC_VECTOR=_src_vector(gather, variant),
+                LANES=config.lanes,
+                VECTOR=config.vector,
+                CELLS=config.cells,
+                SRC_VECTOR=_src_vector(gather, config),
                 SRC_PIXEL=_pixel(gather.src),
                 DST_PIXEL=_pixel(gather.dst),
-                MIN_BLOCKS=variant.min_blocks,
+                MIN_BLOCKS=config.min_blocks,
             ),
         )
-        sizes = (*gather.dst.shape[2:4], math.ceil(gather.cells[2] / variant.cells))
-        lanes = arranged(problem.batch, sizes, _THREADS // variant.lanes)
-        blocks = math.ceil(_vectors(gather, variant) / variant.lanes)
+        sizes = (*gather.dst.shape[2:4], math.ceil(gather.cells[2] / config.cells))
+        lanes = arranged(problem.batch, sizes, _THREADS // config.lanes)
+        blocks = math.ceil(_vectors(gather, config) / config.lanes)
         rows = tiles_of(problem.batch, sizes, lanes)
         # A block goes on along h as long as the machine stays full: it has its weights already.
-        full = 6 * device.multiprocessors * variant.min_blocks
+        full = 6 * device.multiprocessors * config.min_blocks
         steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
         params = params_of(source).pack(
@@ -123,13 +123,13 @@ class DirectChannels(Schedule):
             lanes=lanes,
             tiles=tiles,
             steps=steps,
-            vectors=_vectors(gather, variant),
+            vectors=_vectors(gather, config),
         )
         main = Step(
             source=source,
             grid=(blocks, *two_dimensions(math.prod(tiles))),
             block=_THREADS,
-            shared_bytes=_weight_bytes(gather, variant.vector, variant.lanes),
+            shared_bytes=_weight_bytes(gather, config.vector, config.lanes),
             params=params,
         )
         return assemble(problem, pass_, main)
@@ -147,8 +147,8 @@ def _chained(gather: Gather) -> bool:
     return long and gather.dtype == "float32" and not gather.rounded
 
 
-def _vectors(gather: Gather, variant: ChannelsVariant) -> int:
-    return gather.dst_channels * gather.groups // variant.vector
+def _vectors(gather: Gather, config: ChannelsConfig) -> int:
+    return gather.dst_channels * gather.groups // config.vector
 
 
 def _src_read(gather: Gather, vector: int) -> int:
@@ -161,12 +161,12 @@ def _at_once(gather: Gather, vector: int) -> int:
     return math.gcd(_src_read(gather, vector), 16 // DTYPE_BYTES[gather.dtype])
 
 
-def _src_vector(gather: Gather, variant: ChannelsVariant) -> int:
+def _src_vector(gather: Gather, config: ChannelsConfig) -> int:
     """Those of them that are read at once, as the source lies."""
     if not gather.aligned:
         return 1
     batch, _, *spatial = gather.src.strides
-    return reduce(math.gcd, (_at_once(gather, variant.vector), batch, *spatial))
+    return reduce(math.gcd, (_at_once(gather, config.vector), batch, *spatial))
 
 
 def _pixel(side: Side) -> int:
@@ -179,8 +179,8 @@ def _weight_bytes(gather: Gather, vector: int, lanes: int) -> int:
     return gather.taps * gather.src_channels * lanes * vector * accumulator_bytes(gather.dtype)
 
 
-def _variants(gather: Gather, device: DeviceInfo) -> Iterator[ChannelsVariant]:
-    """Every variant of a layer whose taps unroll and whose weights fit."""
+def _configs(gather: Gather, device: DeviceInfo) -> Iterator[ChannelsConfig]:
+    """Every config of a layer whose taps unroll and whose weights fit."""
     for vector, cells in itertools.product((8, 4, 2, 1), (8, 4, 2, 1)):
         lanes = _lanes(gather, vector)
         width = gather.cell_axes[2]
@@ -194,7 +194,7 @@ def _variants(gather: Gather, device: DeviceInfo) -> Iterator[ChannelsVariant]:
         # With a few registers less the compiler often does without spills; else it settles for fewer blocks.
         hoped = min(8, shared, _resident(_registers(gather, vector, cells) - 16))
         if hoped:
-            yield ChannelsVariant(vector, cells, lanes, hoped)
+            yield ChannelsConfig(vector, cells, lanes, hoped)
 
 
 def _lanes(gather: Gather, vector: int) -> int | None:
@@ -229,9 +229,9 @@ def _resident(registers: int) -> int:
     return REGISTERS // (_THREADS * round_up(registers, 8))
 
 
-def _cycles(gather: Gather, variant: ChannelsVariant, terms: Costs) -> float:
+def _cycles(gather: Gather, config: ChannelsConfig, terms: Costs) -> float:
     """What a warp takes of a multiprocessor for its cells, beside as many others as are resident."""
-    vector, cells, lanes, hoped = variant
+    vector, cells, lanes, hoped = config
     resident = max(1, min(hoped, _resident(_registers(gather, vector, cells))))
     return _cycles_alone(gather, vector, cells, lanes, terms) * (1 + 1 / resident)
 

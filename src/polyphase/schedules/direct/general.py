@@ -21,7 +21,7 @@ from polyphase.schedules.schedule import Cost, Schedule
 _DST_TOGETHER = 4  # channels of a thread, where there are as many
 
 
-class GeneralVariant(NamedTuple):
+class GeneralConfig(NamedTuple):
     """The compile-time shape of ``direct_general.cu``."""
 
     dst_per_thread: int
@@ -41,19 +41,19 @@ class DirectGeneral(Schedule):
 
     def configs(
         self, at: tuple[ConvTransposeProblem, Layouts], pass_: Pass, device: DeviceInfo
-    ) -> Iterator[GeneralVariant]:
+    ) -> Iterator[GeneralConfig]:
         gather = Gather.of(at[0], pass_, at[1])
         if not gather.dst.channels_last and gather.dst_channels >= _DST_TOGETHER:
-            yield GeneralVariant(_DST_TOGETHER)
-        yield GeneralVariant(1)
+            yield GeneralConfig(_DST_TOGETHER)
+        yield GeneralConfig(1)
 
     def seconds(
-        self, at: tuple[ConvTransposeProblem, Layouts], pass_: Pass, device: DeviceInfo, config: GeneralVariant
+        self, at: tuple[ConvTransposeProblem, Layouts], pass_: Pass, device: DeviceInfo, config: GeneralConfig
     ) -> float:
         return self.cost(at[0], pass_, device, at[1], config)[0]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralConfig
     ) -> Cost:
         gather, dst = Gather.of(problem, pass_, layouts), config.dst_per_thread
         terms = costs("direct_general", device)
@@ -68,17 +68,17 @@ class DirectGeneral(Schedule):
         seconds, bound = cost_seconds(problem, device, cycles)
         return max(seconds, steps * terms.step / device.clock_hz), bound  # where threads are few, one's own
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GeneralVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralConfig
     ) -> Program:
         gather = Gather.of(problem, pass_, layouts)
         source = KernelSource(
             kernel=self.name,
             dtype=gather.dtype,
             wide_offsets=True,
-            constants=gather.constants(ROUNDED=gather.rounded, DST_PER_THREAD=variant.dst_per_thread, MIN_BLOCKS=4),
+            constants=gather.constants(ROUNDED=gather.rounded, DST_PER_THREAD=config.dst_per_thread, MIN_BLOCKS=4),
         )
-        blocks = math.ceil(gather.dst_channels / variant.dst_per_thread) * gather.groups
+        blocks = math.ceil(gather.dst_channels / config.dst_per_thread) * gather.groups
         threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])
         grid = math.ceil(threads / self._THREADS)
         params = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)

@@ -1,4 +1,4 @@
-"""The direct gather kernel for layers that unroll, ``kernels/direct_tiled.cu``: variants, tiles and launch."""
+"""The direct gather kernel for layers that unroll, ``kernels/direct_tiled.cu``: configs, tiles and launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.direct.tiled_cost import (
     Counts,
-    TiledVariant,
+    TiledConfig,
     cycles_of_rounds,
     cycles_per_result,
     registers,
@@ -42,7 +42,7 @@ _MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a variant may depend on: the layer and its layout, never batch or image size."""
+    """What a config may depend on: the layer and its layout, never batch or image size."""
 
     gather: Gather
 
@@ -86,24 +86,24 @@ class DirectTiled(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
         return _Layer(Gather.of(*_as_read(problem, pass_, layouts)))
 
-    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> Iterator[TiledVariant]:
-        return (variant for variant, _ in _legal(at.gather, device))
+    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> Iterator[TiledConfig]:
+        return (config for config, _ in _legal(at.gather, device))
 
-    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: TiledVariant) -> float:
+    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: TiledConfig) -> float:
         """Cycles by cell and destination channel, whatever the size of images."""
         return cycles_per_result(at.gather, config, Counts.of(at.gather, config), costs("direct_tiled", device))
 
     def search(
         self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
-    ) -> dict[TiledVariant, float]:
+    ) -> dict[TiledConfig, float]:
         legal, terms = _legal(at.gather, device), costs("direct_tiled", device)
-        return {variant: cycles_per_result(at.gather, variant, counts, terms) for variant, counts in legal}
+        return {config: cycles_per_result(at.gather, config, counts, terms) for config, counts in legal}
 
-    def arranged(self, order: list[TiledVariant]) -> list[TiledVariant]:
+    def arranged(self, order: list[TiledConfig]) -> list[TiledConfig]:
         return order[: self.offered]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TiledVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TiledConfig
     ) -> Cost | None:
         problem, _, layouts = _as_read(problem, pass_, layouts)
         gather = Gather.of(problem, pass_, layouts)
@@ -116,41 +116,41 @@ class DirectTiled(Schedule):
         work = (cycles + terms.launch) / device.clock_hz
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: TiledVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TiledConfig
     ) -> Program:
         gather = Gather.of(*_as_read(problem, pass_, layouts))
-        lanes, counts = _arrange(gather, variant, device), Counts.of(gather, variant)
-        per_lane = (1, 1, variant.cells_h, variant.cells_w)
+        lanes, counts = _arrange(gather, config, device), Counts.of(gather, config)
+        per_lane = (1, 1, config.cells_h, config.cells_w)
         extents = (problem.batch, *gather.cells)
         tiles = [math.ceil(size / (lane * cells)) for size, lane, cells in zip(extents, lanes, per_lane)]
-        dst_blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+        dst_blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
         source = KernelSource(
             kernel=self.name,
             dtype=gather.dtype,
-            wide_offsets=gather.wide_offsets(lanes[0], variant.stage_channels),
+            wide_offsets=gather.wide_offsets(lanes[0], config.stage_channels),
             constants=gather.constants(
                 ROUNDED=gather.rounded,
                 SRC_CHANNELS_LAST=gather.src.channels_last,
-                LANES=variant.lanes,
-                DST_PER_THREAD=variant.dst_per_thread,
-                CELLS_H=variant.cells_h,
-                CELLS_W=variant.cells_w,
-                DST_SLICES=variant.dst_slices,
-                SRC_SLICES=variant.src_slices,
-                STAGE_CHANNELS=variant.stage_channels,
-                LOADS=variant.loads,
-                BUFFERS=variant.buffers,
+                LANES=config.lanes,
+                DST_PER_THREAD=config.dst_per_thread,
+                CELLS_H=config.cells_h,
+                CELLS_W=config.cells_w,
+                DST_SLICES=config.dst_slices,
+                SRC_SLICES=config.src_slices,
+                STAGE_CHANNELS=config.stage_channels,
+                LOADS=config.loads,
+                BUFFERS=config.buffers,
                 CHAIN=counts.chain,
                 STRAIGHT=straight(counts),
-                DST_VECTOR=variant.dst_vector,
-                MIN_BLOCKS=variant.min_blocks,
+                DST_VECTOR=config.dst_vector,
+                MIN_BLOCKS=config.min_blocks,
             ),
             fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )
         # Blocks go on to further items of their tile as long as the machine stays full: they know their way already.
         items = dst_blocks * gather.groups
-        full = 8 * device.multiprocessors * variant.min_blocks
+        full = 8 * device.multiprocessors * config.min_blocks
         per_block = max(1, min(items, items * math.prod(tiles) // full))
         params = params_of(source).pack(
             src=gather.src,
@@ -161,13 +161,13 @@ class DirectTiled(Schedule):
             items=items,
             items_per_block=per_block,
             aligned_src=gather.aligned_src,
-            aligned_rows=_aligned_rows(gather, variant),
+            aligned_rows=_aligned_rows(gather, config),
         )
         main = Step(
             source=source,
             grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
-            block=variant.threads,
-            shared_bytes=_shared_bytes(gather, variant, lanes),
+            block=config.threads,
+            shared_bytes=_shared_bytes(gather, config, lanes),
             params=params,
         )
         return assemble(problem, pass_, main)
@@ -222,68 +222,68 @@ class _TileSize(NamedTuple):
         """Elements of one channel."""
         return self.images * self.depth * self.height * self.width
 
-    def loads(self, variant: TiledVariant) -> int:
+    def loads(self, config: TiledConfig) -> int:
         """Quads that a thread loads for a stage."""
-        return math.ceil(self.elements * variant.stage_channels / 4 / variant.threads)
+        return math.ceil(self.elements * config.stage_channels / 4 / config.threads)
 
 
-def _shared_bytes(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], counts: Counts | None = None) -> int:
+def _shared_bytes(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], counts: Counts | None = None) -> int:
     """Of tiles of these lanes; with ``counts``: whatever the size of images, with offsets of 32 bits."""
     accumulator = accumulator_bytes(gather.dtype)
-    weights = variant.stage_channels * variant.dst_slices * round_up(gather.taps * variant.dst_per_thread, 4)
-    plane = variant.loads * variant.threads // variant.stage_channels * 4 + (4 if gather.src.channels_last else 0)
-    buffers = variant.buffers * (weights + variant.stage_channels * plane)
-    slice_threads = variant.lanes * variant.dst_slices
+    weights = config.stage_channels * config.dst_slices * round_up(gather.taps * config.dst_per_thread, 4)
+    plane = config.loads * config.threads // config.stage_channels * 4 + (4 if gather.src.channels_last else 0)
+    buffers = config.buffers * (weights + config.stage_channels * plane)
+    slice_threads = config.lanes * config.dst_slices
     typical = counts is not None
-    counts = counts or Counts.of(gather, variant)
+    counts = counts or Counts.of(gather, config)
     rows = slice_threads * counts.run
-    summed = variant.src_slices > 1 or counts.chain < counts.stages
+    summed = config.src_slices > 1 or counts.chain < counts.stages
     sums = slice_threads * round_up(counts.accumulators, 4) if summed else 0
-    wide = not typical and gather.wide_offsets(lanes[0], variant.stage_channels)
-    elements = variant.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
+    wide = not typical and gather.wide_offsets(lanes[0], config.stage_channels)
+    elements = config.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
     return (buffers + rows + sums) * accumulator + elements
 
 
-def _fits(gather: Gather, variant: TiledVariant, lanes: tuple[int, ...], device: DeviceInfo) -> bool:
-    """Whether the compiled variant can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
-    width = lanes[3] * variant.cells_w
+def _fits(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], device: DeviceInfo) -> bool:
+    """Whether the compiled config can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
+    width = lanes[3] * config.cells_w
     return (
-        _TileSize.of(gather, variant.cells, lanes).loads(variant) <= variant.loads
-        and _shared_bytes(gather, variant, lanes) <= device.shared_bytes_per_block
+        _TileSize.of(gather, config.cells, lanes).loads(config) <= config.loads
+        and _shared_bytes(gather, config, lanes) <= device.shared_bytes_per_block
         and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
     )
 
 
-def _some_lanes(gather: Gather, variant: TiledVariant) -> tuple[int, int, int, int]:
+def _some_lanes(gather: Gather, config: TiledConfig) -> tuple[int, int, int, int]:
     """Extents of lanes along n, d, h and w that fit its loads: all in a row, or a few where its halo is wide."""
-    row = 1, 1, 1, variant.lanes
-    long = _TileSize.of(gather, variant.cells, row).loads(variant) > variant.loads
+    row = 1, 1, 1, config.lanes
+    long = _TileSize.of(gather, config.cells, row).loads(config) > config.loads
     return (1, 1, 1, _ROW_LANES) if long else row
 
 
-def _arrange(gather: Gather, variant: TiledVariant, device: DeviceInfo) -> tuple[int, int, int, int]:
-    """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled variant."""
+def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[int, int, int, int]:
+    """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled config."""
     batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
     heights, widths = (
-        math.ceil(cells / lane) for cells, lane in zip(gather.cells[1:], (variant.cells_h, variant.cells_w))
+        math.ceil(cells / lane) for cells, lane in zip(gather.cells[1:], (config.cells_h, config.cells_w))
     )
-    compute = thread_cycles(Counts.of(gather, variant), variant, costs("direct_tiled", device)) * variant.threads / 32
-    most_elements = variant.loads * variant.threads * 4 // variant.stage_channels
-    best, best_cost = _some_lanes(gather, variant), math.inf
-    for width in _extents(widths, variant.lanes):
-        for height in _extents(heights, variant.lanes // width):
-            for depth in _extents(depths, variant.lanes // (width * height)):
-                one = _TileSize.of(gather, variant.cells, (1, depth, height, width)).elements
-                images = min(batch, variant.lanes // (width * height * depth), max(1, most_elements // one))
+    compute = thread_cycles(Counts.of(gather, config), config, costs("direct_tiled", device)) * config.threads / 32
+    most_elements = config.loads * config.threads * 4 // config.stage_channels
+    best, best_cost = _some_lanes(gather, config), math.inf
+    for width in _extents(widths, config.lanes):
+        for height in _extents(heights, config.lanes // width):
+            for depth in _extents(depths, config.lanes // (width * height)):
+                one = _TileSize.of(gather, config.cells, (1, depth, height, width)).elements
+                images = min(batch, config.lanes // (width * height * depth), max(1, most_elements // one))
                 images = math.ceil(batch / math.ceil(batch / images))
                 lanes = (images, depth, height, width)
-                if not _fits(gather, variant, lanes, device):
+                if not _fits(gather, config, lanes, device):
                     continue
                 tiles = math.prod(tiles_of(batch, (depths, heights, widths), lanes))
-                shared = _shared_bytes(gather, variant, lanes) + 1024
-                crowding = max(1.0, min(variant.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
+                shared = _shared_bytes(gather, config, lanes) + 1024
+                crowding = max(1.0, min(config.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
                 # Short rows leave memory transactions half empty, on their way in and out.
-                row = width * variant.cells_w
+                row = width * config.cells_w
                 load = one * images * gather.src_channels * 5 / 32 * (1 + 4 / row)
                 cost = tiles * (compute * crowding * (1 + 3 / (row * gather.cell_axes[2].dst)) + load)
                 if cost < best_cost:
@@ -300,22 +300,20 @@ def _extents(cells: int, most: int) -> list[int]:
     return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
 
 
-def _items(problem: ConvTransposeProblem, gather: Gather, variant: TiledVariant) -> int:
+def _items(problem: ConvTransposeProblem, gather: Gather, config: TiledConfig) -> int:
     """Of all tiles, as many as their cells come to."""
-    tiles = math.ceil(problem.batch * math.prod(gather.cells) / (variant.lanes * variant.cells_h * variant.cells_w))
-    blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
+    tiles = math.ceil(problem.batch * math.prod(gather.cells) / (config.lanes * config.cells_h * config.cells_w))
+    blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
     return tiles * problem.groups * blocks
 
 
-def _legal(gather: Gather, device: DeviceInfo) -> list[tuple[TiledVariant, Counts]]:
-    """The `legal_variants`, those of short rows where there are no others."""
-    return list(legal_variants(gather, device)) or list(legal_variants(gather, device, short_rows=True))
+def _legal(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig, Counts]]:
+    """The `legal_configs`, those of short rows where there are no others."""
+    return list(legal_configs(gather, device)) or list(legal_configs(gather, device, short_rows=True))
 
 
-def legal_variants(
-    gather: Gather, device: DeviceInfo, short_rows: bool = False
-) -> Iterator[tuple[TiledVariant, Counts]]:
-    """Every variant of a layer that compiles without spills by the estimate, and what its threads do.
+def legal_configs(gather: Gather, device: DeviceInfo, short_rows: bool = False) -> Iterator[tuple[TiledConfig, Counts]]:
+    """Every config of a layer that compiles without spills by the estimate, and what its threads do.
 
     ``short_rows``: those too of whose lanes a row takes but a few, as its halo is wide.
     """
@@ -345,10 +343,10 @@ def legal_variants(
             loads = rows if short_rows else max(row, rows)
             if loads > _MAX_LOADS:
                 continue
-            variant = TiledVariant(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, depth, 1, vector)
-            counts = Counts.of(gather, variant)
-            needed = round_up(registers(counts, variant), 8)
-            shared = _shared_bytes(gather, variant, (1, 1, 1, lanes), counts) + 1024
+            config = TiledConfig(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, depth, 1, vector)
+            counts = Counts.of(gather, config)
+            needed = round_up(registers(counts, config), 8)
+            shared = _shared_bytes(gather, config, (1, 1, 1, lanes), counts) + 1024
             blocks = min(
                 REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
             )
@@ -357,7 +355,7 @@ def legal_variants(
             double = counts.words == 2 and blocks > 1 and (needed <= _MAX_OF_DOUBLES or not gather.dst.channels_last)
             needed += 40 if counts.owned == _MAX_ACCUMULATORS else 16
             if blocks and (needed <= min(255, REGISTERS // threads) or double):
-                yield variant._replace(min_blocks=blocks), counts
+                yield config._replace(min_blocks=blocks), counts
 
 
 def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
@@ -374,9 +372,9 @@ def _elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) ->
     return _TileSize.of(gather, cells, row).elements, _TileSize.of(gather, cells, rows).elements
 
 
-def _aligned_rows(gather: Gather, variant: TiledVariant) -> bool:
+def _aligned_rows(gather: Gather, config: TiledConfig) -> bool:
     """Whether a lane's elements along w start at a multiple of their number, in every row of a new tensor."""
-    run = variant.cells_w * gather.cell_axes[2].dst
+    run = config.cells_w * gather.cell_axes[2].dst
     batch, channel, depth, height, width = gather.dst.strides
     whole_rows = gather.dst.shape[4] % run == 0
     return whole_rows and width == 1 and all(stride % run == 0 for stride in (batch, channel, depth, height))

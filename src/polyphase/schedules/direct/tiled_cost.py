@@ -1,4 +1,4 @@
-"""What a variant of ``direct_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
+"""What a config of ``direct_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
 
 Its terms are section ``direct_tiled`` of the costs, in issue slots, stalls included.
 """
@@ -14,7 +14,7 @@ from polyphase.problem import accumulator_bytes
 from polyphase.schedules.cells import Gather
 
 
-class TiledVariant(NamedTuple):
+class TiledConfig(NamedTuple):
     """The compile-time shape of ``direct_tiled.cu``; its file says what the names mean."""
 
     lanes: int
@@ -69,26 +69,26 @@ class Counts(NamedTuple):
     words: int  # registers of a value
 
     @classmethod
-    def of(cls, gather: Gather, variant: TiledVariant) -> Counts:
-        """What a thread of ``variant`` does for this pass."""
-        patch = _Patch.of(gather, variant.dst_per_thread, variant.cells_h, variant.cells_w)
-        per_stage = variant.stage_channels * variant.dst_per_thread * variant.dst_slices * gather.taps
-        stages = -(-gather.src_channels // variant.stage_channels)
-        channels = variant.stage_channels / variant.src_slices
+    def of(cls, gather: Gather, config: TiledConfig) -> Counts:
+        """What a thread of ``config`` does for this pass."""
+        patch = _Patch.of(gather, config.dst_per_thread, config.cells_h, config.cells_w)
+        per_stage = config.stage_channels * config.dst_per_thread * config.dst_slices * gather.taps
+        stages = -(-gather.src_channels // config.stage_channels)
+        channels = config.stage_channels / config.src_slices
         chain = stages
         if gather.dtype == "float32":
             chain = min(stages, math.ceil(_CHAIN_TERMS * gather.owned / (gather.taps * channels)))
-        threads = variant.threads
+        threads = config.threads
         return cls(
             stages,
-            max(chain, variant.src_slices),
+            max(chain, config.src_slices),
             channels,
             patch.products,
             patch.weight_reads,
             patch.patch_reads,
             -(-per_stage // threads),
-            gather.weight_channels_last and threads % (variant.dst_per_thread * variant.dst_slices) > 0,
-            variant.loads,
+            gather.weight_channels_last and threads % (config.dst_per_thread * config.dst_slices) > 0,
+            config.loads,
             patch.accumulators,
             patch.owned,
             patch.patch,
@@ -140,21 +140,21 @@ def straight(counts: Counts) -> bool:
     return counts.products * counts.channels <= _STRAIGHT
 
 
-def thread_cycles(counts: Counts, variant: TiledVariant, terms: Costs) -> float:
+def thread_cycles(counts: Counts, config: TiledConfig, terms: Costs) -> float:
     """Issue slots of a thread for one item."""
     long = counts.products * counts.channels / 700 - 1
     code = terms.long_code * max(0.0, long) if straight(counts) else terms.rolled_code
     reads = counts.weight_reads * terms.weight_read + counts.patch_reads * terms.patch_read
     compute = counts.channels * (counts.products * (1 + code) + reads + terms.channel)
-    quad = terms.copy if variant.asynchronous else terms.load
+    quad = terms.copy if config.asynchronous else terms.load
     load = counts.loads * quad + counts.weight_items * terms.weight_item + terms.stage
     flush = counts.accumulators * terms.flush * (math.ceil(counts.stages / counts.chain) - 1)
     if counts.run == 1:
         element = terms.element_alone
     else:
         element = terms.element_vector if counts.run in (2, 4) else terms.element_turned
-    epilogue = counts.accumulators * element / variant.src_slices
-    reduction = counts.accumulators * terms.reduction * (variant.src_slices - 1) / variant.src_slices
+    epilogue = counts.accumulators * element / config.src_slices
+    reduction = counts.accumulators * terms.reduction * (config.src_slices - 1) / config.src_slices
     return counts.stages * (compute + load) + flush + epilogue + reduction
 
 
@@ -164,36 +164,36 @@ def _wavefronts(counts: Counts, conflicts: int) -> float:
     return counts.stages * (counts.channels * counts.patch_reads * conflicts + loads) + 3 * counts.accumulators
 
 
-def registers(counts: Counts, variant: TiledVariant) -> int:
-    """Registers that a thread needs without spilling: fitted to the same variants, on the safe side."""
+def registers(counts: Counts, config: TiledConfig) -> int:
+    """Registers that a thread needs without spilling: fitted to the same configs, on the safe side."""
     weights = (3.0 if counts.scattered else 1.7) * counts.weight_items
-    always = counts.owned + (2 if variant.asynchronous else 7) * counts.loads + weights
+    always = counts.owned + (2 if config.asynchronous else 7) * counts.loads + weights
     stages = 0.2 * counts.patch + 1.1 * min(4 * counts.weight_reads // counts.words, 24)
-    epilogue = (7 if variant.asynchronous and counts.run in (2, 4) else 10.5) * counts.run
+    epilogue = (7 if config.asynchronous and counts.run in (2, 4) else 10.5) * counts.run
     return round(counts.words * (always + max(stages, epilogue))) + 25
 
 
-def block_cycles(variant: TiledVariant, counts: Counts, resident: int, terms: Costs) -> float:
+def block_cycles(config: TiledConfig, counts: Counts, resident: int, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for an item, where so many blocks are resident on it together."""
-    warps = variant.threads / 32
-    cycles = max(thread_cycles(counts, variant, terms) * warps / 4, _wavefronts(counts, variant.cells_w) * warps)
+    warps = config.threads / 32
+    cycles = max(thread_cycles(counts, config, terms) * warps / 4, _wavefronts(counts, config.cells_w) * warps)
     # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
     lone_block = terms.lone_block / resident if counts.stages > 1 else 0.0
     return cycles * (1 + terms.latency / math.pow(warps * resident, terms.hidden) + lone_block)
 
 
-def cycles_per_result(gather: Gather, variant: TiledVariant, counts: Counts, terms: Costs) -> float:
+def cycles_per_result(gather: Gather, config: TiledConfig, counts: Counts, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor per cell and destination channel, where there are blocks enough."""
-    cycles = block_cycles(variant, counts, variant.min_blocks, terms)
-    blocks = math.ceil(gather.dst_channels / (variant.dst_per_thread * variant.dst_slices))
-    return cycles * blocks / (variant.lanes * variant.cells_h * variant.cells_w * gather.dst_channels)
+    cycles = block_cycles(config, counts, config.min_blocks, terms)
+    blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
+    return cycles * blocks / (config.lanes * config.cells_h * config.cells_w * gather.dst_channels)
 
 
-def cycles_of_rounds(variant: TiledVariant, counts: Counts, items: int, multiprocessors: int, terms: Costs) -> float:
+def cycles_of_rounds(config: TiledConfig, counts: Counts, items: int, multiprocessors: int, terms: Costs) -> float:
     """Predicted cycles of ``items``: rounds of all blocks that are resident, and a last one of those that are left."""
-    rounds, left = divmod(items, multiprocessors * variant.min_blocks)
-    cycles = rounds * variant.min_blocks * block_cycles(variant, counts, variant.min_blocks, terms)
+    rounds, left = divmod(items, multiprocessors * config.min_blocks)
+    cycles = rounds * config.min_blocks * block_cycles(config, counts, config.min_blocks, terms)
     if left:
         resident = math.ceil(left / multiprocessors)
-        cycles += resident * block_cycles(variant, counts, resident, terms)
+        cycles += resident * block_cycles(config, counts, resident, terms)
     return cycles

@@ -35,7 +35,7 @@ _SHARED_BYTES = 48 << 10  # of a block, where one row of its threads needs no mo
 _LEAST_TILES = 4  # of a part
 
 
-class ChannelsGradVariant(NamedTuple):
+class ChannelsWgradConfig(NamedTuple):
     """The compile-time shape of a kernel; ``direct_wgrad_channels.cu`` says what the names mean."""
 
     vector: int
@@ -101,10 +101,10 @@ class DirectWgradChannels(Schedule):
             return None
         return standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[ChannelsGradVariant]:
-        return sorted(_variants(at, device))
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[ChannelsWgradConfig]:
+        return sorted(_configs(at, device))
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ChannelsGradVariant) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ChannelsWgradConfig) -> float:
         return _estimate(at, config, device)[0]
 
     def cost(
@@ -113,7 +113,7 @@ class DirectWgradChannels(Schedule):
         pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
-        config: ChannelsGradVariant,
+        config: ChannelsWgradConfig,
     ) -> Cost | None:
         x, grad = _sides(problem, layouts)
         # The kernel has distances within a row as constants of 32 bits.
@@ -121,13 +121,13 @@ class DirectWgradChannels(Schedule):
             return None
         return _estimate(problem, config, device)
 
-    def launch(
+    def program(
         self,
         problem: ConvTransposeProblem,
         pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
-        variant: ChannelsGradVariant,
+        config: ChannelsWgradConfig,
     ) -> Program:
         x, grad = _sides(problem, layouts)
         source = KernelSource(
@@ -136,32 +136,32 @@ class DirectWgradChannels(Schedule):
             wide_offsets=True,
             constants=(
                 *layer_constants(problem, pass_),
-                ("LANES", variant.lanes),
-                ("BLOCK_SHARES", variant.block_shares),
-                ("WALKERS", variant.walkers),
-                ("VECTOR", variant.vector),
-                ("POSITIONS", variant.positions),
-                ("ROWS", variant.rows),
-                ("COLUMNS", variant.columns),
-                ("ROWS_AT_ONCE", _rows_at_once(problem, variant)),
-                ("IN_HELD", variant.in_held),
-                ("X_VECTOR", _at_once(x, variant.x_held(problem), problem, layouts)),
-                ("GRAD_VECTOR", _at_once(grad, variant.vector, problem, layouts)),
+                ("LANES", config.lanes),
+                ("BLOCK_SHARES", config.block_shares),
+                ("WALKERS", config.walkers),
+                ("VECTOR", config.vector),
+                ("POSITIONS", config.positions),
+                ("ROWS", config.rows),
+                ("COLUMNS", config.columns),
+                ("ROWS_AT_ONCE", _rows_at_once(problem, config)),
+                ("IN_HELD", config.in_held),
+                ("X_VECTOR", _at_once(x, config.x_held(problem), problem, layouts)),
+                ("GRAD_VECTOR", _at_once(grad, config.vector, problem, layouts)),
                 ("X_PIXEL", _pixel(problem, x)),
                 ("GRAD_PIXEL", _pixel(problem, grad)),
-                ("MIN_BLOCKS", variant.min_blocks),
+                ("MIN_BLOCKS", config.min_blocks),
             ),
         )
-        walkers, (n, d, h, w) = _tiles(problem, variant)
+        walkers, (n, d, h, w) = _tiles(problem, config)
         all_tiles = n * d * h * w
-        blocks = _blocks(problem, variant)
-        length, parts = parted(all_tiles, _parts(problem, variant, device))
-        flush = max(1, _CHAIN // variant.positions)
+        blocks = _blocks(problem, config)
+        length, parts = parted(all_tiles, _parts(problem, config, device))
+        flush = max(1, _CHAIN // config.positions)
         params = params_of(source).pack(
             x=x,
             g=grad,
             batch=problem.batch,
-            vectors=problem.out_channels // variant.vector,
+            vectors=problem.out_channels // config.vector,
             vector_blocks=blocks[0],
             flush=flush,
             walkers=walkers,
@@ -173,8 +173,8 @@ class DirectWgradChannels(Schedule):
         main = Step(
             source=source,
             grid=(math.prod(blocks) * parts, 1, 1),
-            block=variant.threads,
-            shared_bytes=_shared_bytes(problem, variant, _rows_at_once(problem, variant)),
+            block=config.threads,
+            shared_bytes=_shared_bytes(problem, config, _rows_at_once(problem, config)),
             params=params,
         )
         return assemble(problem, pass_, main, splits=parts)
@@ -200,10 +200,10 @@ def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layo
     return widest_piece(DTYPE_BYTES[problem.dtype], held, batch, *spatial)
 
 
-def _window(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
+def _window(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> int:
     """Columns of a row of the output gradient from the first that a thread's positions meet to the last."""
     width = problem.axes3[2]
-    return (variant.positions - 1) * width.stride + (variant.columns - 1) * width.dilation + 1
+    return (config.positions - 1) * width.stride + (config.columns - 1) * width.dilation + 1
 
 
 def _columns_met(problem: ConvTransposeProblem, positions: int, columns: int) -> int:
@@ -212,24 +212,24 @@ def _columns_met(problem: ConvTransposeProblem, positions: int, columns: int) ->
     return len({i * width.stride + tap * width.dilation for i in range(positions) for tap in range(columns)})
 
 
-def _tiles(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[Four, Four]:
+def _tiles(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple[Four, Four]:
     """How a block's walkers extend along n, d, h and w, and the tiles that images come to, in steps of theirs."""
     depth, height, width = five(problem.input_shape)[2:]
-    sizes = depth, height, math.ceil(width / variant.positions)
-    walkers = arranged(problem.batch, sizes, variant.walkers)
+    sizes = depth, height, math.ceil(width / config.positions)
+    walkers = arranged(problem.batch, sizes, config.walkers)
     return walkers, tiles_of(problem.batch, sizes, walkers)
 
 
-def _blocks(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[int, int]:
+def _blocks(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple[int, int]:
     """Blocks of a part: of vectors, and of shares."""
-    vectors = problem.out_channels // variant.vector
-    return math.ceil(vectors / variant.lanes), math.ceil(variant.shares(problem) / variant.block_shares)
+    vectors = problem.out_channels // config.vector
+    return math.ceil(vectors / config.lanes), math.ceil(config.shares(problem) / config.block_shares)
 
 
-def _parts(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> int:
+def _parts(problem: ConvTransposeProblem, config: ChannelsWgradConfig, device: DeviceInfo) -> int:
     """Parts of the positions, of a few tiles each: all blocks are resident together, or in few rounds."""
-    blocks, tiles = math.prod(_blocks(problem, variant)), math.prod(_tiles(problem, variant)[1])
-    resident = device.multiprocessors * variant.min_blocks
+    blocks, tiles = math.prod(_blocks(problem, config)), math.prod(_tiles(problem, config)[1])
+    resident = device.multiprocessors * config.min_blocks
     most = max(1, min(tiles // _LEAST_TILES, affordable_planes(problem)))
 
     def cost(parts: int) -> int:
@@ -239,8 +239,8 @@ def _parts(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: 
     return min((min(most, max(1, count * resident // blocks)) for count in rounds), key=cost)
 
 
-def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsGradVariant]:
-    """Every variant whose sums fit a thread's registers."""
+def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsWgradConfig]:
+    """Every config whose sums fit a thread's registers."""
     size, of_in, of_out = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group, problem.out_channels_per_group
     words = accumulator_bytes(problem.dtype) // 4
     depth, height, width = (axis.kernel for axis in problem.axes3)
@@ -254,33 +254,33 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Cha
             if rows * of_row * words > _MAX_SUMS or of_row * words > _MAX_SUMS_OF_ROW:
                 continue
             for positions in (8, 4, 2, 1):
-                variant = ChannelsGradVariant(vector, positions, rows, columns, in_held, 1, 1, 1)
-                registers = _registers(problem, variant)
+                config = ChannelsWgradConfig(vector, positions, rows, columns, in_held, 1, 1, 1)
+                registers = _registers(problem, config)
                 if registers > _MAX_REGISTERS or rows * of_row * words * positions > _MAX_UNROLLED:
                     continue
-                lanes, block_shares = _lanes(problem, variant)
-                variant = variant._replace(lanes=lanes, block_shares=block_shares)
-                shared = _shared_bytes(problem, variant, _rows_at_once(problem, variant)) + 1024
-                resident = REGISTERS // (variant.threads * round_up(registers, 8))
+                lanes, block_shares = _lanes(problem, config)
+                config = config._replace(lanes=lanes, block_shares=block_shares)
+                shared = _shared_bytes(problem, config, _rows_at_once(problem, config)) + 1024
+                resident = REGISTERS // (config.threads * round_up(registers, 8))
                 hoped = min(8, resident, device.shared_bytes_per_multiprocessor // shared)
                 if hoped and shared <= device.shared_bytes_per_block:
-                    yield variant._replace(min_blocks=hoped)
+                    yield config._replace(min_blocks=hoped)
 
 
-def _shared_bytes(problem: ConvTransposeProblem, variant: ChannelsGradVariant, rows: int) -> int:
+def _shared_bytes(problem: ConvTransposeProblem, config: ChannelsWgradConfig, rows: int) -> int:
     """Shared memory of a block that adds up so many of its threads' rows at once."""
-    return variant.threads * (rows * variant.sums_of_row | 1) * accumulator_bytes(problem.dtype)
+    return config.threads * (rows * config.sums_of_row | 1) * accumulator_bytes(problem.dtype)
 
 
-def _rows_at_once(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
+def _rows_at_once(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> int:
     """Rows of its threads that a block adds up at once."""
-    fitting = (n for n in range(variant.rows, 1, -1) if _shared_bytes(problem, variant, n) <= _SHARED_BYTES)
+    fitting = (n for n in range(config.rows, 1, -1) if _shared_bytes(problem, config, n) <= _SHARED_BYTES)
     return next(fitting, 1)
 
 
-def _lanes(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> tuple[int, int]:
+def _lanes(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple[int, int]:
     """Neighbouring threads that own neighbouring vectors, and the shares of a block."""
-    vectors, shares = problem.out_channels // variant.vector, variant.shares(problem)
+    vectors, shares = problem.out_channels // config.vector, config.shares(problem)
     if not problem.channels_last:
         return 1, math.ceil(shares / math.ceil(shares / _THREADS))
     most = max(_MIN_LANES, min(_MAX_LANES, _THREADS // shares))
@@ -293,50 +293,50 @@ def _held(problem: ConvTransposeProblem, channels: int) -> int:
     return channels // 2 if DTYPE_BYTES[problem.dtype] == 2 and channels % 2 == 0 else channels
 
 
-def _registers(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> int:
+def _registers(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> int:
     """Registers of a thread, by estimate: its sums, its input, a row of the output gradient, and some of others."""
-    met = _columns_met(problem, variant.positions, variant.columns)
-    held = variant.positions * _held(problem, variant.x_held(problem)) + met * _held(problem, variant.vector)
-    others = 8 * min(3, variant.rows - 1) if DTYPE_BYTES[problem.dtype] == 2 and variant.positions > 2 else 0
-    return 48 + others + (variant.sums + held) * accumulator_bytes(problem.dtype) // 4
+    met = _columns_met(problem, config.positions, config.columns)
+    held = config.positions * _held(problem, config.x_held(problem)) + met * _held(problem, config.vector)
+    others = 8 * min(3, config.rows - 1) if DTYPE_BYTES[problem.dtype] == 2 and config.positions > 2 else 0
+    return 48 + others + (config.sums + held) * accumulator_bytes(problem.dtype) // 4
 
 
-def _estimate(problem: ConvTransposeProblem, variant: ChannelsGradVariant, device: DeviceInfo) -> tuple[float, str]:
+def _estimate(problem: ConvTransposeProblem, config: ChannelsWgradConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("direct_wgrad_channels", device)
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
-    x_held = variant.x_held(problem)
-    met = _columns_met(problem, variant.positions, variant.columns)
-    loads = variant.positions * _loads(problem, x_held) + variant.rows * met * _loads(problem, variant.vector)
-    instructions = terms.issue * words * variant.sums * variant.positions + terms.load * loads
+    x_held = config.x_held(problem)
+    met = _columns_met(problem, config.positions, config.columns)
+    loads = config.positions * _loads(problem, x_held) + config.rows * met * _loads(problem, config.vector)
+    instructions = terms.issue * words * config.sums * config.positions + terms.load * loads
     if size == 2:  # the input is widened again for each tap where there is much of it
-        x_elements = variant.positions * x_held
-        x_widened = x_elements * (variant.rows * variant.columns if x_elements > 32 else 1)
-        instructions += terms.issue * (x_widened + variant.rows * met * variant.vector)
-    cycles = instructions * (1 + terms.borders * _at_borders(problem, variant)) / 4
+        x_elements = config.positions * x_held
+        x_widened = x_elements * (config.rows * config.columns if x_elements > 32 else 1)
+        instructions += terms.issue * (x_widened + config.rows * met * config.vector)
+    cycles = instructions * (1 + terms.borders * _at_borders(problem, config)) / 4
     if not problem.channels_last:  # neighbours are so many columns apart, and meet so many lines at once
-        cycles += terms.line * variant.positions * max(1, variant.positions * size / 4)
-        cycles += terms.line * variant.rows * met * max(1, variant.positions * problem.axes3[2].stride * size / 4)
+        cycles += terms.line * config.positions * max(1, config.positions * size / 4)
+        cycles += terms.line * config.rows * met * max(1, config.positions * problem.axes3[2].stride * size / 4)
 
     # What a thread loads at once, before it waits for it: as many of its rows as it has registers for.
-    limit = device.registers_of(variant.threads * variant.min_blocks)
-    spare = limit - 32 - words * (variant.sums + variant.positions * _held(problem, x_held))
-    rows_at_once = max(1, spare // (words * met * _held(problem, variant.vector)))
-    waits = math.ceil(variant.rows / rows_at_once)
+    limit = device.registers_of(config.threads * config.min_blocks)
+    spare = limit - 32 - words * (config.sums + config.positions * _held(problem, x_held))
+    rows_at_once = max(1, spare // (words * met * _held(problem, config.vector)))
+    waits = math.ceil(config.rows / rows_at_once)
 
-    parts = _parts(problem, variant, device)
-    blocks = parts * math.prod(_blocks(problem, variant))
-    resident, _ = rounds_of(blocks, variant.min_blocks, device)
-    rounds = math.ceil(blocks / (device.multiprocessors * variant.min_blocks))
-    warps = variant.threads // 32 * resident
-    tiles = math.ceil(math.prod(_tiles(problem, variant)[1]) / parts)
+    parts = _parts(problem, config, device)
+    blocks = parts * math.prod(_blocks(problem, config))
+    resident, _ = rounds_of(blocks, config.min_blocks, device)
+    rounds = math.ceil(blocks / (device.multiprocessors * config.min_blocks))
+    warps = config.threads // 32 * resident
+    tiles = math.ceil(math.prod(_tiles(problem, config)[1]) / parts)
     # A step takes what all warps issue, or what one of them waits for.
     alone = terms.one_warp * cycles + terms.wait * waits
     step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
     work = rounds * tiles * step / device.clock_hz
     moving = problem.bytes / device.copy_bytes_per_second
     # What is left in planes, in pieces of a row of the kernel or of less, and added up.
-    scattered = terms.store_pieces if variant.columns < problem.axes3[2].kernel else terms.store_rows
+    scattered = terms.store_pieces if config.columns < problem.axes3[2].kernel else terms.store_rows
     storing = parts * problem.elements[1] * scattered / (device.multiprocessors * device.clock_hz)
     adding = terms.reduce + terms.reduce_part * parts if parts > 1 else 0.0
     return math.hypot(work, moving) + terms.launch + storing + adding, slower_of(work, moving)[1]
@@ -347,9 +347,9 @@ def _loads(problem: ConvTransposeProblem, channels: int) -> int:
     return channels // math.gcd(channels, 16 // DTYPE_BYTES[problem.dtype])
 
 
-def _at_borders(problem: ConvTransposeProblem, variant: ChannelsGradVariant) -> float:
+def _at_borders(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> float:
     """In which part of a warp's steps a position meets columns beside the output gradient, and asks for each."""
     width = problem.axes3[2]
-    at_once = max(1, 32 / (variant.lanes * variant.block_shares))  # walkers of a warp
-    steps = math.ceil(problem.input_size[-1] / variant.positions)
-    return min(1, (math.ceil(width.padding / (width.stride * variant.positions)) + 1) * at_once / steps)
+    at_once = max(1, 32 / (config.lanes * config.block_shares))  # walkers of a warp
+    steps = math.ceil(problem.input_size[-1] / config.positions)
+    return min(1, (math.ceil(width.padding / (width.stride * config.positions)) + 1) * at_once / steps)

@@ -25,7 +25,7 @@ _THREADS = 256
 _DEPTHS = (8, 16, 32, 64, 128)
 
 
-class WeightGradVariant(NamedTuple):
+class WgradGemmConfig(NamedTuple):
     """The compile-time shape of ``direct_wgrad_gemm.cu``; its file says what the names mean."""
 
     rows: int
@@ -56,10 +56,10 @@ class DirectWgradGemm(Schedule):
         columns = problem.out_channels_per_group * problem.taps
         return _Product(problem.in_channels_per_group, columns, accumulator_bytes(problem.dtype) // 4)
 
-    def configs(self, at: _Product, pass_: Pass, device: DeviceInfo) -> Iterator[WeightGradVariant]:
-        return _variants(at, device.shared_bytes_per_block)
+    def configs(self, at: _Product, pass_: Pass, device: DeviceInfo) -> Iterator[WgradGemmConfig]:
+        return _configs(at, device.shared_bytes_per_block)
 
-    def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: WeightGradVariant) -> float:
+    def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: WgradGemmConfig) -> float:
         """Cycles of a multiprocessor per position, whatever the size of images."""
         tiles = math.ceil(at.rows / config.rows) * math.ceil(at.columns / config.columns)
         return tiles * _cycles(config, at.words, costs("direct_wgrad_gemm", device)) / config.depth
@@ -70,7 +70,7 @@ class DirectWgradGemm(Schedule):
         pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
-        config: WeightGradVariant,
+        config: WgradGemmConfig,
     ) -> Cost:
         positions, terms = problem.batch * math.prod(problem.input_size), costs("direct_wgrad_gemm", device)
         cycles = _cycles(config, accumulator_bytes(problem.dtype) // 4, terms) / config.depth
@@ -80,19 +80,19 @@ class DirectWgradGemm(Schedule):
         seconds, bound = cost_seconds(problem, device, measured * idle * tiles * positions * cycles)
         return seconds + terms.launch, bound
 
-    def launch(
+    def program(
         self,
         problem: ConvTransposeProblem,
         pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
-        variant: WeightGradVariant,
+        config: WgradGemmConfig,
     ) -> Program:
-        tiles, parts = _tiles(problem, variant), _parts(problem, variant, device)
+        tiles, parts = _tiles(problem, config), _parts(problem, config, device)
         positions = problem.batch * math.prod(problem.input_size)
         weights = math.prod(problem.weight_shape)
         accumulator = accumulator_bytes(problem.dtype)
-        part_length = max(1, math.ceil(positions / parts / variant.depth)) * variant.depth
+        part_length = max(1, math.ceil(positions / parts / config.depth)) * config.depth
         parts = max(1, math.ceil(positions / part_length))
         source = KernelSource(
             kernel=self.name,
@@ -100,13 +100,13 @@ class DirectWgradGemm(Schedule):
             wide_offsets=True,
             constants=(
                 *layer_constants(problem, pass_),
-                ("ROWS", variant.rows),
-                ("COLUMNS", variant.columns),
-                ("THREAD_ROWS", variant.thread_rows),
-                ("THREAD_COLUMNS", variant.thread_columns),
-                ("K_SLICES", variant.k_slices),
-                ("DEPTH", variant.depth),
-                ("MIN_BLOCKS", variant.min_blocks),
+                ("ROWS", config.rows),
+                ("COLUMNS", config.columns),
+                ("THREAD_ROWS", config.thread_rows),
+                ("THREAD_COLUMNS", config.thread_columns),
+                ("K_SLICES", config.k_slices),
+                ("DEPTH", config.depth),
+                ("MIN_BLOCKS", config.min_blocks),
             ),
         )
         x = Side(five(problem.input_shape), layouts.input)
@@ -125,33 +125,33 @@ class DirectWgradGemm(Schedule):
             source=source,
             grid=(tiles * parts, 1, 1),
             block=_THREADS,
-            shared_bytes=_shared_floats(variant) * accumulator,
+            shared_bytes=_shared_floats(config) * accumulator,
             params=params,
         )
         return assemble(problem, pass_, main, splits=parts)
 
 
-def _tiles(problem: ConvTransposeProblem, variant: WeightGradVariant) -> int:
+def _tiles(problem: ConvTransposeProblem, config: WgradGemmConfig) -> int:
     """Blocks of a part."""
     columns = problem.out_channels_per_group * problem.taps
-    rows = math.ceil(problem.in_channels_per_group / variant.rows)
-    return problem.groups * rows * math.ceil(columns / variant.columns)
+    rows = math.ceil(problem.in_channels_per_group / config.rows)
+    return problem.groups * rows * math.ceil(columns / config.columns)
 
 
-def _parts(problem: ConvTransposeProblem, variant: WeightGradVariant, device: DeviceInfo) -> int:
+def _parts(problem: ConvTransposeProblem, config: WgradGemmConfig, device: DeviceInfo) -> int:
     """Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue."""
-    waves = math.ceil(4 * device.multiprocessors * variant.min_blocks / max(1, _tiles(problem, variant)))
+    waves = math.ceil(4 * device.multiprocessors * config.min_blocks / max(1, _tiles(problem, config)))
     positions = problem.batch * math.prod(problem.input_size)
-    return max(1, min(waves, affordable_planes(problem), positions // (16 * variant.depth)))
+    return max(1, min(waves, affordable_planes(problem), positions // (16 * config.depth)))
 
 
-def _shared_floats(variant: WeightGradVariant) -> int:
-    row_pitch, column_pitch = -(-variant.rows // 4) * 4 + 4, -(-variant.columns // 4) * 4 + 4
-    return 2 * variant.depth * (row_pitch + column_pitch) + _THREADS * variant.thread_rows * variant.thread_columns
+def _shared_floats(config: WgradGemmConfig) -> int:
+    row_pitch, column_pitch = -(-config.rows // 4) * 4 + 4, -(-config.columns // 4) * 4 + 4
+    return 2 * config.depth * (row_pitch + column_pitch) + _THREADS * config.thread_rows * config.thread_columns
 
 
-def _variants(product: _Product, shared_bytes: int) -> Iterator[WeightGradVariant]:
-    """Every variant whose registers and shared memory suffice for a block, and that is not mostly idle."""
+def _configs(product: _Product, shared_bytes: int) -> Iterator[WgradGemmConfig]:
+    """Every config whose registers and shared memory suffice for a block, and that is not mostly idle."""
     rows = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= next_power_of_two(product.rows)]
     columns = [count for count in (4, 8, 16, 32, 64, 128) if count <= max(4, next_power_of_two(product.columns))]
     items = {(side, depth): _items(side, depth) for side in {*rows, *columns} for depth in _DEPTHS}
@@ -170,9 +170,9 @@ def _variants(product: _Product, shared_bytes: int) -> Iterator[WeightGradVarian
             blocks = min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
             if blocks < 1:
                 continue
-            variant = WeightGradVariant(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
-            if _shared_floats(variant) * 4 * product.words <= shared_bytes:
-                yield variant
+            config = WgradGemmConfig(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
+            if _shared_floats(config) * 4 * product.words <= shared_bytes:
+                yield config
 
 
 def _items(side: int, depth: int) -> int:
@@ -180,13 +180,13 @@ def _items(side: int, depth: int) -> int:
     return -(-side * depth // _THREADS)
 
 
-def _cycles(variant: WeightGradVariant, words: int, terms: Costs) -> float:
+def _cycles(config: WgradGemmConfig, words: int, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a stage of a tile."""
-    x_items, g_items = _items(variant.rows, variant.depth), _items(variant.columns, variant.depth)
-    steps = variant.depth // variant.k_slices
-    product = variant.thread_rows * variant.thread_columns * words
-    reads = words * (max(1, variant.thread_rows // 4) + max(1, variant.thread_columns // 4))
+    x_items, g_items = _items(config.rows, config.depth), _items(config.columns, config.depth)
+    steps = config.depth // config.k_slices
+    product = config.thread_rows * config.thread_columns * words
+    reads = words * (max(1, config.thread_rows // 4) + max(1, config.thread_columns // 4))
     instructions = 70 + x_items * 8 + g_items * 9 + steps * (product + reads + 2)
     wavefronts = steps * 2 * reads + 3 * (x_items + g_items) + 4
     warps = _THREADS / 32
-    return max(instructions * warps / 4, wavefronts * warps) * (terms.stalls + terms.few_blocks / variant.min_blocks)
+    return max(instructions * warps / 4, wavefronts * warps) * (terms.stalls + terms.few_blocks / config.min_blocks)

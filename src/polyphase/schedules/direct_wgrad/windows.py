@@ -40,7 +40,7 @@ _SPARE = 8  # registers that the compiler needs beyond the estimate where it is 
 _CHAIN = 1024  # positions that a thread sums in one chain
 
 
-class WindowsVariant(NamedTuple):
+class WindowsConfig(NamedTuple):
     """The compile-time shape of a kernel; ``direct_wgrad_windows.cu`` says what the names mean."""
 
     thread_rows: int
@@ -107,7 +107,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a variant cuts the input positions into tiles, and what a stage holds, in elements."""
+    """How a config cuts the input positions into tiles, and what a stage holds, in elements."""
 
     lanes: Four
     tiles: Four
@@ -154,31 +154,31 @@ class DirectWgradWindows(Schedule):
         problem = standard(problem)
         return _Layer.of(problem, Layouts.dense(problem))
 
-    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[WindowsVariant]:
-        members = dict.fromkeys(_variants(at, 0 if device.has_wgmma else _SPARE))
-        return sorted([variant for variant in members if variant.threads >= _FEW_THREADS] or members)
+    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[WindowsConfig]:
+        members = dict.fromkeys(_configs(at, 0 if device.has_wgmma else _SPARE))
+        return sorted([config for config in members if config.threads >= _FEW_THREADS] or members)
 
-    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: WindowsVariant) -> float:
+    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: WindowsConfig) -> float:
         tiling = _tiling(at, config, device)
         return math.inf if tiling is None else _estimate(at, config, tiling, device)[0]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WindowsVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WindowsConfig
     ) -> Cost | None:
         layer = _Layer.of(problem, layouts)
         assert layer is not None
         tiling = _tiling(layer, config, device)
         return None if tiling is None else _estimate(layer, config, tiling, device)
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WindowsVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WindowsConfig
     ) -> Program:
         layer = _Layer.of(problem, layouts)
         assert layer is not None
-        tiling = _tiling(layer, variant, device)
+        tiling = _tiling(layer, config, device)
         assert tiling is not None
-        length, planes = parted(tiling.total, _parts(layer, variant, tiling, device))
-        flush = max(1, _CHAIN * variant.k_slices // math.prod(tiling.lanes))
+        length, planes = parted(tiling.total, _parts(layer, config, tiling, device))
+        flush = max(1, _CHAIN * config.k_slices // math.prod(tiling.lanes))
         source = KernelSource(
             kernel=self.name,
             dtype=problem.dtype,
@@ -186,13 +186,13 @@ class DirectWgradWindows(Schedule):
             constants=(
                 *layer_constants(layer.problem, pass_),
                 ("X_LAST", layer.x.channels_last),
-                ("THREAD_ROWS", variant.thread_rows),
-                ("THREAD_LINES", variant.thread_lines),
-                ("THREAD_COLUMNS", variant.thread_columns),
-                ("ROW_THREADS", variant.row_threads),
-                ("OUT_CHUNK", variant.out_chunk),
-                ("K_SLICES", variant.k_slices),
-                ("SLICE_THREADS", variant.slice_threads),
+                ("THREAD_ROWS", config.thread_rows),
+                ("THREAD_LINES", config.thread_lines),
+                ("THREAD_COLUMNS", config.thread_columns),
+                ("ROW_THREADS", config.row_threads),
+                ("OUT_CHUNK", config.out_chunk),
+                ("K_SLICES", config.k_slices),
+                ("SLICE_THREADS", config.slice_threads),
                 ("MIN_BLOCKS", 1),
             ),
         )
@@ -216,33 +216,33 @@ class DirectWgradWindows(Schedule):
         )
         main = Step(
             source=source,
-            grid=(_blocks(layer, variant) * planes, 1, 1),
-            block=variant.threads,
-            shared_bytes=_shared_bytes(layer, variant, tiling),
+            grid=(_blocks(layer, config) * planes, 1, 1),
+            block=config.threads,
+            shared_bytes=_shared_bytes(layer, config, tiling),
             params=params,
         )
         last = layer.problem != problem and problem.taps > 1
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=last)
 
 
-def _blocks(layer: _Layer, variant: WindowsVariant) -> int:
+def _blocks(layer: _Layer, config: WindowsConfig) -> int:
     """Of a part."""
     problem = layer.problem
-    return math.ceil(problem.in_channels / variant.rows) * math.ceil(problem.out_channels / variant.out_chunk)
+    return math.ceil(problem.in_channels / config.rows) * math.ceil(problem.out_channels / config.out_chunk)
 
 
-def _parts(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+def _parts(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> int:
     """Parts of the positions: every multiprocessor has a block."""
-    full = max(1, device.multiprocessors // _blocks(layer, variant))
+    full = max(1, device.multiprocessors // _blocks(layer, config))
     return max(1, min(full, affordable_planes(layer.problem), tiling.total))
 
 
-def _block_columns(layer: _Layer, variant: WindowsVariant) -> int:
-    return variant.out_chunk * layer.problem.taps
+def _block_columns(layer: _Layer, config: WindowsConfig) -> int:
+    return config.out_chunk * layer.problem.taps
 
 
-def _shared_bytes(layer: _Layer, variant: WindowsVariant, tiling: _Tiling) -> int:
-    sums = variant.k_slices * variant.rows * _block_columns(layer, variant)
+def _shared_bytes(layer: _Layer, config: WindowsConfig, tiling: _Tiling) -> int:
+    sums = config.k_slices * config.rows * _block_columns(layer, config)
     return 4 * max(2 * tiling.stage, sums)
 
 
@@ -252,15 +252,15 @@ def _lanes_log(layer: _Layer, tiling: _Tiling) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _tiling(layer: _Layer, variant: WindowsVariant, device: DeviceInfo) -> _Tiling | None:
+def _tiling(layer: _Layer, config: WindowsConfig, device: DeviceInfo) -> _Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
     (height, width), terms = layer.x.shape[3:], costs("direct_wgrad_windows", device)
     best, least = None, math.inf
     for w, h in itertools.product(_widths(width), _heights(height)):
-        tiling = _tile(layer, variant, (1, 1, h, w), terms)
-        if _shared_bytes(layer, variant, tiling) > device.shared_bytes_per_block:
+        tiling = _tile(layer, config, (1, 1, h, w), terms)
+        if _shared_bytes(layer, config, tiling) > device.shared_bytes_per_block:
             continue
-        work = _cycles(layer, variant, tiling, device)
+        work = _cycles(layer, config, tiling, device)
         if work < least:
             best, least = tiling, work
     return best
@@ -277,25 +277,25 @@ def _heights(size: int) -> list[int]:
     return sorted({min(size, count) for count in (1, 2, 3, 4, 6, 8, 12, 16)})
 
 
-def _tile(layer: _Layer, variant: WindowsVariant, lanes: Four, terms: Costs) -> _Tiling:
+def _tile(layer: _Layer, config: WindowsConfig, lanes: Four, terms: Costs) -> _Tiling:
     problem = layer.problem
     _, of_h, of_w = problem.axes3
-    taps = _splits(problem, variant) * variant.thread_columns  # along the width, those that do not exist included
+    taps = _splits(problem, config) * config.thread_columns  # along the width, those that do not exist included
     rows = (lanes[2] - 1) * of_h.stride + (of_h.kernel - 1) * of_h.dilation + 1
     columns = layer.skew + (lanes[3] - 1) * of_w.stride + (taps - 1) * of_w.dilation + 1
     pitch = 4 * (math.ceil(columns / 4) | 1)  # rows begin in banks of their own
     positions = lanes[2] * lanes[3]
-    x_pitch = variant.rows if layer.x.channels_last else positions + (4 - positions) % 32
-    window_at = variant.rows * positions if layer.x.channels_last else variant.rows * x_pitch
-    stage = window_at + variant.out_chunk * _slabs(problem) * rows * pitch
+    x_pitch = config.rows if layer.x.channels_last else positions + (4 - positions) % 32
+    window_at = config.rows * positions if layer.x.channels_last else config.rows * x_pitch
+    stage = window_at + config.out_chunk * _slabs(problem) * rows * pitch
     tiles = tiles_of(problem.batch, layer.x.shape[2:], lanes)
     return _Tiling(
-        lanes, tiles, rows, pitch, x_pitch, window_at, stage, _tile_cycles(layer, variant, lanes, rows, pitch, terms)
+        lanes, tiles, rows, pitch, x_pitch, window_at, stage, _tile_cycles(layer, config, lanes, rows, pitch, terms)
     )
 
 
-def _splits(problem: ConvTransposeProblem, variant: WindowsVariant) -> int:
-    return math.ceil(problem.axes3[2].kernel / variant.thread_columns)
+def _splits(problem: ConvTransposeProblem, config: WindowsConfig) -> int:
+    return math.ceil(problem.axes3[2].kernel / config.thread_columns)
 
 
 def _slabs(problem: ConvTransposeProblem) -> int:
@@ -310,41 +310,41 @@ def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int, positi
     return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
 
 
-def _tile_cycles(layer: _Layer, variant: WindowsVariant, lanes: Four, rows: int, pitch: int, terms: Costs) -> float:
+def _tile_cycles(layer: _Layer, config: WindowsConfig, lanes: Four, rows: int, pitch: int, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a tile."""
     problem = layer.problem
-    steps = math.ceil(lanes[2] * lanes[3] / _POSITIONS / variant.k_slices)
-    products = _POSITIONS * variant.thread_rows * variant.thread_lines * variant.thread_columns
-    of_window = variant.thread_lines * _quads(problem, variant.thread_columns, layer.skew)
-    warps = 4 * math.ceil(variant.threads / 128)  # as if all schedulers had as many
-    issued = (products + variant.thread_rows + of_window + terms.loop) / 4 * terms.issued * warps
-    passes = variant.thread_rows * math.ceil(min(32, variant.row_threads) / 8) + of_window
-    x_copies = variant.rows * lanes[2] * lanes[3] / layer.x_piece / 32
-    window_rows = variant.out_chunk * _slabs(problem) * rows
+    steps = math.ceil(lanes[2] * lanes[3] / _POSITIONS / config.k_slices)
+    products = _POSITIONS * config.thread_rows * config.thread_lines * config.thread_columns
+    of_window = config.thread_lines * _quads(problem, config.thread_columns, layer.skew)
+    warps = 4 * math.ceil(config.threads / 128)  # as if all schedulers had as many
+    issued = (products + config.thread_rows + of_window + terms.loop) / 4 * terms.issued * warps
+    passes = config.thread_rows * math.ceil(min(32, config.row_threads) / 8) + of_window
+    x_copies = config.rows * lanes[2] * lanes[3] / layer.x_piece / 32
+    window_rows = config.out_chunk * _slabs(problem) * rows
     copies = (x_copies + window_rows * math.ceil(pitch / layer.grad_piece / 32)) * terms.copy + window_rows * terms.row
-    return steps * max(issued, passes * terms.wavefront * variant.threads / 32) + copies / 4 + terms.stage
+    return steps * max(issued, passes * terms.wavefront * config.threads / 32) + copies / 4 + terms.stage
 
 
-def _cycles(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> float:
+def _cycles(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> float:
     """Predicted cycles of the busiest multiprocessor."""
-    parts = _parts(layer, variant, tiling, device)
-    rounds = math.ceil(_blocks(layer, variant) * parts / device.multiprocessors)
+    parts = _parts(layer, config, tiling, device)
+    rounds = math.ceil(_blocks(layer, config) * parts / device.multiprocessors)
     return rounds * math.ceil(tiling.total / parts) * tiling.cycles
 
 
-def _estimate(layer: _Layer, variant: WindowsVariant, tiling: _Tiling, device: DeviceInfo) -> tuple[float, str]:
+def _estimate(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("direct_wgrad_windows", device)
-    parts = _parts(layer, variant, tiling, device)
-    work = _cycles(layer, variant, tiling, device) / device.clock_hz
+    parts = _parts(layer, config, tiling, device)
+    work = _cycles(layer, config, tiling, device) / device.clock_hz
     moving = layer.problem.bytes / device.copy_bytes_per_second
     planes = 8 * parts * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
     seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
     return seconds + planes + terms.end, slower_of(work, moving)[1]
 
 
-def _variants(layer: _Layer, spare: int = 0) -> Iterator[WindowsVariant]:
-    """Variants worth a thought, each thread's ``spare`` registers among what there must be."""
+def _configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:
+    """Configs worth a thought, each thread's ``spare`` registers among what there must be."""
     problem = layer.problem
     axis = problem.axes3[2]
     taps = problem.axes3[0].kernel * problem.axes3[1].kernel
@@ -361,11 +361,11 @@ def _variants(layer: _Layer, spare: int = 0) -> Iterator[WindowsVariant]:
                 slice_threads = whole if whole <= 1.1 * used else used
                 for threads in _THREADS:
                     k_slices = max(1, threads // slice_threads)
-                    variant = WindowsVariant(
+                    config = WindowsConfig(
                         thread_rows, thread_lines, columns, row_threads, out_chunk, k_slices, slice_threads
                     )
-                    if round_up(variant.threads, 128) * registers <= REGISTERS:
-                        yield variant
+                    if round_up(config.threads, 128) * registers <= REGISTERS:
+                        yield config
 
 
 def _registers(layer: _Layer, thread_rows: int, thread_lines: int, columns: int) -> int:

@@ -27,7 +27,7 @@ _CHAIN = 64  # products of a lane that are summed in one chain, about
 _RESIDENT = 2  # blocks, by their registers
 
 
-class DotsVariant(NamedTuple):
+class DotDgradConfig(NamedTuple):
     """The compile-time shape of ``dot_dgrad.cu``: input channels of a warp, which has 32 sums."""
 
     in_tile: int
@@ -38,7 +38,7 @@ class DotsVariant(NamedTuple):
         return 32 // self.in_tile
 
 
-_VARIANTS = tuple(DotsVariant(in_tile) for in_tile in (16, 8, 4, 2, 1))
+_CONFIGS = tuple(DotDgradConfig(in_tile) for in_tile in (16, 8, 4, 2, 1))
 
 
 class DotDgrad(Schedule):
@@ -66,30 +66,30 @@ class DotDgrad(Schedule):
         read = rows_as_one_channel(problem, Layouts.dense(problem))
         return None if read is None else read[0]
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[DotsVariant]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[DotDgradConfig]:
         least = accumulator_bytes(at.dtype) // 4  # with fewer channels doubles would spill
         most = 2 * max(least, at.in_channels_per_group)
-        return [each for each in _VARIANTS if least <= each.in_tile < most]
+        return [each for each in _CONFIGS if least <= each.in_tile < most]
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: DotsVariant) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: DotDgradConfig) -> float:
         return _seconds(at, config, device)[0]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: DotsVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: DotDgradConfig
     ) -> Cost | None:
         read = rows_as_one_channel(problem, layouts)
         assert read is not None
         return _seconds(read[0], config, device) if _is_countable(read[0], config) else None
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: DotsVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: DotDgradConfig
     ) -> Program:
         dense = layouts.input == dense_strides(problem.input_shape, problem.channels_last)
         read = rows_as_one_channel(problem, layouts)
         assert read is not None
         problem, layouts = read
-        tiles_w, tiles = _tiles(problem, variant)
-        parts = _parts(problem, variant, device) if dense else 1
+        tiles_w, tiles = _tiles(problem, config)
+        parts = _parts(problem, config, device) if dense else 1
         length, parts = parted(problem.out_channels_per_group, parts)
         g = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
@@ -100,7 +100,7 @@ class DotDgrad(Schedule):
             constants=(
                 *layer_constants(problem, pass_, layouts.weight_channels_last),
                 ("WIDTH_APART", g.strides[4] != 1 and g.shape[4] > 1),
-                ("IN_TILE", variant.in_tile),
+                ("IN_TILE", config.in_tile),
                 ("PIECE", 32 * _CHAIN),
                 ("FLUSH", max(1, round(_CHAIN / math.ceil(problem.taps / 32)))),
                 ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
@@ -117,7 +117,7 @@ class DotDgrad(Schedule):
             part_size=length,
             plane=problem.elements[0] if parts > 1 else 0,
         )
-        blocks = _blocks(problem, variant) * parts
+        blocks = _blocks(problem, config) * parts
         main = Step(
             source=source,
             grid=(blocks, 1, 1),
@@ -128,51 +128,51 @@ class DotDgrad(Schedule):
         return assemble(problem, pass_, main, splits=parts, may_split=True)
 
 
-def _is_countable(problem: ConvTransposeProblem, variant: DotsVariant) -> bool:
+def _is_countable(problem: ConvTransposeProblem, config: DotDgradConfig) -> bool:
     """Whether the kernel counts columns that a tile meets, and warps, in 32 bits."""
     axis = problem.axes3[2]
     beyond = 32 * axis.stride + axis.kernel * axis.dilation
     columns = problem.output_size[-1] + axis.padding + 2 * beyond
-    return max(columns, _WARPS * _blocks(problem, variant)) < 2**31
+    return max(columns, _WARPS * _blocks(problem, config)) < 2**31
 
 
-def _tiles(problem: ConvTransposeProblem, variant: DotsVariant) -> tuple[int, int]:
+def _tiles(problem: ConvTransposeProblem, config: DotDgradConfig) -> tuple[int, int]:
     """Tiles along w, and of all positions."""
     *others, width = problem.input_size
-    along = math.ceil(width / variant.positions)
+    along = math.ceil(width / config.positions)
     return along, problem.batch * math.prod(others) * along
 
 
-def _blocks(problem: ConvTransposeProblem, variant: DotsVariant) -> int:
+def _blocks(problem: ConvTransposeProblem, config: DotDgradConfig) -> int:
     """Of a part."""
-    channels = math.ceil(problem.in_channels_per_group / variant.in_tile) * problem.groups
-    return math.ceil(_tiles(problem, variant)[1] / _WARPS) * channels
+    channels = math.ceil(problem.in_channels_per_group / config.in_tile) * problem.groups
+    return math.ceil(_tiles(problem, config)[1] / _WARPS) * channels
 
 
-def _parts(problem: ConvTransposeProblem, variant: DotsVariant, device: DeviceInfo) -> int:
+def _parts(problem: ConvTransposeProblem, config: DotDgradConfig, device: DeviceInfo) -> int:
     """Parts of the output channels: as many as let blocks fill the machine."""
-    room = 2 * _RESIDENT * device.multiprocessors // max(1, _blocks(problem, variant))
+    room = 2 * _RESIDENT * device.multiprocessors // max(1, _blocks(problem, config))
     return max(1, min(problem.out_channels_per_group, room, affordable_planes(problem, Pass.INPUT_GRAD)))
 
 
 _FEW_ROUNDS = 4  # of blocks, whose last one is told apart from a part of one
 
 
-def _seconds(problem: ConvTransposeProblem, variant: DotsVariant, device: DeviceInfo) -> tuple[float, str]:
+def _seconds(problem: ConvTransposeProblem, config: DotDgradConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    parts, bytes_ = _parts(problem, variant, device), accumulator_bytes(problem.dtype)
+    parts, bytes_ = _parts(problem, config, device), accumulator_bytes(problem.dtype)
     steps = math.ceil(problem.out_channels_per_group / parts) * math.ceil(problem.taps / 32)
     terms = costs("dot_dgrad", device)
-    step = terms[f"step{'_halves' if DTYPE_BYTES[problem.dtype] < 4 else ''}_{variant.in_tile}"] * bytes_ / 4
-    rounds = _blocks(problem, variant) * parts / (_RESIDENT * device.multiprocessors)
+    step = terms[f"step{'_halves' if DTYPE_BYTES[problem.dtype] < 4 else ''}_{config.in_tile}"] * bytes_ / 4
+    rounds = _blocks(problem, config) * parts / (_RESIDENT * device.multiprocessors)
     rounds = math.ceil(rounds) if rounds < _FEW_ROUNDS else rounds
     cycles = rounds * _RESIDENT * _WARPS * (steps * step + terms.end) + terms.launch
     sums = terms.reduce + 2 * bytes_ * parts * problem.elements[0] / device.copy_bytes_per_second if parts > 1 else 0.0
     # Weights once for a block; of the positions of a warp, which overlap, the elements once.
     axis = problem.axes3[2]
     row = (axis.kernel - 1) * axis.dilation + 1
-    share = min(1.0, ((variant.positions - 1) * axis.stride + row) / (variant.positions * row))
-    products = _blocks(problem, variant) * problem.out_channels_per_group * problem.taps
-    read = products * DTYPE_BYTES[problem.dtype] * (variant.in_tile + _WARPS * variant.positions * share)
+    share = min(1.0, ((config.positions - 1) * axis.stride + row) / (config.positions * row))
+    products = _blocks(problem, config) * problem.out_channels_per_group * problem.taps
+    read = products * DTYPE_BYTES[problem.dtype] * (config.in_tile + _WARPS * config.positions * share)
     moving = max(problem.bytes, read / terms.from_l2) / device.copy_bytes_per_second
     return slower_of(cycles / device.clock_hz + sums, moving)

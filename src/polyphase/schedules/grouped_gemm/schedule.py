@@ -37,7 +37,7 @@ _MAX_PHASES = 64  # elements of a cell
 _COPY_THREADS = 256
 
 
-class GatherGemmVariant(NamedTuple):
+class GroupedGemmConfig(NamedTuple):
     """The compile-time shape of a kernel; ``grouped_gemm.cu`` says what the names mean."""
 
     warps: int
@@ -62,7 +62,7 @@ class GatherGemmVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a variant cuts the cells into tiles, and what that takes of shared memory.
+    """How a config cuts the cells into tiles, and what that takes of shared memory.
 
     ``first`` is the window's first pixel, counted from the tile's first cell, and ``skew`` the pixels from there to the
     first that is read. ``pitch`` and ``shift`` are those of the kernel's ``Geometry``.
@@ -138,10 +138,10 @@ class GroupedGemm(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GatherGemmVariant]:
-        return _variants(at, device)
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GroupedGemmConfig]:
+        return _configs(at, device)
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: GatherGemmVariant) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: GroupedGemmConfig) -> float:
         cost = self.cost(at, pass_, device, Layouts.dense(at), config)
         return math.inf if cost is None else cost[0]
 
@@ -156,31 +156,31 @@ class GroupedGemm(Schedule):
         pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
-        config: GatherGemmVariant,
+        config: GroupedGemmConfig,
     ) -> Cost | None:
         tiling = _tiling(problem, layouts, config, device)
         return None if tiling is None else _estimate(problem, config, tiling, device)
 
-    def launch(
+    def program(
         self,
         problem: ConvTransposeProblem,
         pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
-        variant: GatherGemmVariant,
+        config: GroupedGemmConfig,
     ) -> Program:
-        tiling = _tiling(problem, layouts, variant, device)
+        tiling = _tiling(problem, layouts, config, device)
         assert tiling is not None
         gather = forward_gather(problem, layouts)
-        blocks = out_blocks(problem, variant.out_chunk)
-        at_once = _at_once(problem, variant, tiling, device)
+        blocks = out_blocks(problem, config.out_chunk)
+        at_once = _at_once(problem, config, tiling, device)
         behind = [max(1, math.prod(tiling.tiles[i:])) for i in range(5)]
         apart = [at_once // behind[1], *(at_once % behind[i] // behind[i + 1] for i in (1, 2, 3))]
-        outputs = _outputs(problem, variant, tiling, device)
+        outputs = _outputs(problem, config, tiling, device)
         counters, weight_bytes = 0, math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
-        if _shares(problem, variant, tiling, device):
+        if _shares(problem, config, tiling, device):
             counters = counter_bytes(blocks)
-        source = KernelSource(self.name, problem.dtype, True, _constants(problem, layouts, variant, device))
+        source = KernelSource(self.name, problem.dtype, True, _constants(problem, layouts, config, device))
         params = params_of(source).pack(
             x=gather.src,
             y=gather.dst,
@@ -201,38 +201,38 @@ class GroupedGemm(Schedule):
             staged_bytes=tiling.staged_bytes,
             bare_bytes=tiling.bare_bytes,
             table_bytes=tiling.table_bytes,
-            stage_bytes=variant.stage_steps * tiling.step_bytes,
+            stage_bytes=config.stage_steps * tiling.step_bytes,
         )
         packs = (_copy_weights(problem, counters),) if counters else ()
         main = Step(
             source=source,
             grid=(at_once * blocks if tiling.total else 0, 1, 1),
-            block=32 * variant.all_warps,
-            shared_bytes=_shared_bytes(problem, variant, tiling, outputs),
+            block=32 * config.all_warps,
+            shared_bytes=_shared_bytes(problem, config, tiling, outputs),
             params=params,
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=counters + weight_bytes if counters else 0)
 
 
 def _constants(
-    problem: ConvTransposeProblem, layouts: Layouts, variant: GatherGemmVariant, device: DeviceInfo
+    problem: ConvTransposeProblem, layouts: Layouts, config: GroupedGemmConfig, device: DeviceInfo
 ) -> tuple[tuple[str, Constant], ...]:
     """What the kernel is specialised by."""
     return (
         *layer_constants(problem, Pass.FORWARD, layouts.weight_channels_last),
         ("HAS_BIAS", problem.bias),
-        ("WARPS", variant.warps),
-        ("LOAD_WARPS", variant.load_warps),
-        ("FIRST_LOAD_WARP", variant.warps),
-        ("STORE_WARPS", variant.store_warps),
+        ("WARPS", config.warps),
+        ("LOAD_WARPS", config.load_warps),
+        ("FIRST_LOAD_WARP", config.warps),
+        ("STORE_WARPS", config.store_warps),
         ("WGMMA", False),
-        ("PIXEL_TILES", variant.pixel_tiles),
-        ("OUT_CHUNK", variant.out_chunk),
-        ("STAGE_STEPS", variant.stage_steps),
-        ("BUFFERS", variant.buffers),
-        ("PARTS", _product(problem, variant.out_chunk).parts),
+        ("PIXEL_TILES", config.pixel_tiles),
+        ("OUT_CHUNK", config.out_chunk),
+        ("STAGE_STEPS", config.stage_steps),
+        ("BUFFERS", config.buffers),
+        ("PARTS", _product(problem, config.out_chunk).parts),
         ("BULK_STORES", device.has_tma),
-        ("MIN_BLOCKS", variant.min_blocks),
+        ("MIN_BLOCKS", config.min_blocks),
     )
 
 
@@ -271,38 +271,38 @@ def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
     return _Product(row_blocks, pixels, entries, parts, steps, weight_bytes)
 
 
-def _shared_bytes(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
-    return _shared_bytes_beside(problem, variant) + _tile_bytes(variant, tiling, outputs)
+def _shared_bytes(problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, outputs: int) -> int:
+    return _shared_bytes_beside(problem, config) + _tile_bytes(config, tiling, outputs)
 
 
-def _shared_bytes_beside(problem: ConvTransposeProblem, variant: GatherGemmVariant) -> int:
+def _shared_bytes_beside(problem: ConvTransposeProblem, config: GroupedGemmConfig) -> int:
     """Shared memory of a block beside that of its tiles."""
-    return _BARRIER_BYTES + round_up(8 * variant.columns, 128) + _product(problem, variant.out_chunk).weight_bytes
+    return _BARRIER_BYTES + round_up(8 * config.columns, 128) + _product(problem, config.out_chunk).weight_bytes
 
 
-def _tile_bytes(variant: GatherGemmVariant, tiling: _Tiling, outputs: int) -> int:
+def _tile_bytes(config: GroupedGemmConfig, tiling: _Tiling, outputs: int) -> int:
     """That of tiles, whose outputs there is room for so many times."""
-    stages = variant.buffers * variant.stage_steps * tiling.step_bytes
+    stages = config.buffers * config.stage_steps * tiling.step_bytes
     return tiling.bare_bytes + tiling.table_bytes + outputs * tiling.staged_bytes + stages
 
 
-def _outputs(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+def _outputs(problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, device: DeviceInfo) -> int:
     """Tiles whose outputs there is room for: of two, one is written while the other is put together."""
-    return 2 if _shared_bytes(problem, variant, tiling, 2) <= device.shared_bytes_of(variant.min_blocks) else 1
+    return 2 if _shared_bytes(problem, config, tiling, 2) <= device.shared_bytes_of(config.min_blocks) else 1
 
 
 @lru_cache(maxsize=8192)
 def _tiling(
-    problem: ConvTransposeProblem, layouts: Layouts, variant: GatherGemmVariant, device: DeviceInfo
+    problem: ConvTransposeProblem, layouts: Layouts, config: GroupedGemmConfig, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least time."""
-    room = device.shared_bytes_of(variant.min_blocks)
-    tilings = _tilings(problem, layouts, variant.out_chunk, variant.columns, device)
-    other = _shared_bytes_beside(problem, variant)
-    fitting = [each for each in tilings if other + _tile_bytes(variant, each[0], 1) <= room]
+    room = device.shared_bytes_of(config.min_blocks)
+    tilings = _tilings(problem, layouts, config.out_chunk, config.columns, device)
+    other = _shared_bytes_beside(problem, config)
+    fitting = [each for each in tilings if other + _tile_bytes(config, each[0], 1) <= room]
     most = max((each.cells for each, _ in fitting), default=0)
     large = [each for each in fitting if 2 * each[0].cells >= most]
-    work = _Work(problem, variant, device)
+    work = _Work(problem, config, device)
     # Nothing is faster than its bytes, and than its products.
     bounds = (max(floor, work.seconds(tiling, multiplying_alone=True)) for tiling, floor in large)
     place = next(best_first(bounds, lambda place: max(large[place][1], work.seconds(large[place][0]))), None)
@@ -313,7 +313,7 @@ def _tiling(
 def _tilings(
     problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, columns: int, device: DeviceInfo
 ) -> list[tuple[_Tiling, float]]:
-    """Those by tiles of at most so many cells, for all variants alike, and the seconds that their bytes take."""
+    """Those by tiles of at most so many cells, for all configs alike, and the seconds that their bytes take."""
     tilings = (_tiles(problem, layouts, out_chunk, lanes) for lanes in _lanes(problem, columns))
     return [(each, _floor(problem, out_chunk, each, device)) for each in tilings if each is not None]
 
@@ -414,31 +414,31 @@ _ROUNDING = 1 - 1e-9  # of a norm, which may come out below its largest part
 
 
 class _Work:
-    """What the blocks of a variant do: what all tiles have in common is counted once."""
+    """What the blocks of a config do: what all tiles have in common is counted once."""
 
-    def __init__(self, problem: ConvTransposeProblem, variant: GatherGemmVariant, device: DeviceInfo) -> None:
+    def __init__(self, problem: ConvTransposeProblem, config: GroupedGemmConfig, device: DeviceInfo) -> None:
         self._terms = terms = costs("grouped_gemm", device)
-        size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, variant.out_chunk), variant.pixel_tiles
+        size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, config.out_chunk), config.pixel_tiles
         parts, steps = product.parts, product.steps
         taken = product.pixels * tiles * ((10 if parts > 1 else 4) if size == 4 else 6)
         multiplied = product.entries * (2 * parts + tiles * (7 if parts > 1 else 1))
         self._slots = steps * (taken + multiplied) + product.row_blocks * tiles * 20 + 100
         self._waits = steps * product.pixels * terms.pixel
-        self._stages = math.ceil(steps / variant.stage_steps)
-        self._channels, self._size = variant.stage_steps * 32 // size, size
+        self._stages = math.ceil(steps / config.stage_steps)
+        self._channels, self._size = config.stage_steps * 32 // size, size
         depth, height, width = problem.axes3
-        self._rows = depth.stride * height.stride * variant.out_chunk  # of a row of cells
+        self._rows = depth.stride * height.stride * config.out_chunk  # of a row of cells
         self._cell_bytes = width.stride * size
-        self._blocks = out_blocks(problem, variant.out_chunk)
-        self._variant, self._device = variant, device
+        self._blocks = out_blocks(problem, config.out_chunk)
+        self._config, self._device = config, device
 
     def seconds(self, tiling: _Tiling, multiplying_alone: bool = False) -> float:
         """Predicted seconds that instructions take, or those of the products."""
-        variant, multiprocessors, terms = self._variant, self._device.multiprocessors, self._terms
-        at_once = multiprocessors * variant.min_blocks
-        resident = max(1, min(variant.min_blocks, math.ceil(tiling.total * self._blocks / multiprocessors)))
+        config, multiprocessors, terms = self._config, self._device.multiprocessors, self._terms
+        at_once = multiprocessors * config.min_blocks
+        resident = max(1, min(config.min_blocks, math.ceil(tiling.total * self._blocks / multiprocessors)))
         rounds = math.ceil(tiling.total / max(1, at_once // self._blocks)) * max(1.0, self._blocks / at_once)
-        warps = min(variant.warps, math.ceil(tiling.cells / (8 * variant.pixel_tiles)))
+        warps = min(config.warps, math.ceil(tiling.cells / (8 * config.pixel_tiles)))
         tile = resident * warps * self._slots * terms.slot + self._waits
         if not multiplying_alone:
             parts = tile, self._load_cycles(tiling), self._store_cycles(tiling, resident)
@@ -448,7 +448,7 @@ class _Work:
     def _load_cycles(self, tiling: _Tiling) -> float:
         """Predicted cycles for a tile's windows."""
         channels = self._channels * (4 if tiling.window.piece * self._size < 4 else 1)
-        finds = math.ceil(tiling.window.places / (32 * self._variant.load_warps))
+        finds = math.ceil(tiling.window.places / (32 * self._config.load_warps))
         terms = self._terms
         return self._stages * (finds * (terms.find + channels * terms.copy) + terms.stage)
 
@@ -456,7 +456,7 @@ class _Work:
         """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
         images, slabs, lines, columns = tiling.lanes
         rows = images * slabs * lines * self._rows
-        written = rows / (tiling.joined * self._variant.store_warps)
+        written = rows / (tiling.joined * self._config.store_warps)
         whole = tiling.whole_sectors or tiling.joined > 1
         terms = self._terms
         row = terms.row_whole if whole else terms.row
@@ -473,17 +473,17 @@ def _floor(problem: ConvTransposeProblem, out_chunk: int, tiling: _Tiling, devic
 
 
 def _estimate(
-    problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo
+    problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    work = _Work(problem, variant, device).seconds(tiling)
-    return slower_of(work, _floor(problem, variant.out_chunk, tiling, device))
+    work = _Work(problem, config, device).seconds(tiling)
+    return slower_of(work, _floor(problem, config.out_chunk, tiling, device))
 
 
-def _shares(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
+def _shares(problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, device: DeviceInfo) -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
-    rounds = tiling.total / _at_once(problem, variant, tiling, device)
-    return _sharing(device).pays(rounds, lambda: _estimate(problem, variant, tiling, device), problem.bytes, device)
+    rounds = tiling.total / _at_once(problem, config, tiling, device)
+    return _sharing(device).pays(rounds, lambda: _estimate(problem, config, tiling, device), problem.bytes, device)
 
 
 def _sharing(device: DeviceInfo) -> Sharing:
@@ -491,14 +491,14 @@ def _sharing(device: DeviceInfo) -> Sharing:
     return Sharing(terms.sharing_rounds, terms.sharing_cycles, terms.sharing_most)
 
 
-def _at_once(problem: ConvTransposeProblem, variant: GatherGemmVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+def _at_once(problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, device: DeviceInfo) -> int:
     """Tiles, one of each block with the same output channels."""
-    blocks = device.multiprocessors * variant.min_blocks // out_blocks(problem, variant.out_chunk)
+    blocks = device.multiprocessors * config.min_blocks // out_blocks(problem, config.out_chunk)
     return max(1, min(tiling.total, blocks))
 
 
-def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GatherGemmVariant]:
-    """Variants whose registers and shared memory do for so many blocks, and for any image."""
+def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GroupedGemmConfig]:
+    """Configs whose registers and shared memory do for so many blocks, and for any image."""
     out = problem.out_channels_per_group
     chunks = sorted({min(out, chunk) for chunk in (32, 16, 8, 4)}, reverse=True)
     shapes = itertools.product(chunks, (8, 4), (8, 4, 2, 1), (4, 2, 1), _OTHER_WARPS, (1, 2))
@@ -513,7 +513,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Gat
         sums = 4 * tiles * (product.row_blocks + (1 if product.parts > 1 else 0))
         if sums + 4 * tiles + 4 * product.parts + 12 * product.row_blocks + 32 > registers:
             continue
-        variant = GatherGemmVariant(warps, tiles, chunk, stage_steps, _BUFFERS, load, store, min_blocks)
+        config = GroupedGemmConfig(warps, tiles, chunk, stage_steps, _BUFFERS, load, store, min_blocks)
         cell = _tiles(problem, Layouts.dense(problem), chunk, (1, 1, 1, 2))
-        if cell is not None and _shared_bytes(problem, variant, cell, 1) <= device.shared_bytes_of(variant.min_blocks):
-            yield variant
+        if cell is not None and _shared_bytes(problem, config, cell, 1) <= device.shared_bytes_of(config.min_blocks):
+            yield config

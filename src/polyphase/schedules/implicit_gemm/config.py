@@ -1,4 +1,4 @@
-"""What `implicit_gemm` can be specialised to: its variants, and what one of them makes of a layer."""
+"""What `implicit_gemm` can be specialised to: its configs, and what one of them makes of a layer."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _LOADERS = {False: ((2, 4, STAGES), (1, 4, STAGES), (1, 2, STAGES)), True: ((4, 
 _BOX_LOADERS = ((1, 4, STAGES),)
 
 
-class GemmVariant(NamedTuple):
+class GemmConfig(NamedTuple):
     """One specialisation of the kernel.
 
     ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width) / width_parts`` row blocks
     are a warp group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a
     tile, its ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32
     numbers, ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
-    ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``. ``boxes``: TMA brings pixels as the
+    ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``. ``tma_operands``: TMA brings pixels as the
     tensor cores read them, where channels come last; or in half precision, where no tap reads beside its pixel. With
     ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
     these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
@@ -69,7 +69,7 @@ class GemmVariant(NamedTuple):
     loader_groups: int
     wgmma: bool
     row_channels: int = 0
-    boxes: bool = False
+    tma_operands: bool = False
     whole_images: bool = False
     raw_slots: int = 4
     cluster: int = 1
@@ -132,7 +132,7 @@ class GemmVariant(NamedTuple):
             cells //= 2
         return cells
 
-    def with_longer_pieces(self, gather: Gather) -> Iterator[GemmVariant]:
+    def with_longer_pieces(self, gather: Gather) -> Iterator[GemmConfig]:
         """The same with longer pieces of rows, the longest first, as far as registers allow."""
         stride = self.row_columns(gather)
         if (
@@ -175,7 +175,7 @@ class GemmVariant(NamedTuple):
         return self.turning_groups_of(self.stages)
 
     def turning_groups_of(self, stages: int) -> int:
-        """The same of the variant with so many stages."""
+        """The same of the config with so many stages."""
         return self.loader_threads // 128 if stages > 2 else 1
 
 
@@ -224,7 +224,7 @@ class Taps:
 
 @dataclass(frozen=True)
 class Product:
-    """The product that a variant makes of a pass, in row groups of ``channel_blocks`` and ``lines``."""
+    """The product that a config makes of a pass, in row groups of ``channel_blocks`` and ``lines``."""
 
     row_blocks: int  # of a row group
     row_groups: int  # of the layer
@@ -233,10 +233,10 @@ class Product:
     steps: int  # depth in instructions
 
     @classmethod
-    def of(cls, gather: Gather, variant: GemmVariant) -> Product:
-        """The product of a variant."""
-        shape = variant.channel_blocks, variant.lines, variant.width_parts, variant.row_channels
-        return cls._of(gather, *shape, variant.k_steps, variant.operand_bytes(gather.dtype))
+    def of(cls, gather: Gather, config: GemmConfig) -> Product:
+        """The product of a config."""
+        shape = config.channel_blocks, config.lines, config.width_parts, config.row_channels
+        return cls._of(gather, *shape, config.k_steps, config.operand_bytes(gather.dtype))
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -268,41 +268,39 @@ class Product:
             steps=math.ceil(depth / k_steps) * k_steps,
         )
 
-    def step_bytes(self, variant: GemmVariant) -> int:
+    def step_bytes(self, config: GemmConfig) -> int:
         """Packed weights of one step of a row group."""
-        return self.operations * variant.parts * 2 * ROWS * CHUNK_BYTES
+        return self.operations * config.parts * 2 * ROWS * CHUNK_BYTES
 
-    def weight_bytes(self, variant: GemmVariant) -> int:
+    def weight_bytes(self, config: GemmConfig) -> int:
         """Packed weights of a row group."""
-        return self.steps * self.step_bytes(variant)
+        return self.steps * self.step_bytes(config)
 
-    def stages(self, variant: GemmVariant) -> int:
+    def stages(self, config: GemmConfig) -> int:
         """Stages of an item."""
-        return self.steps // variant.k_steps
+        return self.steps // config.k_steps
 
-    def counter_bytes(self, variant: GemmVariant) -> int:
+    def counter_bytes(self, config: GemmConfig) -> int:
         """What lies in front of the packed weights: counters of the items that blocks have taken.
 
         A cluster has one; the emulator, which runs blocks one by one, has one for each of its blocks.
         """
-        return counter_bytes(self.row_groups // variant.row_parts if variant.resident else variant.cluster)
+        return counter_bytes(self.row_groups // config.row_parts if config.resident else config.cluster)
 
 
-def variants(
-    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool
-) -> Iterator[GemmVariant]:
-    """Every variant that the registers allow; ``channels_last`` is the source's memory format.
+def configs(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, tma: bool) -> Iterator[GemmConfig]:
+    """Every config that the registers allow; ``channels_last`` is the source's memory format.
 
-    ``boxes``: whether TMA can take it apart (`cuts.box_strides`).
+    ``tma``: whether TMA can take it apart (`cuts.box_strides`).
     """
-    for variant, stages in families(problem, device, channels_last, boxes):
-        yield from (variant._replace(stages=count) for count in reversed(stages))
+    for config, stages in families(problem, device, channels_last, tma):
+        yield from (config._replace(stages=count) for count in reversed(stages))
 
 
 def families(
-    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool, may_scale: bool = True
-) -> Iterator[tuple[GemmVariant, tuple[int, ...]]]:
-    """The `variants`, those that differ in nothing but their stages as one with none, beside these in rising order.
+    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, tma: bool, may_scale: bool = True
+) -> Iterator[tuple[GemmConfig, tuple[int, ...]]]:
+    """The `configs`, those that differ in nothing but their stages as one with none, beside these in rising order.
 
     ``may_scale``: those that are ``scaled``, too.
     """
@@ -372,25 +370,25 @@ def families(
                 sums = _accumulators(parts, wgmma, held + beside)
                 stage_channels = k_steps * 2 * CHUNK_BYTES // (2 if scaled else DTYPE_BYTES[problem.dtype])
                 fills = fills_stages(problem.groups, problem.in_channels_per_group, stage_channels)
-                by_engine = boxes and wgmma and parts == 1 and fills
+                by_tma = tma and wgmma and parts == 1 and fills
                 ways = [(False, *way) for way in _LOADERS[channels_last]]
-                if by_engine and channels_last:
+                if by_tma and channels_last:
                     ways = [(True, *way) for way in _BOX_LOADERS]
-                elif by_engine and _may_be_transposed(problem, whole_images):  # but not images of every size
+                elif by_tma and _may_be_transposed(problem, whole_images):  # but not images of every size
                     ways += [(True, *way) for way in _BOX_LOADERS]
-                for in_boxes, loaders, raw_slots, stages in ways:
+                for tma_operands, loaders, raw_slots, stages in ways:
                     loaders = loaders if wgmma else 1
                     for pixels, pixel_blocks in _widths(2 * sums // row_blocks, wgmma, loaders):
-                        if in_boxes and not channels_last and pixels % BOX_PIXELS:
+                        if tma_operands and not channels_last and pixels % BOX_PIXELS:
                             continue  # boxes are whole
                         if whole_images and pixels * pixel_blocks * (CONSUMERS if split == "cells" else 1) < TINY:
                             continue
-                        variant = GemmVariant(
+                        config = GemmConfig(
                             pixels, pixel_blocks, channel_blocks, lines, k_steps, 0, parts, split, resident,
-                            loaders, wgmma, row_channels, in_boxes, whole_images, raw_slots, cluster,
+                            loaders, wgmma, row_channels, tma_operands, whole_images, raw_slots, cluster,
                             width_parts=width_parts, scaled=scaled,
                         )  # fmt: skip
-                        yield variant, stages
+                        yield config, stages
 
 
 def _may_be_transposed(problem: ConvTransposeProblem, whole_images: bool) -> bool:

@@ -1,4 +1,4 @@
-"""How `implicit_gemm` can cut cells into tiles, and how their halo lies in shared memory, whatever the variant."""
+"""How `implicit_gemm` can cut cells into tiles, and how their halo lies in shared memory, whatever the config."""
 
 from __future__ import annotations
 
@@ -81,28 +81,28 @@ def all_tiles(
     banks: int,
     all_pixels: bool,
     most_pixels: int,
-    engines: tuple[bool, ...],
+    by_tma: tuple[bool, ...],
     transposed: bool,
 ) -> Tiles:
     """Tiles of at most ``capacity`` cells, those in their halo included.
 
-    ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``engines``: whether the
-    TMA brings them; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
+    ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``by_tma``: whether
+    TMA brings them, or either; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
     whole, they have at most ``most_pixels``, which is zero elsewhere.
     """
     if most_pixels:
         if math.prod(gather.src.shape[2:]) > most_pixels:
             return Tiles([], 0)
-        found = list(_whole_images(gather, capacity, batch, banks, engines, transposed))
+        found = list(_whole_images(gather, capacity, batch, banks, by_tma, transposed))
         return Tiles(found, min((tile.total for tile in found), default=0))
     images = _addressable(gather)
-    offered: list[tuple[Any, ...]] = [*_runs(gather, capacity, batch, banks, images, engines, transposed)]
+    offered: list[tuple[Any, ...]] = [*_runs(gather, capacity, batch, banks, images, by_tma, transposed)]
     if not offered and not transposed:
         offered = [
             tile
-            for engine in engines
-            if not engine or box_strides(gather) is not None
-            for tile in _boxes(gather, capacity, batch, banks, images, all_pixels, engine)
+            for tma in by_tma
+            if not tma or box_strides(gather) is not None
+            for tile in _rectangles(gather, capacity, batch, banks, images, all_pixels, tma)
         ]
     works = [_work(capacity, *tile) for tile in offered]
     found = []
@@ -145,7 +145,7 @@ def _runs(
     batch: int,
     banks: int,
     addressable: int,
-    engines: tuple[bool, ...],
+    by_tma: tuple[bool, ...],
     transposed: bool,
 ) -> Iterator[Tile]:
     """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
@@ -157,24 +157,24 @@ def _runs(
     if (batch + 1) * pixels >= 2**31 - capacity:
         return
     last, pitch = gather.src.channels_last, (pixels, height * width, width)
-    for engine in engines:
+    for tma in by_tma:
         size = max(copy_sizes(gather, pixels))
-        if engine and not _are_one_row(gather, batch):
+        if tma and not _are_one_row(gather, batch):
             continue
-        if last or not engine:
+        if last or not tma:
             run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
         elif pixels:
             parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
             run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
         else:
             continue
-        boxes = _operands(run) if transposed else _pieces_of_row(run, gather) if engine else (0, 0)
+        boxes = _operands(run) if transposed else _pieces_of_row(run, gather) if tma else (0, 0)
         allocated = _allocated(capacity, capacity, banks, *boxes)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
 
 def _whole_images(
-    gather: Gather, capacity: int, batch: int, banks: int, engines: tuple[bool, ...], transposed: bool
+    gather: Gather, capacity: int, batch: int, banks: int, by_tma: tuple[bool, ...], transposed: bool
 ) -> Iterator[Tile]:
     """The pixels of whole images, one after the other."""
     depth, height, width = gather.src.shape[2:]
@@ -183,13 +183,13 @@ def _whole_images(
     if images < 1 or not pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
         return
     last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
-    for engine in engines:
-        if engine and not _are_one_row(gather, batch):
+    for tma in by_tma:
+        if tma and not _are_one_row(gather, batch):
             continue
-        if engine and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
+        if tma and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
             continue
         pieces = _operands(run) if transposed else _pieces_of_row(run, gather) if last else (1, run)
-        boxes = pieces if engine else (0, 0)
+        boxes = pieces if tma else (0, 0)
         allocated = _allocated(run, capacity, banks, *boxes)
         size, tiles = max(copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
         yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
@@ -215,13 +215,13 @@ def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
 
 
 def _operands(pixels: int) -> tuple[int, int]:
-    """TensorMap that are operands for so many pixels, and the pixels of each."""
+    """Boxes that are operands for so many pixels, and the pixels of each."""
     return math.ceil(pixels / BOX_PIXELS), BOX_PIXELS
 
 
 @lru_cache(maxsize=4096)
 def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None:
-    """Bytes between neighbours in all dimensions but the innermost, as `boxes` lists them; None where TMA
+    """Bytes between neighbours in all dimensions but the innermost, as a tensor map lists them; None where TMA
     cannot take the source apart. ``one_row``: the pixels of an image, which follow each other, channels first."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
@@ -249,10 +249,10 @@ def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) ->
     return whole + (banks - whole) % 8 if banks else whole
 
 
-def _boxes(
-    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool, engine: bool
+def _rectangles(
+    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool, tma: bool
 ) -> Iterator[tuple[Any, ...]]:
-    """TensorMap of cells, which lie in a run of pixels with the halo between them: `Tile`s but for their class.
+    """Rectangles of cells, which lie in a run of pixels with the halo between them: `Tile`s but for their class.
 
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
     wide as the image: all of it is padding then. So it is with rows, between images.
@@ -266,8 +266,8 @@ def _boxes(
     whole_heights = back_h >= ahead_h and height >= src_height and depth == 1
     heights: dict[int, set[int]] = {}
     whole_rows = math.gcd(src_width, math.gcd(gather.src.strides[2], gather.src.strides[3]))
-    for copy_bytes in [max(copy_sizes(gather, whole_rows))] if engine else copy_sizes(gather, whole_rows):
-        even = 1 if last else (CHUNK_BYTES if engine else copy_bytes) // size
+    for copy_bytes in [max(copy_sizes(gather, whole_rows))] if tma else copy_sizes(gather, whole_rows):
+        even = 1 if last else (CHUNK_BYTES if tma else copy_bytes) // size
         skew = -back_w % even
         lead = back_w + skew
         most_columns = min(capacity, _MAX_SIDE[0])
@@ -276,7 +276,7 @@ def _boxes(
             row = -(-(lead + columns if shared else skew + columns + reach_w) // even) * even
             if row > _MAX_SIDE[0]:
                 continue
-            boxes = _pieces_of_row(row, gather) if engine and row > _MAX_BOX_SIDE else None
+            boxes = _pieces_of_row(row, gather) if tma and row > _MAX_BOX_SIDE else None
             most = max(0, min(height, capacity // row - reach_h if all_pixels else (capacity - columns) // row + 1))
             if most not in heights:
                 heights[most] = {-(-height // -(-height // max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}
@@ -302,10 +302,10 @@ def _boxes(
                     halo = images * image + tail
                     if all_pixels and halo > capacity:
                         continue
-                    if engine and not _is_box(row, halo_rows, slabs + reach_d, images):
+                    if tma and not _is_box(row, halo_rows, slabs + reach_d, images):
                         continue
                     read = capacity if all_pixels else capacity + reach_d * slab + reach_h * row + reach_w + skew
-                    brought = (boxes or (1, images * image)) if engine else (0, 0)
+                    brought = (boxes or (1, images * image)) if tma else (0, 0)
                     allocated = _allocated(halo, read, banks, *brought)
                     tiles = -(-batch // images), -(-depth // slabs), tiles_h, tiles_w
                     pitch, cells = (image, slab, row), (slabs, rows, columns)

@@ -9,7 +9,7 @@ from polyphase.problem.integers import round_up
 from polyphase.program.params import params_of
 from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step, plain_step
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmVariant, Product, Taps
+from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmConfig, Product, Taps
 from polyphase.schedules.implicit_gemm.cuts import copy_sizes, pixels_join
 
 _PIXEL_PARTS = 264  # blocks that measure pixels: two for each multiprocessor of an H200
@@ -19,57 +19,57 @@ _MEASURED_CHANNELS = 8  # where each would have fewer channels
 _PACKED_ROWS = 512  # that a block packs where taps are rows
 
 
-def pack_weights(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> tuple[Step, ...]:
+def pack_weights(gather: Gather, config: GemmConfig, product: Product, batch: int) -> tuple[Step, ...]:
     """The kernel that packs the weights, behind the one that measures, if it wants that."""
-    measure = (_measure_scales(gather, variant, product, batch),) if variant.scaled else ()
-    return (*measure, _packing_step(gather, variant, product))
+    measure = (_measure_scales(gather, config, product, batch),) if config.scaled else ()
+    return (*measure, _packing_step(gather, config, product))
 
 
-def packing_constants(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:
+def packing_constants(gather: Gather, config: GemmConfig, product: Product) -> tuple[tuple[str, Constant], ...]:
     """The constants that decide how weights are packed."""
     return gather.constants(
-        SCALED=variant.scaled,
-        **(_measured(gather) | {"SUM_ROWS": _sum_rows(product)} if variant.scaled else {}),
-        CHANNEL_BLOCKS=variant.channel_blocks,
-        LINES=variant.lines,
-        WIDTH_PARTS=variant.width_parts,
-        K_STEPS=variant.k_steps,
-        PARTS=variant.parts,
-        TAPS_IN_ROWS=variant.taps_in_rows,
-        ROW_CHANNELS=variant.row_channels,
+        SCALED=config.scaled,
+        **(_measured(gather) | {"SUM_ROWS": _sum_rows(product)} if config.scaled else {}),
+        CHANNEL_BLOCKS=config.channel_blocks,
+        LINES=config.lines,
+        WIDTH_PARTS=config.width_parts,
+        K_STEPS=config.k_steps,
+        PARTS=config.parts,
+        TAPS_IN_ROWS=config.taps_in_rows,
+        ROW_CHANNELS=config.row_channels,
         OPERATIONS=product.operations,
-        COUNTER_BYTES=product.counter_bytes(variant),
+        COUNTER_BYTES=product.counter_bytes(config),
         MIN_BLOCKS=1,
     )
 
 
-def scales_bytes(gather: Gather, variant: GemmVariant, product: Product) -> int:
+def scales_bytes(gather: Gather, config: GemmConfig, product: Product) -> int:
     """What lies between counters and weights: ``SCALES_BYTES`` in kernels/operand/bands.cuh."""
-    if not variant.scaled:
+    if not config.scaled:
         return 0
     measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
     return round_up(4 * (32 + measured + _sum_rows(product)), 128)
 
 
-def _packing_step(gather: Gather, variant: GemmVariant, product: Product) -> Step:
-    constants = [each for each in packing_constants(gather, variant, product) if each[0] != "HAS_BIAS"]
-    if variant.taps_in_rows:
-        rows = Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
-        sets = product.row_groups // (gather.groups * product.line_groups) * variant.channel_blocks
-        together = max(1, min(sets, _PACKED_ROWS // (2 if variant.scaled else 1) // rows))
+def _packing_step(gather: Gather, config: GemmConfig, product: Product) -> Step:
+    constants = [each for each in packing_constants(gather, config, product) if each[0] != "HAS_BIAS"]
+    if config.taps_in_rows:
+        rows = Taps.of(gather.axes).rows(config.row_channels, config.lines)
+        sets = product.row_groups // (gather.groups * product.line_groups) * config.channel_blocks
+        together = max(1, min(sets, _PACKED_ROWS // (2 if config.scaled else 1) // rows))
         blocks = gather.groups * product.line_groups * product.steps * math.ceil(sets / together)
         threads = min(256, round_up(together * rows, 32))
         constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
         source = KernelSource("pack_taps", gather.dtype, False, tuple(constants), folder="steps")
         return plain_step(source, blocks, threads)
-    places = product.line_groups * product.operations // variant.channel_blocks
-    row_blocks = product.row_groups // product.line_groups * variant.channel_blocks
+    places = product.line_groups * product.operations // config.channel_blocks
+    row_blocks = product.row_groups // product.line_groups * config.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
     # memory, channels or taps, stay long. What is multiplied as float16 is staged as float32, twice as large.
     if gather.weight_channels_last:
         slabs = [(ROWS, taps) for taps in (16, 8, 4, 2, 1)]
     else:
-        slabs = [(channels, min(places, 64 if variant.scaled else 128)) for channels in (64, 32, 16)]
+        slabs = [(channels, min(places, 64 if config.scaled else 128)) for channels in (64, 32, 16)]
     for channels, taps in slabs:
         blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
         if channels * taps <= 1024 and blocks >= 256:
@@ -80,7 +80,7 @@ def _packing_step(gather: Gather, variant: GemmVariant, product: Product) -> Ste
     return plain_step(source, blocks, threads)
 
 
-def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batch: int) -> Step:
+def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch: int) -> Step:
     """The kernel that finds what pixels and weights are multiplied by as float16."""
     shape, strides = gather.src.shape[2:], gather.src.strides
     one_row = pixels_join(gather)
@@ -97,7 +97,7 @@ def _measure_scales(gather: Gather, variant: GemmVariant, product: Product, batc
     constants = gather.constants(
         SCALED=True,
         **_measured(gather),
-        COUNTER_BYTES=product.counter_bytes(variant),
+        COUNTER_BYTES=product.counter_bytes(config),
         MIN_BLOCKS=1,
     )
     known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))

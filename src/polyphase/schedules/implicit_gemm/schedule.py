@@ -1,4 +1,4 @@
-"""The forward pass on tensor cores, ``kernels/implicit_gemm.cu``: choice and launch of a variant."""
+"""The forward pass on tensor cores, ``kernels/implicit_gemm.cu``: choice and launch of a config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polyphase.schedules.implicit_gemm.config import (
     CHUNK_BYTES,
     CONSUMERS,
     STAGES,
-    GemmVariant,
+    GemmConfig,
     Product,
     families,
 )
@@ -32,12 +32,12 @@ from polyphase.schedules.implicit_gemm.packing import pack_weights, packing_cons
 from polyphase.schedules.implicit_gemm.search import RESERVE, Members
 from polyphase.schedules.implicit_gemm.tile import (
     best_tile,
-    boxes,
     may_take_operands,
     needs_wide_offsets,
     raw_pitch,
     shared_bytes,
     store_vector,
+    tensor_map,
 )
 from polyphase.schedules.schedule import Cost, Schedule
 
@@ -73,7 +73,7 @@ class _Layer:
 
     problem: ConvTransposeProblem
     src_channels_last: bool
-    boxes: bool
+    tma: bool
     may_scale: bool
 
     @cached_property
@@ -85,8 +85,8 @@ class _Layer:
         return Gather.of(problem, Pass.FORWARD, dense)
 
     def members(self, device: DeviceInfo) -> Members:
-        """Its variants. The typical size stands for all: it decides no more than whether images are tiny."""
-        return Members.of(standard(self.problem), device, self.src_channels_last, self.boxes, self.may_scale)
+        """Its configs. The typical size stands for all: it decides no more than whether images are tiny."""
+        return Members.of(standard(self.problem), device, self.src_channels_last, self.tma, self.may_scale)
 
     def sized(self, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> list[_Layer]:
         """The same with images of other sizes, those that are of the same kind."""
@@ -123,17 +123,17 @@ class ImplicitGemm(Schedule):
         # bands of magnitudes (kernels/operand/scales.cuh).
         return _Layer(sized, gather.src.channels_last, may_take_operands(gather), not gather.mirrored)
 
-    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[GemmVariant]:
-        members = families(at.problem, device, at.src_channels_last, at.boxes, at.may_scale)
-        return [variant._replace(stages=count) for variant, stages in members for count in stages]
+    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[GemmConfig]:
+        members = families(at.problem, device, at.src_channels_last, at.tma, at.may_scale)
+        return [config._replace(stages=count) for config, stages in members for count in stages]
 
-    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: GemmVariant) -> float:
+    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
         """Whatever the bytes."""
         return at.members(device).at(at.gather)[config._replace(stages=0)].seconds(at.gather, config.stages)
 
     def search(
         self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
-    ) -> dict[GemmVariant, float]:
+    ) -> dict[GemmConfig, float]:
         """Each with the best of its stages."""
         return at.members(device).fastest(at.gather, most, below)
 
@@ -148,44 +148,44 @@ class ImplicitGemm(Schedule):
     def own(self, at: _Layer) -> list[_Layer]:
         """But images that TMA takes in another way than these: they have another list."""
         found = at.sized(_WITH_THEIR_OWN[is_tiny(at.problem)])
-        return [each for each in found if not at.boxes or may_take_operands(each.gather)]
+        return [each for each in found if not at.tma or may_take_operands(each.gather)]
 
-    def refined(self, at: _Layer, device: DeviceInfo, config: GemmVariant) -> GemmVariant:
+    def refined(self, at: _Layer, device: DeviceInfo, config: GemmConfig) -> GemmConfig:
         return _with_long_pieces(at, config, device)
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost | None:
         problem, gather = _as_forward(problem, pass_, layouts)
         tile = best_tile(gather, config, problem.batch, device)
         return None if tile is None else estimate(gather, config, tile, device, problem.bytes)
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GemmVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
         problem, gather = _as_forward(problem, pass_, layouts)
-        product = Product.of(gather, variant)
-        tile = best_tile(gather, variant, problem.batch, device)
+        product = Product.of(gather, config)
+        tile = best_tile(gather, config, problem.batch, device)
         assert tile is not None
-        tile_items = product.row_groups // variant.row_parts
-        items = math.ceil(tile.total / variant.cluster) * tile_items
-        vector = store_vector(gather, variant, tile)
-        clusters = _clusters(items, tile_items, device, variant)
-        operands = "float16" if variant.scaled else problem.dtype
-        transposed = variant.boxes and not gather.src.channels_last
+        tile_items = product.row_groups // config.row_parts
+        items = math.ceil(tile.total / config.cluster) * tile_items
+        vector = store_vector(gather, config, tile)
+        clusters = _clusters(items, tile_items, device, config)
+        operands = "float16" if config.scaled else problem.dtype
+        transposed = config.tma_operands and not gather.src.channels_last
         source = KernelSource(
             self.name,
             problem.dtype,
             needs_wide_offsets(gather),
-            self._constants(gather, variant, product),
-            wgmma=(WgmmaForm(variant.pixels, operands, transpose_b=transposed),) if variant.wgmma else (),
+            self._constants(gather, config, product),
+            wgmma=(WgmmaForm(config.pixels, operands, transpose_b=transposed),) if config.wgmma else (),
             fallbacks=tuple((("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES)
-            if variant.wgmma
+            if config.wgmma
             else (),
         )
-        packs = pack_weights(gather, variant, product, problem.batch)
-        workspace = product.counter_bytes(variant) + scales_bytes(gather, variant, product)
-        workspace += product.row_groups * product.weight_bytes(variant)
+        packs = pack_weights(gather, config, product, problem.batch)
+        workspace = product.counter_bytes(config) + scales_bytes(gather, config, product)
+        workspace += product.row_groups * product.weight_bytes(config)
         params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
@@ -205,50 +205,50 @@ class ImplicitGemm(Schedule):
             boxes=tile.boxes,
             box_pixels=tile.box_pixels,
             run=tile.run,
-            own=_own_items(gather, variant, tile, device, problem, math.ceil(items / max(1, clusters))),
+            own=_own_items(gather, config, tile, device, problem, math.ceil(items / max(1, clusters))),
         )
         main = Step(
             source=source,
-            grid=(variant.cluster * clusters, 1, 1),
-            block=variant.loader_threads + 128 * CONSUMERS,
-            shared_bytes=shared_bytes(gather, variant, tile),
+            grid=(config.cluster * clusters, 1, 1),
+            block=config.loader_threads + 128 * CONSUMERS,
+            shared_bytes=shared_bytes(gather, config, tile),
             params=params,
-            tensor_maps=(boxes(gather, variant, tile),) if tile.boxes else (),
+            tensor_maps=(tensor_map(gather, config, tile),) if tile.boxes else (),
             one_way=None
-            if variant.whole_images and variant.parts == 2  # a register spills
+            if config.whole_images and config.parts == 2  # a register spills
             else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
 
     @staticmethod
-    def _constants(gather: Gather, variant: GemmVariant, product: Product) -> tuple[tuple[str, Constant], ...]:
+    def _constants(gather: Gather, config: GemmConfig, product: Product) -> tuple[tuple[str, Constant], ...]:
         return (
-            *packing_constants(gather, variant, product),
+            *packing_constants(gather, config, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
-            ("WHOLE_IMAGES", variant.whole_images),
-            ("BOXES", variant.boxes),
-            ("PIXELS", variant.pixels),
-            ("PIXEL_BLOCKS", variant.pixel_blocks),
+            ("WHOLE_IMAGES", config.whole_images),
+            ("TMA_OPERANDS", config.tma_operands),
+            ("PIXELS", config.pixels),
+            ("PIXEL_BLOCKS", config.pixel_blocks),
             ("CONSUMERS", CONSUMERS),
-            ("COOPERATIVE", variant.split == "rows"),
-            ("PING_PONG", variant.split == "turns"),
-            ("RESIDENT", variant.resident),
-            ("LOADER_GROUPS", variant.loader_groups),
-            ("LOADER_THREADS", variant.loader_threads),
+            ("COOPERATIVE", config.split == "rows"),
+            ("PING_PONG", config.split == "turns"),
+            ("RESIDENT", config.resident),
+            ("LOADER_GROUPS", config.loader_groups),
+            ("LOADER_THREADS", config.loader_threads),
             ("GIVEN_REGISTERS", 0),
             ("CHUNKS_AT_ONCE", 2),
-            ("TRANSPOSE_GROUPS", variant.turning_groups),
-            ("STAGES", variant.stages),
-            ("CLUSTER", variant.cluster),
+            ("TRANSPOSE_GROUPS", config.turning_groups),
+            ("STAGES", config.stages),
+            ("CLUSTER", config.cluster),
             ("STORE_VECTOR", 0),
             ("COPY_BYTES", 0),
-            ("RAW_STAGES", variant.raw_slots // variant.loader_groups),
+            ("RAW_STAGES", config.raw_slots // config.loader_groups),
             *(
-                [("SETS", variant.sets_at_once(gather)), ("ROUND_PIXELS", variant.round_pixels(gather))]
-                if variant.taps_in_rows
-                else [("PIECE", variant.piece(gather))]
+                [("SETS", config.sets_at_once(gather)), ("ROUND_PIXELS", config.round_pixels(gather))]
+                if config.taps_in_rows
+                else [("PIECE", config.piece(gather))]
             ),
-            ("WGMMA", variant.wgmma),
+            ("WGMMA", config.wgmma),
         )
 
 
@@ -262,10 +262,10 @@ def _as_forward(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) ->
     return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
 
 
-def _clusters(items: int, tile_items: int, device: DeviceInfo, variant: GemmVariant) -> int:
+def _clusters(items: int, tile_items: int, device: DeviceInfo, config: GemmConfig) -> int:
     """Clusters of blocks; those with resident weights stay with their row groups, however few multiprocessors."""
-    clusters = max(1, device.multiprocessors // variant.cluster)
-    if variant.resident:
+    clusters = max(1, device.multiprocessors // config.cluster)
+    if config.resident:
         clusters = max(1, clusters // tile_items) * tile_items
     return min(items, clusters)
 
@@ -277,38 +277,38 @@ def _sharing(gather: Gather, device: DeviceInfo) -> Sharing:
 
 
 def _own_items(
-    gather: Gather, variant: GemmVariant, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
+    gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
     """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
     sharing = _sharing(gather, device)
-    if not sharing.pays(rounds, lambda: estimate(gather, variant, tile, device, 0), problem.bytes, device):
+    if not sharing.pays(rounds, lambda: estimate(gather, config, tile, device, 0), problem.bytes, device):
         return _ALL
-    stages = Product.of(gather, variant).stages(variant)
-    told_ahead = math.ceil((variant.loader_groups - 1) / stages)
-    loaded_ahead = variant.stages if gather.src.channels_last or variant.boxes else variant.raw_slots
+    stages = Product.of(gather, config).stages(config)
+    told_ahead = math.ceil((config.loader_groups - 1) / stages)
+    loaded_ahead = config.stages if gather.src.channels_last or config.tma_operands else config.raw_slots
     return 1 + told_ahead + math.ceil(loaded_ahead / stages)
 
 
 @lru_cache(maxsize=4096)
-def _with_long_pieces(at: _Layer, variant: GemmVariant, device: DeviceInfo) -> GemmVariant:
-    """The variant with the longest pieces of rows that leave it its tiles, at all sizes that have a say.
+def _with_long_pieces(at: _Layer, config: GemmConfig, device: DeviceInfo) -> GemmConfig:
+    """The config with the longest pieces of rows that leave it its tiles, at all sizes that have a say.
 
     For these it may give up stages, as long as its prediction hardly rises.
     """
-    longer_pieces = list(variant.with_longer_pieces(at.gather))
+    longer_pieces = list(config.with_longer_pieces(at.gather))
     if not longer_pieces:
-        return variant
+        return config
     gathers = [each.gather for each in (at, *at.sized(_HAVING_A_SAY[is_tiny(at.problem)]))]
-    tiles = [best_tile(gather, variant, gather.src.shape[0], device, RESERVE) for gather in gathers]
+    tiles = [best_tile(gather, config, gather.src.shape[0], device, RESERVE) for gather in gathers]
     if tiles[0] is None:
-        return variant
-    most = _STAGES_COST * estimate(gathers[0], variant, tiles[0], device, 0)[0]
-    fewer_stages = [] if at.src_channels_last else [count for count in reversed(STAGES) if count < variant.stages]
+        return config
+    most = _STAGES_COST * estimate(gathers[0], config, tiles[0], device, 0)[0]
+    fewer_stages = [] if at.src_channels_last else [count for count in reversed(STAGES) if count < config.stages]
     for longer in longer_pieces:
-        for count in (variant.stages, *fewer_stages):
+        for count in (config.stages, *fewer_stages):
             fewer = longer._replace(stages=count)
             sized = zip(gathers, tiles)
             same = all(best_tile(each, fewer, each.src.shape[0], device, RESERVE) == tile for each, tile in sized)
             if same and estimate(gathers[0], fewer, tiles[0], device, 0)[0] <= most:
                 return fewer
-    return variant
+    return config

@@ -1,7 +1,7 @@
-"""The variants of `implicit_gemm` that are fastest at a size, found without a look at most of the others.
+"""The configs of `implicit_gemm` that are fastest at a size, found without a look at most of the others.
 
-Of every variant a bound is known that no tile's prediction falls below, from constants that are the same at all sizes.
-Variants are looked at in the order of their bounds, until the next bound is beyond what is asked for.
+Of every config a bound is known that no tile's prediction falls below, from constants that are the same at all sizes.
+Configs are looked at in the order of their bounds, until the next bound is beyond what is asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from polyphase.problem import ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm.config import GemmVariant, families
+from polyphase.schedules.implicit_gemm.config import GemmConfig, families
 from polyphase.schedules.implicit_gemm.cost import Work, measure, sectors
 from polyphase.schedules.implicit_gemm.cuts import box_strides
 from polyphase.schedules.implicit_gemm.tile import Room, needs_wide_offsets
@@ -21,24 +21,24 @@ from polyphase.schedules.implicit_gemm.tile import Room, needs_wide_offsets
 _MAX_OPERATIONS = 512
 _ROUNDING = 1 - 1e-9  # a bound is summed up in another order than a prediction
 
-#: Bytes of shared memory that are left where variants are compared, so that they fit at other sizes, too.
+#: Bytes of shared memory that are left where configs are compared, so that they fit at other sizes, too.
 RESERVE = 2 << 10
 
 
 class _Bound:
-    """Seconds that no tiles of a variant fall below, whatever the size of images.
+    """Seconds that no tiles of a config fall below, whatever the size of images.
 
     What items take for all cells together grows with the number of tiles, and that is least where all are full.
     """
 
-    def __init__(self, work: Work, stages: int, boxes: bool, device: DeviceInfo) -> None:
-        variant, product, self._work, self._boxes = work.variant, work.product, work, boxes
-        full, full_turn = work.least(variant.cells, stages, boxes)
-        self._alone, self._alone_turn = work.least(0, stages, boxes)
-        self._cells, self._cluster = variant.cells, variant.cluster
-        self._rounds = product.row_groups / variant.row_parts / device.multiprocessors  # of a tile
-        self._each, self._each_turn = (cycles * self._rounds / variant.cells for cycles in (full, full_turn))
-        self._in_turns, self._always = variant.split == "turns", variant.whole_images
+    def __init__(self, work: Work, stages: int, tma: bool, device: DeviceInfo) -> None:
+        config, product, self._work, self._tma = work.config, work.product, work, tma
+        full, full_turn = work.least(config.cells, stages, tma)
+        self._alone, self._alone_turn = work.least(0, stages, tma)
+        self._cells, self._cluster = config.cells, config.cluster
+        self._rounds = product.row_groups / config.row_parts / device.multiprocessors  # of a tile
+        self._each, self._each_turn = (cycles * self._rounds / config.cells for cycles in (full, full_turn))
+        self._in_turns, self._always = config.split == "turns", config.whole_images
         self._once, self._clock = work.once, device.clock_hz / _ROUNDING
 
     def _waves(self, tiles: int) -> float:
@@ -53,7 +53,7 @@ class _Bound:
 
         def least(waves: float) -> tuple[float, float]:
             """Of items, and of those in turns."""
-            item, item_in_turns = self._work.least(cells * self._rounds / max(1, waves), stages, self._boxes)
+            item, item_in_turns = self._work.least(cells * self._rounds / max(1, waves), stages, self._tma)
             return waves * item, waves * item_in_turns
 
         waves = self._waves(tiles)
@@ -78,24 +78,24 @@ class _Bound:
 
 
 class Member:
-    """A variant with each of the stages that it may have."""
+    """A config with each of the stages that it may have."""
 
-    def __init__(self, gather: Gather, variant: GemmVariant, stages: tuple[int, ...], device: DeviceInfo) -> None:
-        self.variant, self._stages, self._device = variant, stages, device
-        self.work = Work(gather, variant, device)
+    def __init__(self, gather: Gather, config: GemmConfig, stages: tuple[int, ...], device: DeviceInfo) -> None:
+        self.config, self._stages, self._device = config, stages, device
+        self.work = Work(gather, config, device)
         self._rooms: dict[bool, Room] = {}
         self._bounds: dict[bool, _Bound] = {}
 
-    def bound(self, boxes: bool) -> _Bound:
-        """``boxes``: whether TMA may bring pixels that are then transposed."""
-        if boxes not in self._bounds:
-            self._bounds[boxes] = _Bound(self.work, self._stages[-1], boxes, self._device)
-        return self._bounds[boxes]
+    def bound(self, tma: bool) -> _Bound:
+        """``tma``: whether TMA may bring pixels that are then transposed."""
+        if tma not in self._bounds:
+            self._bounds[tma] = _Bound(self.work, self._stages[-1], tma, self._device)
+        return self._bounds[tma]
 
     def _room(self, gather: Gather) -> Room:
         wide = needs_wide_offsets(gather)
         if wide not in self._rooms:
-            self._rooms[wide] = Room(gather, self.variant, self._stages, self._device, RESERVE)
+            self._rooms[wide] = Room(gather, self.config, self._stages, self._device, RESERVE)
         return self._rooms[wide]
 
     def seconds(self, gather: Gather, stages: int) -> float:
@@ -103,15 +103,15 @@ class Member:
         tile = self._room(gather).tile(gather, gather.src.shape[0], self._stages.index(stages))
         return math.inf if tile is None else self.work.estimate(gather, stages, tile, self._device, 0)[0]
 
-    def may_fall_below(self, gather: Gather, cells: int, seconds: float, boxes: bool) -> bool:
+    def may_fall_below(self, gather: Gather, cells: int, seconds: float, tma: bool) -> bool:
         """Whether a second bound, by the tiles that there are, leaves a chance of that; ``cells`` are those in all."""
         room = self._room(gather)
         offered = room.offered(gather, gather.src.shape[0])
         if not offered.found:
             return False
-        return self.bound(boxes).seconds_of(offered.fewest, cells, room.most_stages) <= seconds
+        return self.bound(tma).seconds_of(offered.fewest, cells, room.most_stages) <= seconds
 
-    def fastest(self, gather: Gather) -> tuple[float, GemmVariant] | None:
+    def fastest(self, gather: Gather) -> tuple[float, GemmConfig] | None:
         """The prediction, whatever the bytes, with the best number of stages; None where no tile fits."""
         fastest, before = None, None
         tiles = self._room(gather).tiles(gather, gather.src.shape[0])
@@ -125,61 +125,61 @@ class Member:
             if fastest is not None and seconds >= fastest[0]:
                 break
             fastest = seconds, count
-        return None if fastest is None else (fastest[0], self.variant._replace(stages=fastest[1]))
+        return None if fastest is None else (fastest[0], self.config._replace(stages=fastest[1]))
 
 
 class Members:
-    """All variants of a layer, whatever its sizes, which those of ``problem`` stand for.
+    """All configs of a layer, whatever its sizes, which those of ``problem`` stand for.
 
-    ``channels_last`` is the source's memory format, ``boxes`` and ``may_scale`` are those of `families`.
+    ``channels_last`` is the source's memory format, ``tma`` and ``may_scale`` are those of `families`.
     """
 
     def __init__(
-        self, problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool, may_scale: bool
+        self, problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, tma: bool, may_scale: bool
     ) -> None:
-        self._families = list(families(problem, device, channels_last, boxes, may_scale))
+        self._families = list(families(problem, device, channels_last, tma, may_scale))
         self._device = device
-        self._found: dict[tuple[bool, bool], dict[GemmVariant, Member]] = {}
+        self._found: dict[tuple[bool, bool], dict[GemmConfig, Member]] = {}
 
     @classmethod
     @lru_cache(maxsize=64)
     def of(
-        cls, problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, boxes: bool, may_scale: bool
+        cls, problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, tma: bool, may_scale: bool
     ) -> Members:
         """Those of a layer, made once."""
-        return cls(problem, device, channels_last, boxes, may_scale)
+        return cls(problem, device, channels_last, tma, may_scale)
 
-    def at(self, gather: Gather) -> dict[GemmVariant, Member]:
-        """Those of images of a size by variant without stages: single pixels have every memory format at once."""
+    def at(self, gather: Gather) -> dict[GemmConfig, Member]:
+        """Those of images of a size by config without stages: single pixels have every memory format at once."""
         formats = gather.src.channels_last, gather.dst.channels_last
         if formats not in self._found:
-            every = (Member(gather, variant, stages, self._device) for variant, stages in self._families)
+            every = (Member(gather, config, stages, self._device) for config, stages in self._families)
             few = (member for member in every if member.work.product.operations <= _MAX_OPERATIONS)
-            self._found[formats] = {member.variant: member for member in few}
+            self._found[formats] = {member.config: member for member in few}
         return self._found[formats]
 
-    def fastest(self, gather: Gather, most: int | None, below: float) -> dict[GemmVariant, float]:
-        """The ``most`` variants of the least predicted seconds, and some others, in the order of `families`.
+    def fastest(self, gather: Gather, most: int | None, below: float) -> dict[GemmConfig, float]:
+        """The ``most`` configs of the least predicted seconds, and some others, in the order of `families`.
 
         Slower ones than ``below`` may be missing.
         """
         among = list(self.at(gather).values())
-        boxes = not gather.src.channels_last and box_strides(gather, one_row=True) is not None
+        tma = not gather.src.channels_last and box_strides(gather, one_row=True) is not None
         images = gather.src.shape[0]
         cells, pixels = (images * math.prod(sizes) for sizes in (gather.cells, gather.src.shape[2:]))
         stored, measured = sectors(gather, self._device), measure(gather, self._device)
         bounds = []
         for index, member in enumerate(among):
-            beside = (stored if member.work.in_sectors else 0.0) + (measured if member.variant.scaled else 0.0)
-            of_member = pixels if member.variant.whole_images else cells
-            bounds.append((member.bound(boxes).seconds(of_member) + beside, index, of_member, beside))
+            beside = (stored if member.work.in_sectors else 0.0) + (measured if member.config.scaled else 0.0)
+            of_member = pixels if member.config.whole_images else cells
+            bounds.append((member.bound(tma).seconds(of_member) + beside, index, of_member, beside))
         bounds.sort()
-        found: list[tuple[int, float, GemmVariant]] = []
+        found: list[tuple[int, float, GemmConfig]] = []
         best: list[float] = []  # the most negative of the best first
         for bound, index, of_member, beside in bounds:
             if bound * _ROUNDING > below:
                 break
-            if not among[index].may_fall_below(gather, of_member, (below - beside) / _ROUNDING, boxes):
+            if not among[index].may_fall_below(gather, of_member, (below - beside) / _ROUNDING, tma):
                 continue
             one = among[index].fastest(gather)
             if one is None:
@@ -191,4 +191,4 @@ class Members:
                     heapq.heappop(best)
                 if len(best) == most:
                     below = min(below, -best[0])
-        return {variant: seconds for _, seconds, variant in sorted(found, key=lambda each: each[0])}
+        return {config: seconds for _, seconds, config in sorted(found, key=lambda each: each[0])}

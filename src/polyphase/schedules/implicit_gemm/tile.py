@@ -18,7 +18,7 @@ from polyphase.schedules.implicit_gemm.config import (
     CONSUMERS,
     ROWS,
     SUMS_AT_ONCE,
-    GemmVariant,
+    GemmConfig,
     Product,
     Taps,
     fills_stages,
@@ -33,31 +33,31 @@ def raw_pitch(halo: int, size: int) -> int:
     return math.ceil(halo * size / 128) * 128 // size
 
 
-def shared_bytes(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
+def shared_bytes(gather: Gather, config: GemmConfig, tile: Tile) -> int:
     """Dynamic shared memory of a tile."""
-    return _SharedBytes(gather, variant).of(tile, variant.stages, aligned=True)
+    return _SharedBytes(gather, config).of(tile, config.stages, aligned=True)
 
 
 class _SharedBytes:
-    """Dynamic shared memory of the tiles of a variant, whatever its stages."""
+    """Dynamic shared memory of the tiles of a config, whatever its stages."""
 
-    def __init__(self, gather: Gather, variant: GemmVariant) -> None:
+    def __init__(self, gather: Gather, config: GemmConfig) -> None:
         self.size = DTYPE_BYTES[gather.dtype]
-        self.cells = variant.cells
+        self.cells = config.cells
         self.src_channels_last = gather.src.channels_last
-        product = Product.of(gather, variant)
-        weights = variant.row_parts * product.step_bytes(variant)
-        self.fixed = _store_bytes(gather, variant) + 8 + (weights * product.steps if variant.resident else 0)
-        self.weights = 0 if variant.resident else weights * variant.k_steps  # of a stage
-        chunks = 2 * variant.k_steps
-        self.allocated = variant.parts * chunks * CHUNK_BYTES
-        self.in_boxes = variant.boxes
-        raw = variant.raw_slots * chunks * CHUNK_BYTES * self.size // variant.operand_bytes(gather.dtype)
-        self.raw = 0 if self.src_channels_last or variant.boxes else raw
-        self.table = 4 + (8 if needs_wide_offsets(gather) else 4) * variant.loader_groups
-        # Beside partial products little is left: a variant that fits must fit with any halo and wide offsets, too.
-        self.worst_table = 4 + 8 * variant.loader_groups if variant.taps_in_rows else self.table
-        self.worst_halo = variant.cells if variant.taps_in_rows else 0
+        product = Product.of(gather, config)
+        weights = config.row_parts * product.step_bytes(config)
+        self.fixed = _store_bytes(gather, config) + 8 + (weights * product.steps if config.resident else 0)
+        self.weights = 0 if config.resident else weights * config.k_steps  # of a stage
+        chunks = 2 * config.k_steps
+        self.allocated = config.parts * chunks * CHUNK_BYTES
+        self.tma_operands = config.tma_operands
+        raw = config.raw_slots * chunks * CHUNK_BYTES * self.size // config.operand_bytes(gather.dtype)
+        self.raw = 0 if self.src_channels_last or config.tma_operands else raw
+        self.table = 4 + (8 if needs_wide_offsets(gather) else 4) * config.loader_groups
+        # Beside partial products little is left: a config that fits must fit with any halo and wide offsets, too.
+        self.worst_table = 4 + 8 * config.loader_groups if config.taps_in_rows else self.table
+        self.worst_halo = config.cells if config.taps_in_rows else 0
 
     def least(self, stages: int) -> int:
         """Of any tile: all have pixels for each cell."""
@@ -72,23 +72,23 @@ class _SharedBytes:
         copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
         halo = tile.halo if aligned else max(tile.halo, self.worst_halo)
         total = self.fixed + stages * (self.weights + self.allocated * (tile.allocated + (0 if aligned else 32)))
-        if tile.boxes and (aligned or self.in_boxes):
+        if tile.boxes and (aligned or self.tma_operands):
             return total + self.raw * tile.boxes * tile.box_pixels
         total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
         return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
 
 
-def items_known(variant: GemmVariant, product: Product, stages: int) -> int:
+def items_known(config: GemmConfig, product: Product, stages: int) -> int:
     """The slots in which a block learns of its items (``QUEUE`` in the kernel)."""
-    ahead = 2 * (stages + variant.loader_groups) + variant.raw_slots
-    return math.ceil(ahead / product.stages(variant)) + 4
+    ahead = 2 * (stages + config.loader_groups) + config.raw_slots
+    return math.ceil(ahead / product.stages(config)) + 4
 
 
-def _static_shared_bytes(variant: GemmVariant, product: Product, stages: int) -> int:
+def _static_shared_bytes(config: GemmConfig, product: Product, stages: int) -> int:
     """The kernel's ``Shared``: barriers, items that are known, distances of operations; what follows is aligned."""
-    barriers = 8 * (2 * (stages + variant.raw_slots) + CONSUMERS + 1)
-    barriers += round_up(12 * items_known(variant, product, stages), 8)
-    alignment = 1024 if variant.boxes else 128  # of what follows
+    barriers = 8 * (2 * (stages + config.raw_slots) + CONSUMERS + 1)
+    barriers += round_up(12 * items_known(config, product, stages), 8)
+    alignment = 1024 if config.tma_operands else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
 
@@ -99,59 +99,59 @@ def needs_wide_offsets(gather: Gather) -> bool:
     return max(extent((1, 1, *side.shape[2:]), side.strides) for side in (gather.src, gather.dst)) >= 2**31
 
 
-def _store_bytes(gather: Gather, variant: GemmVariant) -> int:
+def _store_bytes(gather: Gather, config: GemmConfig) -> int:
     """What results pass on their way to the destination (``STORE_BYTES`` in the kernel)."""
     size = DTYPE_BYTES[gather.dtype]
-    if variant.taps_in_rows:
-        sets, columns = variant.sets_at_once(gather), variant.round_pixels(gather)
+    if config.taps_in_rows:
+        sets, columns = config.sets_at_once(gather), config.round_pixels(gather)
         pitch = math.ceil((columns + (2 if sets > 1 else 0) - 8) / 32) * 32 + 8
-        rows = sets * Taps.of(gather.axes).rows(variant.row_channels, variant.lines)
-        return (1 if variant.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * variant.cells
-    places = CONSUMERS * variant.group_cells * (16 if needs_wide_offsets(gather) else 8)
-    cells, columns = variant.piece(gather), variant.row_columns(gather)
+        rows = sets * Taps.of(gather.axes).rows(config.row_channels, config.lines)
+        return (1 if config.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * config.cells
+    places = CONSUMERS * config.group_cells * (16 if needs_wide_offsets(gather) else 8)
+    cells, columns = config.piece(gather), config.row_columns(gather)
     if gather.dst.channels_last:
         return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)
     vector = CHUNK_BYTES // size
     lanes = 32 if cells * columns > 16 * vector else 16
-    own = gather.axes[2].stride // variant.width_parts  # a thread's of a cell
+    own = gather.axes[2].stride // config.width_parts  # a thread's of a cell
     staged = math.gcd(own if columns > own else 2 * own, vector)
     pitch = math.ceil(cells * columns / (lanes * vector)) * lanes * vector + 4 * staged
     return places + CONSUMERS * 4 * 8 * pitch * size
 
 
 @lru_cache(maxsize=65536)
-def best_tile(gather: Gather, variant: GemmVariant, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
+def best_tile(gather: Gather, config: GemmConfig, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
     """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
-    return best_tiles(gather, variant, (variant.stages,), batch, device, reserve)[0]
+    return best_tiles(gather, config, (config.stages,), batch, device, reserve)[0]
 
 
 def best_tiles(
-    gather: Gather, variant: GemmVariant, stages: Sequence[int], batch: int, device: DeviceInfo, reserve: int
+    gather: Gather, config: GemmConfig, stages: Sequence[int], batch: int, device: DeviceInfo, reserve: int
 ) -> list[Tile | None]:
-    """The `best_tile` of a variant with each of these ``stages`` in its own one's place; they rise."""
-    return Room(gather, variant, stages, device, reserve).tiles(gather, batch)
+    """The `best_tile` of a config with each of these ``stages`` in its own one's place; they rise."""
+    return Room(gather, config, stages, device, reserve).tiles(gather, batch)
 
 
 class Room:
-    """The shared memory that a variant leaves for tiles with each of some ``stages``.
+    """The shared memory that a config leaves for tiles with each of some ``stages``.
 
     It is the same for images of all sizes, but for those within which offsets are wide.
     """
 
     def __init__(
-        self, gather: Gather, variant: GemmVariant, stages: Sequence[int], device: DeviceInfo, reserve: int
+        self, gather: Gather, config: GemmConfig, stages: Sequence[int], device: DeviceInfo, reserve: int
     ) -> None:
-        product, self._shared = Product.of(gather, variant), _SharedBytes(gather, variant)
-        self._variant, self._stages, self._aligned = variant, stages, not reserve
-        self._cells = variant.cells
+        product, self._shared = Product.of(gather, config), _SharedBytes(gather, config)
+        self._config, self._stages, self._aligned = config, stages, not reserve
+        self._cells = config.cells
         # Chunks of a pixel lie in different banks, where they are copied together.
         last = gather.src.channels_last
-        self._banks = 8 // min(8, 2 * variant.k_steps) if last and not variant.boxes else 0
-        self._transposed = variant.boxes and not last
-        self._kind = variant.taps_in_rows, variant.round_pixels(gather) if variant.whole_images else 0
+        self._banks = 8 // min(8, 2 * config.k_steps) if last and not config.tma_operands else 0
+        self._transposed = config.tma_operands and not last
+        self._kind = config.taps_in_rows, config.round_pixels(gather) if config.whole_images else 0
         self._limits = []
         for count in stages:
-            static = _static_shared_bytes(variant, product, count)
+            static = _static_shared_bytes(config, product, count)
             limit = device.shared_bytes_per_block - static - reserve
             if static > _MAX_STATIC_SHARED or self._shared.least(count) > limit:
                 break  # nor do more stages fit
@@ -166,9 +166,9 @@ class Room:
         """All tiles, whether they fit or not; none where no stages leave room."""
         if not self._limits or (self._transposed and not may_take_operands(gather)):
             return Tiles([], 0)
-        boxes = self._variant.boxes
-        engines = (True,) if boxes else (True, False) if may_take_boxes(gather, self._variant) else (False,)
-        return all_tiles(gather, self._cells, batch, self._banks, *self._kind, engines, self._transposed)
+        operands, may = self._config.tma_operands, may_use_tma(gather, self._config)
+        by_tma = (True,) if operands else (True, False) if may else (False,)
+        return all_tiles(gather, self._cells, batch, self._banks, *self._kind, by_tma, self._transposed)
 
     def tile(self, gather: Gather, batch: int, index: int) -> Tile | None:
         """The tile of least work that fits with the stages of that place alone."""
@@ -194,10 +194,10 @@ class Room:
         return found
 
 
-def may_take_boxes(gather: Gather, variant: GemmVariant) -> bool:
+def may_use_tma(gather: Gather, config: GemmConfig) -> bool:
     """Whether TMA can bring pixels that are then transposed, channels first."""
-    fills = fills_stages(gather.groups, gather.src_channels, variant.stage_channels(gather.dtype))
-    return variant.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
+    fills = fills_stages(gather.groups, gather.src_channels, config.stage_channels(gather.dtype))
+    return config.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
 
 
 def may_take_operands(gather: Gather) -> bool:
@@ -210,7 +210,7 @@ def may_take_operands(gather: Gather) -> bool:
     return Taps.stay_in_cells(gather.axes) or math.prod(gather.src.shape[2:]) == BOX_PIXELS
 
 
-def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> TensorMap:
+def tensor_map(gather: Gather, config: GemmConfig, tile: Tile) -> TensorMap:
     """What TMA brings for a stage of the tile, ``tile.boxes`` times."""
     size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
     strides = box_strides(gather, one_row=bool(tile.run) and not last)
@@ -220,36 +220,36 @@ def boxes(gather: Gather, variant: GemmVariant, tile: Tile) -> TensorMap:
     columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
     box = [columns, slab // row, image // slab, tile.images]
     if tile.run:  # pixels are one row: of an image, or of the tensor
-        box = [columns, 1, 1, 1] if variant.boxes or not variant.whole_images else [image, 1, 1, tile.images]
+        box = [columns, 1, 1, 1] if config.tma_operands or not config.whole_images else [image, 1, 1, tile.images]
         pixel = CHUNK_BYTES if math.prod(sizes) == 1 else gather.src.strides[4] * size
         if last:
             sizes, strides = [math.prod(sizes), 1, 1, 1], (pixel, *(CHUNK_BYTES,) * 3)
         else:
             sizes = [math.prod(spatial), 1, 1, batch]
-    stage_bytes, stage_channels = 2 * CHUNK_BYTES * variant.k_steps, variant.stage_channels(gather.dtype)
-    rounded = variant.parts == 1 and not variant.scaled
+    stage_bytes, stage_channels = 2 * CHUNK_BYTES * config.k_steps, config.stage_channels(gather.dtype)
+    rounded = config.parts == 1 and not config.scaled
     if last:
         return TensorMap(gather.dtype, (channels, *sizes), strides, (stage_channels, *box), stage_bytes, rounded)
-    swizzle = BOX_PIXELS * size if variant.boxes else CHUNK_BYTES
+    swizzle = BOX_PIXELS * size if config.tma_operands else CHUNK_BYTES
     return TensorMap(gather.dtype, (*sizes, channels), strides, (*box, stage_channels), swizzle, rounded)
 
 
-def store_vector(gather: Gather, variant: GemmVariant, tile: Tile) -> int:
+def store_vector(gather: Gather, config: GemmConfig, tile: Tile) -> int:
     """Elements of a store, the most that every row of the tile allows: each exists as a whole or not at all."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
-    if variant.taps_in_rows and not gather.dst.channels_last:
+    if config.taps_in_rows and not gather.dst.channels_last:
         wide = math.gcd(gather.axes[2].stride, 16 // size)
         return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        channels = variant.sets_at_once(gather) * variant.row_channels if variant.taps_in_rows else gather.dst_channels
+        channels = config.sets_at_once(gather) * config.row_channels if config.taps_in_rows else gather.dst_channels
         wide = math.gcd(channels, 16 // size)
-        while variant.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > SUMS_AT_ONCE:
+        while config.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > SUMS_AT_ONCE:
             wide //= 2
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
     stride = gather.axes[2].stride
     for count in (16 // size, 8 // size, 2):
-        if variant.row_columns(gather) < stride and variant.row_columns(gather) % count:
+        if config.row_columns(gather) < stride and config.row_columns(gather) % count:
             continue  # the neighbours of a part of a line are not its own
         rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
         whole = width == 1 and gather.dst.shape[4] % count == 0

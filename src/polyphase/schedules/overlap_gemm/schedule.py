@@ -26,14 +26,14 @@ from polyphase.schedules.tensor_cores import parts_of, steps_of
 from polyphase.schedules.tiles import Four, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece, widest_piece
 
-_TILES = 24  # that are compared for a variant
+_TILES = 24  # that are compared for a config
 # Batch and sides of images in one, two and three dimensions, besides those of `standard`, by whether images are tiny.
 _OTHER_SIZES = {True: ((128, (4, 2, 1)),), False: ((128, (1024, 32, 16)), (8, (16384, 256, 64)))}
 _MAX_COLUMNS = 128
 _MAX_OUT_CHANNELS = 16  # of a group; where there are more, `implicit_gemm` fills its rows with them
 
 
-class ScatterVariant(NamedTuple):
+class OverlapConfig(NamedTuple):
     """The compile-time shape of a kernel; ``overlap_gemm.cu`` says what the names mean."""
 
     warps: int
@@ -58,7 +58,7 @@ class ScatterVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a variant cuts the cells into tiles; ``first`` is the window's first pixel, from the tile's first cell.
+    """How a config cuts the cells into tiles; ``first`` is the window's first pixel, from the tile's first cell.
 
     The window comes in bands of ``band`` rows, and the product of ``ring`` rows is kept.
     """
@@ -110,10 +110,10 @@ class OverlapGemm(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[ScatterVariant]:
-        return _variants(at, device)
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[OverlapConfig]:
+        return _configs(at, device)
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ScatterVariant) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: OverlapConfig) -> float:
         cost = self.cost(at, pass_, device, Layouts.dense(at), config)
         return math.inf if cost is None else cost[0]
 
@@ -121,35 +121,35 @@ class OverlapGemm(Schedule):
         return [replace(typical(at, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(at)]]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ScatterVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: OverlapConfig
     ) -> Cost | None:
         tiling = _tiling(problem, layouts, config, device)
         return None if tiling is None else _Work(problem, config, device).seconds(tiling)
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: ScatterVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: OverlapConfig
     ) -> Program:
-        tiling = _tiling(problem, layouts, variant, device)
+        tiling = _tiling(problem, layouts, config, device)
         assert tiling is not None
         gather = forward_gather(problem, layouts)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
             ("X_CHANNELS_LAST", gather.src.channels_last),
-            ("WARPS", variant.warps),
-            ("ROW_TILES", variant.row_tiles),
-            ("OUT_CHUNK", variant.out_chunk),
-            ("ALONG_CHANNELS", _along_channels(problem, variant.out_chunk)),
-            ("COLUMN_TILES", _column_tiles(problem, variant.out_chunk)),
-            ("STEPS_HELD", variant.steps_held),
-            ("PREFETCH", variant.ahead),
-            ("PITCH", variant.pitch),
-            ("WGMMA", variant.wgmma),
+            ("WARPS", config.warps),
+            ("ROW_TILES", config.row_tiles),
+            ("OUT_CHUNK", config.out_chunk),
+            ("ALONG_CHANNELS", _along_channels(problem, config.out_chunk)),
+            ("COLUMN_TILES", _column_tiles(problem, config.out_chunk)),
+            ("STEPS_HELD", config.steps_held),
+            ("PREFETCH", config.ahead),
+            ("PITCH", config.pitch),
+            ("WGMMA", config.wgmma),
             ("PARTS", parts_of(problem)),
-            ("MIN_BLOCKS", variant.min_blocks),
+            ("MIN_BLOCKS", config.min_blocks),
         )
-        columns = 8 * _column_tiles(problem, variant.out_chunk)
-        forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if variant.wgmma else ()
+        columns = 8 * _column_tiles(problem, config.out_chunk)
+        forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if config.wgmma else ()
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
         run = problem.axes3[2].stride
         params = params_of(source).pack(
@@ -167,9 +167,9 @@ class OverlapGemm(Schedule):
         )
         main = Step(
             source=source,
-            grid=(tiling.total * out_blocks(problem, variant.out_chunk), 1, 1),
-            block=32 * variant.warps,
-            shared_bytes=_shared_bytes(problem, variant),
+            grid=(tiling.total * out_blocks(problem, config.out_chunk), 1, 1),
+            block=32 * config.warps,
+            shared_bytes=_shared_bytes(problem, config),
             params=params,
         )
         return assemble(problem, pass_, main)
@@ -189,25 +189,25 @@ def _step_bytes(problem: ConvTransposeProblem, out_chunk: int) -> int:
     return 256 * parts_of(problem) * _column_tiles(problem, out_chunk)
 
 
-def _shared_bytes(problem: ConvTransposeProblem, variant: ScatterVariant) -> int:
-    held = min(variant.steps_held, steps_of(problem))
-    return held * _step_bytes(problem, variant.out_chunk) + 4 * variant.out_chunk * problem.taps * variant.pitch
+def _shared_bytes(problem: ConvTransposeProblem, config: OverlapConfig) -> int:
+    held = min(config.steps_held, steps_of(problem))
+    return held * _step_bytes(problem, config.out_chunk) + 4 * config.out_chunk * problem.taps * config.pitch
 
 
 @lru_cache(maxsize=8192)
 def _tiling(
-    problem: ConvTransposeProblem, layouts: Layouts, variant: ScatterVariant, device: DeviceInfo
+    problem: ConvTransposeProblem, layouts: Layouts, config: OverlapConfig, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least time."""
-    cuts = _cuts(problem, layouts, variant.rows, variant.unit, device)
-    tilings = (_tiles(variant, cut) for cut in cuts)
+    cuts = _cuts(problem, layouts, config.rows, config.unit, device)
+    tilings = (_tiles(config, cut) for cut in cuts)
     fitting = itertools.islice((each for each in tilings if each is not None), _TILES)
-    work = _Work(problem, variant, device)
+    work = _Work(problem, config, device)
     return min(fitting, key=lambda each: work.seconds(each)[0], default=None)
 
 
 class _Cut(NamedTuple):
-    """Tiles of some extents, whatever the variant: where the window begins, and its pixels, along each dimension.
+    """Tiles of some extents, whatever the config: where the window begins, and its pixels, along each dimension.
 
     ``whole``: whether units of its rows are read at once, ``skew`` pixels before the first, ``or_apart``: or one by one
     where so they do not fit.
@@ -312,22 +312,22 @@ def _extents(cells: int, most: int) -> list[int]:
     return sorted(extent for extent in shares | {4, 8, 12, 16, 24, 32, 48, 64} if 1 <= extent <= min(cells, most))
 
 
-def _tiles(variant: ScatterVariant, cut: _Cut) -> _Tiling | None:
+def _tiles(config: OverlapConfig, cut: _Cut) -> _Tiling | None:
     """The tiling by tiles of a cut, or None where those do not fit."""
-    found = _tiles_of_band(variant, cut, cut.whole, cut.skew)
+    found = _tiles_of_band(config, cut, cut.whole, cut.skew)
     if found is None and cut.or_apart:
-        found = _tiles_of_band(variant, cut, False, 0)
+        found = _tiles_of_band(config, cut, False, 0)
     return found
 
 
-def _tiles_of_band(variant: ScatterVariant, cut: _Cut, whole: bool, skew: int) -> _Tiling | None:
+def _tiles_of_band(config: OverlapConfig, cut: _Cut, whole: bool, skew: int) -> _Tiling | None:
     (depth, slabs), (height, rows), (width, columns) = cut.depth, cut.height, cut.width
     images = cut.lanes[0]
-    window = (images, slabs, rows, round_up(columns + skew, variant.unit))
+    window = (images, slabs, rows, round_up(columns + skew, config.unit))
     row = images * slabs * window[3]
-    band = min(rows, variant.rows // row) if row else rows
+    band = min(rows, config.rows // row) if row else rows
     ring = rows if band == rows else band + cut.below
-    if (band == 0 and rows > 0) or row * ring > variant.pitch - 4:
+    if (band == 0 and rows > 0) or row * ring > config.pitch - 4:
         return None
     return _Tiling(cut.lanes, cut.tiles, window, (0, depth, height, width - skew), max(1, band), max(1, ring), whole)
 
@@ -339,31 +339,31 @@ def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool)
 
 
 class _Work:
-    """What the blocks of a variant do: what all tiles have in common is counted once."""
+    """What the blocks of a config do: what all tiles have in common is counted once."""
 
-    def __init__(self, problem: ConvTransposeProblem, variant: ScatterVariant, device: DeviceInfo) -> None:
+    def __init__(self, problem: ConvTransposeProblem, config: OverlapConfig, device: DeviceInfo) -> None:
         self._terms = terms = costs("overlap_gemm", device)
-        parts, columns, rows = parts_of(problem), _column_tiles(problem, variant.out_chunk), variant.row_tiles
-        self._problem, self._variant, self._device = problem, variant, device
+        parts, columns, rows = parts_of(problem), _column_tiles(problem, config.out_chunk), config.row_tiles
+        self._problem, self._config, self._device = problem, config, device
         self._steps, self._columns = steps_of(problem), columns
-        self._blocks = out_blocks(problem, variant.out_chunk)
+        self._blocks = out_blocks(problem, config.out_chunk)
         self._products = rows * columns * (3 if parts == 2 else 1)
         splits = 16 * parts * rows if problem.dtype == "float32" else 4 * rows
         slots = (4 * rows * columns if parts == 2 else 0) + splits
-        beside = 0 if variant.wgmma else self._products + 2 * columns * parts
+        beside = 0 if config.wgmma else self._products + 2 * columns * parts
         self._slots = {
-            whole: slots + 5 * (8 * rows // variant.unit if whole else 16 * rows) + beside for whole in (False, True)
+            whole: slots + 5 * (8 * rows // config.unit if whole else 16 * rows) + beside for whole in (False, True)
         }
-        places = 15 * variant.out_chunk if _along_channels(problem, variant.out_chunk) else 60
-        self._read = variant.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places  # of a cell
-        self._factor = (terms.one_part if parts == 1 else 1.0) * (terms.shared if variant.min_blocks > 1 else 1.0)
+        places = 15 * config.out_chunk if _along_channels(problem, config.out_chunk) else 60
+        self._read = config.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places  # of a cell
+        self._factor = (terms.one_part if parts == 1 else 1.0) * (terms.shared if config.min_blocks > 1 else 1.0)
         self._size, self._channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
         self._bytes, self._input_bytes = problem.bytes, self._size * math.prod(problem.input_shape)
 
     def seconds(self, tiling: _Tiling) -> tuple[float, str]:
         """Predicted time, and what bounds it."""
         device = self._device
-        resident, rounds = rounds_of(tiling.total * self._blocks, self._variant.min_blocks, device)
+        resident, rounds = rounds_of(tiling.total * self._blocks, self._config.min_blocks, device)
         work = rounds * self._tile_cycles(tiling, resident) / device.clock_hz
         work *= self._factor
         images, slabs, rows, width = tiling.window
@@ -372,27 +372,27 @@ class _Work:
 
     def _step_cycles(self, tiling: _Tiling) -> float:
         """Predicted cycles of a multiprocessor for one operation of the warps of a block that own pixels."""
-        variant, terms = self._variant, self._terms
-        together = 64 if variant.wgmma else 16
-        warps = together // 16 * math.ceil(tiling.row * tiling.band / (together * variant.row_tiles))
-        operation = terms.wgmma if variant.wgmma else terms.mma
+        config, terms = self._config, self._terms
+        together = 64 if config.wgmma else 16
+        warps = together // 16 * math.ceil(tiling.row * tiling.band / (together * config.row_tiles))
+        operation = terms.wgmma if config.wgmma else terms.mma
         return warps * max(self._products * operation, self._slots[tiling.whole] * terms.slot)
 
     def _tile_cycles(self, tiling: _Tiling, resident: int) -> float:
         """Predicted cycles for a round of so many resident blocks."""
-        variant, columns, steps, bands = self._variant, self._columns, self._steps, tiling.bands
+        config, columns, steps, bands = self._config, self._columns, self._steps, tiling.bands
         terms = self._terms
-        step = max(resident * self._step_cycles(tiling), terms.latency / variant.ahead)
-        loads = 1 if variant.steps_held >= steps else bands * math.ceil(steps / variant.steps_held)
-        weights = loads * (terms.load + resident * min(steps, variant.steps_held) * columns * terms.weights)
-        written = bands * variant.rows * 8 * columns / variant.unit
+        step = max(resident * self._step_cycles(tiling), terms.latency / config.ahead)
+        loads = 1 if config.steps_held >= steps else bands * math.ceil(steps / config.steps_held)
+        weights = loads * (terms.load + resident * min(steps, config.steps_held) * columns * terms.weights)
+        written = bands * config.rows * 8 * columns / config.unit
         read = math.prod(tiling.lanes) * self._read
         ends = bands * terms.end + resident * (written + read) / 32 * terms.word
         return terms.block + weights + bands * steps * step + ends
 
 
-def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ScatterVariant]:
-    """Variants worth a thought: those whose registers and shared memory do for so many blocks, and for any image."""
+def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[OverlapConfig]:
+    """Configs worth a thought: those whose registers and shared memory do for so many blocks, and for any image."""
     out, taps = problem.out_channels_per_group, problem.taps
     steps, parts = steps_of(problem), parts_of(problem)
     chunks = {math.ceil(out / parts) for parts in range(1, out + 1) if math.ceil(out / parts) * taps <= _MAX_COLUMNS}
@@ -421,7 +421,7 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Sca
         if sums + words + (52 if wgmma else 90) + places > registers:
             continue
         pitch = (shared - min(held, steps) * step_bytes) // (4 * chunk * taps)
-        variant = ScatterVariant(warps, row_tiles, chunk, held, ahead, (pitch - 4) // 32 * 32 + 4, wgmma, min_blocks)
-        cut = _cuts(problem, Layouts.dense(problem), variant.rows, variant.unit, device).single
-        if held > 0 and cut is not None and _tiles(variant, cut) is not None:
-            yield variant
+        config = OverlapConfig(warps, row_tiles, chunk, held, ahead, (pitch - 4) // 32 * 32 + 4, wgmma, min_blocks)
+        cut = _cuts(problem, Layouts.dense(problem), config.rows, config.unit, device).single
+        if held > 0 and cut is not None and _tiles(config, cut) is not None:
+            yield config

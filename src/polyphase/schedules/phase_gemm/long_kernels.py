@@ -26,7 +26,7 @@ _MAX_COLUMNS = 1 << 18  # of a group: blocks are counted in 31 bits
 _RUN = 8  # neighbouring outputs of a thread
 
 
-class PhaseGemmVariant(NamedTuple):
+class LongKernelsConfig(NamedTuple):
     """The compile-time shape of a kernel; ``phase_gemm.cu`` says what the names mean."""
 
     warp_rows: int
@@ -52,8 +52,8 @@ class PhaseGemmVariant(NamedTuple):
 
 
 _SHAPES = ((2, 4, 4), (2, 4, 2), (4, 2, 2), (4, 2, 1), (8, 1, 1))  # warp rows, warp columns, row tiles
-_VARIANTS = tuple(
-    PhaseGemmVariant(*shape, stage_steps, min_blocks)
+_CONFIGS = tuple(
+    LongKernelsConfig(*shape, stage_steps, min_blocks)
     for min_blocks in (2, 1)
     for shape in _SHAPES
     for stage_steps in (1, 2, 3, 4)
@@ -77,43 +77,48 @@ class PhaseGemm(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[PhaseGemmVariant]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[LongKernelsConfig]:
         return [
-            variant
-            for variant in _VARIANTS
-            if variant.stage_steps <= steps_of(at) and variant.min_blocks <= _resident(at, variant, device)
+            config
+            for config in _CONFIGS
+            if config.stage_steps <= steps_of(at) and config.min_blocks <= _resident(at, config, device)
         ]
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: PhaseGemmVariant) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: LongKernelsConfig) -> float:
         return _estimate(at, config, device)[0]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PhaseGemmVariant
-    ) -> Cost:
-        return _estimate(problem, config, device)
-
-    def launch(
         self,
         problem: ConvTransposeProblem,
         pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
-        variant: PhaseGemmVariant,
+        config: LongKernelsConfig,
+    ) -> Cost:
+        return _estimate(problem, config, device)
+
+    def program(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: LongKernelsConfig,
     ) -> Program:
         gather = forward_gather(problem, layouts)
         cells = [_cells(axis, size) for axis, size in zip(problem.axes3, gather.dst.shape[2:])]
         rows = problem.batch * math.prod(map(len, cells))
-        row_tiles = math.ceil(rows / variant.rows)
+        row_tiles = math.ceil(rows / config.rows)
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
-            ("WARP_ROWS", variant.warp_rows),
-            ("WARP_COLUMNS", variant.warp_columns),
-            ("ROW_TILES", variant.row_tiles),
-            ("STAGE_STEPS", variant.stage_steps),
+            ("WARP_ROWS", config.warp_rows),
+            ("WARP_COLUMNS", config.warp_columns),
+            ("ROW_TILES", config.row_tiles),
+            ("STAGE_STEPS", config.stage_steps),
             ("PARTS", parts_of(problem)),
             ("CHANNELS_INNERMOST", gather.dst.channels_last),
-            ("MIN_BLOCKS", variant.min_blocks),
+            ("MIN_BLOCKS", config.min_blocks),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
         params = params_of(source).pack(
@@ -127,9 +132,9 @@ class PhaseGemm(Schedule):
         )
         main = Step(
             source=source,
-            grid=(row_tiles * _column_tiles(problem, variant) * problem.groups, 1, 1),
-            block=32 * variant.warps,
-            shared_bytes=_shared_bytes(problem, variant),
+            grid=(row_tiles * _column_tiles(problem, config) * problem.groups, 1, 1),
+            block=32 * config.warps,
+            shared_bytes=_shared_bytes(problem, config),
             params=params,
         )
         return assemble(problem, pass_, main)
@@ -155,35 +160,35 @@ def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     return next((count for count in elements if whole % count == 0), 1)
 
 
-def _column_tiles(problem: ConvTransposeProblem, variant: PhaseGemmVariant) -> int:
+def _column_tiles(problem: ConvTransposeProblem, config: LongKernelsConfig) -> int:
     """Of a group."""
-    return math.ceil(problem.out_channels_per_group * math.prod(problem.stride) / variant.columns)
+    return math.ceil(problem.out_channels_per_group * math.prod(problem.stride) / config.columns)
 
 
-def _shared_bytes(problem: ConvTransposeProblem, variant: PhaseGemmVariant) -> int:
-    words = 8 * variant.stage_steps * (variant.rows + 8 + variant.columns + 2)
+def _shared_bytes(problem: ConvTransposeProblem, config: LongKernelsConfig) -> int:
+    words = 8 * config.stage_steps * (config.rows + 8 + config.columns + 2)
     return 2 * parts_of(problem) * 4 * words
 
 
-def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: DeviceInfo) -> tuple[float, str]:
+def _estimate(problem: ConvTransposeProblem, config: LongKernelsConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("phase_gemm", device)
     size, parts, channels = DTYPE_BYTES[problem.dtype], parts_of(problem), problem.in_channels_per_group
     cells = math.prod(len(_cells(axis, size)) for axis, size in zip(problem.axes, problem.output_size))
-    column_tiles, phases = _column_tiles(problem, variant), math.prod(problem.stride)
-    tiles = math.ceil(problem.batch * cells / variant.rows) * column_tiles * problem.groups
-    resident, rounds = rounds_of(tiles, _resident(problem, variant, device), device)
-    stages = math.prod(map(_reach, problem.axes)) * math.ceil(steps_of(problem) / variant.stage_steps)
-    products = 4 * variant.warps * variant.row_tiles * (3 if parts == 2 else 1)
-    words = 8 * (variant.rows + variant.columns) / 32 * (4 // size)
-    words *= 1 if channels % (variant.stage_steps * 32 // size) == 0 else terms.partial
-    stage = variant.stage_steps * (products * terms.multiply + words * terms.move) + variant.warps * terms.stage
+    column_tiles, phases = _column_tiles(problem, config), math.prod(problem.stride)
+    tiles = math.ceil(problem.batch * cells / config.rows) * column_tiles * problem.groups
+    resident, rounds = rounds_of(tiles, _resident(problem, config, device), device)
+    stages = math.prod(map(_reach, problem.axes)) * math.ceil(steps_of(problem) / config.stage_steps)
+    products = 4 * config.warps * config.row_tiles * (3 if parts == 2 else 1)
+    words = 8 * (config.rows + config.columns) / 32 * (4 // size)
+    words *= 1 if channels % (config.stage_steps * 32 // size) == 0 else terms.partial
+    stage = config.stage_steps * (products * terms.multiply + words * terms.move) + config.warps * terms.stage
     run = problem.axes3[2].stride
     output = terms.alone
     if run % _RUN == 0 and not (problem.channels_last and problem.out_channels > 1):
         vectors = _vector(problem, Layouts.dense(problem)) * size >= 8
         output = (terms.vectors if vectors else terms.rows) + terms.short * (max(1.0, 32 / run) - 1)
-    outputs = problem.out_channels_per_group * phases / column_tiles * variant.rows / 32
+    outputs = problem.out_channels_per_group * phases / column_tiles * config.rows / 32
     work = stages * stage + outputs * output
     latencies = stages * terms.wait + (terms.lone_block if resident == 1 else 0)
     seconds = (rounds * max(resident * work, latencies + work) + terms.launch) / device.clock_hz
@@ -192,17 +197,17 @@ def _estimate(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: 
     return slower_of(seconds, floor)
 
 
-def _resident(problem: ConvTransposeProblem, variant: PhaseGemmVariant, device: DeviceInfo) -> int:
+def _resident(problem: ConvTransposeProblem, config: LongKernelsConfig, device: DeviceInfo) -> int:
     """Blocks that fit a multiprocessor, which may be more than are asked for."""
     parts = parts_of(problem)
-    elements = 8 * variant.stage_steps * (variant.rows + variant.columns) // (32 * variant.warps)
+    elements = 8 * config.stage_steps * (config.rows + config.columns) // (32 * config.warps)
     elements *= 1 if DTYPE_BYTES[problem.dtype] == 4 else 2
     # Sums, with those of an operation on their way; operands; elements of the next stage; and addresses.
-    needed = 16 * variant.row_tiles * parts + 12 * parts + elements + 11 * variant.row_tiles + 38
-    shared = _shared_bytes(problem, variant)
+    needed = 16 * config.row_tiles * parts + 12 * parts + elements + 11 * config.row_tiles + 38
+    shared = _shared_bytes(problem, config)
     fitting = (
         blocks
         for blocks in (2, 1)
-        if needed <= device.registers_of(32 * variant.warps * blocks) and shared <= device.shared_bytes_of(blocks)
+        if needed <= device.registers_of(32 * config.warps * blocks) and shared <= device.shared_bytes_of(blocks)
     )
     return next(fitting, 0)

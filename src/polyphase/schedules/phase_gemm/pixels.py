@@ -43,7 +43,7 @@ _PACK_THREADS, _PACK_COLUMNS = 128, 8
 _MOST_AT_ONCE = 8  # channels that a thread goes on by
 
 
-class PixelGemmVariant(NamedTuple):
+class PixelsConfig(NamedTuple):
     """The compile-time shape of a kernel; ``phase_gemm_pixels.cu`` says what the names mean."""
 
     columns: int
@@ -84,56 +84,54 @@ class PhaseGemmPixels(Schedule):
         counted = _pixels(problem) + _tile(problem), _MOST_AT_ONCE * layouts.input[1], *layouts.output
         return None if max(counted) >= 2**31 else (_like(problem), _cuts_lines(problem))
 
-    def configs(
-        self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo
-    ) -> Iterator[PixelGemmVariant]:
-        return _variants(at[0], device)
+    def configs(self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo) -> Iterator[PixelsConfig]:
+        return _configs(at[0], device)
 
     def seconds(
-        self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo, config: PixelGemmVariant
+        self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo, config: PixelsConfig
     ) -> float:
         return _estimate(at[0], config, device, at[1])[0]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PixelGemmVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PixelsConfig
     ) -> Cost:
         return _estimate(problem, config, device, _cuts_lines(problem))
 
-    def launch(
+    def program(
         self,
         problem: ConvTransposeProblem,
         pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
-        variant: PixelGemmVariant,
+        config: PixelsConfig,
     ) -> Program:
         gather, piece = forward_gather(problem, layouts), _piece(problem, layouts)
-        together = piece >= max(_run(problem) * DTYPE_BYTES[problem.dtype], _LEAST_COPY * variant.ahead)
-        run, ahead = (_run(problem), variant.ahead) if together else (1, False)
-        units, chunks = _tiles(problem) * problem.groups, _chunks(problem, variant.columns)
+        together = piece >= max(_run(problem) * DTYPE_BYTES[problem.dtype], _LEAST_COPY * config.ahead)
+        run, ahead = (_run(problem), config.ahead) if together else (1, False)
+        units, chunks = _tiles(problem) * problem.groups, _chunks(problem, config.columns)
         blocks = max(1, min(units * chunks, device.multiprocessors))
         rounds, rest = divmod(units, blocks)
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
-            ("COLUMN_TILES", variant.columns // 8),
+            ("COLUMN_TILES", config.columns // 8),
             ("SCALED", _scaled(problem)),
             ("MIN_BLOCKS", 1),
         )
-        columns = problem.groups * chunks * variant.columns
+        columns = problem.groups * chunks * config.columns
         multiplying = (
             *constants,
             ("PARTS", 1),
             ("ROW_TILES", _row_tiles(problem)),
             ("HAS_BIAS", problem.bias),
-            ("STAGE_STEPS", variant.stage_steps),
-            ("STAGES", variant.stages),
-            ("RESIDENT", variant.resident),
+            ("STAGE_STEPS", config.stage_steps),
+            ("STAGES", config.stages),
+            ("RESIDENT", config.resident),
             ("PREFETCH", ahead),
             ("RUN", run),
             ("WGMMA", True),
         )
         operands = "float16" if _scaled(problem) else problem.dtype
-        forms = (WgmmaForm(variant.columns, operands, a_in_registers=True),)
+        forms = (WgmmaForm(config.columns, operands, a_in_registers=True),)
         source = KernelSource(self.name, problem.dtype, True, multiplying, forms)
         params = params_of(source).pack(
             x=gather.src,
@@ -153,7 +151,7 @@ class PhaseGemmPixels(Schedule):
             source=source,
             grid=(blocks if units else 0, 1, 1),
             block=128 * (_GROUPS + 1),
-            shared_bytes=variant.stages * _stage_bytes(variant) + _other_bytes(problem, variant.columns, ahead),
+            shared_bytes=config.stages * _stage_bytes(config) + _other_bytes(problem, config.columns, ahead),
             params=params,
         )
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
@@ -233,8 +231,8 @@ def _all_columns(problem: ConvTransposeProblem) -> int:
     return problem.out_channels_per_group * math.prod(problem.stride)
 
 
-def _stage_bytes(variant: PixelGemmVariant) -> int:
-    return variant.stage_steps * variant.columns * OPERATION_BYTES
+def _stage_bytes(config: PixelsConfig) -> int:
+    return config.stage_steps * config.columns * OPERATION_BYTES
 
 
 def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
@@ -272,7 +270,7 @@ def _other_bytes(problem: ConvTransposeProblem, columns: int, ahead: bool) -> in
     return _GROUPS * _TERM_PLACES * columns * 4 * terms + _PIXEL_BYTES * ahead
 
 
-def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[PixelGemmVariant]:
+def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[PixelsConfig]:
     wanted = [each for each in _columns(problem) if each == _columns(problem)[0] or each < 2 * _all_columns(problem)]
     apart, most = _run(problem) == 1, device.shared_bytes_of(1)
     narrow_enough = [each for each in wanted if _registers(problem, each, apart) <= _REGISTERS]
@@ -285,40 +283,38 @@ def _variants(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Pix
         if _scaled(problem):  # which is the faster, always, and leaves registers
             return
     found = [_staged(problem, columns, memory, False) for memory in (*_DIVISIONS, most)]
-    yield from sorted(filter(None, found), key=lambda variant: not variant.resident)[:1]
+    yield from sorted(filter(None, found), key=lambda config: not config.resident)[:1]
 
 
-def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahead: bool) -> PixelGemmVariant | None:
-    """The variant whose stages are the longest that fit and come in time; None where none do."""
+def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahead: bool) -> PixelsConfig | None:
+    """The config whose stages are the longest that fit and come in time; None where none do."""
     steps, memory = _steps(problem), shared_bytes - _RESERVE - _other_bytes(problem, columns, ahead)
     for stage_steps in (count for count in range(_MOST_STEPS, 0, -1) if steps % count == 0):
         fitting = min(_MAX_STAGES, memory // (stage_steps * columns * OPERATION_BYTES))
         of_chunk = steps // stage_steps
         if problem.groups == 1 and _chunks(problem, columns) * of_chunk <= fitting:
-            return PixelGemmVariant(columns, stage_steps, _chunks(problem, columns) * of_chunk, True, ahead)
+            return PixelsConfig(columns, stage_steps, _chunks(problem, columns) * of_chunk, True, ahead)
         in_time = (fitting - 1) * stage_steps * columns * _row_tiles(problem) >= _IN_TIME
         if fitting > of_chunk and in_time:  # one group lags behind by a chunk
-            return PixelGemmVariant(columns, stage_steps, fitting, False, ahead)
+            return PixelsConfig(columns, stage_steps, fitting, False, ahead)
     return None
 
 
-def _estimate(
-    problem: ConvTransposeProblem, variant: PixelGemmVariant, device: DeviceInfo, cut: bool
-) -> tuple[float, str]:
+def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: DeviceInfo, cut: bool) -> tuple[float, str]:
     """Predicted time, and what bounds it; ``cut`` as `_cuts_lines` tells."""
     terms = costs("phase_gemm_pixels", device)
-    size, steps, chunks = DTYPE_BYTES[problem.dtype], _steps(problem), _chunks(problem, variant.columns)
+    size, steps, chunks = DTYPE_BYTES[problem.dtype], _steps(problem), _chunks(problem, config.columns)
     layouts = Layouts.dense(problem)
     rounds, rest = divmod(_tiles(problem) * problem.groups, device.multiprocessors)
     share = math.ceil(rest * chunks / device.multiprocessors)
-    products = terms.product * _tile(problem) * steps * variant.columns / 128
+    products = terms.product * _tile(problem) * steps * config.columns / 128
     width = 16 / (_vector(problem, layouts) * size)
-    stores = terms.store * _tile(problem) * variant.columns * size * width**terms.narrow
-    storing = (products + stores + terms.stage * steps / variant.stage_steps) / 2  # one of two groups
+    stores = terms.store * _tile(problem) * config.columns * size * width**terms.narrow
+    storing = (products + stores + terms.stage * steps / config.stage_steps) / 2  # one of two groups
     chunk = (products**terms.overlap + storing**terms.overlap) ** (1 / terms.overlap)
     chunk += terms.turn
     row, tile, launch = terms.row, terms.tile, terms.launch
-    if variant.ahead:
+    if config.ahead:
         at_hand = _PIXEL_BYTES / (_tile(problem) * size)  # channels
         late = max(0.0, 1 - at_hand / problem.in_channels_per_group)
         tile = (terms.tile_ahead * size + terms.tile_cut * cut) * late

@@ -39,7 +39,7 @@ from polyphase.schedules.window_gemm.window import Gradient, blocks_of, extent_o
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
-_MOST_STRIDED_TAPS = 24  # of a variant of many sums a thread, in float32
+_MOST_STRIDED_TAPS = 24  # of a config of many sums a thread, in float32
 _BUFFERS = (4, 3, 2)  # of stages; tried from the left
 _MAX_TAPS = 512
 _MOST_TERMS = 12288  # of a half type's input gradient; with 16384 some in a million elements were too far off
@@ -48,7 +48,7 @@ _LEAST_ROW = 8  # positions along the width of a tile, where images are wider an
 _SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2, 8, 1), (2, 4, 1), (1, 8, 1), (1, 4, 1))
 
 
-class GradientVariant(NamedTuple):
+class MmaConfig(NamedTuple):
     """The compile-time shape of a kernel; ``mainloop/window_mma.cuh`` says what the names mean."""
 
     row_tiles: int
@@ -72,7 +72,7 @@ class GradientVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a variant cuts the input positions into tiles, and what that takes of shared memory."""
+    """How a config cuts the input positions into tiles, and what that takes of shared memory."""
 
     lanes: tuple[int, int, int, int]
     tiles: tuple[int, int, int, int]
@@ -101,8 +101,8 @@ class _WindowMma(Gradient):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GradientVariant]:
-        return [each._replace(buffers=count) for each in _variants(at, pass_, device) for count in _BUFFERS]
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[MmaConfig]:
+        return [each._replace(buffers=count) for each in _configs(at, pass_, device) for count in _BUFFERS]
 
     def search(
         self,
@@ -111,28 +111,28 @@ class _WindowMma(Gradient):
         device: DeviceInfo,
         most: int | None = None,
         below: float = math.inf,
-    ) -> dict[GradientVariant, float]:
+    ) -> dict[MmaConfig, float]:
         """Each with as many stages as leave room for as many blocks as are to be resident."""
-        found = sorted(filter(None, (_deepest(at, pass_, each, device) for each in _variants(at, pass_, device))))
-        return {variant: seconds for seconds, variant in found}
+        found = sorted(filter(None, (_deepest(at, pass_, each, device) for each in _configs(at, pass_, device))))
+        return {config: seconds for seconds, config in found}
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GradientVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: MmaConfig
     ) -> Cost | None:
         tiling = _tiling(problem, pass_, layouts, config, device)
         return None if tiling is None else _estimate(problem, pass_, config, tiling, device)
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: GradientVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: MmaConfig
     ) -> Program:
-        tiling = _tiling(problem, pass_, layouts, variant, device)
+        tiling = _tiling(problem, pass_, layouts, config, device)
         assert tiling is not None
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
-        blocks = blocks_of(problem, pass_, variant.rows, variant.out_chunk)
+        blocks = blocks_of(problem, pass_, config.rows, config.out_chunk)
         of_pass: dict[str, Any]
         if pass_ is Pass.WEIGHT_GRAD:
-            length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
+            length, planes = parted(tiling.total, _parts(problem, config, tiling, device))
             of_pass = {
                 "x_part": tiling.operand,
                 "groups": problem.groups,
@@ -152,13 +152,13 @@ class _WindowMma(Gradient):
             ("WARPS", _WARPS),
             ("LOAD_WARPS", _WARPS),
             ("FIRST_LOAD_WARP", 0),
-            ("ROW_TILES", variant.row_tiles),
-            ("COLUMN_TILES", variant.column_tiles),
-            ("ROW_WARPS", variant.row_warps),
-            ("OUT_CHUNK", variant.out_chunk),
-            ("POSITIONS", variant.positions),
-            ("BUFFERS", variant.buffers),
-            ("MIN_BLOCKS", variant.min_blocks),
+            ("ROW_TILES", config.row_tiles),
+            ("COLUMN_TILES", config.column_tiles),
+            ("ROW_WARPS", config.row_warps),
+            ("OUT_CHUNK", config.out_chunk),
+            ("POSITIONS", config.positions),
+            ("BUFFERS", config.buffers),
+            ("MIN_BLOCKS", config.min_blocks),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
         params = params_of(source).pack(
@@ -177,7 +177,7 @@ class _WindowMma(Gradient):
             source=source,
             grid=(grid, 1, 1),
             block=_THREADS,
-            shared_bytes=_shared_bytes(variant, tiling),
+            shared_bytes=_shared_bytes(config, tiling),
             params=params,
         )
         return assemble(problem, pass_, main, splits=planes)
@@ -197,67 +197,65 @@ class WindowWgradMma(_WindowMma):
     name = "window_wgrad_mma"
 
 
-def _parts(problem: ConvTransposeProblem, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> int:
+def _parts(problem: ConvTransposeProblem, config: MmaConfig, tiling: _Tiling, device: DeviceInfo) -> int:
     """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
-    blocks = blocks_of(problem, Pass.WEIGHT_GRAD, variant.rows, variant.out_chunk)
-    full = max(1, device.multiprocessors * variant.min_blocks // blocks)
+    blocks = blocks_of(problem, Pass.WEIGHT_GRAD, config.rows, config.out_chunk)
+    full = max(1, device.multiprocessors * config.min_blocks // blocks)
     return max(1, min(full, affordable_planes(problem), tiling.total // 8))
 
 
-def _depth(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant) -> int:
+def _depth(problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig) -> int:
     """Terms of a sum in one stage."""
     if pass_ is Pass.WEIGHT_GRAD:
-        return variant.positions
-    return round_up(variant.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
+        return config.positions
+    return round_up(config.out_chunk * problem.taps, 32 // DTYPE_BYTES[problem.dtype])
 
 
-def _shared_bytes(variant: GradientVariant, tiling: _Tiling) -> int:
-    return max(tiling.table_bytes + variant.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * variant.columns)
+def _shared_bytes(config: MmaConfig, tiling: _Tiling) -> int:
+    return max(tiling.table_bytes + config.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * config.columns)
 
 
 @lru_cache(maxsize=8192)
 def _tiling(
-    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, device: DeviceInfo
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
     terms = costs("window_mma", device)
-    best = _cut(problem, pass_, layouts, variant._replace(buffers=0), terms).best(variant, device)
+    best = _cut(problem, pass_, layouts, config._replace(buffers=0), terms).best(config, device)
     if best is None and layouts.aligned:  # whole pieces make long rows longer
-        return _tiling(problem, pass_, replace(layouts, aligned=False), variant, device)
+        return _tiling(problem, pass_, replace(layouts, aligned=False), config, device)
     return best
 
 
 class _Cut:
-    """How a variant can cut positions into tiles, whatever its buffers."""
+    """How a config can cut positions into tiles, whatever its buffers."""
 
     def __init__(
-        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, terms: Costs
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, terms: Costs
     ) -> None:
-        self._layer, self._terms = (problem, pass_, layouts, variant), terms
+        self._layer, self._terms = (problem, pass_, layouts, config), terms
         self._tilings: dict[Four, _Tiling] = {}
         least = min(_LEAST_ROW, problem.input_size[-1])
-        lanes = list(lanes_of(problem, variant.positions))
+        lanes = list(lanes_of(problem, config.positions))
         self._long = [each for each in lanes if each[3] >= least]
         self._short = [each for each in lanes if each[3] < least]
         # What the work is not less than: that of the products, as if nothing had to be loaded.
-        stage, sizes = _product_cycles(problem, pass_, variant, terms), five(problem.input_shape)[2:]
-        self._operand = variant.rows * _depth(problem, pass_, variant) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
+        stage, sizes = _product_cycles(problem, pass_, config, terms), five(problem.input_shape)[2:]
+        self._operand = config.rows * _depth(problem, pass_, config) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
         self._bounds = [math.prod(tiles_of(problem.batch, sizes, each)) * stage for each in self._long]
 
-    def best(self, variant: GradientVariant, device: DeviceInfo) -> _Tiling | None:
-        """The tiles of least work that fit with the buffers of ``variant``; of short rows the first that do."""
+    def best(self, config: MmaConfig, device: DeviceInfo) -> _Tiling | None:
+        """The tiles of least work that fit with the buffers of ``config``; of short rows the first that do."""
         problem, pass_, _, _ = self._layer
 
         def work_of(place: int) -> float | None:
-            tiling = self._fitting(self._long[place], variant, device)
-            return (
-                None if tiling is None else tiling.total * _stage_cycles(problem, pass_, variant, tiling, self._terms)
-            )
+            tiling = self._fitting(self._long[place], config, device)
+            return None if tiling is None else tiling.total * _stage_cycles(problem, pass_, config, tiling, self._terms)
 
         place = next(best_first(self._bounds, work_of), None)
         if place is not None:
-            return self._fitting(self._long[place], variant, device)
-        tilings = (self._fitting(each, variant, device) for each in self._short)
+            return self._fitting(self._long[place], config, device)
+        tilings = (self._fitting(each, config, device) for each in self._short)
         return next((tiling for tiling in tilings if tiling is not None), None)
 
     def tiling(self, lanes: Four) -> _Tiling:
@@ -266,102 +264,102 @@ class _Cut:
             self._tilings[lanes] = _tiles(*self._layer, lanes)
         return self._tilings[lanes]
 
-    def _fitting(self, lanes: Four, variant: GradientVariant, device: DeviceInfo) -> _Tiling | None:
+    def _fitting(self, lanes: Four, config: MmaConfig, device: DeviceInfo) -> _Tiling | None:
         """Those of the most images that fit."""
         problem, (images, depth, height, width) = self._layer[0], lanes
         _, *extent = extent_of_window(problem, lanes)
-        window = variant.out_chunk * math.prod(extent) * DTYPE_BYTES[problem.dtype]  # of an image
+        window = config.out_chunk * math.prod(extent) * DTYPE_BYTES[problem.dtype]  # of an image
         while images:
-            if variant.buffers * (self._operand + images * window) <= device.shared_bytes_per_block:
+            if config.buffers * (self._operand + images * window) <= device.shared_bytes_per_block:
                 tiling = self.tiling((images, depth, height, width))
-                if _fits(variant, tiling, device):
+                if _fits(config, tiling, device):
                     return tiling
             images //= 2
         return None
 
 
 @lru_cache(maxsize=128)
-def _cut(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: GradientVariant, terms: Costs) -> _Cut:
-    return _Cut(problem, pass_, layouts, variant, terms)
+def _cut(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, terms: Costs) -> _Cut:
+    return _Cut(problem, pass_, layouts, config, terms)
 
 
-def _fits(variant: GradientVariant, tiling: _Tiling, device: DeviceInfo) -> bool:
+def _fits(config: MmaConfig, tiling: _Tiling, device: DeviceInfo) -> bool:
     """Whether stages fit shared memory, and places of the window the bits that they have."""
-    return _shared_bytes(variant, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
+    return _shared_bytes(config, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
 
 
 def _tiles(
     problem: ConvTransposeProblem,
     pass_: Pass,
     layouts: Layouts,
-    variant: GradientVariant,
+    config: MmaConfig,
     lanes: tuple[int, int, int, int],
 ) -> _Tiling:
     size = DTYPE_BYTES[problem.dtype]
     x = Side(five(problem.input_shape), layouts.input)
-    window, skew = window_of(problem, layouts, variant.out_chunk, lanes)
-    depth = _depth(problem, pass_, variant)
+    window, skew = window_of(problem, layouts, config.out_chunk, lanes)
+    depth = _depth(problem, pass_, config)
     a_pitch = depth * size + 16
     if pass_ is Pass.WEIGHT_GRAD:
         if x.channels_last:
-            piece = channel_piece(x, problem.in_channels_per_group, variant.rows, size, layouts.aligned)
+            piece = channel_piece(x, problem.in_channels_per_group, config.rows, size, layouts.aligned)
             operand = Part(lanes, piece, a_pitch, depth)
         else:
             piece = row_piece(x, size, layouts.aligned, lanes[3])
             operand = Part(lanes, piece, a_pitch, depth // piece)
         tables = 4 * depth
     else:
-        operand = weight_part(problem, layouts, variant.out_chunk, a_pitch, depth)
-        tables = 4 * (depth + variant.columns)
+        operand = weight_part(problem, layouts, config.out_chunk, a_pitch, depth)
+        tables = 4 * (depth + config.columns)
     moving = pass_ is Pass.WEIGHT_GRAD
     tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
-    stage = variant.rows * a_pitch + variant.out_chunk * window.pitch
+    stage = config.rows * a_pitch + config.out_chunk * window.pitch
     counts = tiles_of(problem.batch, x.shape[2:], lanes)
     return _Tiling(lanes, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
 
 
 def _stage_cycles(
-    problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling, terms: Costs
+    problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig, tiling: _Tiling, terms: Costs
 ) -> float:
     """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
     size = DTYPE_BYTES[problem.dtype]
-    depth = _depth(problem, pass_, variant)
-    cycles = _product_cycles(problem, pass_, variant, terms)
+    depth = _depth(problem, pass_, config)
+    cycles = _product_cycles(problem, pass_, config, terms)
     moved = 0.0
-    for part, channels in ((tiling.operand, variant.rows), (tiling.window, variant.out_chunk)):
+    for part, channels in ((tiling.operand, config.rows), (tiling.window, config.out_chunk)):
         cycles += copy_cycles(part, channels, _WARPS, size, terms)
         of_weight = part is tiling.operand and pass_ is Pass.INPUT_GRAD
         moved += channels * (depth * size if of_weight else row_bytes(part, size))
-    return cycles + moved * terms.byte + terms.stage + (terms.lone_stage if variant.min_blocks == 1 else 0.0)
+    return cycles + moved * terms.byte + terms.stage + (terms.lone_stage if config.min_blocks == 1 else 0.0)
 
 
-def _product_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, terms: Costs) -> float:
+def _product_cycles(problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig, terms: Costs) -> float:
     """Those of the products of a stage."""
     size = DTYPE_BYTES[problem.dtype]
-    operations = _depth(problem, pass_, variant) * size // 32
-    products = variant.row_tiles * variant.column_tiles
-    slots = variant.row_tiles + variant.column_tiles * (4 if size == 4 else 10) + products + 8
+    operations = _depth(problem, pass_, config) * size // 32
+    products = config.row_tiles * config.column_tiles
+    slots = config.row_tiles + config.column_tiles * (4 if size == 4 else 10) + products + 8
     return operations * _WARPS * (products * terms.operation + slots / 4 * terms.slot)
 
 
 def _estimate(
-    problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, tiling: _Tiling, device: DeviceInfo
+    problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("window_mma", device)
-    stage = _stage_cycles(problem, pass_, variant, tiling, terms)
-    blocks, block = blocks_of(problem, pass_, variant.rows, variant.out_chunk), terms.block
+    stage = _stage_cycles(problem, pass_, config, tiling, terms)
+    blocks, block = blocks_of(problem, pass_, config.rows, config.out_chunk), terms.block
     if pass_ is Pass.WEIGHT_GRAD:
-        parts = _parts(problem, variant, tiling, device)
+        parts = _parts(problem, config, tiling, device)
         stages = math.ceil(tiling.total / parts)
         blocks *= parts
         end = terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
     else:
-        stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
+        stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
         blocks *= tiling.total
         end = 0.0
-        block += terms.stored * variant.rows * variant.columns
-    resident, rounds = rounds_of(blocks, variant.min_blocks, device)
+        block += terms.stored * config.rows * config.columns
+    resident, rounds = rounds_of(blocks, config.min_blocks, device)
     cycles = rounds * resident * (stages * stage + block)
     work = cycles / device.clock_hz + end
     if problem.channels_last and tiling.window.piece == 1:
@@ -375,29 +373,29 @@ def _estimate(
 
 
 def _deepest(
-    problem: ConvTransposeProblem, pass_: Pass, variant: GradientVariant, device: DeviceInfo
-) -> tuple[float, GradientVariant] | None:
-    """The variant with the most stages that leave room for its resident blocks, and its predicted seconds."""
+    problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig, device: DeviceInfo
+) -> tuple[float, MmaConfig] | None:
+    """The config with the most stages that leave room for its resident blocks, and its predicted seconds."""
     layouts = Layouts.dense(problem)
     terms = costs("window_mma", device)
-    single = _cut(problem, pass_, replace(layouts, aligned=False), variant._replace(buffers=0), terms).tiling(
+    single = _cut(problem, pass_, replace(layouts, aligned=False), config._replace(buffers=0), terms).tiling(
         (1, 1, 1, 1)
     )
     for buffers in _BUFFERS:
-        deeper = variant._replace(buffers=buffers)
+        deeper = config._replace(buffers=buffers)
         tiling = _tiling(problem, pass_, layouts, deeper, device)
         if tiling is None:
             continue
         if not _fits(deeper, single, device):
             continue  # where every element is copied by itself
-        shared = variant.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
+        shared = config.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
         if shared <= device.shared_bytes_per_multiprocessor or buffers == _BUFFERS[-1]:
             return _estimate(problem, pass_, deeper, tiling, device)[0], deeper
     return None
 
 
-def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GradientVariant]:
-    """Variants worth a thought, their buffers left open."""
+def _configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[MmaConfig]:
+    """Configs worth a thought, their buffers left open."""
     out, taps = problem.out_channels_per_group, problem.taps
     per_piece = 16 // DTYPE_BYTES[problem.dtype]
     for row_tiles, column_tiles, row_warps in _SHAPES:
@@ -406,18 +404,18 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) ->
         spills = not device.has_tma or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
         if resident == 1 and problem.dtype == "float32" and spills:
             continue  # the compiler needs more registers there than a thread can have
-        variant = GradientVariant(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)
-        if variant.rows > 32 and variant.rows >= 2 * problem.in_channels_per_group:
+        config = MmaConfig(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)
+        if config.rows > 32 and config.rows >= 2 * problem.in_channels_per_group:
             continue
         if pass_ is Pass.WEIGHT_GRAD:
-            if taps > variant.columns:
+            if taps > config.columns:
                 continue
-            chunk = min(out, variant.columns // taps)
+            chunk = min(out, config.columns // taps)
             chunk = math.ceil(out / math.ceil(out / chunk))
-            chunks = {chunk, min(variant.columns // taps, round_up(chunk, per_piece))}
+            chunks = {chunk, min(config.columns // taps, round_up(chunk, per_piece))}
             sizes: Iterator[tuple[int, int]] = itertools.product(chunks, (32, 64))
         else:
             fitting = (1 << i for i in range(7) if 1 << i < 2 * out)
-            sizes = ((chunk, variant.columns) for chunk in fitting if 16 <= chunk * taps <= 512 or chunk == 1)
+            sizes = ((chunk, config.columns) for chunk in fitting if 16 <= chunk * taps <= 512 or chunk == 1)
         for chunk, positions in sizes:
-            yield variant._replace(out_chunk=chunk, positions=positions)
+            yield config._replace(out_chunk=chunk, positions=positions)

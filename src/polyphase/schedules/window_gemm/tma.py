@@ -27,7 +27,7 @@ from polyphase.schedules.tiles import Four, affordable_planes, layer_constants, 
 from polyphase.schedules.window_gemm.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
 from polyphase.schedules.window_gemm.window import Gradient, channel_pitch, lanes_of
 
-_ALONE_OFFERED = 2  # of the variants that are offered, those whose taps share no windows
+_ALONE_OFFERED = 2  # of the configs that are offered, those whose taps share no windows
 _MAX_BOX_STEP = 8  # elements of the tensor from one of a box to the next
 _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a byte for each
 _MOST_COLUMNS = 256  # of an instruction
@@ -40,7 +40,7 @@ _PACK_THREADS = 256
 _LEAST_STAGES = 4  # of a part of an input gradient's sum
 
 
-class BoxVariant(NamedTuple):
+class TmaConfig(NamedTuple):
     """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
 
     A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
@@ -114,7 +114,7 @@ class _WindowTma(Gradient):
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
-        return "no variant fits: the next group's channels lie within every box, and may be no numbers"
+        return "no config fits: the next group's channels lie within every box, and may be no numbers"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         """Those that boxes are of."""
@@ -126,42 +126,42 @@ class _WindowTma(Gradient):
             read.append(_pixel_strides(problem, layouts, output=False))
         return None if None in read or layouts.input[1] != 1 or not layouts.aligned else standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
-        return sorted(_variants(at, pass_, device))
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
+        return sorted(_configs(at, pass_, device))
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: BoxVariant) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaConfig) -> float:
         return _estimate(at, pass_, config, device)[0]
 
-    def arranged(self, order: list[BoxVariant]) -> list[BoxVariant]:
+    def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
         """Some whose taps share no windows among the first: the others are of one tile, far from what images may be."""
-        alone = [variant for variant in order if variant.taps == ALONE]
+        alone = [config for config in order if config.taps == ALONE]
         first = order[: self.offered - _ALONE_OFFERED]
-        first += [variant for variant in alone[:_ALONE_OFFERED] if variant not in first]
-        return first + [variant for variant in order if variant not in first]
+        first += [config for config in alone[:_ALONE_OFFERED] if config not in first]
+        return first + [config for config in order if config not in first]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: BoxVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Cost:
         return _estimate(problem, pass_, config, device)
 
     def _constants(
-        self, problem: ConvTransposeProblem, variant: BoxVariant, row_pitch: int, column_pitch: int
+        self, problem: ConvTransposeProblem, config: TmaConfig, row_pitch: int, column_pitch: int
     ) -> tuple[tuple[str, Constant], ...]:
         transposed = self.pass_ is Pass.WEIGHT_GRAD
         return (
             *layer_constants(problem, self.pass_),
-            ("LOADERS", variant.loaders),
-            ("ROW_GROUPS", variant.row_groups),
-            ("COLUMN_GROUPS", variant.column_groups),
-            ("ROW_TILES", variant.row_tiles),
-            ("LINES", variant.lines),
-            ("COLUMNS", variant.columns),
-            ("STEPS", variant.steps),
+            ("LOADERS", config.loaders),
+            ("ROW_GROUPS", config.row_groups),
+            ("COLUMN_GROUPS", config.column_groups),
+            ("ROW_TILES", config.row_tiles),
+            ("LINES", config.lines),
+            ("COLUMNS", config.columns),
+            ("STEPS", config.steps),
             ("ROW_PITCH", row_pitch),
             ("COLUMN_PITCH", column_pitch),
             ("TRANSPOSED", transposed),
-            ("BUFFERS", variant.buffers),
-            ("MIN_BLOCKS", variant.resident),
+            ("BUFFERS", config.buffers),
+            ("MIN_BLOCKS", config.resident),
             ("WGMMA", True),
             ("BY_THREADS", transposed and DTYPE_BYTES[problem.dtype] == 4),
         )
@@ -176,22 +176,22 @@ class WindowDgradTma(_WindowTma):
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"output": problem.out_channels_per_group}
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Program:
-        lanes = _lanes(problem, pass_, variant)
+        lanes = _lanes(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
-        items, stages = _items(problem, variant, math.prod(tiles)), _depth_stages(problem, variant)
+        items, stages = _items(problem, config, math.prod(tiles)), _depth_stages(problem, config)
         dense = layouts.input == dense_strides(problem.input_shape, True)
-        length, parts = parted(stages, _input_parts(problem, variant, items, device)[0] if dense else 1)
+        length, parts = parted(stages, _input_parts(problem, config, items, device)[0] if dense else 1)
         x = Side(five(problem.input_shape), layouts.input)
-        pitch = variant.depth_bytes
+        pitch = config.depth_bytes
         flush = _FLUSH * DTYPE_BYTES[problem.dtype] // pitch if _is_long(problem) else stages
         packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
         packs = (_pack(problem, pass_),) if packed else ()
         workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
-        constants = (*self._constants(problem, variant, pitch, pitch), ("FLUSH", flush))
-        form = WgmmaForm(variant.columns, problem.dtype)
+        constants = (*self._constants(problem, config, pitch, pitch), ("FLUSH", flush))
+        form = WgmmaForm(config.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, constants, (form,))
         params = params_of(source).pack(
             x=x,
@@ -205,11 +205,11 @@ class WindowDgradTma(_WindowTma):
         )
         main = Step(
             source=source,
-            grid=(min(items * parts, device.multiprocessors * variant.resident), 1, 1),
-            block=variant.threads,
-            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
+            grid=(min(items * parts, device.multiprocessors * config.resident), 1, 1),
+            block=config.threads,
+            shared_bytes=config.buffers * _stage_bytes(problem, pass_, config),
             params=params,
-            tensor_maps=(_pixel_boxes(problem, layouts, lanes, pitch), _weight_boxes(problem, variant)),
+            tensor_maps=(_pixel_map(problem, layouts, lanes, pitch), _weight_map(problem, config)),
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
 
@@ -223,24 +223,24 @@ class WindowWgradTma(_WindowTma):
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Program:
-        lanes = _lanes(problem, pass_, variant)
+        lanes = _lanes(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
-        total, blocks = math.prod(tiles), _blocks(problem, variant)
-        planes = _parts(problem, variant, total, device)[0]
+        total, blocks = math.prod(tiles), _blocks(problem, config)
+        planes = _parts(problem, config, total, device)[0]
         flush = max(1, _FLUSH // math.prod(lanes))
         narrowed = planes == 1 and total <= flush
         items = math.prod(blocks) * problem.groups * planes
-        of_x, windows = channel_pitch(problem, problem.in_channels_per_group), variant.windows
+        of_x, windows = channel_pitch(problem, problem.in_channels_per_group), config.windows
         boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
         constants = (
-            *self._constants(problem, variant, of_x, windows.pitch),
+            *self._constants(problem, config, of_x, windows.pitch),
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
         )
-        both = WgmmaForm(variant.columns, problem.dtype, transpose_a=True, transpose_b=True)
+        both = WgmmaForm(config.columns, problem.dtype, transpose_a=True, transpose_b=True)
         forms = () if dict(constants)["BY_THREADS"] else (both,)
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
         params = params_of(source).pack(
@@ -258,13 +258,13 @@ class WindowWgradTma(_WindowTma):
         )
         main = Step(
             source=source,
-            grid=(min(items, device.multiprocessors * variant.resident), 1, 1),
-            block=variant.threads,
-            shared_bytes=variant.buffers * _stage_bytes(problem, pass_, variant),
+            grid=(min(items, device.multiprocessors * config.resident), 1, 1),
+            block=config.threads,
+            shared_bytes=config.buffers * _stage_bytes(problem, pass_, config),
             params=params,
             tensor_maps=(
-                _pixel_boxes(problem, layouts, lanes, of_x, output=False),
-                _pixel_boxes(problem, layouts, boxes, windows.pitch, tensor=1),
+                _pixel_map(problem, layouts, lanes, of_x, output=False),
+                _pixel_map(problem, layouts, boxes, windows.pitch, tensor=1),
             ),
         )
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
@@ -294,7 +294,7 @@ def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool
     return tma_strides(zip((width, height, depth, batch), (column, row, slab, image)))
 
 
-def _pixel_boxes(
+def _pixel_map(
     problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pitch: int, output: bool = True, tensor: int = 0
 ) -> TensorMap:
     """``pitch`` bytes of a tile's positions, in the input, or where a tap meets the output gradient."""
@@ -314,38 +314,38 @@ def _pixel_boxes(
     )
 
 
-def _weight_boxes(problem: ConvTransposeProblem, variant: BoxVariant) -> TensorMap:
+def _weight_map(problem: ConvTransposeProblem, config: TmaConfig) -> TensorMap:
     size, out = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group
     per_tap = [(problem.in_channels, out * problem.taps * size), (problem.taps, out * size), (1, 0), (1, 0)]
-    strides, pitch = tma_strides(per_tap), variant.depth_bytes
+    strides, pitch = tma_strides(per_tap), config.depth_bytes
     assert strides is not None
-    box = (pitch // size, variant.columns, 1, 1, 1)
+    box = (pitch // size, config.columns, 1, 1, 1)
     return TensorMap(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
 
 
-def _items(problem: ConvTransposeProblem, variant: BoxVariant, tiles: int) -> int:
+def _items(problem: ConvTransposeProblem, config: TmaConfig, tiles: int) -> int:
     """Of an input gradient, what blocks share out."""
-    columns = math.ceil(problem.in_channels_per_group / variant.columns)
+    columns = math.ceil(problem.in_channels_per_group / config.columns)
     return tiles * problem.groups * columns
 
 
-def _block_windows(problem: ConvTransposeProblem, variant: BoxVariant) -> int:
+def _block_windows(problem: ConvTransposeProblem, config: TmaConfig) -> int:
     """Of a weight gradient's block."""
-    return variant.block_columns * DTYPE_BYTES[problem.dtype] // (variant.pitch * math.prod(variant.taps))
+    return config.block_columns * DTYPE_BYTES[problem.dtype] // (config.pitch * math.prod(config.taps))
 
 
-def _blocks(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[int, int]:
+def _blocks(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[int, int]:
     """Of a weight gradient, of rows and of columns of a group."""
-    columns = math.ceil(variant.windows.count(problem) / _block_windows(problem, variant))
-    return math.ceil(problem.in_channels_per_group / variant.rows), columns
+    columns = math.ceil(config.windows.count(problem) / _block_windows(problem, config))
+    return math.ceil(problem.in_channels_per_group / config.rows), columns
 
 
-def _stage_bytes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> int:
+def _stage_bytes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> int:
     """In shared memory."""
-    rows = variant.rows * variant.depth_bytes
+    rows = config.rows * config.depth_bytes
     if pass_ is Pass.WEIGHT_GRAD:
-        return round_up(rows + _block_windows(problem, variant) * variant.windows.bytes(problem), 1024)
-    return round_up(rows + variant.block_columns * variant.depth_bytes, 1024)
+        return round_up(rows + _block_windows(problem, config) * config.windows.bytes(problem), 1024)
+    return round_up(rows + config.block_columns * config.depth_bytes, 1024)
 
 
 def _digits(count: int, tiles: Four) -> Four:
@@ -356,14 +356,14 @@ def _digits(count: int, tiles: Four) -> Four:
     return n, d, h, w
 
 
-def _lanes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> Four:
+def _lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> Four:
     """Extents of a tile of positions, so that there are few tiles; of a weight gradient just so many, of a stage."""
-    if variant.taps != ALONE:
-        return (1, *variant.lanes)
+    if config.taps != ALONE:
+        return (1, *config.lanes)
     if pass_ is Pass.WEIGHT_GRAD:
-        found = exact_lanes(math.prod(variant.lanes))
+        found = exact_lanes(math.prod(config.lanes))
     else:
-        found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in lanes_of(problem, variant.rows))
+        found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in lanes_of(problem, config.rows))
 
     def fits(lanes: Four) -> bool:
         return box_fits(lanes[1:], problem) and max(lanes) <= _MOST_IMAGES
@@ -374,10 +374,10 @@ def _lanes(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant) -> F
     return min(filter(fits, found), key=tiles)
 
 
-def _depth_stages(problem: ConvTransposeProblem, variant: BoxVariant) -> int:
+def _depth_stages(problem: ConvTransposeProblem, config: TmaConfig) -> int:
     """Stages of an input gradient: of each tap some."""
     pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
-    return problem.taps * math.ceil(pixel / variant.depth_bytes)
+    return problem.taps * math.ceil(pixel / config.depth_bytes)
 
 
 def _is_long(problem: ConvTransposeProblem) -> bool:
@@ -388,43 +388,43 @@ def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
     return costs("window_dgrad_tma" if pass_ is Pass.INPUT_GRAD else "window_wgrad_tma", device)
 
 
-def _estimate(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, device: DeviceInfo) -> tuple[float, str]:
+def _estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = _terms(pass_, device)
-    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, variant)))
+    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], _lanes(problem, pass_, config)))
     if pass_ is Pass.WEIGHT_GRAD:
-        _, seconds, end = _parts(problem, variant, tiles, device)
+        _, seconds, end = _parts(problem, config, tiles, device)
     else:
-        _, seconds, end = _input_parts(problem, variant, _items(problem, variant, tiles), device)
+        _, seconds, end = _input_parts(problem, config, _items(problem, config, tiles), device)
     moving = problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
     return (seconds**terms.beside + moving**terms.beside) ** (1 / terms.beside) + end, bound
 
 
-def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, variant: BoxVariant, terms: Costs) -> float:
+def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, terms: Costs) -> float:
     """Of a multiprocessor, for a block."""
     size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
-    operations = variant.groups * variant.row_tiles * variant.lines * variant.steps
+    operations = config.groups * config.row_tiles * config.lines * config.steps
     if weights and size == 4:
-        instructions, reads = _warp_work(problem, variant)
+        instructions, reads = _warp_work(problem, config)
         products = terms.threads_product * instructions + terms.threads_read * reads
-        products *= 4 * variant.groups * variant.steps * (terms.third_group if variant.groups > 2 else 1)
+        products *= 4 * config.groups * config.steps * (terms.third_group if config.groups > 2 else 1)
     else:
-        products = terms.product * operations * max(variant.columns / 2, 16 + variant.columns / 4)
+        products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
     boxes = 2.0
     if weights:
-        boxes = variant.rows * size / channel_pitch(problem, problem.in_channels_per_group)
-        boxes += _block_windows(problem, variant)
-    loading = max(terms.moved * _stage_bytes(problem, pass_, variant), terms.box * boxes)
+        boxes = config.rows * size / channel_pitch(problem, problem.in_channels_per_group)
+        boxes += _block_windows(problem, config)
+    loading = max(terms.moved * _stage_bytes(problem, pass_, config), terms.box * boxes)
     both: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap)
     return both + terms.stage
 
 
-def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[float, float]:
+def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float, float]:
     """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
-    columns, strips = variant.lines * variant.columns, variant.row_tiles  # of 16 rows
-    if variant.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
-        abreast = 4 if variant.columns % 32 == 0 else 2 if variant.columns % 16 == 0 else 1
+    columns, strips = config.lines * config.columns, config.row_tiles  # of 16 rows
+    if config.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
+        abreast = 4 if config.columns % 32 == 0 else 2 if config.columns % 16 == 0 else 1
         columns //= abreast
         strips = min(4, math.ceil(problem.in_channels_per_group / 16)) if abreast == 4 else abreast
     return strips * columns / 8, 4 * strips + columns / 4
@@ -432,18 +432,18 @@ def _warp_work(problem: ConvTransposeProblem, variant: BoxVariant) -> tuple[floa
 
 @lru_cache(maxsize=4096)
 def _input_parts(
-    problem: ConvTransposeProblem, variant: BoxVariant, items: int, device: DeviceInfo
+    problem: ConvTransposeProblem, config: TmaConfig, items: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
     """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
-    terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * variant.resident
-    stages, stage = _depth_stages(problem, variant), _stage_cycles(problem, Pass.INPUT_GRAD, variant, terms)
-    once = variant.rows * variant.block_columns * terms.result + terms.item / variant.resident
+    terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * config.resident
+    stages, stage = _depth_stages(problem, config), _stage_cycles(problem, Pass.INPUT_GRAD, config, terms)
+    once = config.rows * config.block_columns * terms.result + terms.item / config.resident
     moved = problem.elements[0]
 
     def seconds(parts: int) -> tuple[float, float]:
         rounds = items * parts / places
         rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
-        cycles = rounds * (math.ceil(stages / parts) * stage + once) * variant.resident
+        cycles = rounds * (math.ceil(stages / parts) * stage + once) * config.resident
         end = terms.reduce + moved * (8 * parts + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
         return (cycles + terms.launch) / device.clock_hz, end if parts > 1 else 0.0
 
@@ -456,20 +456,20 @@ def _input_parts(
 
 @lru_cache(maxsize=4096)
 def _parts(
-    problem: ConvTransposeProblem, variant: BoxVariant, tiles: int, device: DeviceInfo
+    problem: ConvTransposeProblem, config: TmaConfig, tiles: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
     """Parts of a weight gradient's positions, their predicted seconds, and those of what comes after."""
-    blocks, places = math.prod(_blocks(problem, variant)) * problem.groups, device.multiprocessors * variant.resident
+    blocks, places = math.prod(_blocks(problem, config)) * problem.groups, device.multiprocessors * config.resident
     terms = _terms(Pass.WEIGHT_GRAD, device)
-    stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, variant, terms)
+    stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, config, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
-    flush = max(1, _FLUSH // math.prod(variant.lanes))
-    results, once = variant.rows * variant.block_columns, terms.item / variant.resident
+    flush = max(1, _FLUSH // math.prod(config.lanes))
+    results, once = config.rows * config.block_columns, terms.item / config.resident
 
     def seconds(parts: int) -> tuple[float, float]:
         stages = -(-tiles // parts)
         block = stages * stage + (-(-stages // flush) * results * terms.result + once)
-        cycles = -(-blocks * parts // places) * block * variant.resident
+        cycles = -(-blocks * parts // places) * block * config.resident
         alone = parts == 1 and (size == 4 or stages <= flush)
         moved = weights * (4 if alone else 8 * parts + size)
         end = 0.0 if alone else terms.launch / 2 / device.clock_hz
@@ -480,15 +480,15 @@ def _parts(
     return (found, *seconds(found))
 
 
-def _variants(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[BoxVariant]:
-    for variant in _input_variants(problem) if pass_ is Pass.INPUT_GRAD else _weight_variants(problem):
-        room = device.shared_bytes_of(variant.resident) - _DECLARED
-        buffers = min(_MOST_BUFFERS, room // _stage_bytes(problem, pass_, variant))
+def _configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
+    for config in _input_configs(problem) if pass_ is Pass.INPUT_GRAD else _weight_configs(problem):
+        room = device.shared_bytes_of(config.resident) - _DECLARED
+        buffers = min(_MOST_BUFFERS, room // _stage_bytes(problem, pass_, config))
         if buffers >= _LEAST_BUFFERS:
-            yield variant._replace(buffers=buffers)
+            yield config._replace(buffers=buffers)
 
 
-def _input_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+def _input_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
     """Their buffers left open."""
     pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
     most = _MOST_SUMS // 2 if _is_long(problem) else _MOST_SUMS
@@ -498,7 +498,7 @@ def _input_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
         steps //= 2
     for columns, row_tiles in itertools.product(_widths(problem.in_channels_per_group, 8), (1, 2) if steps else ()):
         if columns * row_tiles // 2 <= most:
-            yield BoxVariant(2, row_tiles, columns, steps, 0, 1)
+            yield TmaConfig(2, row_tiles, columns, steps, 0, 1)
 
 
 def _fill(pixel: int, steps: int) -> int:
@@ -506,19 +506,19 @@ def _fill(pixel: int, steps: int) -> int:
     return round_up(pixel, steps * OPERATION_BYTES)
 
 
-def _weight_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+def _weight_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
     """Their buffers left open."""
-    yield from _alone_variants(problem)
+    yield from _alone_configs(problem)
     # Of float32 with more rows a block has them in tiles of a warp's own, which is worth more.
     if DTYPE_BYTES[problem.dtype] == 4 and problem.in_channels_per_group > 64:
         return
     pitch = channel_pitch(problem, problem.out_channels_per_group)
     for steps in (4, 8):
         for windows in shared_windows(problem, steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype], pitch):
-            yield from _sharing_variants(problem, windows, steps)
+            yield from _sharing_configs(problem, windows, steps)
 
 
-def _alone_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
+def _alone_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
     """Those whose taps have windows of their own."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
     pitch = channel_pitch(problem, problem.out_channels_per_group)
@@ -530,10 +530,10 @@ def _alone_variants(problem: ConvTransposeProblem) -> Iterator[BoxVariant]:
         column_groups = 2 // row_groups
         for columns in _widths(math.ceil(units / column_groups), pitch // size):
             if columns * row_tiles // 2 <= _most_sums(size, 2, resident):
-                yield BoxVariant(row_groups, row_tiles, columns, 4, 0, resident, column_groups, 1, *alone)
+                yield TmaConfig(row_groups, row_tiles, columns, 4, 0, resident, column_groups, 1, *alone)
 
 
-def _sharing_variants(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[BoxVariant]:
+def _sharing_configs(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[TmaConfig]:
     """Those whose blocks have one window or a few of such: all their lines, shared out among groups."""
     size = DTYPE_BYTES[problem.dtype]
     columns, lines = windows.along * windows.pitch // size, math.prod(windows.taps) // windows.along
@@ -547,7 +547,7 @@ def _sharing_variants(problem: ConvTransposeProblem, windows: Windows, steps: in
             continue
         if each * columns * tiles // 2 <= _most_sums(size, groups, resident):
             shape = row_groups, tiles, columns, steps, 0, resident, column_groups, each
-            yield BoxVariant(*shape, *windows)
+            yield TmaConfig(*shape, *windows)
 
 
 def _most_sums(size: int, groups: int, resident: int) -> int:

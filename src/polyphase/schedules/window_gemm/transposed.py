@@ -11,7 +11,7 @@ from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes
 from polyphase.program.transpose import missing
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.window_gemm.tma import BoxVariant, WindowDgradTma, WindowWgradTma
+from polyphase.schedules.window_gemm.tma import TmaConfig, WindowDgradTma, WindowWgradTma
 
 _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 
@@ -40,17 +40,17 @@ class _Transposed(Schedule):
             return None
         return self._tma.ranked_at(_last(problem), pass_, self._layouts(problem, layouts))
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[BoxVariant]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
         return self._tma.configs(at, pass_, device)
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: BoxVariant) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaConfig) -> float:
         return self._tma.seconds(at, pass_, device, config)
 
-    def arranged(self, order: list[BoxVariant]) -> list[BoxVariant]:
+    def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
         return self._tma.arranged(order)
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: BoxVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Cost:
         """What the TMA kernel costs, and the transposes around it."""
         terms = costs("window_transposed", device)
@@ -62,11 +62,11 @@ class _Transposed(Schedule):
         seconds, bound = self._tma.cost(_last(problem), pass_, device, lie, config)
         return seconds + transposes, bound
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: BoxVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Program:
-        launch = self._tma.launch(_last(problem), pass_, device, self._layouts(problem, layouts), variant)
-        return between_transposes(launch, problem, pass_, layouts)
+        program = self._tma.program(_last(problem), pass_, device, self._layouts(problem, layouts), config)
+        return between_transposes(program, problem, pass_, layouts)
 
     def _layouts(self, problem: ConvTransposeProblem, layouts: Layouts) -> Layouts:
         """As the boxes' kernel gets them: what is transposed has no gaps, and is aligned; the weight is as it is."""

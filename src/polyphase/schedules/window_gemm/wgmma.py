@@ -25,7 +25,7 @@ from polyphase.schedules.window_gemm.wgmma_tile import (
     GROUPS,
     LOADERS,
     Tiling,
-    WgmmaVariant,
+    WgmmaConfig,
     shared_bytes_of,
     stage_cycles,
     tiling_of,
@@ -65,12 +65,12 @@ class _WindowWgmma(Gradient):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         return None if _as_read(problem, pass_, layouts) is None else standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgmmaVariant]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgmmaConfig]:
         """Of equal ones that of the most buffers first."""
-        found = [each._replace(buffers=count) for each in _variants(at, pass_) for count in _BUFFERS]
-        return sorted(found, key=lambda variant: (-variant.buffers, variant))
+        found = [each._replace(buffers=count) for each in _configs(at, pass_) for count in _BUFFERS]
+        return sorted(found, key=lambda config: (-config.buffers, config))
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: WgmmaVariant) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: WgmmaConfig) -> float:
         cost = self.cost(at, pass_, device, Layouts.dense(at), config)
         return math.inf if cost is None else cost[0]
 
@@ -84,15 +84,15 @@ class _WindowWgmma(Gradient):
         share = math.prod(at.input_size) / math.prod(smaller.input_size)
         return seconds[0] + share * seconds[1]
 
-    def arranged(self, order: list[WgmmaVariant]) -> list[WgmmaVariant]:
+    def arranged(self, order: list[WgmmaConfig]) -> list[WgmmaConfig]:
         """Each with its best number of buffers alone."""
-        best: dict[WgmmaVariant, WgmmaVariant] = {}
-        for variant in order:
-            best.setdefault(variant._replace(buffers=0), variant)
+        best: dict[WgmmaConfig, WgmmaConfig] = {}
+        for config in order:
+            best.setdefault(config._replace(buffers=0), config)
         return list(best.values())
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgmmaVariant
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgmmaConfig
     ) -> Cost | None:
         read = _as_read(problem, pass_, layouts)
         if read is None:
@@ -101,21 +101,21 @@ class _WindowWgmma(Gradient):
         tiling = tiling_of(problem, pass_, layouts, config, device)
         return None if tiling is None else _estimate(problem, pass_, config, tiling, device)
 
-    def launch(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, variant: WgmmaVariant
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgmmaConfig
     ) -> Program:
         given, read = problem, _as_read(problem, pass_, layouts)
         assert read is not None
         problem, layouts = read
-        tiling = tiling_of(problem, pass_, layouts, variant, device)
+        tiling = tiling_of(problem, pass_, layouts, config, device)
         assert tiling is not None
         grad = Side(five(problem.output_shape), layouts.output)
         x = Side(five(problem.input_shape), layouts.input)
-        blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
+        blocks = blocks_of(problem, pass_, config.columns, config.out_chunk)
         of_pass: dict[str, int] = {}
         planes, grid = 1, blocks * tiling.total
         if pass_ is Pass.WEIGHT_GRAD:
-            length, planes = parted(tiling.total, _parts(problem, variant, tiling, device))
+            length, planes = parted(tiling.total, _parts(problem, config, tiling, device))
             of_pass = _weight_grad_params(problem, tiling, length)
             grid = blocks * planes
         constants: tuple[tuple[str, Constant], ...] = (
@@ -123,17 +123,17 @@ class _WindowWgmma(Gradient):
             ("WARPS", 4 * GROUPS + LOADERS // 32),
             ("LOAD_WARPS", LOADERS // 32),
             ("FIRST_LOAD_WARP", 4 * GROUPS),
-            ("ROW_TILES", variant.row_tiles),
-            ("COLUMN_TILES", variant.columns // 8),
-            ("OUT_CHUNK", variant.out_chunk),
+            ("ROW_TILES", config.row_tiles),
+            ("COLUMN_TILES", config.columns // 8),
+            ("OUT_CHUNK", config.out_chunk),
             ("PAIRS", in_pairs(problem)),
             ("TRANSPOSED", given.channels_last),
-            ("BUFFERS", variant.buffers),
-            *((("FLUSH", _stages_summed(problem, variant)),) if pass_ is Pass.INPUT_GRAD else ()),
+            ("BUFFERS", config.buffers),
+            *((("FLUSH", _stages_summed(problem, config)),) if pass_ is Pass.INPUT_GRAD else ()),
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
         )
-        form = WgmmaForm(variant.columns, problem.dtype, a_in_registers=True, transpose_b=given.channels_last)
+        form = WgmmaForm(config.columns, problem.dtype, a_in_registers=True, transpose_b=given.channels_last)
         source = KernelSource(self.name, problem.dtype, True, constants, (form,))
         params = params_of(source).pack(
             x=x,
@@ -154,9 +154,9 @@ class _WindowWgmma(Gradient):
             source=source,
             grid=(grid, 1, 1),
             block=128 * GROUPS + LOADERS,
-            shared_bytes=shared_bytes_of(variant, tiling),
+            shared_bytes=shared_bytes_of(config, tiling),
             params=params,
-            tensor_maps=tuple(each for each in (tiling.runs.boxes, tiling.window_box) if each is not None),
+            tensor_maps=tuple(each for each in (tiling.runs.tensor_map, tiling.window_map) if each is not None),
         )
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=given.channels_last and given.taps > 1)
 
@@ -205,19 +205,19 @@ def _as_read(
     return as_one_channel(problem, layouts) if problem.channels_last else (problem, layouts)
 
 
-def _stages_summed(problem: ConvTransposeProblem, variant: WgmmaVariant) -> int:
+def _stages_summed(problem: ConvTransposeProblem, config: WgmmaConfig) -> int:
     """Stages of an input gradient that the cores sum: all, unless they are more than is good for the result."""
-    stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
-    return max(1, _FLUSH // (variant.out_chunk * problem.taps)) if _is_long(problem) else stages
+    stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
+    return max(1, _FLUSH // (config.out_chunk * problem.taps)) if _is_long(problem) else stages
 
 
 def _is_long(problem: ConvTransposeProblem) -> bool:
     return problem.out_channels_per_group * problem.taps > _FLUSH
 
 
-def _parts(problem: ConvTransposeProblem, variant: WgmmaVariant, tiling: Tiling, device: DeviceInfo) -> int:
+def _parts(problem: ConvTransposeProblem, config: WgmmaConfig, tiling: Tiling, device: DeviceInfo) -> int:
     """Parts of the positions: the most that leave no multiprocessor idle for long."""
-    blocks = blocks_of(problem, Pass.WEIGHT_GRAD, variant.columns, variant.out_chunk)
+    blocks = blocks_of(problem, Pass.WEIGHT_GRAD, config.columns, config.out_chunk)
     most = max(1, min(affordable_planes(problem), tiling.total // 8, 4 * device.multiprocessors // blocks))
 
     def cost(parts: int) -> tuple[int, int]:
@@ -231,20 +231,20 @@ def _parts(problem: ConvTransposeProblem, variant: WgmmaVariant, tiling: Tiling,
 
 
 def _estimate(
-    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling, device: DeviceInfo
+    problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, tiling: Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("window_wgmma", device)
-    stage = stage_cycles(problem, pass_, variant, tiling, terms)
-    blocks = blocks_of(problem, pass_, variant.columns, variant.out_chunk)
-    block = terms.block + terms.result * variant.rows * variant.columns
+    stage = stage_cycles(problem, pass_, config, tiling, terms)
+    blocks = blocks_of(problem, pass_, config.columns, config.out_chunk)
+    block = terms.block + terms.result * config.rows * config.columns
     if pass_ is Pass.WEIGHT_GRAD:
-        parts = _parts(problem, variant, tiling, device)
+        parts = _parts(problem, config, tiling, device)
         stages = math.ceil(tiling.total / parts)
         blocks *= parts
         end = terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
     else:
-        stages = math.ceil(problem.out_channels_per_group / variant.out_chunk)
+        stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
         blocks *= tiling.total
         end = 0.0
     _, rounds = rounds_of(blocks, 1, device)
@@ -253,8 +253,8 @@ def _estimate(
     return slower_of(work, floor)
 
 
-def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaVariant]:
-    """Variants worth a thought, their buffers left open."""
+def _configs(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaConfig]:
+    """Configs worth a thought, their buffers left open."""
     out, taps, size = problem.out_channels_per_group, problem.taps, DTYPE_BYTES[problem.dtype]
     if problem.channels_last:  # all output channels are a block's, as if they were taps
         out, taps = 1, out * taps
@@ -268,14 +268,14 @@ def _variants(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaVaria
     for columns, row_tiles in itertools.product(sorted(widths), (1, 2, 3, 4)):
         if columns * row_tiles > most:
             continue
-        variant = WgmmaVariant(row_tiles, columns, 1, 1, 3)
+        config = WgmmaConfig(row_tiles, columns, 1, 1, 3)
         if pass_ is Pass.WEIGHT_GRAD:
-            if taps > variant.rows:
+            if taps > config.rows:
                 continue
-            chunk = math.ceil(out / math.ceil(out * taps / (variant.rows // taps * taps)))
+            chunk = math.ceil(out / math.ceil(out * taps / (config.rows // taps * taps)))
             for positions in (4 * operation, 8 * operation, 16 * operation):
-                yield variant._replace(out_chunk=chunk, positions=positions)
+                yield config._replace(out_chunk=chunk, positions=positions)
         else:
             for chunk in (1, 2, 4, 8, 16, 32, 64, 128):
                 if chunk * taps % operation == 0 and 2 <= chunk * taps // operation <= 32 and chunk < 2 * out:
-                    yield variant._replace(out_chunk=chunk, positions=variant.rows)
+                    yield config._replace(out_chunk=chunk, positions=config.rows)

@@ -23,11 +23,11 @@ from polyphase.schedules.window_gemm.wgmma_window import (
     MAX_BOX_SIDE,
     PIECE_BYTES,
     Window,
-    as_box,
     as_rows,
-    can_be_box,
     conflicts_of,
     in_pairs,
+    may_use_tma,
+    window_by_tma,
 )
 from polyphase.schedules.window_gemm.window import channel_pitch, extent_of_window, lanes_of
 
@@ -37,7 +37,7 @@ _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is cop
 _ROUNDING = 1 - 1e-9  # a bound is summed up in another order than what it bounds
 
 
-class WgmmaVariant(NamedTuple):
+class WgmmaConfig(NamedTuple):
     """The compile-time shape of a kernel, as ``mainloop/window_wgmma.cuh`` has it. ``positions`` of a tile."""
 
     row_tiles: int
@@ -60,7 +60,7 @@ class Runs:
     length: int
     span: int
     box_bytes: int  # or what is copied in the place of a box
-    boxes: TensorMap | None  # none where threads copy it
+    tensor_map: TensorMap | None  # none where threads copy it
     piece_bytes: int = 0  # then, at once
 
     def params(self) -> dict[str, Any]:
@@ -68,10 +68,10 @@ class Runs:
         return {"count": self.count, "length": self.length, "bytes": self.span, "box": self.box_bytes}
 
     @classmethod
-    def of_boxes(cls, count: Four, boxes: TensorMap) -> Runs:
+    def of_boxes(cls, count: Four, tensor_map: TensorMap) -> Runs:
         """Those that TMA copies."""
-        size = DTYPE_BYTES[boxes.dtype]
-        return cls(count, boxes.swizzle // size, boxes.swizzle, math.prod(boxes.box) * size, boxes)
+        size = DTYPE_BYTES[tensor_map.dtype]
+        return cls(count, tensor_map.swizzle // size, tensor_map.swizzle, math.prod(tensor_map.box) * size, tensor_map)
 
     @property
     def bytes(self) -> int:
@@ -86,14 +86,14 @@ class Runs:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a variant cuts the input positions into tiles, and what that takes of shared memory, in bytes."""
+    """How a config cuts the input positions into tiles, and what that takes of shared memory, in bytes."""
 
     lanes: Four
     tiles: Four
     window: Window
     skew: int
     runs: Runs
-    window_box: TensorMap | None  # none where threads copy it
+    window_map: TensorMap | None  # none where threads copy it
     joined: int
     steps: int
     window_at: int
@@ -108,65 +108,65 @@ class Tiling:
     @property
     def box_bytes(self) -> int:
         """Of the window, if TMA copies it."""
-        return 0 if self.window_box is None else math.prod(self.window_box.box) * DTYPE_BYTES[self.window_box.dtype]
+        return 0 if self.window_map is None else math.prod(self.window_map.box) * DTYPE_BYTES[self.window_map.dtype]
 
 
-def shared_bytes_of(variant: WgmmaVariant, tiling: Tiling) -> int:
+def shared_bytes_of(config: WgmmaConfig, tiling: Tiling) -> int:
     """Of a block, but for what the kernel declares itself."""
-    return variant.buffers * tiling.stage + tiling.table + tiling.places
+    return config.buffers * tiling.stage + tiling.table + tiling.places
 
 
 def tiling_of(
-    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, device: DeviceInfo
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, device: DeviceInfo
 ) -> Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
-    rows = variant.rows if pass_ is Pass.INPUT_GRAD else 0  # whose place is remembered
-    declared = round_up(12 * rows + 20 * variant.buffers, 1024)  # by the kernel itself, before what is aligned so
+    rows = config.rows if pass_ is Pass.INPUT_GRAD else 0  # whose place is remembered
+    declared = round_up(12 * rows + 20 * config.buffers, 1024)  # by the kernel itself, before what is aligned so
     available = device.shared_bytes_per_block - declared
     terms = costs("window_wgmma", device)
-    return _tilings(problem, pass_, layouts, variant._replace(buffers=0), terms).best(variant, available)
+    return _tilings(problem, pass_, layouts, config._replace(buffers=0), terms).best(config, available)
 
 
 class _Tilings:
-    """All tiles of a variant, whatever its buffers."""
+    """All tiles of a config, whatever its buffers."""
 
     def __init__(
-        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, terms: Costs
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, terms: Costs
     ) -> None:
-        self._layer, self._terms = (problem, pass_, layouts, variant), terms
+        self._layer, self._terms = (problem, pass_, layouts, config), terms
         self._lanes: list[Four] = []
         if layouts.output[4] == 1 and not (layouts.weight_channels_last and pass_ is Pass.INPUT_GRAD):
             found = {
                 (images >> halved, depth, height, width)
-                for images, depth, height, width in lanes_of(problem, variant.positions)
+                for images, depth, height, width in lanes_of(problem, config.positions)
                 for halved in range(images.bit_length())
             }
             self._lanes = sorted(found)
-        self._boxed = [can_be_box(problem, pass_, layouts, variant.out_chunk, each) for each in self._lanes]
-        self._works = list(_least_works(problem, pass_, variant, self._lanes, self._boxed, terms))
-        self._stages = list(_least_stages(problem, pass_, variant, self._lanes))
+        self._by_tma = [may_use_tma(problem, pass_, layouts, config.out_chunk, each) for each in self._lanes]
+        self._works = list(_least_works(problem, pass_, config, self._lanes, self._by_tma, terms))
+        self._stages = list(_least_stages(problem, pass_, config, self._lanes))
         self._least_row = min(_LEAST_COPIED_ROW, problem.input_size[-1])
         self._tilings: dict[int, Tiling | None] = {}
 
-    def best(self, variant: WgmmaVariant, available: int) -> Tiling | None:
+    def best(self, config: WgmmaConfig, available: int) -> Tiling | None:
         """Those of least work whose stages fit; with short rows that are copied only where there are no others."""
-        places = [place for place, stage in enumerate(self._stages) if variant.buffers * stage <= available]
-        best = self._best(places, variant, available, short=False)
+        places = [place for place, stage in enumerate(self._stages) if config.buffers * stage <= available]
+        best = self._best(places, config, available, short=False)
         if best is None and not any(self._is_short(place) is False for place in range(len(self._lanes))):
-            best = self._best(places, variant, available, short=True)
+            best = self._best(places, config, available, short=True)
         return best
 
-    def _best(self, places: list[int], variant: WgmmaVariant, available: int, short: bool) -> Tiling | None:
+    def _best(self, places: list[int], config: WgmmaConfig, available: int, short: bool) -> Tiling | None:
         problem, pass_, _, alike = self._layer
 
         def work_of(index: int) -> float | None:
             place = places[index]
-            if not short and not self._boxed[place] and self._lanes[place][3] < self._least_row:
+            if not short and not self._by_tma[place] and self._lanes[place][3] < self._least_row:
                 return None
             tiling = self._tiling(place)
             if tiling is None or self._is_short(place) is not short:
                 return None
-            fits = shared_bytes_of(variant, tiling) <= available
+            fits = shared_bytes_of(config, tiling) <= available
             return tiling.total * stage_cycles(problem, pass_, alike, tiling, self._terms) if fits else None
 
         index = next(best_first([self._works[place] for place in places], work_of), None)
@@ -181,103 +181,103 @@ class _Tilings:
     def _is_short(self, place: int) -> bool | None:
         """Whether threads copy rows of few positions; None where there are no such tiles."""
         tiling = self._tiling(place)
-        return None if tiling is None else tiling.window_box is None and tiling.lanes[3] < self._least_row
+        return None if tiling is None else tiling.window_map is None and tiling.lanes[3] < self._least_row
 
 
-@lru_cache(maxsize=64)  # they may have hundreds of kilobytes; variants of one call follow each other
+@lru_cache(maxsize=64)  # they may have hundreds of kilobytes; configs of one call follow each other
 def _tilings(
-    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, variant: WgmmaVariant, terms: Costs
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, terms: Costs
 ) -> _Tilings:
-    return _Tilings(problem, pass_, layouts, variant, terms)
+    return _Tilings(problem, pass_, layouts, config, terms)
 
 
 def _least_stages(
-    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, lanes: Sequence[Four]
+    problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, lanes: Sequence[Four]
 ) -> Iterator[int]:
     """Bytes that a stage of such tiles has at least."""
     size = DTYPE_BYTES[problem.dtype]
-    depth = variant.out_chunk * problem.taps
+    depth = config.out_chunk * problem.taps
     for each in lanes:
         length = math.prod(each) if pass_ is Pass.WEIGHT_GRAD else depth
-        yield size * (length * variant.columns + variant.out_chunk * math.prod(extent_of_window(problem, each)))
+        yield size * (length * config.columns + config.out_chunk * math.prod(extent_of_window(problem, each)))
 
 
 def _least_works(
     problem: ConvTransposeProblem,
     pass_: Pass,
-    variant: WgmmaVariant,
+    config: WgmmaConfig,
     lanes: Sequence[Four],
-    boxed: Sequence[bool],
+    by_tma: Sequence[bool],
     terms: Costs,
 ) -> Iterator[float]:
     """What the work of such tiles is not less than: as if reads never met, and a window's rows ended with its columns.
 
-    ``boxed``: whether TMA may bring the window.
+    ``by_tma``: whether TMA may bring the window.
     """
     size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
     weights, vector = pass_ is Pass.WEIGHT_GRAD, PIECE_BYTES // size
-    steps = variant.out_chunk * problem.taps * size // OPERATION_BYTES
+    steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
     reads = 4 * _reads(problem, pass_)
     kind = f"{pass_.value}_{'halves' if size == 2 else 'float32'}"
     stage, piece, copy = (terms[f"copy_{part}{kind}"] for part in ("stage_", "piece_", ""))
-    for each, by_box in zip(lanes, boxed):
+    for each, boxed in zip(lanes, by_tma):
         positions = math.prod(each)
         if weights:
             steps = positions * size // OPERATION_BYTES
         images, slabs, lines, columns = extent_of_window(problem, each)
-        rows = variant.out_chunk * images * slabs * lines
+        rows = config.out_chunk * images * slabs * lines
         loads = stage + piece + rows * -(-(columns + vector - 1) // vector) / LOADERS * copy
-        if by_box:
+        if boxed:
             loads = min(loads, rows * -(-columns * size // 128) * terms.row)
         fewest = reads if positions >= FOUND else reads / 4  # of four reads, some of which may meet no row
-        cycles = steps * _operation(variant, fewest, terms) + loads + terms.stage
+        cycles = steps * _operation(config, fewest, terms) + loads + terms.stage
         yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
 
 
-def _operation(variant: WgmmaVariant, reads: float, terms: Costs) -> float:
+def _operation(config: WgmmaConfig, reads: float, terms: Costs) -> float:
     """Predicted cycles of an operation whose rows take so many passes through shared memory."""
-    product = terms.product + terms.read * reads + terms.column * variant.columns
-    return GROUPS * variant.row_tiles * product + terms.operation
+    product = terms.product + terms.read * reads + terms.column * config.columns
+    return GROUPS * config.row_tiles * product + terms.operation
 
 
 def _tiles(
     problem: ConvTransposeProblem,
     pass_: Pass,
     layouts: Layouts,
-    variant: WgmmaVariant,
+    config: WgmmaConfig,
     lanes: Four,
 ) -> Tiling | None:
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD and Side(five(problem.input_shape), layouts.input).channels_last:
-        found = _pixel_runs(problem, layouts, variant, lanes), 0
+        found = _pixel_runs(problem, layouts, config, lanes), 0
         steps = math.prod(lanes) * size // OPERATION_BYTES
     elif pass_ is Pass.WEIGHT_GRAD:
-        found = _input_runs(problem, layouts, variant, lanes)
+        found = _input_runs(problem, layouts, config, lanes)
         steps = math.ceil(math.prod(lanes) * size / OPERATION_BYTES)
     else:
-        found = _weight_runs(problem, layouts, variant), 0
-        steps = variant.out_chunk * problem.taps * size // OPERATION_BYTES
+        found = _weight_runs(problem, layouts, config), 0
+        steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
     runs, joined = found
     if runs is None:
         return None
-    window_box, places = None, 0
-    if runs.boxes is not None and (brought := as_box(problem, pass_, layouts, variant.out_chunk, lanes)) is not None:
-        window, window_box, skew = brought
-    elif (copied := as_rows(problem, pass_, layouts, variant.out_chunk, lanes)) is not None:
+    window_map, places, chunk = None, 0, config.out_chunk
+    if runs.tensor_map is not None and (brought := window_by_tma(problem, pass_, layouts, chunk, lanes)) is not None:
+        window, window_map, skew = brought
+    elif (copied := as_rows(problem, pass_, layouts, chunk, lanes)) is not None:
         window, skew = copied, 0
         places = MOVING_BYTES * window.rows * window.pieces
     else:
         return None
     window_at = runs.bytes
-    shift = 0 if window_box is not None else PIECE_BYTES
-    stage = round_up(window_at + variant.out_chunk * window.steps[3] * size + shift, 1024)
+    shift = 0 if window_map is not None else PIECE_BYTES
+    stage = round_up(window_at + config.out_chunk * window.steps[3] * size + shift, 1024)
     tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
     table = round_up(4 * steps * OPERATION_BYTES // size, 16)
-    return Tiling(lanes, tiles, window, skew, runs, window_box, joined, steps, window_at, stage, table, places)
+    return Tiling(lanes, tiles, window, skew, runs, window_map, joined, steps, window_at, stage, table, places)
 
 
 def _input_runs(
-    problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant, lanes: Four
+    problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, lanes: Four
 ) -> tuple[Runs | None, int]:
     """The input's, of a tile of positions; beside them the elements of a row, where rows are one with those behind."""
     size = DTYPE_BYTES[problem.dtype]
@@ -307,71 +307,71 @@ def _input_runs(
         common = min(8, widest_piece(1, begins * size if several else 0, *apart))
         piece = common if size == 2 and common >= 4 else 0
         pieces = math.prod(count) * span // piece if piece else 0
-        runs = Runs(count, span // size, span, variant.columns * span, None, piece)
+        runs = Runs(count, span // size, span, config.columns * span, None, piece)
         return (runs, joined) if 0 < pieces <= LOADERS else (None, 0)
-    box = (span // size, variant.columns, 1, 1, 1)
-    boxes = TensorMap(problem.dtype, sides, strides, box, span, tf32=True)
-    return Runs.of_boxes(count, boxes), joined
+    box = (span // size, config.columns, 1, 1, 1)
+    tensor_map = TensorMap(problem.dtype, sides, strides, box, span, tf32=True)
+    return Runs.of_boxes(count, tensor_map), joined
 
 
-def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant, lanes: Four) -> Runs | None:
+def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, lanes: Four) -> Runs | None:
     """The input's where channels are innermost: a tile's pixels, some channels a box."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
     batch, _, depth, height, width = five(problem.input_shape)
     image, _, slab, row, column = (step * size for step in layouts.input)
     strides = tma_strides([(width, column), (height, row), (depth, slab), (batch, image)])
     pitch = channel_pitch(problem, channels)
-    whole = math.prod(lanes) * size % OPERATION_BYTES == 0 and variant.columns * size % pitch == 0
+    whole = math.prod(lanes) * size % OPERATION_BYTES == 0 and config.columns * size % pitch == 0
     if not layouts.aligned or strides is None or not whole or max(lanes) > MAX_BOX_SIDE:
         return None
     sides = (channels, width, height, depth, max(1, batch))
-    boxes = TensorMap(problem.dtype, sides, strides, (pitch // size, *lanes[::-1]), pitch, tf32=True)
-    return Runs.of_boxes((1, 1, 1, variant.columns * size // pitch), boxes)
+    tensor_map = TensorMap(problem.dtype, sides, strides, (pitch // size, *lanes[::-1]), pitch, tf32=True)
+    return Runs.of_boxes((1, 1, 1, config.columns * size // pitch), tensor_map)
 
 
-def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, variant: WgmmaVariant) -> Runs | None:
+def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig) -> Runs | None:
     """The weight's, of a stage."""
     size, columns = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group * problem.taps
     if not layouts.aligned or columns * size % 16:
         return None
-    depth = variant.out_chunk * problem.taps * size
+    depth = config.out_chunk * problem.taps * size
     span = 128
     sides = (columns, problem.in_channels, 1, 1, 1)
-    boxes = TensorMap(
-        problem.dtype, sides, (columns * size, 16, 16, 16), (span // size, variant.columns, 1, 1, 1), span, True, 1
+    tensor_map = TensorMap(
+        problem.dtype, sides, (columns * size, 16, 16, 16), (span // size, config.columns, 1, 1, 1), span, True, 1
     )
-    return Runs.of_boxes((1, 1, 1, math.ceil(depth / span)), boxes)
+    return Runs.of_boxes((1, 1, 1, math.ceil(depth / span)), tensor_map)
 
 
 def stage_cycles(
-    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling, terms: Costs
+    problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, tiling: Tiling, terms: Costs
 ) -> float:
     """Predicted cycles of a multiprocessor for a stage."""
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
     reads = 4 * _reads(problem, pass_) * conflicts_of(problem, pass_, tiling.lanes, window.steps)
-    rows = tiling.runs.rows if tiling.runs.boxes is not None else 0
-    if tiling.window_box is None:
-        copies = _copy_cycles(problem, pass_, variant, tiling, terms)
-        if tiling.runs.boxes is None:
-            pieces = tiling.runs.bytes // variant.columns // tiling.runs.piece_bytes
-            copies += terms.run_piece * math.ceil(variant.columns / (LOADERS // pieces))
+    rows = tiling.runs.rows if tiling.runs.tensor_map is not None else 0
+    if tiling.window_map is None:
+        copies = _copy_cycles(problem, pass_, config, tiling, terms)
+        if tiling.runs.tensor_map is None:
+            pieces = tiling.runs.bytes // config.columns // tiling.runs.piece_bytes
+            copies += terms.run_piece * math.ceil(config.columns / (LOADERS // pieces))
     else:
-        rows += variant.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
+        rows += config.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
         copies = 0.0
-    return tiling.steps * _operation(variant, reads, terms) + rows * terms.row + copies + terms.stage
+    return tiling.steps * _operation(config, reads, terms) + rows * terms.row + copies + terms.stage
 
 
 def _copy_cycles(
-    problem: ConvTransposeProblem, pass_: Pass, variant: WgmmaVariant, tiling: Tiling, terms: Costs
+    problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, tiling: Tiling, terms: Costs
 ) -> float:
     """The same for what loaders copy of a window (``operand/window_rows.cuh``)."""
     vector = PIECE_BYTES // DTYPE_BYTES[problem.dtype]
     pieces = tiling.window.rows * tiling.window.pieces
     apart = vector // math.gcd(vector, tiling.window.steps[3])  # channels that lie alike
-    while apart < variant.out_chunk and apart * pieces < LOADERS:
+    while apart < config.out_chunk and apart * pieces < LOADERS:
         apart *= 2
-    found = math.ceil(min(apart, variant.out_chunk) * pieces / LOADERS)
-    copied = found * math.ceil(variant.out_chunk / apart)
+    found = math.ceil(min(apart, config.out_chunk) * pieces / LOADERS)
+    copied = found * math.ceil(config.out_chunk / apart)
     begun = 1 / tiling.tiles[3] if problem.padding[-1] > 0 else 0.0  # tiles that rows begin in
     kind = f"{pass_.value}_{'halves' if DTYPE_BYTES[problem.dtype] == 2 else 'float32'}"
     copy = terms[f"copy_{kind}"] + begun * terms.words

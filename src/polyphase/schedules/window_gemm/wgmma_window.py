@@ -41,7 +41,7 @@ class Window:
         return math.prod(self.extent[:3])
 
 
-def as_box(
+def window_by_tma(
     problem: ConvTransposeProblem,
     pass_: Pass,
     layouts: Layouts,
@@ -52,7 +52,7 @@ def as_box(
 
     Beside it the elements that its rows begin before the first that is met: a box begins at a multiple of 16 bytes.
     """
-    if not can_be_box(problem, pass_, layouts, chunk, lanes):
+    if not may_use_tma(problem, pass_, layouts, chunk, lanes):
         return None
     size = DTYPE_BYTES[problem.dtype]
     vector, strides = 16 // size, _box_strides(problem, layouts)
@@ -69,11 +69,11 @@ def as_box(
     columns = _quietest(widths, lambda columns: conflicts_of(problem, pass_, lanes, steps(columns)))
     sides = (width, height, depth, max(1, batch), channels)
     tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
-    boxes = TensorMap(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
-    return Window((images, slabs, rows, columns), steps(columns), 0), boxes, skew
+    tensor_map = TensorMap(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
+    return Window((images, slabs, rows, columns), steps(columns), 0), tensor_map, skew
 
 
-def can_be_box(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> bool:
+def may_use_tma(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> bool:
     """Whether TMA can bring the window."""
     vector, axis = 16 // DTYPE_BYTES[problem.dtype], problem.axes3[2]
     if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
