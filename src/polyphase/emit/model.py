@@ -103,11 +103,7 @@ def get_init_inputs() -> list:
 
 
 def _model(
-    name: str,
-    text: str,
-    model: torch.nn.Module,
-    problems: list[tuple[str, ConvTransposeProblem | None]],
-    tf32: bool,
+    name: str, text: str, model: torch.nn.Module, problems: list[tuple[str, ConvTransposeProblem | None]], tf32: bool
 ) -> Model:
     modules = {name: module for name, module in model.named_modules() if isinstance(module, _ConvTransposeNd)}
     if not modules:

@@ -156,11 +156,7 @@ def as_computed(
 
 
 def _offers(
-    schedules: Iterable[Schedule],
-    problem: ConvTransposeProblem,
-    pass_: Pass,
-    device: DeviceInfo,
-    layouts: Layouts,
+    schedules: Iterable[Schedule], problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> Iterator[tuple[Schedule, Iterator[Candidate]]]:
     """Those of ``schedules`` that can compute a pass, and what they offer; each is asked when its turn comes."""
     for schedule in schedules:

@@ -65,12 +65,7 @@ class DirectWgradGemm(Schedule):
         return tiles * _cycles(config, at.words, costs("direct_wgrad_gemm", device)) / config.depth
 
     def cost(
-        self,
-        problem: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: WgradGemmConfig,
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradGemmConfig
     ) -> Cost:
         positions, terms = problem.batch * math.prod(problem.input_size), costs("direct_wgrad_gemm", device)
         cycles = _cycles(config, accumulator_bytes(problem.dtype) // 4, terms) / config.depth
@@ -81,12 +76,7 @@ class DirectWgradGemm(Schedule):
         return seconds + terms.launch, bound
 
     def program(
-        self,
-        problem: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: WgradGemmConfig,
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradGemmConfig
     ) -> Program:
         tiles, parts = _tiles(problem, config), _parts(problem, config, device)
         positions = problem.batch * math.prod(problem.input_size)

@@ -37,7 +37,7 @@ _MAX_PHASES = 64  # elements of a cell
 _COPY_THREADS = 256
 
 
-class GroupedGemmConfig(NamedTuple):
+class GroupedConfig(NamedTuple):
     """The compile-time shape of a kernel; ``grouped_gemm.cu`` says what the names mean."""
 
     warps: int
@@ -138,10 +138,10 @@ class GroupedGemm(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GroupedGemmConfig]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GroupedConfig]:
         return _configs(at, device)
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: GroupedGemmConfig) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: GroupedConfig) -> float:
         cost = self.cost(at, pass_, device, Layouts.dense(at), config)
         return math.inf if cost is None else cost[0]
 
@@ -151,23 +151,13 @@ class GroupedGemm(Schedule):
         return [] if wide == at else [wide]
 
     def cost(
-        self,
-        problem: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: GroupedGemmConfig,
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GroupedConfig
     ) -> Cost | None:
         tiling = _tiling(problem, layouts, config, device)
         return None if tiling is None else _estimate(problem, config, tiling, device)
 
     def program(
-        self,
-        problem: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: GroupedGemmConfig,
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GroupedConfig
     ) -> Program:
         tiling = _tiling(problem, layouts, config, device)
         assert tiling is not None
@@ -215,7 +205,7 @@ class GroupedGemm(Schedule):
 
 
 def _constants(
-    problem: ConvTransposeProblem, layouts: Layouts, config: GroupedGemmConfig, device: DeviceInfo
+    problem: ConvTransposeProblem, layouts: Layouts, config: GroupedConfig, device: DeviceInfo
 ) -> tuple[tuple[str, Constant], ...]:
     """What the kernel is specialised by."""
     return (
@@ -271,29 +261,29 @@ def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
     return _Product(row_blocks, pixels, entries, parts, steps, weight_bytes)
 
 
-def _shared_bytes(problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, outputs: int) -> int:
+def _shared_bytes(problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, outputs: int) -> int:
     return _shared_bytes_beside(problem, config) + _tile_bytes(config, tiling, outputs)
 
 
-def _shared_bytes_beside(problem: ConvTransposeProblem, config: GroupedGemmConfig) -> int:
+def _shared_bytes_beside(problem: ConvTransposeProblem, config: GroupedConfig) -> int:
     """Shared memory of a block beside that of its tiles."""
     return _BARRIER_BYTES + round_up(8 * config.columns, 128) + _product(problem, config.out_chunk).weight_bytes
 
 
-def _tile_bytes(config: GroupedGemmConfig, tiling: _Tiling, outputs: int) -> int:
+def _tile_bytes(config: GroupedConfig, tiling: _Tiling, outputs: int) -> int:
     """That of tiles, whose outputs there is room for so many times."""
     stages = config.buffers * config.stage_steps * tiling.step_bytes
     return tiling.bare_bytes + tiling.table_bytes + outputs * tiling.staged_bytes + stages
 
 
-def _outputs(problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, device: DeviceInfo) -> int:
+def _outputs(problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, device: DeviceInfo) -> int:
     """Tiles whose outputs there is room for: of two, one is written while the other is put together."""
     return 2 if _shared_bytes(problem, config, tiling, 2) <= device.shared_bytes_of(config.min_blocks) else 1
 
 
 @lru_cache(maxsize=8192)
 def _tiling(
-    problem: ConvTransposeProblem, layouts: Layouts, config: GroupedGemmConfig, device: DeviceInfo
+    problem: ConvTransposeProblem, layouts: Layouts, config: GroupedConfig, device: DeviceInfo
 ) -> _Tiling | None:
     """The tiles of least time."""
     room = device.shared_bytes_of(config.min_blocks)
@@ -416,7 +406,7 @@ _ROUNDING = 1 - 1e-9  # of a norm, which may come out below its largest part
 class _Work:
     """What the blocks of a config do: what all tiles have in common is counted once."""
 
-    def __init__(self, problem: ConvTransposeProblem, config: GroupedGemmConfig, device: DeviceInfo) -> None:
+    def __init__(self, problem: ConvTransposeProblem, config: GroupedConfig, device: DeviceInfo) -> None:
         self._terms = terms = costs("grouped_gemm", device)
         size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, config.out_chunk), config.pixel_tiles
         parts, steps = product.parts, product.steps
@@ -473,14 +463,14 @@ def _floor(problem: ConvTransposeProblem, out_chunk: int, tiling: _Tiling, devic
 
 
 def _estimate(
-    problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, device: DeviceInfo
+    problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     work = _Work(problem, config, device).seconds(tiling)
     return slower_of(work, _floor(problem, config.out_chunk, tiling, device))
 
 
-def _shares(problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, device: DeviceInfo) -> bool:
+def _shares(problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, device: DeviceInfo) -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
     rounds = tiling.total / _at_once(problem, config, tiling, device)
     return _sharing(device).pays(rounds, lambda: _estimate(problem, config, tiling, device), problem.bytes, device)
@@ -491,13 +481,13 @@ def _sharing(device: DeviceInfo) -> Sharing:
     return Sharing(terms.sharing_rounds, terms.sharing_cycles, terms.sharing_most)
 
 
-def _at_once(problem: ConvTransposeProblem, config: GroupedGemmConfig, tiling: _Tiling, device: DeviceInfo) -> int:
+def _at_once(problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, device: DeviceInfo) -> int:
     """Tiles, one of each block with the same output channels."""
     blocks = device.multiprocessors * config.min_blocks // out_blocks(problem, config.out_chunk)
     return max(1, min(tiling.total, blocks))
 
 
-def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GroupedGemmConfig]:
+def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GroupedConfig]:
     """Configs whose registers and shared memory do for so many blocks, and for any image."""
     out = problem.out_channels_per_group
     chunks = sorted({min(out, chunk) for chunk in (32, 16, 8, 4)}, reverse=True)
@@ -513,7 +503,7 @@ def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Grou
         sums = 4 * tiles * (product.row_blocks + (1 if product.parts > 1 else 0))
         if sums + 4 * tiles + 4 * product.parts + 12 * product.row_blocks + 32 > registers:
             continue
-        config = GroupedGemmConfig(warps, tiles, chunk, stage_steps, _BUFFERS, load, store, min_blocks)
+        config = GroupedConfig(warps, tiles, chunk, stage_steps, _BUFFERS, load, store, min_blocks)
         cell = _tiles(problem, Layouts.dense(problem), chunk, (1, 1, 1, 2))
         if cell is not None and _shared_bytes(problem, config, cell, 1) <= device.shared_bytes_of(config.min_blocks):
             yield config

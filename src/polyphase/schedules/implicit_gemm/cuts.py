@@ -140,13 +140,7 @@ def _work(
 
 
 def _runs(
-    gather: Gather,
-    capacity: int,
-    batch: int,
-    banks: int,
-    addressable: int,
-    by_tma: tuple[bool, ...],
-    transposed: bool,
+    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, by_tma: tuple[bool, ...], transposed: bool
 ) -> Iterator[Tile]:
     """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
     depth, height, width = gather.cells

@@ -26,7 +26,7 @@ _MAX_COLUMNS = 1 << 18  # of a group: blocks are counted in 31 bits
 _RUN = 8  # neighbouring outputs of a thread
 
 
-class LongKernelsConfig(NamedTuple):
+class PhaseConfig(NamedTuple):
     """The compile-time shape of a kernel; ``phase_gemm.cu`` says what the names mean."""
 
     warp_rows: int
@@ -53,7 +53,7 @@ class LongKernelsConfig(NamedTuple):
 
 _SHAPES = ((2, 4, 4), (2, 4, 2), (4, 2, 2), (4, 2, 1), (8, 1, 1))  # warp rows, warp columns, row tiles
 _CONFIGS = tuple(
-    LongKernelsConfig(*shape, stage_steps, min_blocks)
+    PhaseConfig(*shape, stage_steps, min_blocks)
     for min_blocks in (2, 1)
     for shape in _SHAPES
     for stage_steps in (1, 2, 3, 4)
@@ -77,33 +77,23 @@ class PhaseGemm(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[LongKernelsConfig]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[PhaseConfig]:
         return [
             config
             for config in _CONFIGS
             if config.stage_steps <= steps_of(at) and config.min_blocks <= _resident(at, config, device)
         ]
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: LongKernelsConfig) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: PhaseConfig) -> float:
         return _estimate(at, config, device)[0]
 
     def cost(
-        self,
-        problem: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: LongKernelsConfig,
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PhaseConfig
     ) -> Cost:
         return _estimate(problem, config, device)
 
     def program(
-        self,
-        problem: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: LongKernelsConfig,
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PhaseConfig
     ) -> Program:
         gather = forward_gather(problem, layouts)
         cells = [_cells(axis, size) for axis, size in zip(problem.axes3, gather.dst.shape[2:])]
@@ -160,17 +150,17 @@ def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     return next((count for count in elements if whole % count == 0), 1)
 
 
-def _column_tiles(problem: ConvTransposeProblem, config: LongKernelsConfig) -> int:
+def _column_tiles(problem: ConvTransposeProblem, config: PhaseConfig) -> int:
     """Of a group."""
     return math.ceil(problem.out_channels_per_group * math.prod(problem.stride) / config.columns)
 
 
-def _shared_bytes(problem: ConvTransposeProblem, config: LongKernelsConfig) -> int:
+def _shared_bytes(problem: ConvTransposeProblem, config: PhaseConfig) -> int:
     words = 8 * config.stage_steps * (config.rows + 8 + config.columns + 2)
     return 2 * parts_of(problem) * 4 * words
 
 
-def _estimate(problem: ConvTransposeProblem, config: LongKernelsConfig, device: DeviceInfo) -> tuple[float, str]:
+def _estimate(problem: ConvTransposeProblem, config: PhaseConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("phase_gemm", device)
     size, parts, channels = DTYPE_BYTES[problem.dtype], parts_of(problem), problem.in_channels_per_group
@@ -197,7 +187,7 @@ def _estimate(problem: ConvTransposeProblem, config: LongKernelsConfig, device: 
     return slower_of(seconds, floor)
 
 
-def _resident(problem: ConvTransposeProblem, config: LongKernelsConfig, device: DeviceInfo) -> int:
+def _resident(problem: ConvTransposeProblem, config: PhaseConfig, device: DeviceInfo) -> int:
     """Blocks that fit a multiprocessor, which may be more than are asked for."""
     parts = parts_of(problem)
     elements = 8 * config.stage_steps * (config.rows + config.columns) // (32 * config.warps)

@@ -98,12 +98,7 @@ class PhaseGemmPixels(Schedule):
         return _estimate(problem, config, device, _cuts_lines(problem))
 
     def program(
-        self,
-        problem: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: PixelsConfig,
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PixelsConfig
     ) -> Program:
         gather, piece = forward_gather(problem, layouts), _piece(problem, layouts)
         together = piece >= max(_run(problem) * DTYPE_BYTES[problem.dtype], _LEAST_COPY * config.ahead)

@@ -289,11 +289,7 @@ def _fits(config: MmaConfig, tiling: _Tiling, device: DeviceInfo) -> bool:
 
 
 def _tiles(
-    problem: ConvTransposeProblem,
-    pass_: Pass,
-    layouts: Layouts,
-    config: MmaConfig,
-    lanes: tuple[int, int, int, int],
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, lanes: tuple[int, int, int, int]
 ) -> _Tiling:
     size = DTYPE_BYTES[problem.dtype]
     x = Side(five(problem.input_shape), layouts.input)

@@ -241,11 +241,7 @@ def _operation(config: WgmmaConfig, reads: float, terms: Costs) -> float:
 
 
 def _tiles(
-    problem: ConvTransposeProblem,
-    pass_: Pass,
-    layouts: Layouts,
-    config: WgmmaConfig,
-    lanes: Four,
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, lanes: Four
 ) -> Tiling | None:
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD and Side(five(problem.input_shape), layouts.input).channels_last:

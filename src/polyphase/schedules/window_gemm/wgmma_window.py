@@ -42,11 +42,7 @@ class Window:
 
 
 def window_by_tma(
-    problem: ConvTransposeProblem,
-    pass_: Pass,
-    layouts: Layouts,
-    chunk: int,
-    lanes: Four,
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four
 ) -> tuple[Window, TensorMap, int] | None:
     """The window as TMA brings it, where it can.
 
