@@ -346,7 +346,7 @@ def test_a_fallback_on_a_gpu_is_never_timed(cpu_runner: runner.Runner, monkeypat
     monkeypatch.setattr(cpu_runner, "device", torch.device("cuda"))
     monkeypatch.setattr(DeviceInfo, "of", lambda device: DeviceInfo.for_arch("portable"))
     with pytest.raises(RuntimeError, match="portable path"):
-        cpu_runner._plan(runner.Case("small", SMALL, Pass.FORWARD))
+        cpu_runner.plan(runner.Case("small", SMALL, Pass.FORWARD), _record())
 
 
 # PyTorch's benchmark mode
