@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -222,6 +223,12 @@ def _torch_times_floor(record: Record) -> float | None:
     if record.torch_default_ms is None or record.floor_ms is None:
         return None
     return record.torch_default_ms / record.floor_ms
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The least of at least one value that this ``share`` of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def geometric_mean(values: Iterable[float | None]) -> float:

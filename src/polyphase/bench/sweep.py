@@ -7,7 +7,7 @@ recover from nor a call that never ends costs more than its own layer. Kernels a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +28,6 @@ from polyphase.bench.contestants import (
 from polyphase.bench.graphs import GraphTimer, Rotation
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.operands import Operands
-from polyphase.bench.plans import variants
 from polyphase.bench.records import FAILED, OK, SKIPPED, STEP, Record
 from polyphase.bench.runner import Case, Runner
 from polyphase.bench.timing import Timing
@@ -55,16 +54,6 @@ class Setup:
     strict_fp32: bool
     repetitions: int
     ceilings: ceilings.Ceilings
-
-
-def problems(
-    layers: Iterable[NamedLayer], dtypes: Sequence[str], channels_last: Sequence[bool], strict_fp32: bool
-) -> Iterator[NamedLayer]:
-    """Each layer in every dtype and layout before the next one; those that PyTorch has no such layout for left out."""
-    for layer in layers:
-        for problem in variants(layer.problem, dtypes, channels_last):
-            if problem.dtype != "float32" or problem.tf32 is not strict_fp32:
-                yield NamedLayer(layer.name, problem)
 
 
 def sources(layers: Sequence[NamedLayer], device: DeviceInfo, jobs: int) -> Iterator[list[KernelSource]]:

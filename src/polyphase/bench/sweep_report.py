@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
-from rich import box
 from rich.table import Table
 
-from polyphase.bench.records import PASS_TITLES, STEP, Record, geometric_mean, grouped
-from polyphase.bench.report import factor, milliseconds
+from polyphase.bench.records import PASS_TITLES, STEP, Record, geometric_mean, grouped, percentile
+from polyphase.bench.report import factor, milliseconds, plain_table
 
 TITLES = PASS_TITLES | {STEP: "training step"}
 
 
 def summary_table(records: Iterable[Record]) -> Table:
     """One line for each pass, dtype and layout. PyTorch's best is the faster of its default and its benchmark mode."""
-    table = _table(
+    figures = "layers, failed, speed-up, default, benchmark, slower, < 0.9, lowest, × floor, 95 % below, highest"
+    table = plain_table(
         "geometric means of GPU time; speed-up over PyTorch: the faster of default and benchmark mode, then each",
         ("pass", "dtype", "layout"),
-        ("layers", "failed", "speed-up", "default", "benchmark", "slower", "< 0.9", "lowest"),
-        ("× floor", "95 % below", "highest", "× forecast"),
+        (*figures.split(", "), "× forecast"),
     )
     for (pass_name, dtype, layout), group in grouped(records).items():
         table.add_row(TITLES.get(pass_name, pass_name), dtype, layout, *_figures(group))
@@ -41,7 +39,7 @@ def _figures(group: Sequence[Record]) -> list[str]:
         _share(sum(value < 0.9 for value in best), len(best)),
         factor(best[0] if best else None),
         _mean(floors),
-        factor(floors[math.ceil(0.95 * len(floors)) - 1] if floors else None),
+        factor(percentile(floors, 0.95) if floors else None),
         factor(floors[-1] if floors else None),
         _mean(forecast),
     ]
@@ -65,7 +63,7 @@ def worst_tables(records: Sequence[Record], count: int) -> list[Table]:
 
 
 def _worst(title: str, records: Iterable[Record], badness: Callable[[Record], float], count: int) -> Table:
-    table = _table(
+    table = plain_table(
         f"{title}, ms",
         ("layer", "pass", "dtype", "layout", "by"),
         ("speed-up", "× floor", "ours", "forecast", "floor", "torch", "benchmark"),
@@ -83,16 +81,6 @@ def _worst(title: str, records: Iterable[Record], badness: Callable[[Record], fl
             factor(record.times_floor),
             *map(milliseconds, times),
         )
-    return table
-
-
-def _table(title: str, names: Iterable[str], *figures: Iterable[str]) -> Table:
-    """Without rules, for logs that keep so many characters."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in names:
-        table.add_column(name, no_wrap=name != "layer", min_width=24 if name == "layer" else None)
-    for name in (name for some in figures for name in some):
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts
+from polyphase.commands.options import SUITES, LayerTexts, Least, Seed
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
+    from polyphase.bench.layers import NamedLayer
     from polyphase.bench.records import Record
     from polyphase.bench.runner import Case, Runner
 
@@ -55,8 +57,8 @@ def bench(
         ),
     ] = False,
     random: Annotated[int, typer.Option(min=0, help="So many layers drawn at random, by --graphs.")] = 0,
-    seed: Annotated[int, typer.Option(help="What they are drawn from.")] = 0,
-    least: Annotated[float, typer.Option(help="Their least work: µs of an H200's floor in float32.")] = 20.0,
+    seed: Seed = 0,
+    least: Least = 20.0,
     seconds: Annotated[
         float | None, typer.Option(help="With --graphs: begin no layer after so many seconds.", show_default=False)
     ] = None,
@@ -95,20 +97,14 @@ def bench(
         return
 
     from polyphase.bench.contestants import TorchVariant
-    from polyphase.bench.layers import Suite
-    from polyphase.bench.random_layers import random_layers
     from polyphase.bench.report import notes, results_table, summary_lines
-    from polyphase.bench.runner import Runner, cut_for_cpu, make_cases
-    from polyphase.commands.options import Dtype, Layout, choices, named_layers
+    from polyphase.bench.runner import Runner, make_cases
+    from polyphase.commands.options import Dtype, Layout, choices, drawn_layers, named_layers
     from polyphase.problem import Pass
 
     graphs |= random > 0
-    layers = named_layers(layer, suite or (None if layer or random else Suite.REFERENCE.value))
-    layers += random_layers(random, seed, least_seconds=1e-6 * least)
-    if place.type != "cuda":
-        whole, layers = layers, [cut_for_cpu(layer) for layer in layers]
-        if layers != whole:
-            console.print(f"on {place}, large layers are cut: ÷4 means a quarter of the batch and of each image side")
+    layers = named_layers(layer, suite) + drawn_layers(random, seed, least)
+    layers = _not_too_large(layers or named_layers(None, "reference"), place, console)
     names = [dtype.value for dtype in choices(dtypes or _DTYPES[graphs], Dtype, "--dtypes")]
     last = [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")]
     if graphs:
@@ -135,6 +131,18 @@ def bench(
         _draw(console, records, png)
     if not all(record.good for record in records):
         raise typer.Exit(1)
+
+
+def _not_too_large(layers: list[NamedLayer], place: torch.device, console: Console) -> list[NamedLayer]:
+    """The layers as they are measured on a device: on a CPU large ones are cut."""
+    from polyphase.bench.runner import cut_for_cpu
+
+    if place.type == "cuda":
+        return layers
+    smaller = [cut_for_cpu(layer) for layer in layers]
+    if layers != smaller:
+        console.print(f"on {place}, large layers are cut: ÷4 means a quarter of the batch and of each image side")
+    return smaller
 
 
 def _draw_again(console: Console, paths: list[Path], png: Path | None) -> None:

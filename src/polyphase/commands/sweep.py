@@ -39,9 +39,10 @@ def sweep(
     No layer is begun after ``seconds``. An interruption ends the measurements, and what there is is returned. With
     ``resume`` the rows that ``csv`` has are kept, and their layers are not measured again.
     """
+    from polyphase.bench.plans import problems
     from polyphase.bench.records import read_csv, write_csv
     from polyphase.bench.report import make_console
-    from polyphase.bench.sweep import Sweep, problems
+    from polyphase.bench.sweep import Sweep
 
     started = time.monotonic()
     records = read_csv(csv) if resume and csv is not None and csv.exists() else []
