@@ -29,7 +29,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.direct.general import DirectGeneral, GeneralConfig
-from polyphase.schedules.implicit_gemm import config as implicit_gemm_config
+from polyphase.schedules.implicit_gemm.config import Product
+from polyphase.schedules.implicit_gemm.families import configs
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from processes import environment, run_python
 
@@ -651,9 +652,8 @@ def test_the_compiler_does_spill(directory: Path) -> None:
 def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem) -> None:
     """In channels_last, where the compiler takes more registers than the estimate says."""
     offers = programs(replace(problem, channels_last=True), Pass.FORWARD, DeviceInfo.for_arch(ARCH))
-    reports = [
-        compiler.resources_of(each.main.source, ARCH) for found, each in offers if found.schedule == "direct_tiled"
-    ]
+    direct = [program for candidate, program in offers if candidate.schedule == "direct_tiled"]
+    reports = [compiler.resources_of(program.main.source, ARCH) for program in direct]
     assert len(reports) > 3
     assert [report for report in reports if not report.clean] == []
 
@@ -718,7 +718,7 @@ def test_sums_at_wide_strides_stay_in_registers(directory: Path) -> None:
 def test_stores_leave_sums_in_registers(
     shape: tuple[int, ...], channels: int, kernel: tuple[int, ...], directory: Path
 ) -> None:
-    """The more a store holds the fewer sums a thread may have (`implicit_gemm_config._held_by_stores`)."""
+    """The more a store holds the fewer sums a thread may have (`config.held_by_stores`)."""
     problem = ConvTransposeProblem.make(shape, channels, *kernel, bias=True, dtype="bfloat16")
     offers = programs(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH))
     program = next(program for candidate, program in offers if candidate.schedule == "implicit_gemm")
@@ -738,9 +738,9 @@ def test_long_pieces_leave_sums_in_registers(
     """Of all configs that store longer pieces the one that holds most (`GemmConfig.with_longer_pieces`)."""
     problem = ConvTransposeProblem.make(shape, channels, *kernel, dilation=dilation, bias=True, dtype="bfloat16")
     gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
-    found = implicit_gemm_config.configs(problem, DeviceInfo.for_arch(ARCH), channels_last=False, tma=False)
+    found = configs(problem, DeviceInfo.for_arch(ARCH), channels_last=False, tma=False)
     longer = [each for config in found if config.wgmma for each in config.with_longer_pieces(gather)]
-    most = max(longer, key=lambda each: each.group_cells * implicit_gemm_config.Product.of(gather, each).row_blocks)
+    most = max(longer, key=lambda each: each.group_cells * Product.of(gather, each).row_blocks)
     program = ImplicitGemm().program(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
     report = compiler.resources_of(program.main.source, ARCH)
     assert report.clean, (most, report)

@@ -31,10 +31,10 @@ from polyphase.schedules import tiles as tiling
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import Sharing
 from polyphase.schedules.direct.tiled import DirectTiled, legal_configs
-from polyphase.schedules.implicit_gemm import config as implicit_gemm_config
 from polyphase.schedules.implicit_gemm import schedule as implicit_gemm
 from polyphase.schedules.implicit_gemm import tile as implicit_gemm_tile
 from polyphase.schedules.implicit_gemm.config import GemmConfig, Product, Taps
+from polyphase.schedules.implicit_gemm.families import configs
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile, items_known, may_take_operands
 from polyphase.schedules.schedule import Candidate
@@ -444,7 +444,7 @@ def gemm_configs(
     offered = (
         (layouts, gather, each)
         for layouts, gather in gathers
-        for config in implicit_gemm_config.configs(problem, device, gather.src.channels_last, may_take_operands(gather))
+        for config in configs(problem, device, gather.src.channels_last, may_take_operands(gather))
         for each in (config, *config.with_longer_pieces(gather))
         if not settings or settings.items() <= each._asdict().items()
     )
@@ -946,7 +946,7 @@ def test_products_of_every_kind_of_line_groups(layer: ConvTransposeProblem, dtyp
     """Lines of more and of fewer taps have code of their own (KINDS in implicit_gemm.cu)."""
     case = gemm_case(replace(layer, dtype=dtype), wgmma=True, split=split, lines=1, row_channels=0)
     ((candidate, program),) = case.offers(H200)
-    assert not implicit_gemm_config.Taps.of(layer.axes3).are_alike(1)
+    assert not Taps.of(layer.axes3).are_alike(1)
     assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts)
 
 

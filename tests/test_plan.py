@@ -31,9 +31,9 @@ from polyphase.program.struct_layout import divisor
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm import config as implicit_gemm_config
 from polyphase.schedules.implicit_gemm.config import Product
 from polyphase.schedules.implicit_gemm.cuts import box_strides
+from polyphase.schedules.implicit_gemm.families import families
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile, best_tiles
 from polyphase.schedules.schedule import Candidate
@@ -575,9 +575,7 @@ def test_families_have_the_tiles_of_their_configs(last: bool, reserve: int) -> N
     ):
         gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
         found = set()
-        for config, stages in implicit_gemm_config.families(
-            problem, H200, last, last and box_strides(gather) is not None
-        ):
+        for config, stages in families(problem, H200, last, last and box_strides(gather) is not None):
             tiles = best_tiles(gather, config, stages, problem.batch, H200, reserve)
             alone = [best_tile(gather, config._replace(stages=n), problem.batch, H200, reserve) for n in stages]
             assert tiles == alone

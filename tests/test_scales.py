@@ -18,7 +18,8 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm.config import GemmConfig, configs
+from polyphase.schedules.implicit_gemm.config import GemmConfig
+from polyphase.schedules.implicit_gemm.families import configs
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile
 

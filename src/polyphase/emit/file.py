@@ -6,6 +6,7 @@ Nothing of it is written here but the seams: CUDA comes from ``kernels/``, host 
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -80,22 +81,9 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         UnsupportedError: no schedule computes a pass there.
         CompilationError: a kernel does not compile.
     """
-    plans: list[tuple[str, str, str, str]] = []
+    layers, kernels, plans = _planned(model, devices)
     remarks: list[str] = []
-    kernels: dict[str, list[KernelSource]] = {device.arch: [] for device in devices}
-    layers = []
-    for name, problem in model.layers.items():
-        choices: dict[str, dict[Pass, support.Choice]] = {}
-        for device in devices:
-            choices[device.arch] = {}
-            for pass_ in Pass:
-                chosen, sources = _choose(problem, pass_, device)
-                choices[device.arch][pass_] = support.Choice(chosen.schedule, chosen.candidate.config)
-                kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
-                plans.append((name, device.arch, pass_.value, chosen.candidate.describe()))
-        layers.append(support.Layer(problem, choices))
     settled_kernels = {arch: _settled(sources, arch, remarks) for arch, sources in kernels.items()}
-
     all_sources = [source for sources in settled_kernels.values() for source in sources]
     structs = {source.kernel: params.params_of(source) for source in all_sources}
     literals = _Literals()
@@ -127,6 +115,23 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _model_new(names),
     ]
     return Emitted("\n\n".join(parts) + "\n", plans, remarks)
+
+
+def _planned(
+    model: Model, devices: Sequence[DeviceInfo]
+) -> tuple[list[support.Layer], dict[str, list[KernelSource]], list[tuple[str, str, str, str]]]:
+    """A model's layers with what computes them, the kernels of each architecture, and the plans."""
+    plans, layers = [], []
+    kernels: dict[str, list[KernelSource]] = {device.arch: [] for device in devices}
+    for name, problem in model.layers.items():
+        choices: dict[str, dict[Pass, support.Choice]] = {device.arch: {} for device in devices}
+        for device, pass_ in itertools.product(devices, Pass):
+            chosen, sources = _choose(problem, pass_, device)
+            choices[device.arch][pass_] = support.Choice(chosen.schedule, chosen.candidate.config)
+            kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
+            plans.append((name, device.arch, pass_.value, chosen.candidate.describe()))
+        layers.append(support.Layer(problem, choices))
+    return layers, kernels, plans
 
 
 def _collected(model: Model, roots: set[Key]) -> tuple[Found, dict[Key, str]]:

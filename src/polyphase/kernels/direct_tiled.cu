@@ -387,7 +387,7 @@ struct Accumulators {
 };
 
 // Where a lane's first cell lies in the destination.
-struct Place {
+struct Target {
   offset_t offset;           // bytes from the tile's first batch entry
   int slabs, rows, columns;  // of the destination from there on; none for lanes beyond the tile or the batch
 
@@ -417,18 +417,18 @@ struct Element {
 // goes.
 constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * sizeof(scalar_t) <= 16;
 
-__device__ __forceinline__ void describe_row(const Params& params, const Place& place, Element* elements) {
+__device__ __forceinline__ void describe_row(const Params& params, const Target& target, Element* elements) {
 #pragma unroll
   for (int i = 0; i < RUN; ++i) {
-    const unsigned rows = i < place.columns ? max(0, min(place.rows, CELLS_H * DST_H)) : 0;
-    const unsigned slabs = max(0, min(place.slabs, DST_D));
-    elements[i] = Element{place.offset + i * (offset_t)(params.dst.stride[4] * sizeof(scalar_t)), rows | slabs << 16};
+    const unsigned rows = i < target.columns ? max(0, min(target.rows, CELLS_H * DST_H)) : 0;
+    const unsigned slabs = max(0, min(target.slabs, DST_D));
+    elements[i] = Element{target.offset + i * (offset_t)(params.dst.stride[4] * sizeof(scalar_t)), rows | slabs << 16};
   }
 }
 
 // With WHOLE all that the warp's lanes own exists, and it need not be asked for each element.
 template <bool WHOLE>
-__device__ __forceinline__ void store_rows(const Params& params, const Place& place, const Accumulators& acc,
+__device__ __forceinline__ void store_rows(const Params& params, const Target& target, const Accumulators& acc,
                                            scalar_t* dst, const ChannelTerms (&terms)[DST_PER_THREAD], int channels,
                                            accum_t* staging, const Element* elements, int in_warp) {
   const bool vectors = VECTORS && params.aligned_rows;
@@ -456,7 +456,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Place& pl
             Run run;
 #pragma unroll
             for (int i = 0; i < (int)(sizeof(Run) / sizeof(scalar_t)); ++i) narrow(value[i], run.value[i]);
-            if (d < place.slabs && row < place.rows && place.columns > 0) *(Run*)at(line, place.offset) = run;
+            if (d < target.slabs && row < target.rows && target.columns > 0) *(Run*)at(line, target.offset) = run;
             continue;
           }
           if (has_taps(AXIS_D, d) && has_taps(AXIS_H, h)) {  // else all elements of the row are alike
@@ -482,7 +482,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Place& pl
 }
 
 // Channels last: a thread's channels are neighbours already.
-__device__ __forceinline__ void store_channels(const Params& params, const Place& place, const Accumulators& acc,
+__device__ __forceinline__ void store_channels(const Params& params, const Target& target, const Accumulators& acc,
                                                scalar_t* dst, const ChannelTerms (&terms)[DST_PER_THREAD],
                                                int channels) {
 #pragma unroll
@@ -494,9 +494,9 @@ __device__ __forceinline__ void store_channels(const Params& params, const Place
 #pragma unroll
         for (int w = 0; w < RUN; ++w) {
           const int row = cell_h * DST_H + h;
-          if (d >= place.slabs || row >= place.rows || w >= place.columns) continue;
+          if (d >= target.slabs || row >= target.rows || w >= target.columns) continue;
           scalar_t* const pixel =
-              at(dst + d * params.dst.stride[2] + row * params.dst.stride[3] + w * params.dst.stride[4], place.offset);
+              at(dst + d * params.dst.stride[2] + row * params.dst.stride[3] + w * params.dst.stride[4], target.offset);
 #pragma unroll
           for (int first = 0; first < DST_PER_THREAD; first += DST_VECTOR) {
             if (first >= channels) break;
@@ -543,14 +543,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   SourceLoader source;
   WeightLoader taps;
-  Place place;
+  Target target;
   Accumulators acc;
   source.init(params, tile, thread, planes);
   taps.init(thread);
-  place.init(params, tile, lane);
-  if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(params, place, elements + lane * RUN);
+  target.init(params, tile, lane);
+  if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(params, target, elements + lane * RUN);
   const bool whole =
-      __all_sync(0xffffffffu, place.slabs >= DST_D && place.rows >= CELLS_H * DST_H && place.columns >= RUN);
+      __all_sync(0xffffffffu, target.slabs >= DST_D && target.rows >= CELLS_H * DST_H && target.columns >= RUN);
 
   int group = first_work_tile / DST_BLOCKS, dst_block = first_work_tile % DST_BLOCKS;
   // The step to be loaded next, and how many are left.
@@ -618,15 +618,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
       for (int i = 0; i < DST_PER_THREAD; ++i) terms[i] = channel_terms(bias, first_channel + i, i < channels);
       scalar_t* const item_dst = dst + first_channel * params.dst.stride[1];
-      if (STAGES > 4) place.init(params, tile, lane);  // again, so that its registers serve the stages
+      if (STAGES > 4) target.init(params, tile, lane);  // again, so that its registers serve the stages
       accum_t* const staging = rows + warp * (32 * RUN);
       const Element* const of_warp = elements + lane / 32 * (32 * RUN);
       if (DST_CHANNELS_LAST)
-        store_channels(params, place, acc, item_dst, terms, channels);
+        store_channels(params, target, acc, item_dst, terms, channels);
       else if (RUN > 1 && !VECTORS && whole)
-        store_rows<true>(params, place, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
+        store_rows<true>(params, target, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
       else
-        store_rows<false>(params, place, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
+        store_rows<false>(params, target, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
     }
     if (++dst_block == DST_BLOCKS) dst_block = 0, ++group;
   }

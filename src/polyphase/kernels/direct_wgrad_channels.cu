@@ -112,7 +112,7 @@ struct Share {
 };
 
 // POSITIONS neighbouring positions, of which `count` exist, and where they meet the output gradient at the first tap.
-struct Place {
+struct Positions {
   const scalar_t *x, *grad;  // of the thread's channels
   int count, d, h, w;
 
@@ -133,27 +133,27 @@ struct Sums {
 
   // WHOLE: nothing need be asked for.
   template <bool WHOLE>
-  __device__ __forceinline__ void add(const Place& place, const Share& share, const Tensor5& g) {
+  __device__ __forceinline__ void add(const Positions& at, const Share& share, const Tensor5& g) {
     Held<scalar_t, X_HELD, X_VECTOR> x[POSITIONS];
 #pragma unroll
-    for (int i = 0; i < POSITIONS; ++i) x[i].load(place.x + i * X_PIXEL, WHOLE || i < place.count);
+    for (int i = 0; i < POSITIONS; ++i) x[i].load(at.x + i * X_PIXEL, WHOLE || i < at.count);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const int row = share.row + r;
       if (KERNEL_ROWS % ROWS != 0 && row >= KERNEL_ROWS) continue;
       const int d = row / AXIS_H.kernel * AXIS_D.dilation, h = row % AXIS_H.kernel * AXIS_H.dilation;
       const bool exists =
-          WHOLE || ((unsigned)(place.d + d) < (unsigned)g.size[0] && (unsigned)(place.h + h) < (unsigned)g.size[1]);
-      const scalar_t* const line = place.grad + d * g.stride[2] + h * g.stride[3];
+          WHOLE || ((unsigned)(at.d + d) < (unsigned)g.size[0] && (unsigned)(at.h + h) < (unsigned)g.size[1]);
+      const scalar_t* const line = at.grad + d * g.stride[2] + h * g.stride[3];
       Held<scalar_t, VECTOR, GRAD_VECTOR> grad[WINDOW];
 #pragma unroll
       for (int column = 0; column < WINDOW; ++column)
         if (is_met(column))
           grad[column].load(line + column * GRAD_PIXEL,
-                            WHOLE || (exists && (unsigned)(place.w + column) < (unsigned)g.size[2]));
+                            WHOLE || (exists && (unsigned)(at.w + column) < (unsigned)g.size[2]));
 #pragma unroll
       for (int i = 0; i < POSITIONS; ++i) {
-        if (!WHOLE && i >= place.count) continue;
+        if (!WHOLE && i >= at.count) continue;
 #pragma unroll
         for (int tap = 0; tap < COLUMNS; ++tap)
 #pragma unroll
@@ -230,20 +230,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (; first < until; ++first) {
       const int n = tile[0] * params.walkers[0] + walker[0], d = tile[1] * params.walkers[1] + walker[1];
       const int w = (tile[2] * params.walkers[3] + walker[3]) * POSITIONS, h = tile[3] * params.walkers[2] + walker[2];
-      Place place;
-      place.count = params.x.size[2] - w;
-      place.d = d * AXIS_D.stride - AXIS_D.padding;
-      place.h = h * AXIS_H.stride - AXIS_H.padding;
+      Positions at;
+      at.count = params.x.size[2] - w;
+      at.d = d * AXIS_D.stride - AXIS_D.padding;
+      at.h = h * AXIS_H.stride - AXIS_H.padding;
       const int first_column = w * AXIS_W.stride - AXIS_W.padding;
-      place.w = first_column + share.column * AXIS_W.dilation;
-      place.x = x + n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] + (long long)w * X_PIXEL;
-      place.grad = grad + n * params.g.stride[0] + place.d * params.g.stride[2] + place.h * params.g.stride[3] +
-                   (long long)first_column * GRAD_PIXEL;
-      const bool exists = owns && n < params.batch && d < params.x.size[0] && h < params.x.size[1] && place.count > 0;
-      if (__all_sync(~0u, !exists || place.is_whole(params.g))) {  // so that a warp does not compute in both ways
-        if (exists) sums.add<true>(place, share, params.g);
+      at.w = first_column + share.column * AXIS_W.dilation;
+      at.x = x + n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] + (long long)w * X_PIXEL;
+      at.grad = grad + n * params.g.stride[0] + at.d * params.g.stride[2] + at.h * params.g.stride[3] +
+                (long long)first_column * GRAD_PIXEL;
+      const bool exists = owns && n < params.batch && d < params.x.size[0] && h < params.x.size[1] && at.count > 0;
+      if (__all_sync(~0u, !exists || at.is_whole(params.g))) {  // so that a warp does not compute in both ways
+        if (exists) sums.add<true>(at, share, params.g);
       } else {
-        if (exists) sums.add<false>(place, share, params.g);
+        if (exists) sums.add<false>(at, share, params.g);
       }
       advance(params.tiles, tile);
     }

@@ -177,7 +177,7 @@ struct Sums {
   // the thread's first columns.
   __device__ __forceinline__ void add(const float* x, int x_pitch, const float* window,
                                       const int (&lines)[THREAD_LINES]) {
-    Window met;
+    Met met;
     if constexpr (X_LAST) {
 #pragma unroll
       for (int position = 0; position < POSITIONS; ++position) {
@@ -202,7 +202,7 @@ struct Sums {
 
  private:
   // What the thread's positions meet.
-  struct Window {
+  struct Met {
     Four of[THREAD_LINES][QUADS];
 
     // Quads that are met first by one of these positions.
@@ -217,7 +217,7 @@ struct Sums {
     __device__ __forceinline__ float at(int line, int place) const { return of[line][place / 4].value[place % 4]; }
   };
 
-  __device__ __forceinline__ void add(int row, float x, const Window& met, int position) {
+  __device__ __forceinline__ void add(int row, float x, const Met& met, int position) {
 #pragma unroll
     for (int line = 0; line < THREAD_LINES; ++line)
 #pragma unroll

@@ -39,6 +39,7 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
 #include "operand/split.cuh"
+#include "mainloop/accumulators.cuh"
 #include "mainloop/multistage.cuh"
 #include "epilogue/finish.cuh"
 #include "epilogue/staged_rows.cuh"
@@ -160,14 +161,7 @@ struct Pair {
 constexpr int PAIRS = 4 * PIXEL_TILES * WARPS, PAIR_BYTES = round_up(PAIRS * (int)sizeof(Pair), 128);
 
 // A warp's part of the product: of row block i and column tile j.
-struct Sums {
-  float of[ROW_BLOCKS][PIXEL_TILES][4];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < ROW_BLOCKS * PIXEL_TILES * 4; ++i) (&of[0][0][0])[i] = 0;
-  }
-
+struct Sums : Accumulators<ROW_BLOCKS, 4 * PIXEL_TILES> {
   // One operation, of the warp's `pairs` of cells.
   __device__ __forceinline__ void add(const Params& params, const char* window, const Pair* pairs,
                                       const char* weights) {
@@ -246,27 +240,26 @@ struct Sums {
   }
 
   // Adds to the sums of a row block, or begins them. `weights` is the lane's.
-  static __device__ __forceinline__ void multiply(float (&to)[PIXEL_TILES][4], const char* weights,
+  static __device__ __forceinline__ void multiply(float (&to)[4 * PIXEL_TILES], const char* weights,
                                                   const Words (&words)[PIXEL_TILES], bool first) {
     typedef Vector<unsigned, 4> Rows;
     if constexpr (EXACT) {
-      float sums[PIXEL_TILES][4] = {};
+      float sums[4 * PIXEL_TILES] = {};
 #pragma unroll
       for (int i = 0; i < 3; ++i) {  // the smallest products first
         const Rows rows = *(const Rows*)(weights + (PARTS == 3 ? i > 0 : i == 0) * 512);
         const int one = PARTS == 3 ? i == 2 : 2 * (i == 1), other = PARTS == 3 ? 2 - i : one + 1;
 #pragma unroll
-        for (int j = 0; j < PIXEL_TILES; ++j) mma<part_t>(sums[j], rows.value, words[j][one], words[j][other]);
+        for (int j = 0; j < PIXEL_TILES; ++j) mma<part_t>(sums + 4 * j, rows.value, words[j][one], words[j][other]);
       }
 #pragma unroll
-      for (int j = 0; j < 4 * PIXEL_TILES; ++j)
-        to[j / 4][j % 4] = first ? sums[j / 4][j % 4] : to[j / 4][j % 4] + sums[j / 4][j % 4];
+      for (int j = 0; j < 4 * PIXEL_TILES; ++j) to[j] = first ? sums[j] : to[j] + sums[j];
     } else {
 #pragma unroll
-      for (int j = 0; j < 4 * PIXEL_TILES; ++j) to[j / 4][j % 4] = first ? 0 : to[j / 4][j % 4];
+      for (int j = 0; j < 4 * PIXEL_TILES; ++j) to[j] = first ? 0 : to[j];
       const Rows rows = *(const Rows*)weights;
 #pragma unroll
-      for (int j = 0; j < PIXEL_TILES; ++j) mma<scalar_t>(to[j], rows.value, words[j][0], words[j][1]);
+      for (int j = 0; j < PIXEL_TILES; ++j) mma<scalar_t>(to + 4 * j, rows.value, words[j][0], words[j][1]);
     }
   }
 };
@@ -366,7 +359,7 @@ struct Outputs {
       const float value = widen(*to);
       if (is_trusted(value)) continue;
       int cell[4];
-      decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + threadIdx.x % 4 * 2 + k, cell);
+      decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + fragment_column() + k, cell);
 #pragma unroll
       for (int d = 0; d < 4; ++d) cell[d] += first[d];
       if (cell[0] >= params.batch) continue;
@@ -402,7 +395,7 @@ struct Outputs {
 #pragma unroll
       for (int k = 0; k < 2 * STRIDE; ++k) {
         const int at = first + k % STRIDE * OUT_CHUNK;
-        narrow(doubted(sums.of[at / 16][j][at / 8 % 2 * 2 + k / STRIDE], of_channel, doubt), values[k]);
+        narrow(doubted(sums.of[at / 16][4 * j + at / 8 % 2 * 2 + k / STRIDE], of_channel, doubt), values[k]);
       }
       if (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0)) {
 #pragma unroll
@@ -426,7 +419,7 @@ struct Outputs {
       scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const float value = doubted(sums.of[i / 2][j][i % 2 * 2 + k], of_channel, doubt);
+        const float value = doubted(sums.of[i / 2][4 * j + i % 2 * 2 + k], of_channel, doubt);
         if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
 #pragma unroll
         for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it

@@ -215,7 +215,7 @@ struct RowFactors {
   float of[ROW_BLOCKS][2];
 
   __device__ __forceinline__ void load(const float* rows) {
-    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const int row = threadIdx.x / 32 % 4 * 16 + fragment_row();
 #pragma unroll
     for (int i = 0; i < 2 * ROW_BLOCKS; ++i) of[i / 2][i % 2] = rows[i / 2 * ROWS + i % 2 * 8 + row];
   }

@@ -32,6 +32,7 @@
 #include "ptx/wgmma.cuh"
 #include "operand/split.cuh"
 #include "operand/tf32.cuh"
+#include "mainloop/accumulators.cuh"
 
 struct Params {
   Tensor5 x, y;
@@ -218,14 +219,7 @@ struct Rows {
 };
 
 // The product's elements of a warp: of row tile i element k of column tile j.
-struct Sums {
-  float of[ROW_TILES][4 * COLUMN_TILES];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < ROW_TILES * COLUMN_TILES * 4; ++i) (&of[0][0])[i] = 0;
-  }
-
+struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   // One operation, whose weights are the given.
   __device__ __forceinline__ void add(Rows& rows, const char* weights) {
     if constexpr (EXACT) {
@@ -300,7 +294,7 @@ struct Sums {
       for (int j = 0; j < COLUMN_TILES; ++j)
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          const int column = 8 * j + threadIdx.x % 4 * 2 + k;
+          const int column = 8 * j + fragment_column() + k;
           if (COLUMNS % 8 != 0 && column >= COLUMNS) continue;
           Vector<float, UNIT> unit;
 #pragma unroll

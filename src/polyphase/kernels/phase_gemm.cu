@@ -28,6 +28,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 #include "operand/split.cuh"
+#include "mainloop/accumulators.cuh"
 
 struct Params {
   Tensor5 x, y;
@@ -210,14 +211,7 @@ struct Words {
 };
 
 // A warp's part of the product.
-struct Sums {
-  float of[ROW_TILES][4][4];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < ROW_TILES * 16; ++i) of[i / 16][i / 4 % 4][i % 4] = 0;
-  }
-
+struct Sums : Accumulators<ROW_TILES, 16> {
   // `rows` and `columns` are the first word of the thread's first.
   __device__ __forceinline__ void add(const unsigned* rows, const unsigned* columns) {
 #pragma unroll
@@ -237,7 +231,7 @@ struct Sums {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (PARTS == 1) {
-            mma<scalar_t>(of[tile][j], a[0], b[j][0][0], b[j][0][1]);
+            mma<scalar_t>(of[tile] + 4 * j, a[0], b[j][0][0], b[j][0][1]);
             continue;
           }
           float sum[4] = {};
@@ -245,7 +239,7 @@ struct Sums {
           mma<scalar_t>(sum, a[0], b[j][PARTS - 1][0], b[j][PARTS - 1][1]);
           mma<scalar_t>(sum, a[0], b[j][0][0], b[j][0][1]);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) of[tile][j][i] += sum[i];
+          for (int i = 0; i < 4; ++i) of[tile][4 * j + i] += sum[i];
         }
       }
     }
@@ -415,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     bool numbers = true;
 #pragma unroll
     for (int j = 0; j < RUN; ++j) {
-      const float value = finish(sums.of[i / 2][j / 2][i % 2 * 2 + j % 2], terms[j]);
+      const float value = finish(sums.of[i / 2][j / 2 * 4 + i % 2 * 2 + j % 2], terms[j]);
       numbers = numbers && value == value;
       narrow(value, values[j]);
     }

@@ -44,6 +44,7 @@
 #include "ptx/wgmma.cuh"
 #include "operand/scaled_half.cuh"
 #include "operand/tf32.cuh"
+#include "mainloop/accumulators.cuh"
 
 struct Params {
   Tensor5 x, y;
@@ -456,14 +457,7 @@ struct Cells {
 };
 
 // The sums of a thread: of its pixels, and of two columns of each 8.
-struct Sums {
-  float of[ROW_TILES][COLUMNS / 2];
-
-  __device__ __forceinline__ void pin_all() {
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; ++tile) pin(of[tile]);
-  }
-
+struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
   // Operation `step` of a stage, for a tile of rows.
   __device__ __forceinline__ void add(int tile, const unsigned (&rows)[4], const Stage& stage, int step, bool add) {
     wgmma(of[tile], rows, stage.described + step * (OPERATION_BYTES / 16), add);
@@ -631,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool more = chunk + 1 < run.behind;
     if (more) added.load(params, packed, bias, run.unit % params.groups, chunk + 1);
     wgmma_wait<0>();
-    sums.pin_all();
+    pin(sums.of);
     rows.pin_all();
     if (!RESIDENT && threadIdx.x % 128 == 0) mbarrier_arrive(empty + 8 * slot.before());
     if (more) added.publish(terms, chunk + 1);

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int row = Sums::first_row() + 8 * i;
       if (row >= rows) continue;
       scalar_t* const to = dst + row * params.x.stride[1];
-      const float* const sum = sums.of[i / 2][j] + i % 2 * 2;
+      const float* const sum = sums.of[i / 2] + 4 * j + i % 2 * 2;
       Vector<scalar_t, 2> both;
       narrow(sum[0], both.value[0]);
       narrow(sum[1], both.value[1]);

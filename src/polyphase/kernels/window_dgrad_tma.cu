@@ -86,7 +86,7 @@ __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int 
 #pragma unroll
   for (int tile = 0; tile < COLUMNS / 8; tile += TOGETHER) {
     const float* const pair = sums + 4 * tile + 2 * half;
-    const int column = 8 * tile + threadIdx.x % 4 * 2;
+    const int column = 8 * tile + fragment_column();
     if constexpr (VECTOR == 4) {
       const bool both = tile + 1 < COLUMNS / 8;
       const Vector<unsigned, 2> found = exchanged(pair, both ? pair + 4 : pair);

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           const int row = Sums::first_row() + 16 * i + k / 2 * 8, column = Sums::first_column() + 8 * j + k % 2;
           if (row >= rows || column >= min(OUT_CHUNK, channels) * TAPS) continue;
           float* const to = partial + (long long)row * (OUT_CHANNELS * TAPS) + column;
-          *to = flushed ? *to + sums.of[i][j][k] : sums.of[i][j][k];
+          *to = flushed ? *to + sums.of[i][4 * j + k] : sums.of[i][4 * j + k];
         }
     sums.clear();
     flushed = true;

@@ -75,7 +75,7 @@ __device__ __forceinline__ void load_tiles(const Params& params, const WorkTile&
         const int from[5] = {work.group * IN_CHANNELS + work.first_in + i * ROW_BOX, at[3], at[2], at[1], at[0]};
         tma_load_box(buffer + i * box_bytes(ROW_PITCH), params.x_box, x, from, box_bytes(ROW_PITCH), full);
       } else {
-        const Window window(work.first_window + i - in_boxes);
+        const TapWindow window(work.first_window + i - in_boxes);
         const int from[5] = {work.group * OUT_CHANNELS + window.channel,
                              at[3] * AXIS_W.stride + window.tap[2] * AXIS_W.dilation - AXIS_W.padding,
                              at[2] * AXIS_H.stride + window.tap[1] * AXIS_H.dilation - AXIS_H.padding,
@@ -109,7 +109,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
     // The place of a column in the first row, below zero where there is none.
     const auto place = [=](int column) {
       const int unit = first_unit + column / UNIT, index = first_window + unit / WINDOW_TAPS;
-      const Window window(index);
+      const TapWindow window(index);
       const int tap = window.weight_tap(unit % WINDOW_TAPS), out = window.channel + column % UNIT;
       return index < WINDOWS && tap >= 0 && (WHOLE_UNITS || out < OUT_CHANNELS) ? tap * OUT_CHANNELS + out : -1;
     };

@@ -22,10 +22,7 @@
 
 constexpr int ROWS = 64;
 
-__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-
-// The taps of a phase are first, first + step, first + 2·step ...
-__host__ __device__ constexpr int tap_step(Axis axis) { return axis.stride / gcd(axis.stride, axis.dilation); }
+// The taps of a phase are `first_tap`, first + `tap_step`, first + 2·step ...
 __host__ __device__ constexpr int first_tap(Axis axis, int phase) {
   for (int tap = 0; tap < axis.kernel; ++tap)
     if (phase_of(axis, tap) == phase) return tap;

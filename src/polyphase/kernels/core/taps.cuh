@@ -9,8 +9,6 @@
 #include "specialisation.cuh"
 #include "core/axis.cuh"
 
-__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-
 // The x in [0, modulus) with a·x ≡ 1.
 __host__ __device__ constexpr int inverse(int a, int modulus) {
   for (int x = 0; x < modulus; ++x)

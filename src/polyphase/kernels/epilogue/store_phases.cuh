@@ -33,7 +33,7 @@ constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeo
 
 // Where a cell's first element goes, from the tile's batch entry and the channel; and how many elements are ours from
 // there on along depth, height and width: none of a cell that is not stored.
-struct Place {
+struct Target {
   offset_t offset;
   unsigned reach;
   static __device__ __forceinline__ unsigned reach_of(int slabs, int rows, int columns) {
@@ -45,7 +45,7 @@ struct Place {
   }
 };
 static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
-constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Place);
+constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Target);
 
 // The bits of COUNT elements, as words.
 template <int BYTES>
@@ -67,7 +67,7 @@ struct Epilogue {
   int first_cell;                         // of the warpgroup, among the tile's
   scalar_t* dst;                          // the work tile's first channel, the tile's first batch entry
   scalar_t* staging;                      // of the warp, or the warpgroup
-  Place* places;                          // of the warpgroup's cells
+  Target* targets;                        // of the warpgroup's cells
   ChannelTerms terms[CHANNEL_BLOCKS][2];  // of the thread's rows
 
   __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
@@ -78,7 +78,7 @@ struct Epilogue {
         first_cell(first_cell),
         dst(dst),
         staging((scalar_t*)memory + (JOINT ? warp() : threadIdx.x / STAGERS) * STAGING),
-        places((Place*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
+        targets((Target*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
     find_places();
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
@@ -139,7 +139,7 @@ struct Epilogue {
     unsigned reach[VECTORS];  // of the cell; nothing where the vector is not stored
 
     __device__ __forceinline__ bool has_line(int i, int depth, int height) const {
-      return DST_D * DST_H == 1 ? reach[i] != 0 : Place::has_line(reach[i], depth, height);
+      return DST_D * DST_H == 1 ? reach[i] != 0 : Target::has_line(reach[i], depth, height);
     }
   };
 
@@ -155,7 +155,7 @@ struct Epilogue {
 
   // By the warpgroup together, while its last products are on their way.
   __device__ __forceinline__ void find_places() const {
-    group_sync();  // the places of the work tile before are no longer needed
+    group_sync();  // the targets of the work tile before are no longer needed
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < GROUP_CELLS; i += 128) {
       Pixel p;
@@ -166,7 +166,8 @@ struct Epilogue {
       const bool inside =
           p.n < params.images && p.d < params.cells[0] && p.h < params.cells[1] && work.n + p.n < params.batch;
       const bool exists = (params.run == 0 || first_cell + i < params.run) && slabs > 0 && rows > 0 && columns > 0;
-      places[i] = {offset_of(params.dst, p.n, d, h, w), inside && exists ? Place::reach_of(slabs, rows, columns) : 0u};
+      targets[i] = {offset_of(params.dst, p.n, d, h, w),
+                    inside && exists ? Target::reach_of(slabs, rows, columns) : 0u};
     }
     group_sync();
   }
@@ -181,9 +182,9 @@ struct Epilogue {
       const int of_piece = DST_CHANNELS_LAST ? threadIdx.x % 128 / LANES + AT_ONCE * i : element / ROW_COLUMNS;
       const int cell = piece * PIECE + of_piece;
       const bool ours = of_piece < PIECE && cell < GROUP_CELLS;
-      const Place place = places[ours ? cell : 0];
-      share.offset[i] = place.offset + phase * (offset_t)params.dst.stride[4];
-      share.reach[i] = ours && phase < Place::columns(place.reach) ? place.reach : 0;
+      const Target target = targets[ours ? cell : 0];
+      share.offset[i] = target.offset + phase * (offset_t)params.dst.stride[4];
+      share.reach[i] = ours && phase < Target::columns(target.reach) ? target.reach : 0;
     }
   }
 
@@ -313,7 +314,7 @@ struct Epilogue {
     bool exists[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
-      exists[i] = phase < Place::columns(share.reach[i]) && of_channel < channels && share.has_line(i, depth, height);
+      exists[i] = phase < Target::columns(share.reach[i]) && of_channel < channels && share.has_line(i, depth, height);
 #pragma unroll
     for (int i = 0; i < VECTORS; i += 2) {  // two vectors on their way together
       const Bits<WIDE> first = *(const Bits<WIDE>*)(from + i * AT_ONCE * STAGING_PITCH);
@@ -332,9 +333,9 @@ struct Epilogue {
     for (int i = threadIdx.x % 128; i < PIECE * OF_CELL; i += 128) {
       const int cell = i / OF_CELL, of_channel = i % OF_CELL * COUNT;
       if (piece * PIECE + cell >= GROUP_CELLS) break;
-      const Place place = places[piece * PIECE + cell];
-      const bool exists = phase < Place::columns(place.reach) && Place::has_line(place.reach, depth, height);
-      store_global_if(exists && of_channel < channels, to + place.offset + of_channel,
+      const Target target = targets[piece * PIECE + cell];
+      const bool exists = phase < Target::columns(target.reach) && Target::has_line(target.reach, depth, height);
+      store_global_if(exists && of_channel < channels, to + target.offset + of_channel,
                       *(const Bits<COUNT>*)(staging + cell * STAGING_PITCH + of_channel));
     }
   }

@@ -26,6 +26,7 @@
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
+#include "mainloop/accumulators.cuh"
 
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
@@ -74,30 +75,14 @@ __host__ __device__ constexpr int stage_bytes() {
 
 // The sums of a thread: ROW_TILES tiles by LINES lines. Number i of those lies in row `row(tile, i)` of the block's,
 // and in column `column(i)` of the line's.
-struct Sums {
-  float of[ROW_TILES * LINES][SUMS];
-
+struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
   static __device__ __forceinline__ int row(int tile, int i) {
     const int warp = threadIdx.x / 32 % 4, strip = warp / ABREAST * STRIPS + i / 4 % STRIPS;
-    return row_group() * GROUP_ROWS + tile * 64 + strip * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+    return row_group() * GROUP_ROWS + tile * 64 + strip * 16 + fragment_row() + i / 2 % 2 * 8;
   }
   static __device__ __forceinline__ int column(int i) {
     const int eight = threadIdx.x / 32 % ABREAST * (COLUMNS / 8 / ABREAST) + i / 4 / STRIPS;
-    return eight * 8 + threadIdx.x % 4 * 2 + i % 2;
-  }
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES * LINES; ++tile)
-#pragma unroll
-      for (int i = 0; i < SUMS; ++i) of[tile][i] = 0;
-  }
-  // Adds others, or begins with them.
-  __device__ __forceinline__ void take(const Sums& others, bool begin) {
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES * LINES; ++tile)
-#pragma unroll
-      for (int i = 0; i < SUMS; ++i) of[tile][i] = others.of[tile][i] + (begin ? 0 : of[tile][i]);
+    return eight * 8 + fragment_column() + i % 2;
   }
 
   // The products of `stages` stages from `turn` on, to sums that begin with them. Columns says where those lie in the

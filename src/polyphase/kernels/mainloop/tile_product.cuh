@@ -8,7 +8,7 @@
 // begins. Of a source whose pixels are innermost (TRANSPOSED) a box is 64 pixels of every channel of a stage, 128 bytes
 // a channel, swizzled; the tensor cores read columns so in half precision, 64 by 64.
 //
-// Accumulator 4·j + i of a thread holds row  16·warp + lane / 4 + i / 2 · 8  and column  8·j + lane % 4 · 2 + i % 2.
+// Accumulators are those of accumulators.cuh: warp `w` has the rows from 16·w on.
 
 #pragma once
 
@@ -17,6 +17,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/wgmma.cuh"
+#include "mainloop/accumulators.cuh"
 
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread

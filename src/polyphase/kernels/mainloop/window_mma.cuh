@@ -25,6 +25,7 @@
 #include "core/types.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
+#include "mainloop/accumulators.cuh"
 #include "mainloop/multistage.cuh"
 
 constexpr int COLUMN_WARPS = WARPS / ROW_WARPS;
@@ -37,24 +38,17 @@ constexpr int A_BYTES = ROWS * A_PITCH;
 static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
 
 // The sums of a warp.
-struct Sums {
-  float of[ROW_TILES][COLUMN_TILES][4];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < ROW_TILES * COLUMN_TILES * 4; ++i) (&of[0][0][0])[i] = 0;
-  }
-
+struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   // The first row and column of the warp.
   static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES); }
   static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES); }
 
-  // Those of the thread's sums; sum i of a tile lies i / 2 · 8 rows and i % 2 columns on.
-  static __device__ __forceinline__ int first_row() { return warp_row() + threadIdx.x % 32 / 4; }
-  static __device__ __forceinline__ int first_column() { return warp_column() + threadIdx.x % 4 * 2; }
+  // Those of the thread's sums.
+  static __device__ __forceinline__ int first_row() { return warp_row() + fragment_row(); }
+  static __device__ __forceinline__ int first_column() { return warp_column() + fragment_column(); }
 
   // The column of tile `j` whose operand the thread reads.
-  static __device__ __forceinline__ int operand_column(int j) { return warp_column() + 8 * j + threadIdx.x % 32 / 4; }
+  static __device__ __forceinline__ int operand_column(int j) { return warp_column() + 8 * j + fragment_row(); }
 
   // One stage. `columns` are the window's offsets of each tile's operand column.
   __device__ __forceinline__ void add(const char* a, const char* window, const int* offsets,
@@ -94,7 +88,7 @@ struct Sums {
                            *(const unsigned short*)(from[half * EACH + EACH - 1] + columns[j]) << 16;
         }
 #pragma unroll
-        for (int i = 0; i < ROW_TILES; ++i) mma<scalar_t>(of[i][j], rows[i], column[0], column[1]);
+        for (int i = 0; i < ROW_TILES; ++i) mma<scalar_t>(of[i] + 4 * j, rows[i], column[0], column[1]);
       }
     }
   }

@@ -30,6 +30,7 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "mainloop/accumulators.cuh"
 #include "mainloop/multistage.cuh"
 
 constexpr int GROUPS = WARPS / 4 - 1, CONSUMER_THREADS = 128 * GROUPS;  // the first threads
@@ -112,24 +113,14 @@ __device__ __forceinline__ void load_stages(int stages, bool tells, WindowBarrie
 }
 
 // The sums of a group of threads.
-struct Sums {
-  float of[ROW_TILES][4 * COLUMN_TILES];
-
+struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   // Row `i` of the thread's 2 · ROW_TILES, and its first column; sum k of tile j lies in row 2·j + k / 2 % 2 and in
   // column k / 4 · 8 + k % 2 from there on. (Which of an instruction's rows is which is all the same to the product.)
   static __device__ __forceinline__ int row(int i) {
     const int first = threadIdx.x / 128 * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + i / 2 * 64;
-    return first + (PAIRS && !INPUT_GRAD ? threadIdx.x % 32 / 4 * 2 + i % 2 : threadIdx.x % 32 / 4 + i % 2 * 8);
+    return first + (PAIRS && !INPUT_GRAD ? 2 * fragment_row() + i % 2 : fragment_row() + i % 2 * 8);
   }
-  static __device__ __forceinline__ int first_column() { return threadIdx.x % 4 * 2; }
-
-  // Adds others, or begins with them.
-  __device__ __forceinline__ void take(const Sums& others, bool begin) {
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; ++tile)
-#pragma unroll
-      for (int i = 0; i < 4 * COLUMN_TILES; ++i) of[tile][i] = others.of[tile][i] + (begin ? 0 : of[tile][i]);
-  }
+  static __device__ __forceinline__ int first_column() { return fragment_column(); }
 
   // The `steps` operations of a stage, to sums that begin with them or not. `row_offsets` are the window's, of the
   // thread's rows; with `rounded` it holds TF32.

@@ -1,10 +1,10 @@
 // Where the columns of a weight gradient lie: in windows of the output gradient, as TMA brings them.
 //
-// Along each dimension every PERIOD-th tap meets elements of the same residue of the stride, and does so SHIFT
-// positions after the one before. So WINDOW_D · WINDOW_H · WINDOW_W of such taps share a window: what a tile of LANES_D
-// · LANES_H · LANES_W positions and a halo meet of some output channels, every stride-th element. To each tap the tile
-// is the same window from another row on, a row being a position. Along a dimension a window is of one tap, or of all
-// that share a residue; one of one tap is just the tile, and then its extents are all the same.
+// Along each dimension every `tap_step`-th tap meets elements of the same residue of the stride, and does so
+// `element_step` positions after the one before. So WINDOW_D · WINDOW_H · WINDOW_W of such taps share a window: what a
+// tile of LANES_D · LANES_H · LANES_W positions and a halo meet of some output channels, every stride-th element. To
+// each tap the tile is the same window from another row on, a row being a position. Along a dimension a window is of
+// one tap, or of all that share a residue; one of one tap is just the tile, and then its extents are all the same.
 //
 // Index mapping. Windows of a group are counted by channel block, then by their first tap along w, h and d. A unit is a
 // window's channels at one tap, a line LINE_UNITS neighbouring units, equally far apart.
@@ -16,15 +16,14 @@
 #include "core/geometry.cuh"
 #include "mainloop/box_product.cuh"
 
-__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-__host__ __device__ constexpr int period(Axis axis) { return axis.stride / gcd(axis.stride, axis.dilation); }
-__host__ __device__ constexpr int shift(Axis axis) { return axis.dilation / gcd(axis.stride, axis.dilation); }
 // Windows along a dimension that have `taps` taps each; the first tap of each is its index.
 __host__ __device__ constexpr int windows(Axis axis, int taps) {
-  return taps > 1 && period(axis) < axis.kernel ? period(axis) : axis.kernel;
+  return taps > 1 && tap_step(axis) < axis.kernel ? tap_step(axis) : axis.kernel;
 }
 // Positions that a window of `taps` taps has of `lanes` of a tile.
-__host__ __device__ constexpr int extent(Axis axis, int lanes, int taps) { return lanes + (taps - 1) * shift(axis); }
+__host__ __device__ constexpr int extent(Axis axis, int lanes, int taps) {
+  return lanes + (taps - 1) * element_step(axis);
+}
 
 constexpr int UNIT = COLUMN_PITCH / (int)sizeof(scalar_t);  // output channels
 constexpr int WINDOW_TAPS = WINDOW_D * WINDOW_H * WINDOW_W;
@@ -49,9 +48,10 @@ __host__ __device__ constexpr int row_of_position(int index) {
   return (index / LANES_W / LANES_H * SLAB_EXTENT + index / LANES_W % LANES_H) * ROW_EXTENT + index % LANES_W;
 }
 __host__ __device__ constexpr int row_of_tap(int index) {
-  return (index / WINDOW_W / WINDOW_H * shift(AXIS_D) * SLAB_EXTENT + index / WINDOW_W % WINDOW_H * shift(AXIS_H)) *
+  return (index / WINDOW_W / WINDOW_H * element_step(AXIS_D) * SLAB_EXTENT +
+          index / WINDOW_W % WINDOW_H * element_step(AXIS_H)) *
              ROW_EXTENT +
-         index % WINDOW_W * shift(AXIS_W);
+         index % WINDOW_W * element_step(AXIS_W);
 }
 __host__ __device__ constexpr int unit_offset(int unit) {
   return unit / WINDOW_TAPS * WINDOW_BYTES + row_of_tap(unit % WINDOW_TAPS) * COLUMN_PITCH;
@@ -73,10 +73,10 @@ struct WindowColumns {
 };
 
 // A window: its first channel of the group, and the first of its taps along d, h, w.
-struct Window {
+struct TapWindow {
   int channel, tap[3];
 
-  __device__ __forceinline__ explicit Window(int index) {
+  __device__ __forceinline__ explicit TapWindow(int index) {
     channel = index % CHANNEL_BLOCKS * UNIT;
     index /= CHANNEL_BLOCKS;
     tap[2] = index % WINDOWS_W;
@@ -85,8 +85,9 @@ struct Window {
   }
   // The weight's tap that is the window's tap `index`, or below zero where there is none.
   __device__ __forceinline__ int weight_tap(int index) const {
-    const int d = tap[0] + index / WINDOW_W / WINDOW_H * period(AXIS_D);
-    const int h = tap[1] + index / WINDOW_W % WINDOW_H * period(AXIS_H), w = tap[2] + index % WINDOW_W * period(AXIS_W);
+    const int d = tap[0] + index / WINDOW_W / WINDOW_H * tap_step(AXIS_D);
+    const int h = tap[1] + index / WINDOW_W % WINDOW_H * tap_step(AXIS_H),
+              w = tap[2] + index % WINDOW_W * tap_step(AXIS_W);
     const bool exists = d < AXIS_D.kernel && h < AXIS_H.kernel && w < AXIS_W.kernel;
     return exists ? (d * AXIS_H.kernel + h) * AXIS_W.kernel + w : -1;
   }

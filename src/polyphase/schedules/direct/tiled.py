@@ -317,25 +317,15 @@ def legal_configs(gather: Gather, device: DeviceInfo, short_rows: bool = False) 
 
     ``short_rows``: those too of whose lanes a row takes but a few, as its halo is wide.
     """
-    tall = gather.axes[1] != Axis(1)
-    cells = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)) if tall else ((1, 1), (1, 2))
-    per_thread = sorted({size for size in (1, 2, 3, 4, 6, 8, 16, gather.dst_channels) if size <= gather.dst_channels})
-    last = gather.src.channels_last
+    tall, last = gather.axes[1] != Axis(1), gather.src.channels_last
     stages = [channels for channels in ((4, 8) if last else (1, 2, 4, 8)) if channels < 2 * gather.src_channels or last]
     src_slices = [slices for slices in (1, 2, 4) if slices <= gather.src_channels // 16 + 1]
     buffers = (2, 3) if _copies_asynchronously(gather, device) else (2,)
-    for dst, (cells_h, cells_w) in itertools.product(per_thread, cells):
-        if gather.taps * dst * cells_h * cells_w > _MAX_UNROLLED:
-            continue
-        if dst > 16 or gather.owned * dst * cells_h * cells_w > _MAX_ACCUMULATORS:
-            continue
-        if gather.phases * dst * cells_h * cells_w > MAX_PHASES:
-            continue
+    blocks = list(itertools.product((64, 128, 256), (1, 2, 4), src_slices, stages, buffers))
+    for dst, cells in _of_threads(gather, tall):
         vector = _dst_vector(gather, dst)
-        elements = {lanes: _elements(gather, (cells_h, cells_w), lanes, tall) for lanes in (64, 128, 256)}
-        for lanes, of_dst, of_src, channels, depth in itertools.product(
-            (64, 128, 256), (1, 2, 4), src_slices, stages, buffers
-        ):
+        elements = {lanes: _elements(gather, cells, lanes, tall) for lanes in (64, 128, 256)}
+        for lanes, of_dst, of_src, channels, depth in blocks:
             threads = lanes * of_dst * of_src
             if threads > 512 or channels % of_src or (of_dst - 1) * dst >= gather.dst_channels:
                 continue
@@ -343,19 +333,37 @@ def legal_configs(gather: Gather, device: DeviceInfo, short_rows: bool = False) 
             loads = rows if short_rows else max(row, rows)
             if loads > _MAX_LOADS:
                 continue
-            config = TiledConfig(lanes, dst, cells_h, cells_w, of_dst, of_src, channels, loads, depth, 1, vector)
+            config = TiledConfig(lanes, dst, *cells, of_dst, of_src, channels, loads, depth, 1, vector)
             counts = Counts.of(gather, config)
-            needed = round_up(registers(counts, config), 8)
-            shared = _shared_bytes(gather, config, (1, 1, 1, lanes), counts) + 1024
-            blocks = min(
-                REGISTERS // (needed * threads), 1536 // threads, device.shared_bytes_per_multiprocessor // shared
-            )
-            # Where the estimate is low the compiler settles for fewer resident blocks, or rolls up loops. For double
-            # precision it is high, with channels last by less.
-            double = counts.words == 2 and blocks > 1 and (needed <= _MAX_OF_DOUBLES or not gather.dst.channels_last)
-            needed += 40 if counts.owned == _MAX_ACCUMULATORS else 16
-            if blocks and (needed <= min(255, REGISTERS // threads) or double):
-                yield config._replace(min_blocks=blocks), counts
+            if (min_blocks := _resident(gather, config, counts, device)) > 0:
+                yield config._replace(min_blocks=min_blocks), counts
+
+
+def _of_threads(gather: Gather, tall: bool) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Destination channels and cells that a thread may have: what it unrolls and sums."""
+    per_thread = {size for size in (1, 2, 3, 4, 6, 8, 16, gather.dst_channels) if size <= min(gather.dst_channels, 16)}
+    for dst, cells in itertools.product(
+        sorted(per_thread), ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)) if tall else ((1, 1), (1, 2))
+    ):
+        of_tap = dst * math.prod(cells)
+        few = gather.owned * of_tap <= _MAX_ACCUMULATORS and gather.phases * of_tap <= MAX_PHASES
+        if few and gather.taps * of_tap <= _MAX_UNROLLED:
+            yield dst, cells
+
+
+def _resident(gather: Gather, config: TiledConfig, counts: Counts, device: DeviceInfo) -> int:
+    """Blocks of a multiprocessor, for which the compiler limits registers; none where these would spill.
+
+    Where the estimate is low the compiler settles for fewer resident blocks, or rolls up loops. For double precision it
+    is high, with channels last by less.
+    """
+    needed = round_up(registers(counts, config), 8)
+    shared = _shared_bytes(gather, config, (1, 1, 1, config.lanes), counts) + 1024
+    by_registers = REGISTERS // (needed * config.threads)
+    blocks = min(by_registers, 1536 // config.threads, device.shared_bytes_per_multiprocessor // shared)
+    double = counts.words == 2 and blocks > 1 and (needed <= _MAX_OF_DOUBLES or not gather.dst.channels_last)
+    needed += 40 if counts.owned == _MAX_ACCUMULATORS else 16
+    return blocks if needed <= min(255, REGISTERS // config.threads) or double else 0
 
 
 def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:

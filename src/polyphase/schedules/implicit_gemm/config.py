@@ -1,8 +1,7 @@
-"""What `implicit_gemm` can be specialised to: its configs, and what one of them makes of a layer."""
+"""What `implicit_gemm` can be specialised to, and what a config makes of a layer."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,35 +9,22 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
-from polyphase.problem.device import DeviceInfo
+from polyphase.problem import DTYPE_BYTES, Axis
 from polyphase.problem.layouts import SECTOR_BYTES
-from polyphase.problem.sizes import TINY, is_tiny
+from polyphase.problem.sizes import TINY
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.tensor_cores import counter_bytes, parts_of
+from polyphase.schedules.tensor_cores import counter_bytes
 
 ROWS = 64  # of a row block
 BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # warp groups that multiply
-# Pixels of an instruction, by loading groups: its sums must fit the registers that a thread has at launch.
-_WIDEST = {1: 256, 2: 192, 4: 192}
-_FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
+STAGES = 2, 3, 4, 5, 6, 8  # that there may be, but where threads copy operands in place
 _MAX_LONG_PIECE_STRIDE = 5  # output columns of a cell beside which registers are left for longer pieces
 _BIAS_REGISTERS = 12  # beside those, as stores of long pieces were seen to spill
 _STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: results, and where to store them
 SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in rows, and then stores
-_HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
 _PART_PHASES = 4  # at most, of the phases along the width, where these are in parts
-_SCALED_CHANNELS = 32  # of a group, from which on float32 may be multiplied as float16: sums of fewer take little time
-_MOST_SCALED_ROWS = 512  # taps of a set, each with 16 channels in float32, that a block packs
-_MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
-
-# Loading groups, their raw slots, and the stages they may have, by whether they copy in place. Such copies are waited
-# for by those who multiply: they take more stages (see LOOKAHEAD in the kernel), unless TMA brings them.
-STAGES = 2, 3, 4, 5, 6, 8
-_LOADERS = {False: ((2, 4, STAGES), (1, 4, STAGES), (1, 2, STAGES)), True: ((4, 4, (8, 12)), (1, 4, (3, 4)))}
-_BOX_LOADERS = ((1, 4, STAGES),)
 
 
 class GemmConfig(NamedTuple):
@@ -143,7 +129,7 @@ class GemmConfig(NamedTuple):
         ):
             return
         sums = self.parts * Product.of(gather, self).row_blocks * self.group_cells // 2
-        held = _held_by_stores(Taps.of(gather.axes).owned_w, self.lines, gather.dst_channels, gather.src.channels_last)
+        held = held_by_stores(Taps.of(gather.axes).owned_w, self.lines, gather.dst_channels, gather.src.channels_last)
         held += _BIAS_REGISTERS * gather.bias
         cell_bytes = stride * DTYPE_BYTES[gather.dtype]
         pieces = [self._replace(piece_bytes=size) for size in (1024, 512, 256)]
@@ -288,120 +274,7 @@ class Product:
         return counter_bytes(self.row_groups // config.row_parts if config.resident else config.cluster)
 
 
-def configs(problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, tma: bool) -> Iterator[GemmConfig]:
-    """Every config that the registers allow; ``channels_last`` is the source's memory format.
-
-    ``tma``: whether TMA can take it apart (`cuts.box_strides`).
-    """
-    for config, stages in families(problem, device, channels_last, tma):
-        yield from (config._replace(stages=count) for count in reversed(stages))
-
-
-def families(
-    problem: ConvTransposeProblem, device: DeviceInfo, channels_last: bool, tma: bool, may_scale: bool = True
-) -> Iterator[tuple[GemmConfig, tuple[int, ...]]]:
-    """The `configs`, those that differ in nothing but their stages as one with none, beside these in rising order.
-
-    ``may_scale``: those that are ``scaled``, too.
-    """
-    taps = Taps.of(problem.axes3)
-    channels = problem.out_channels_per_group
-    blocks = math.ceil(channels / ROWS)
-    parts = parts_of(problem)
-    some_lines = [lines for lines in range(1, len(taps.lines) + 1) if len(taps.lines) % lines == 0]
-    shapes = [
-        (channel_blocks, lines, 1, channel_blocks * lines * taps.owned_w, 0, False)
-        for channel_blocks in ({1, 2, 4} if blocks > 2 else {1, blocks})
-        for lines in some_lines
-    ]
-    if not problem.channels_last and (width_parts := Taps.width_parts(problem.axes3)) > 1:
-        shapes.append((1, 1, width_parts, taps.owned_w // width_parts, 0, False))
-    # In two parts, or with many small groups, the direct kernel is faster (docs/notebook.md).
-    few = channels <= _FEW_CHANNELS and problem.groups == 1 and parts == 1
-    if few and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
-        shapes += [(1, lines, 1, taps.row_blocks(channels, lines), channels, False) for lines in some_lines]
-    taps_of_channel = taps.rows(1, len(taps.lines))
-    if is_tiny(problem) and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
-        row_channels = min(ROWS // taps_of_channel, channels)
-        shapes += [(sets, len(taps.lines), 1, sets, row_channels, True) for sets in (1, 2, 4)]
-    deep_enough = problem.in_channels_per_group >= _SCALED_CHANNELS
-    may_scale &= device.has_wgmma and not channels_last and problem.dtype == "float32" and deep_enough
-    instructions = [(True, False), (False, False)] if device.has_wgmma else [(False, False)]
-    instructions += [(True, True)] if may_scale else []
-    for wgmma, scaled in instructions:
-        for channel_blocks, lines, width_parts, row_blocks, row_channels, whole_images in shapes:
-            held = _HELD_BY_CHANNELS if whole_images else 0
-            if not row_channels:
-                held = _held_by_stores(taps.owned_w, lines, channels, channels_last)
-                held = max(held, _held_by_partial_blocks(problem, lines, channel_blocks))
-                held += _held_by_bias(problem, taps, parts)
-                held += _held_by_zeros(problem, taps, parts)
-            channel_groups = math.ceil(channels / (channel_blocks * (row_channels or ROWS)))
-            row_groups = channel_groups * (len(taps.lines) // lines) * width_parts
-            may_reside = wgmma and row_groups * problem.groups <= device.multiprocessors // 4
-            for k_steps, split, (resident, cluster) in itertools.product(
-                (1, 2, 4),
-                _splits(1 if row_channels and not whole_images else row_groups, wgmma),
-                (*([(True, 1)] if may_reside else []), (False, 1), *([(False, 2)] if wgmma else [])),
-            ):
-                if cluster > 1 and split != "turns":
-                    continue  # there the block's own warp groups share weights
-                if split == "rows" and channel_blocks > 1 and not row_channels:
-                    continue  # registers spill
-                if k_steps == 4 and cluster > 1 and row_channels and not whole_images:
-                    continue  # registers spill
-                if k_steps == 4 and scaled:
-                    continue  # hardly ever the fastest: such a stage is 64 channels
-                if scaled and row_channels and taps.rows(row_channels, lines) > _MOST_SCALED_ROWS:
-                    continue  # too many to be staged by a block that packs
-                if k_steps == 4 and not row_channels and not taps.are_alike(lines):
-                    continue  # had a fence for each product (C7519), so the model was never fitted to them
-                if cluster > 1 and channels_last and lines > 2 and taps.owned_w > 2:
-                    continue  # registers spill
-                beside = 16 * (k_steps >= 2 and channel_blocks > 1)
-                if scaled and channel_blocks > 1 and (taps.owned_w == 1 or split == "turns"):
-                    beside = 32  # what rows are multiplied by, too
-                elif scaled and k_steps >= 2 and split == "turns":
-                    beside += 8
-                if problem.bias and split == "cells" and (beside or (parts == 2 and channels_last)):
-                    beside += 16
-                elif problem.groups > 1 and lines > 1 and split == "cells" and parts == 2 and channels_last:
-                    beside += 16  # which group it is
-                sums = _accumulators(parts, wgmma, held + beside)
-                stage_channels = k_steps * 2 * CHUNK_BYTES // (2 if scaled else DTYPE_BYTES[problem.dtype])
-                fills = fills_stages(problem.groups, problem.in_channels_per_group, stage_channels)
-                by_tma = tma and wgmma and parts == 1 and fills
-                ways = [(False, *way) for way in _LOADERS[channels_last]]
-                if by_tma and channels_last:
-                    ways = [(True, *way) for way in _BOX_LOADERS]
-                elif by_tma and _may_be_transposed(problem, whole_images):  # but not images of every size
-                    ways += [(True, *way) for way in _BOX_LOADERS]
-                for tma_operands, loaders, raw_slots, stages in ways:
-                    loaders = loaders if wgmma else 1
-                    for pixels, pixel_blocks in _widths(2 * sums // row_blocks, wgmma, loaders):
-                        if tma_operands and not channels_last and pixels % BOX_PIXELS:
-                            continue  # boxes are whole
-                        if whole_images and pixels * pixel_blocks * (CONSUMERS if split == "cells" else 1) < TINY:
-                            continue
-                        config = GemmConfig(
-                            pixels, pixel_blocks, channel_blocks, lines, k_steps, 0, parts, split, resident,
-                            loaders, wgmma, row_channels, tma_operands, whole_images, raw_slots, cluster,
-                            width_parts=width_parts, scaled=scaled,
-                        )  # fmt: skip
-                        yield config, stages
-
-
-def _may_be_transposed(problem: ConvTransposeProblem, whole_images: bool) -> bool:
-    """Whether pixels of channels can be an operand: in half precision, and where a tap is no distance."""
-    return DTYPE_BYTES[problem.dtype] == 2 and (whole_images or Taps.stay_in_cells(problem.axes3))
-
-
-def fills_stages(groups: int, channels: int, stage_channels: int) -> bool:
-    """Whether the last stage of a group's ``channels`` does not reach into the next group."""
-    return groups == 1 or channels % stage_channels == 0
-
-
-def _held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool) -> int:
+def held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool) -> int:
     """Registers that stores hold beyond what the simplest do: where pixels and lines go, which channels exist."""
     if channels_last:
         return 16 if owned_w >= 3 else 0
@@ -410,44 +283,6 @@ def _held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool
     return 16 if lines > 1 else 0
 
 
-# These three, and what deep stages of several blocks hold, were found by compiling the layers of all suites, and odd
-# ones.
-def _held_by_partial_blocks(problem: ConvTransposeProblem, lines: int, channel_blocks: int) -> int:
-    """Registers that stores hold which ask whether a channel exists, for several blocks or lines."""
-    partial = problem.out_channels_per_group % ROWS != 0
-    return 32 if partial and (channel_blocks > 1 or (lines > 1 and problem.dtype != "float32")) else 0
-
-
-def _held_by_zeros(problem: ConvTransposeProblem, taps: Taps, parts: int) -> int:
-    """Registers of stores in two parts where elements of a cell's row own no taps."""
-    zeros = problem.axes3[2].stride - taps.owned_w
-    return min(32 + 16 * zeros, 96) if parts == 2 and zeros else 0
-
-
-def _held_by_bias(problem: ConvTransposeProblem, taps: Taps, parts: int) -> int:
-    """Registers that the bias takes beside the values of long runs."""
-    return 16 if problem.bias and taps.owned_w >= 4 and (parts == 2 or taps.owned_w % 2) else 0
-
-
-def _accumulators(parts: int, wgmma: bool, held: int) -> int:
-    """Sums of a thread that leave it registers enough; those of two parts are added up beside the cores."""
-    if not wgmma:
-        return 80 // (1 if parts == 1 else 3)
-    return (160 - held) // parts
-
-
-def _widths(cells: int, wgmma: bool, loaders: int) -> list[tuple[int, int]]:
-    """Pixels of an instruction and their number, for at most ``cells`` cells and for fewer."""
-    multiple = 8 if wgmma else 16
-    found = []
-    for share in (20, 18, 16, 13, 10):  # images are seldom as wide as registers allow
-        blocks = math.ceil(cells * share / 20 / _WIDEST[loaders])
-        pixels = cells * share // 20 // blocks // multiple * multiple if blocks else 0
-        if pixels >= 16:
-            found.append((pixels, blocks))
-    return list(dict.fromkeys(found))
-
-
-def _splits(row_groups: int, wgmma: bool) -> tuple[str, ...]:
-    """What warp groups may share out; ``row_groups`` are those of one of the layer's groups."""
-    return ("cells", *(("rows",) if row_groups % CONSUMERS == 0 else ()), *(("turns",) if wgmma else ()))
+def fills_stages(groups: int, channels: int, stage_channels: int) -> bool:
+    """Whether the last stage of a group's ``channels`` does not reach into the next group."""
+    return groups == 1 or channels % stage_channels == 0

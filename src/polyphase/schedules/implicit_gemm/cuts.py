@@ -251,59 +251,95 @@ def _rectangles(
     A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
     wide as the image: all of it is padding then. So it is with rows, between images.
     """
-    size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
-    depth, height, width = gather.cells
-    *_, src_height, src_width = gather.src.shape
-    _, ahead_h, ahead_w = (max(0, -axis.shifts[0]) for axis in gather.axes)  # pixels that any tap needs behind a cell
-    _, back_h, back_w = (axis.shifts[1] for axis in gather.axes)  # and before it; negative where all are behind
-    reach_d, reach_h, reach_w = (axis.shifts[1] - axis.shifts[0] for axis in gather.axes)
-    whole_heights = back_h >= ahead_h and height >= src_height and depth == 1
-    heights: dict[int, set[int]] = {}
-    whole_rows = math.gcd(src_width, math.gcd(gather.src.strides[2], gather.src.strides[3]))
-    for copy_bytes in [max(copy_sizes(gather, whole_rows))] if tma else copy_sizes(gather, whole_rows):
-        even = 1 if last else (CHUNK_BYTES if tma else copy_bytes) // size
-        skew = -back_w % even
-        lead = back_w + skew
-        most_columns = min(capacity, _MAX_SIDE[0])
-        for columns in _widths(width, most_columns, even):
-            shared = columns == width and lead >= ahead_w and width >= src_width
-            row = -(-(lead + columns if shared else skew + columns + reach_w) // even) * even
-            if row > _MAX_SIDE[0]:
+    sizes = copy_sizes(gather, math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3])))
+    for copy_bytes in [max(sizes)] if tma else sizes:
+        cut = _Rectangles(gather, capacity, batch, banks, addressable, all_pixels, tma, copy_bytes)
+        for columns in cut.columns():
+            if (row := cut.row(columns)) <= _MAX_SIDE[0]:
+                for rows in cut.rows(columns, row):
+                    yield from cut.tiles(columns, row, rows)
+
+
+class _Rectangles:
+    """`_rectangles` whose rows are copied in pieces of so many bytes."""
+
+    def __init__(
+        self,
+        gather: Gather,
+        capacity: int,
+        batch: int,
+        banks: int,
+        addressable: int,
+        all_pixels: bool,
+        tma: bool,
+        copy_bytes: int,
+    ) -> None:
+        self._gather, self._capacity, self._batch, self._banks = gather, capacity, batch, banks
+        self._addressable, self._all_pixels, self._tma, self._copy_bytes = addressable, all_pixels, tma, copy_bytes
+        depth, height, _ = self._cells = gather.cells
+        *_, self._src_height, self._src_width = gather.src.shape
+        # Pixels that any tap needs behind a cell, and before it: below zero where all are behind.
+        _, self._ahead_h, self._ahead_w = (max(0, -axis.shifts[0]) for axis in gather.axes)
+        _, self._back_h, self._back_w = (axis.shifts[1] for axis in gather.axes)
+        self._reach = tuple(axis.shifts[1] - axis.shifts[0] for axis in gather.axes)
+        self._whole_heights = self._back_h >= self._ahead_h and height >= self._src_height and depth == 1
+        copied = CHUNK_BYTES if tma else copy_bytes
+        self._even = 1 if gather.src.channels_last else copied // DTYPE_BYTES[gather.dtype]
+        self._skew = -self._back_w % self._even
+
+    def columns(self) -> Iterator[int]:
+        """Of a tile."""
+        return _widths(self._cells[2], min(self._capacity, _MAX_SIDE[0]), self._even)
+
+    def row(self, columns: int) -> int:
+        """Pixels from one row of the run to the next."""
+        width, even, skew, lead = self._cells[2], self._even, self._skew, self._back_w + self._skew
+        shared = columns == width and lead >= self._ahead_w and width >= self._src_width
+        return -(-(lead + columns if shared else skew + columns + self._reach[2]) // even) * even
+
+    def rows(self, columns: int, row: int) -> Iterator[int]:
+        """Of a tile; what divides the height evenly, among the most that fit and shares of these."""
+        height, reach, capacity = self._cells[1], self._reach[1], self._capacity
+        most = min(height, capacity // row - reach if self._all_pixels else (capacity - columns) // row + 1)
+        return (rows for rows in _heights(height, max(0, most)) if rows + reach <= _MAX_SIDE[0])
+
+    def tiles(self, columns: int, row: int, rows: int) -> Iterator[tuple[Any, ...]]:
+        """Those of one slab, and of as many as fit."""
+        capacity, all_pixels, even = self._capacity, self._all_pixels, self._even
+        (depth, height, width), (reach_d, reach_h, reach_w) = self._cells, self._reach
+        whole = self._whole_heights and rows == height
+        halo_rows = self._back_h + rows if whole else rows + reach_h
+        slab, flat = halo_rows * row, (rows - 1) * row + columns
+        fitting = capacity // slab - reach_d if all_pixels else (capacity - flat) // slab + 1
+        most_slabs = min(depth, _MAX_SIDE[1] - reach_d, fitting)
+        if most_slabs < 1:
+            return
+        tail = -(-((self._ahead_h * row if whole else 0) + self._ahead_w) // even) * even
+        for slabs in {1, -(-depth // -(-depth // most_slabs))}:
+            image, images = (slabs + reach_d) * slab, 1
+            if (slabs, rows, columns) == (depth, height, width):
+                used = flat + (slabs - 1) * slab
+                fitting = (capacity - tail) // image if all_pixels else (capacity - used) // image + 1
+                images = max(1, min(self._batch, _MAX_SIDE[2], fitting, self._addressable))
+            halo = images * image + tail
+            if all_pixels and halo > capacity:
                 continue
-            boxes = _pieces_of_row(row, gather) if tma and row > _MAX_BOX_SIDE else None
-            most = max(0, min(height, capacity // row - reach_h if all_pixels else (capacity - columns) // row + 1))
-            if most not in heights:
-                heights[most] = {-(-height // -(-height // max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}
-            tiles_w = -(-width // columns)
-            for rows in heights[most]:
-                whole = whole_heights and rows == height
-                halo_rows = back_h + rows if whole else rows + reach_h
-                if rows + reach_h > _MAX_SIDE[0]:
+            boxes = 0, 0
+            if self._tma:
+                if not _is_box(row, halo_rows, slabs + reach_d, images):
                     continue
-                slab, flat = halo_rows * row, (rows - 1) * row + columns
-                fitting = capacity // slab - reach_d if all_pixels else (capacity - flat) // slab + 1
-                most_slabs = min(depth, _MAX_SIDE[1] - reach_d, fitting)
-                if most_slabs < 1:
-                    continue
-                tail = -(-((ahead_h * row if whole else 0) + ahead_w) // even) * even
-                tiles_h = -(-height // rows)
-                for slabs in {1, -(-depth // -(-depth // most_slabs))}:
-                    image, images = (slabs + reach_d) * slab, 1
-                    if (slabs, rows, columns) == (depth, height, width):
-                        used = flat + (slabs - 1) * slab
-                        fitting = (capacity - tail) // image if all_pixels else (capacity - used) // image + 1
-                        images = max(1, min(batch, _MAX_SIDE[2], fitting, addressable))
-                    halo = images * image + tail
-                    if all_pixels and halo > capacity:
-                        continue
-                    if tma and not _is_box(row, halo_rows, slabs + reach_d, images):
-                        continue
-                    read = capacity if all_pixels else capacity + reach_d * slab + reach_h * row + reach_w + skew
-                    brought = (boxes or (1, images * image)) if tma else (0, 0)
-                    allocated = _allocated(halo, read, banks, *brought)
-                    tiles = -(-batch // images), -(-depth // slabs), tiles_h, tiles_w
-                    pitch, cells = (image, slab, row), (slabs, rows, columns)
-                    yield images, cells, pitch, halo, allocated, skew, copy_bytes, tiles, *brought, 0
+                boxes = _pieces_of_row(row, self._gather) if row > _MAX_BOX_SIDE else (1, images * image)
+            read = capacity if all_pixels else capacity + reach_d * slab + reach_h * row + reach_w + self._skew
+            allocated = _allocated(halo, read, self._banks, *boxes)
+            tiles = -(-self._batch // images), -(-depth // slabs), -(-height // rows), -(-width // columns)
+            pitch, cells = (image, slab, row), (slabs, rows, columns)
+            yield images, cells, pitch, halo, allocated, self._skew, self._copy_bytes, tiles, *boxes, 0
+
+
+@lru_cache(maxsize=4096)
+def _heights(height: int, most: int) -> set[int]:
+    """Rows of tiles that divide a height evenly: at most so many, and shares of these."""
+    return {-(-height // -(-height // max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}
 
 
 def _widths(width: int, most: int, even: int) -> Iterator[int]:

@@ -24,10 +24,10 @@ from polyphase.schedules.implicit_gemm.config import (
     STAGES,
     GemmConfig,
     Product,
-    families,
 )
 from polyphase.schedules.implicit_gemm.cost import estimate
 from polyphase.schedules.implicit_gemm.cuts import Tile
+from polyphase.schedules.implicit_gemm.families import families
 from polyphase.schedules.implicit_gemm.packing import pack_weights, packing_constants, scales_bytes
 from polyphase.schedules.implicit_gemm.search import RESERVE, Members
 from polyphase.schedules.implicit_gemm.tile import (

@@ -13,9 +13,10 @@ from functools import lru_cache
 from polyphase.problem import ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm.config import GemmConfig, families
+from polyphase.schedules.implicit_gemm.config import GemmConfig
 from polyphase.schedules.implicit_gemm.cost import Work, measure, sectors
 from polyphase.schedules.implicit_gemm.cuts import box_strides
+from polyphase.schedules.implicit_gemm.families import families
 from polyphase.schedules.implicit_gemm.tile import Room, needs_wide_offsets
 
 _MAX_OPERATIONS = 512

@@ -236,23 +236,33 @@ def tensor_map(gather: Gather, config: GemmConfig, tile: Tile) -> TensorMap:
 
 def store_vector(gather: Gather, config: GemmConfig, tile: Tile) -> int:
     """Elements of a store, the most that every row of the tile allows: each exists as a whole or not at all."""
-    size = DTYPE_BYTES[gather.dtype]
+    widest = 16 // DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.dst.strides
-    if config.taps_in_rows and not gather.dst.channels_last:
-        wide = math.gcd(gather.axes[2].stride, 16 // size)
-        return wide if width == 1 and all(s % wide == 0 for s in (batch, channel, depth, height)) else 1
     if gather.dst.channels_last:
-        channels = config.sets_at_once(gather) * config.row_channels if config.taps_in_rows else gather.dst_channels
-        wide = math.gcd(channels, 16 // size)
-        while config.taps_in_rows and wide > 1 and wide * gather.axes[2].stride > SUMS_AT_ONCE:
-            wide //= 2
+        wide = _vector_of_channels(gather, config, widest)
         return wide if all(s % wide == 0 for s in (gather.dst_channels, batch, depth, height, width)) else 1
-    stride = gather.axes[2].stride
-    for count in (16 // size, 8 // size, 2):
-        if config.row_columns(gather) < stride and config.row_columns(gather) % count:
-            continue  # the neighbours of a part of a line are not its own
-        rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
-        whole = width == 1 and gather.dst.shape[4] % count == 0
-        if whole and rows and all(s % count == 0 for s in (batch, channel, depth, height)):
-            return count
-    return 1
+    apart = (batch, channel, depth, height)
+    if config.taps_in_rows:
+        counts = [math.gcd(gather.axes[2].stride, widest)]
+    else:
+        counts = [count for count in (widest, widest // 2, 2) if _rows_are_whole(gather, config, tile, count)]
+    return next((count for count in counts if width == 1 and all(s % count == 0 for s in apart)), 1)
+
+
+def _vector_of_channels(gather: Gather, config: GemmConfig, widest: int) -> int:
+    """Neighbouring channels that a thread has at once."""
+    if not config.taps_in_rows:
+        return math.gcd(gather.dst_channels, widest)
+    wide = math.gcd(config.sets_at_once(gather) * config.row_channels, widest)
+    while wide > 1 and wide * gather.axes[2].stride > SUMS_AT_ONCE:
+        wide //= 2
+    return wide
+
+
+def _rows_are_whole(gather: Gather, config: GemmConfig, tile: Tile, count: int) -> bool:
+    """Whether rows of tiles are so many neighbouring elements at a time, channels first."""
+    stride, columns = gather.axes[2].stride, config.row_columns(gather)
+    if columns < stride and columns % count:
+        return False  # the neighbours of a part of a line are not its own
+    rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
+    return rows and gather.dst.shape[4] % count == 0

@@ -403,25 +403,30 @@ def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Over
     for chunk, wgmma, warps, row_tiles, ahead, min_blocks in shapes:
         if row_tiles > (2 if parts == 2 else 8 // ahead) or ahead > steps > 1 or warps * min_blocks < 8:
             continue
-        columns = _column_tiles(problem, chunk)
-        registers = device.registers_of(32 * warps * min_blocks)
-        shared = device.shared_bytes_of(min_blocks)
-        step_bytes = _step_bytes(problem, chunk)
+        shared, step_bytes = device.shared_bytes_of(min_blocks), _step_bytes(problem, chunk)
         held = round_up(steps, ahead)
         if steps * step_bytes > shared // 2:
             held = shared // 3 // step_bytes // ahead * ahead
-        # Sums, with those of an operation on their way; pixels on theirs, and of an operation; and what is besides. Of
-        # that there is more where weights come in turns, or threads go along channels, or the last operations are fewer
-        # than are loaded ahead.
-        sums = row_tiles * columns * (8 if parts == 2 else 5)
-        words = 4 * row_tiles * ((1 if wgmma or parts == 1 else 2) * ahead + 2)
-        places = (row_tiles - 1) * (20 if problem.channels_last else 8) + (4 * row_tiles if steps % ahead else 0)
-        if wgmma and parts == 2 and (held < steps or _along_channels(problem, chunk)):
-            places = max(places, 12)
-        if sums + words + (52 if wgmma else 90) + places > registers:
-            continue
         pitch = (shared - min(held, steps) * step_bytes) // (4 * chunk * taps)
         config = OverlapConfig(warps, row_tiles, chunk, held, ahead, (pitch - 4) // 32 * 32 + 4, wgmma, min_blocks)
+        if _registers(problem, config) > device.registers_of(32 * warps * min_blocks):
+            continue
         cut = _cuts(problem, Layouts.dense(problem), config.rows, config.unit, device).single
         if held > 0 and cut is not None and _tiles(config, cut) is not None:
             yield config
+
+
+def _registers(problem: ConvTransposeProblem, config: OverlapConfig) -> int:
+    """Of a thread: sums, with those of an operation on their way; pixels on theirs, and of an operation; and the rest.
+
+    Of the rest there is more where weights come in turns, or threads go along channels, or the last operations are
+    fewer than are loaded ahead.
+    """
+    steps, parts, tiles, ahead = steps_of(problem), parts_of(problem), config.row_tiles, config.ahead
+    sums = tiles * _column_tiles(problem, config.out_chunk) * (8 if parts == 2 else 5)
+    words = 4 * tiles * ((1 if config.wgmma or parts == 1 else 2) * ahead + 2)
+    places = (tiles - 1) * (20 if problem.channels_last else 8) + (4 * tiles if steps % ahead else 0)
+    in_turns = config.steps_held < steps or _along_channels(problem, config.out_chunk)
+    if config.wgmma and parts == 2 and in_turns:
+        places = max(places, 12)
+    return sums + words + (52 if config.wgmma else 90) + places

@@ -281,33 +281,35 @@ def _input_runs(
     batch, channels, depth, height, width = five(problem.input_shape)
     image, channel, slab, row, _ = (step * size for step in layouts.input)
     joined = width if columns == width and (height == 1 or layouts.input[3] == width) else 0
-    length = columns * rows if joined else columns
-    sides = (
-        (width * height, channels, 1, depth, max(1, batch))
-        if joined
-        else (width, channels, height, depth, max(1, batch))
-    )
+    if joined:
+        width, columns, height, rows = width * height, columns * rows, 1, 1
+    length, sides = columns, (width, channels, height, depth, max(1, batch))
     strides = tma_strides(zip(sides[1:], (channel, row, slab, image)))
-    if strides is None and images * slabs * (1 if joined else rows) == 1:
+    if strides is None and images * slabs * rows == 1:
         length = round_up(length, OPERATION_BYTES // size)  # threads can end a run with zeros
     span = next((span for span in (128, 64, 32) if length * size % span == 0), None)
     if not layouts.aligned or layouts.input[4] != 1 or span is None:
         return None, 0
-    count = (images, slabs, 1 if joined else rows, length * size // span)
+    count = (images, slabs, rows, length * size // span)
     if strides is None:
-        # Float32 would have to be rounded to TF32 on its way.
-        steps = zip(sides[1:], (channel, row, slab, image))
-        begins = rows * width if joined else columns  # elements from a tile to the next, where there are several
-        several = height > rows if joined else width > columns
-        apart = (step for count, step in steps if count > 1)
-        common = min(8, widest_piece(1, begins * size if several else 0, *apart))
-        piece = common if size == 2 and common >= 4 else 0
-        pieces = math.prod(count) * span // piece if piece else 0
-        runs = Runs(count, span // size, span, config.columns * span, None, piece)
-        return (runs, joined) if 0 < pieces <= LOADERS else (None, 0)
+        apart = [step for count, step in zip(sides[1:], (channel, row, slab, image)) if count > 1]
+        tile = columns * size if width > columns else 0  # bytes from one to the next, where there are several
+        runs = _copied_runs(size, count, span, config, tile, *apart)
+        return (runs, joined) if runs else (None, 0)
     box = (span // size, config.columns, 1, 1, 1)
     tensor_map = TensorMap(problem.dtype, sides, strides, box, span, tf32=True)
     return Runs.of_boxes(count, tensor_map), joined
+
+
+def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, *apart: int) -> Runs | None:
+    """The same as threads copy it, of half precision: float32 would have to be rounded to TF32 on its way.
+
+    ``apart``: bytes from one row, channel and so on to the next.
+    """
+    piece = min(8, widest_piece(1, *apart))
+    if size != 2 or piece < 4 or not 0 < math.prod(count) * span // piece <= LOADERS:
+        return None
+    return Runs(count, span // size, span, config.columns * span, None, piece)
 
 
 def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, lanes: Four) -> Runs | None:
