@@ -289,6 +289,9 @@ def test_explain_foretells_random_layers_beside_their_floors() -> None:
         assert words in told(result)
     result = invoke("explain", "--layer", LAYER, "--over", 1e9, "--dtypes", "float32", "--device", "sm_90a")
     assert "0 passes of more than 1e+09 × their floor" in told(result)
+    result = invoke("explain", "--layer", LAYER, "--over", 3, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "forecasts are of NVIDIA GPUs" in told(result)
 
 
 def test_explain_takes_model_files_and_suites() -> None:
