@@ -69,6 +69,8 @@ def explain(
         raise typer.BadParameter(str(failure), param_hint="--device") from None
     console = make_console()
     if drawn or over is not None:
+        if not info.is_cuda:
+            raise typer.BadParameter("forecasts are of NVIDIA GPUs, such as sm_90a", param_hint="--device")
         _tell_forecasts(console, _in_forms(layers, dtypes, layouts, strict_fp32), info, over, show, jobs)
         return
     tf32 = tf32_allowed() and not strict_fp32
