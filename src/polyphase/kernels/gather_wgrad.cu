@@ -1,24 +1,25 @@
 // The weight gradient of any layer on tensor cores (mainloop/gather_mma.cuh):
 //
-//   gw[cd, cs, tap] = Σ over cells of all images   destination[cd, cell·DST + phase] · source[cs, cell·SRC + offset of
-//   the tap]
+//   gw[cd, cs, tap] = Σ over cells of all images
+//                       destination[cd, cell·DST + phase] · source[cs, cell·SRC + offset of the tap]
 //
 // with cells and phases of core/geometry.cuh. Both tensors are read; "source" and "destination" are those of the
-// forward pass or those of the input gradient, and rows are channels of the destination, so that either channel can be
-// the row:
+// forward pass or those of the input gradient, and rows are channels of the destination, so either channel can be the
+// row:
 //
-//     forward           rows are output channels   a tap belongs to one phase       columns are (input channel, tap)
-//     input gradient    rows are input channels    there is one phase               columns are (output channel, tap)
+//     forward           rows are output channels   a tap belongs to one phase    columns are (tap, input channel)
+//     input gradient    rows are input channels    there is one phase            columns are (tap, output channel)
 //
-// Columns are tap groups of the phase, CHUNK source channels at one tap; k runs over cells of all images.
+// Columns are tap groups of the phase, CHUNK source channels at one tap; k runs over cells of all images. Both tensors
+// have their channels innermost, those of a group in whole pieces of 16 bytes.
 //
 // Index mapping. A block owns ROWS channels and COLUMNS / CHUNK tap groups of one phase and group, and one contiguous
-// part of the cells, whose sums it leaves in a plane of its own. Neighbouring threads load neighbouring cells.
+// part of the cells, whose sums it leaves in a plane of its own. A thread copies the same piece of several cells.
 //
 // The tensor cores truncate at every addition. So FLUSH stages are summed there, and those sums in `partial`; float32
 // in two parts leaves them at every stage.
 //
-// Shared memory: what each tap group reads and where its results go; BUFFERS stages, rows and columns as [row][k].
+// Shared memory: BUFFERS stages, rows and columns as [k][channel]; where the cells of as many stages lie.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -38,73 +39,77 @@ struct Params {
 
 constexpr int ROW_BLOCKS = ceil_div(DST_CHANNELS, ROWS);
 constexpr int TAP_GROUPS = COLUMNS / CHUNK;
-constexpr int LANES = STAGE_WORDS, LINES = THREADS / LANES;  // threads along k, and rows at once
-constexpr int ROWS_EACH = ceil_div(ROWS, LINES), COLUMNS_EACH = ceil_div(COLUMNS, LINES);
-constexpr int RUN = COLUMNS_EACH < CHUNK ? COLUMNS_EACH : CHUNK, RUNS = COLUMNS_EACH / RUN;  // columns of one tap group
-constexpr int STAGE_BYTES = (ROWS + COLUMNS) * ROW_PITCH;
-static_assert(THREADS % LANES == 0 && COLUMNS % LINES == 0 && COLUMNS % CHUNK == 0 && COLUMNS_EACH % RUN == 0,
-              "threads share columns evenly");
+constexpr int ROW_LINE = line_pitch(ROWS), COLUMN_LINE = line_pitch(COLUMNS);
+constexpr int A_BYTES = DEPTH * ROW_LINE, STAGE_BYTES = A_BYTES + DEPTH * COLUMN_LINE;
+constexpr int ROW_PIECES = ROWS / PIECE, COLUMN_PIECES = COLUMNS / PIECE;                                 // of a cell
+constexpr int ROW_CELLS = THREADS / ROW_PIECES, COLUMN_CELLS = THREADS / COLUMN_PIECES;                   // at once
+constexpr int DST_PIECES = ceil_div(DST_CHANNELS, PIECE), SOURCE_PIECES = ceil_div(SRC_CHANNELS, PIECE);  // of a group
+static_assert(COLUMNS % CHUNK == 0 && CHUNK % PIECE == 0, "columns are whole tap groups, and these are whole pieces");
 
-// What a tap group reads and writes.
-struct alignas(16) GroupEntry {
-  int d, h, w;       // source elements from that of the first tap
-  int channel;       // the first, SRC_CHANNELS or more where there is none
-  long long offset;  // elements from the first channel's source element of the first tap
-  long long weight;  // elements to the weight of the first channel, and of destination channel 0
+// Where a cell of a stage lies.
+struct alignas(16) CellEntry {
+  CellSource source;
+  int dst;  // pieces of its destination element, below zero where there is none
 };
 
-// A thread's words of an operand, on their way: one of each of COUNT rows.
-template <int COUNT>
-struct Held {
-  scalar_t elements[ELEMENT == 4 ? 1 : COUNT][2];
-
-  // Word `lane` of row `row` of what lies at `to`, counted by `i`.
-  __device__ __forceinline__ void fetch(int i, char* to, int row, const scalar_t* const (&from)[2],
-                                        const bool (&exists)[2]) {
+// Words of two steps, from an operand that lies as [k][row].
+struct Fragments {
+  // Rows: those of tile `i` of the warp, at step `step`.
+  static __device__ __forceinline__ void rows(const char* from, int step, int i, unsigned (&to)[4]) {
+    const int lane = threadIdx.x % 32, row = Sums::warp_row() + i * 16;
     if constexpr (ELEMENT == 4) {
-      cp_async<4>(shared_address(to) + row * ROW_PITCH + threadIdx.x % LANES * 4, from[0], exists[0]);
+      const float* const at = (const float*)(from + (step * 8 + lane % 4) * ROW_LINE) + row + lane / 4;
+      const float* const four_on = (const float*)((const char*)at + 4 * ROW_LINE);
+      to[0] = __float_as_uint(at[0]), to[1] = __float_as_uint(at[8]);
+      to[2] = __float_as_uint(four_on[0]), to[3] = __float_as_uint(four_on[8]);
     } else {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) elements[i][j] = exists[j] ? read(from[j]) : zero<scalar_t>();
+      ldmatrix<true>(to, shared_address(from) + (step * 16 + lane % 8 + lane / 16 * 8) * ROW_LINE +
+                             (row + lane / 8 % 2 * 8) * ELEMENT);
     }
   }
-  __device__ __forceinline__ void put(int i, char* to, int row) const {
-    if constexpr (ELEMENT == 2) *(unsigned*)(to + row * ROW_PITCH + threadIdx.x % LANES * 4) = word_of(elements[i]);
+  // Columns: those of tile `j` of the warp, at steps 2·pair and 2·pair + 1.
+  static __device__ __forceinline__ void columns(const char* from, int pair, int j, ColumnPair& to) {
+    const int lane = threadIdx.x % 32, column = Sums::warp_column() + j * 8;
+    if constexpr (ELEMENT == 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const char* const at = from + ((2 * pair + half) * 8 + lane % 4) * COLUMN_LINE + (column + lane / 4) * 4;
+        to.of[half].set(*(const unsigned*)at, *(const unsigned*)(at + 4 * COLUMN_LINE));
+      }
+    } else {
+      unsigned words[4];
+      ldmatrix<true>(words, shared_address(from) + (pair * 32 + lane) * COLUMN_LINE + column * ELEMENT);
+      to.of[0].set(words[0], words[1]), to.of[1].set(words[2], words[3]);
+    }
   }
 };
 
 __device__ __forceinline__ void multiply_stage(const char* from, Sums& sums) {
-  const int lane = threadIdx.x % 32;
-  const unsigned rows_at = shared_address(from) + (Sums::warp_row() + lane % 16) * ROW_PITCH + lane / 16 * 16;
-  const unsigned columns_at =
-      shared_address(from) + ROWS * ROW_PITCH + (Sums::warp_column() + lane % 8) * ROW_PITCH + lane / 8 * 16;
 #pragma unroll
-  for (int pair = 0; pair < STEPS / 2; ++pair) {  // of steps: ldmatrix brings two of a column tile at once
+  for (int pair = 0; pair < STEPS / 2; ++pair) {
     unsigned a[2][PARTS][ROW_TILES][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int i = 0; i < ROW_TILES; ++i) {
-        ldmatrix(a[half][0][i], rows_at + i * 16 * ROW_PITCH + (2 * pair + half) * 32);
-        if constexpr (ELEMENT == 4) {
+        unsigned words[4];
+        Fragments::rows(from, 2 * pair + half, i, words);
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            unsigned low;
-            split_word(a[half][0][i][k], a[half][0][i][k], low);
-            if (PARTS == 2) a[half][PARTS - 1][i][k] = low;
-          }
+        for (int k = 0; k < 4; ++k) {
+          unsigned low = 0;
+          if constexpr (ELEMENT == 4)
+            split_word(words[k], a[half][0][i][k], low);
+          else
+            a[half][0][i][k] = words[k];
+          if (PARTS == 2) a[half][PARTS - 1][i][k] = low;
         }
       }
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j) {
-      unsigned words[4];
-      ldmatrix(words, columns_at + j * 8 * ROW_PITCH + pair * 64);
+      ColumnPair b;
+      Fragments::columns(from + A_BYTES, pair, j, b);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ColumnFragment b;
-        b.set(words[2 * half], words[2 * half + 1]);
-        sums.multiply(a[half], b, j);
-      }
+      for (int half = 0; half < 2; ++half) sums.multiply(a[half], b.of[half], j);
     }
   }
 }
@@ -113,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gather_wgrad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
                  const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  __shared__ GroupEntry entries[TAP_GROUPS];
+  __shared__ CellEntry entries[BUFFERS][DEPTH];
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;
   block /= ROW_BLOCKS;
@@ -123,111 +128,86 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int group = block / PHASES % params.groups, part = block / PHASES / params.groups;
   const int tap_groups = CHUNKS * phase.taps, first_group = column_block * TAP_GROUPS;
   if (first_group >= tap_groups) return;
-
-  const scalar_t* const src = (INPUT_GRAD ? grad : x) + (long long)group * SRC_CHANNELS * params.src.stride[1];
-  const int first_row = row_block * ROWS;
-  const scalar_t* const dst =
-      (INPUT_GRAD ? x : grad) + ((long long)group * DST_CHANNELS + first_row) * params.dst.stride[1];
-  for (int i = threadIdx.x; i < TAP_GROUPS; i += THREADS) {
-    GroupEntry entry = {0, 0, 0, SRC_CHANNELS, 0, 0};
-    if (first_group + i < tap_groups) {
-      const TapGroup at(phase, first_group + i);
-      entry = {at.tap.d,
-               at.tap.h,
-               at.tap.w,
-               at.channel,
-               at.channel * params.src.stride[1] + at.tap.d * params.src.stride[2] + at.tap.h * params.src.stride[3] +
-                   at.tap.w * params.src.stride[4],
-               INPUT_GRAD ? weight_offset(0, at.channel, at.tap.tap) : weight_offset(at.channel, 0, at.tap.tap)};
-    }
-    entries[i] = entry;
-  }
+  const scalar_t* const src = INPUT_GRAD ? grad : x;
+  const scalar_t* const dst = INPUT_GRAD ? x : grad;
   const int first_cell = part * params.cells_of_part;
   const int count = min(params.cells_of_part, params.cells_of_all - first_cell), stages = ceil_div(count, DEPTH);
-  const int line = threadIdx.x / LANES;
+
+  // What the thread copies of a cell: a piece of the rows, and one of the columns, which is of one tap group.
+  const int row_piece = threadIdx.x % ROW_PIECES, dst_piece = row_block * ROW_PIECES + row_piece;
+  const bool row_exists = dst_piece < DST_PIECES;
+  const int column_piece = threadIdx.x % COLUMN_PIECES, own_group = first_group + column_piece * PIECE / CHUNK;
+  const TapGroup own(phase, min(own_group, tap_groups - 1));
+  const int src_piece = own.channel / PIECE + column_piece % (CHUNK / PIECE);
+  const bool column_exists = own_group < tap_groups && src_piece < SOURCE_PIECES;
+  const int src_by = group * SOURCE_PIECES + src_piece + pieces_to(params.src, own.tap);
+  const int dst_by = group * DST_PIECES + dst_piece;
+
+  auto list = [&](int stage) {
+    for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
+      const int in_part = stage * DEPTH + i;
+      int cell[4];
+      cell_at(params.cells, first_cell + in_part, cell);
+      CellEntry entry;
+      entry.source = CellSource(params.src, phase, cell, in_part < count);
+      const long long element = dst_element(params.dst, phase, cell, in_part < count);
+      entry.dst = element < 0 ? -1 : (int)(element / PIECE);
+      entries[stage % BUFFERS][i] = entry;
+    }
+  };
 
   partial += part * params.plane + (long long)group * (INPUT_GRAD ? DST_CHANNELS : SRC_CHANNELS) * WEIGHT_STRIDE_IN;
-  Held<ROWS_EACH> rows;
-  Held<COLUMNS_EACH> columns;
   Sums sums;
   sums.clear();
   bool flushed = false;
   auto flush = [&]() {
     constexpr int BETWEEN_ROWS = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
-    constexpr int BETWEEN_COLUMNS = INPUT_GRAD ? WEIGHT_STRIDE_OUT : WEIGHT_STRIDE_IN;
 #pragma unroll
     for (int j = 0; j < 2 * COLUMN_TILES; ++j) {
-      const int column = Sums::first_column() + j / 2 * 8 + j % 2;
-      const GroupEntry& entry = entries[column / CHUNK];
-      if (entry.channel + column % CHUNK >= SRC_CHANNELS) continue;
-      float* const to = partial + entry.weight + (long long)(column % CHUNK) * BETWEEN_COLUMNS;
+      const int column = Sums::first_column() + j / 2 * 8 + j % 2, index = first_group + column / CHUNK;
+      const TapGroup at(phase, min(index, tap_groups - 1));
+      const int channel = at.channel + column % CHUNK;
+      if (index >= tap_groups || channel >= SRC_CHANNELS) continue;
+      float* const to =
+          partial + (INPUT_GRAD ? weight_offset(0, channel, at.tap.tap) : weight_offset(channel, 0, at.tap.tap));
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; ++i) {
-        const int row = first_row + Sums::first_row() + 8 * i;
+        const int row = row_block * ROWS + Sums::first_row() + 8 * i;
         if (row >= DST_CHANNELS) continue;
         const float sum = sums.of[i / 2][j / 2][i % 2 * 2 + j % 2];
-        float* const at = to + (long long)row * BETWEEN_ROWS;
-        *at = flushed ? *at + sum : sum;
+        float* const target = to + (long long)row * BETWEEN_ROWS;
+        *target = flushed ? *target + sum : sum;
       }
     }
     flushed = true;
   };
+
+#pragma unroll 1
+  for (int stage = 0; stage < BUFFERS; ++stage) list(stage);
   __syncthreads();
   run_pipeline(
       stages, (char*)shared_memory, STAGE_BYTES,
       [&](int stage, char* to) {
-        CellSource read_at[WORD];
-        long long element[WORD];
+        if (stage >= BUFFERS - 1) list(stage + 1);  // before the barrier that precedes its use
+        const CellEntry* const cells = entries[stage % BUFFERS];
+        const unsigned slots = shared_address(to);
 #pragma unroll
-        for (int j = 0; j < WORD; ++j) {
-          const int in_part = stage * DEPTH + threadIdx.x % LANES * WORD + j, at = first_cell + in_part;
-          int cell[4];
-          const int row = at / params.cells[2], slab = row / params.cells[1];
-          cell[3] = at - row * params.cells[2].value, cell[2] = row - slab * params.cells[1].value;
-          cell[0] = slab / params.cells[0], cell[1] = slab - cell[0] * params.cells[0].value;
-          read_at[j] = CellSource(params.src, phase, cell, in_part < count);
-          element[j] = dst_element(params.dst, phase, cell, in_part < count);
+        for (int i = 0; i < ceil_div(DEPTH, ROW_CELLS); ++i) {
+          const int k = threadIdx.x / ROW_PIECES + i * ROW_CELLS;
+          if (DEPTH % ROW_CELLS != 0 && k >= DEPTH) break;
+          const int element = cells[k].dst;
+          cp_async<16>(slots + k * ROW_LINE + row_piece * 16, (const char*)dst + (long long)(element + dst_by) * 16,
+                       row_exists && element >= 0);
         }
 #pragma unroll
-        for (int i = 0; i < ROWS_EACH; ++i) {
-          const int row = line * ROWS_EACH + i;
-          if (ROWS % LINES != 0 && row >= ROWS) break;
-          const scalar_t* from[2];
-          bool exists[2];
-#pragma unroll
-          for (int j = 0; j < WORD; ++j) {
-            exists[j] = element[j] >= 0 && (DST_CHANNELS % ROWS == 0 || first_row + row < DST_CHANNELS);
-            from[j] = dst + (element[j] + row * params.dst.stride[1]);
-          }
-          rows.fetch(i, to, row, from, exists);
+        for (int i = 0; i < ceil_div(DEPTH, COLUMN_CELLS); ++i) {
+          const int k = threadIdx.x / COLUMN_PIECES + i * COLUMN_CELLS;
+          if (DEPTH % COLUMN_CELLS != 0 && k >= DEPTH) break;
+          const CellSource& cell = cells[k].source;
+          cp_async_through_l1(slots + A_BYTES + k * COLUMN_LINE + column_piece * 16,
+                              (const char*)src + (long long)(cell.pieces + src_by) * 16,
+                              column_exists && cell.meets(params.src, own.tap.d, own.tap.h, own.tap.w));
         }
-#pragma unroll
-        for (int run = 0; run < RUNS; ++run) {
-          const int column = line * COLUMNS_EACH + run * RUN;
-          const GroupEntry entry = entries[column / CHUNK];
-          const int in_group = column % CHUNK;
-          bool inside[2];
-#pragma unroll
-          for (int j = 0; j < WORD; ++j) inside[j] = read_at[j].meets(params.src, entry.d, entry.h, entry.w);
-#pragma unroll
-          for (int i = 0; i < RUN; ++i) {
-            const scalar_t* from[2];
-            bool exists[2];
-#pragma unroll
-            for (int j = 0; j < WORD; ++j) {
-              exists[j] = inside[j] && entry.channel + in_group + i < SRC_CHANNELS;
-              from[j] = src + (read_at[j].offset + entry.offset + (in_group + i) * params.src.stride[1]);
-            }
-            columns.fetch(run * RUN + i, to + ROWS * ROW_PITCH, column + i, from, exists);
-          }
-        }
-      },
-      [&](char* to) {
-#pragma unroll
-        for (int i = 0; i < ROWS_EACH; ++i)
-          if (ROWS % LINES == 0 || line * ROWS_EACH + i < ROWS) rows.put(i, to, line * ROWS_EACH + i);
-#pragma unroll
-        for (int i = 0; i < COLUMNS_EACH; ++i) columns.put(i, to + ROWS * ROW_PITCH, line * COLUMNS_EACH + i);
       },
       [&](int stage, const char* from) {
         multiply_stage(from, sums);
@@ -238,6 +218,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
       });
   if (PROMOTE > 0) sums.promote(true);
-
   flush();
 }

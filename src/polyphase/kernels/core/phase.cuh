@@ -5,6 +5,7 @@
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
+#include "core/divisor.cuh"
 #include "core/geometry.cuh"
 #include "core/taps.cuh"
 
@@ -62,6 +63,7 @@ struct PhaseTap {
 
 // A tap group: CHUNK source channels at one tap. Those of a phase are counted by taps first, then by channels, so that
 // neighbouring ones read neighbouring source elements.
+constexpr int PIECE = 16 / (int)sizeof(scalar_t);  // elements that are moved together
 constexpr int CHUNKS = ceil_div(SRC_CHANNELS, CHUNK);
 struct TapGroup {
   int channel;  // the first
@@ -75,25 +77,37 @@ struct TapGroup {
       : channel(chunk * CHUNK), tap(phase, index - chunk * phase.taps) {}
 };
 
-// The source element that the first tap makes a cell read.
+// A source element, by where it lies from the first: what the first tap makes a cell read.
 struct CellSource {
-  int d, h, w;
-  bool exists;
-  long long offset;  // elements from the tensor's first of the channel
+  int d, h, w;  // d is far outside where the cell does not exist
+  int pieces;   // of PIECE elements from the tensor's first
 
-  __device__ __forceinline__ CellSource() : exists(false) {}
+  __device__ __forceinline__ CellSource() {}
   __device__ __forceinline__ CellSource(const Tensor5& t, const Phase& phase, const int (&cell)[4], bool exists)
       : d(cell[1] * src_cell(AXIS_D) + phase.d.src),
         h(cell[2] * src_cell(AXIS_H) + phase.h.src),
-        w(cell[3] * src_cell(AXIS_W) + phase.w.src),
-        exists(exists),
-        offset(cell[0] * t.stride[0] + d * t.stride[2] + h * t.stride[3] + w * t.stride[4]) {}
+        w(cell[3] * src_cell(AXIS_W) + phase.w.src) {
+    pieces = (int)((cell[0] * t.stride[0] + d * t.stride[2] + h * t.stride[3] + w * t.stride[4]) / PIECE);
+    if (!exists) d = -(1 << 30);
+  }
 
   __device__ __forceinline__ bool meets(const Tensor5& t, int by_d, int by_h, int by_w) const {
-    return exists && (unsigned)(d + by_d) < (unsigned)t.size[0] && (unsigned)(h + by_h) < (unsigned)t.size[1] &&
+    return (unsigned)(d + by_d) < (unsigned)t.size[0] && (unsigned)(h + by_h) < (unsigned)t.size[1] &&
            (unsigned)(w + by_w) < (unsigned)t.size[2];
   }
 };
+
+// Pieces from the source element that the first tap reads to that of another.
+__device__ __forceinline__ int pieces_to(const Tensor5& t, const PhaseTap& tap) {
+  return (int)((tap.d * t.stride[2] + tap.h * t.stride[3] + tap.w * t.stride[4]) / PIECE);
+}
+
+// The cell that is number `index` of all images'.
+__device__ __forceinline__ void cell_at(const Divisor (&cells)[3], int index, int (&cell)[4]) {
+  const int row = index / cells[2], slab = row / cells[1];
+  cell[3] = index - row * cells[2].value, cell[2] = row - slab * cells[1].value;
+  cell[0] = slab / cells[0], cell[1] = slab - cell[0] * cells[0].value;
+}
 
 // The destination element of a cell, -1 where there is none.
 __device__ __forceinline__ long long dst_element(const Tensor5& t, const Phase& phase, const int (&cell)[4],

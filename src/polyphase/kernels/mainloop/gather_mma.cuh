@@ -29,18 +29,10 @@ constexpr int ELEMENT = sizeof(scalar_t), WORD = 4 / ELEMENT;  // elements of a 
 constexpr int STEPS = STAGE_WORDS / 8;                         // instructions along k of a stage
 constexpr int DEPTH = STAGE_WORDS * WORD;                      // elements along k of a stage
 
-// An operand whose words along k lie side by side, [row or column][k]: eight rows at a time lie in different banks.
+// Bytes between rows (columns) of an operand that lies as [row][k]: eight rows at a time lie in different banks.
 constexpr int ROW_PITCH = STAGE_WORDS * 4 + 16;
-// One whose columns do, [k][column].
-template <int COUNT>
-constexpr int LINE_PITCH = COUNT * 4 + 32;
-
-// Two elements along k as a word; of float32 the first is one.
-__device__ __forceinline__ unsigned word_of(const float (&elements)[2]) { return __float_as_uint(elements[0]); }
-template <class T>
-__device__ __forceinline__ unsigned word_of(const T (&elements)[2]) {
-  return elements[0].bits | (unsigned)elements[1].bits << 16;
-}
+// Those between lines of one that lies as [k][row], of so many rows.
+__host__ __device__ constexpr int line_pitch(int rows) { return rows * ELEMENT + (ELEMENT == 4 ? 32 : 16); }
 
 __device__ __forceinline__ void split_word(unsigned word, unsigned& high, unsigned& low) {
   float high_part = 0, low_part = 0;
@@ -109,12 +101,22 @@ struct Sums {
   }
 };
 
-// Stages through BUFFERS buffers of `bytes` each. fetch(stage, buffer) begins copies and loads to registers,
-// put(buffer) stores those, compute(buffer) multiplies. Copies run BUFFERS - 1 stages ahead, into the buffer that the
-// barrier of the stage before has freed.
-template <class Fetch, class Put, class Compute>
-__device__ __forceinline__ void run_pipeline(int stages, char* buffers, int bytes, Fetch fetch, Put put,
-                                             Compute compute) {
+// Two steps' words of a tile of eight columns.
+struct ColumnPair {
+  ColumnFragment of[2];
+
+  // From an operand that lies as [column][k]; `at` is the lane's address.
+  __device__ __forceinline__ void load(unsigned at) {
+    unsigned words[4];
+    ldmatrix(words, at);
+    of[0].set(words[0], words[1]), of[1].set(words[2], words[3]);
+  }
+};
+
+// Stages through BUFFERS buffers of `bytes` each: fetch(stage, buffer) begins copies that compute(stage, buffer) needs.
+// Copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has freed.
+template <class Fetch, class Compute>
+__device__ __forceinline__ void run_pipeline(int stages, char* buffers, int bytes, Fetch fetch, Compute compute) {
 #pragma unroll 1
   for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
     if (stage >= 0) {
@@ -122,10 +124,8 @@ __device__ __forceinline__ void run_pipeline(int stages, char* buffers, int byte
       __syncthreads();
     }
     const int ahead = stage + BUFFERS - 1;
-    char* const to = buffers + ahead % BUFFERS * bytes;
-    if (ahead < stages) fetch(ahead, to);
+    if (ahead < stages) fetch(ahead, buffers + ahead % BUFFERS * bytes);
     cp_async_commit();
     if (stage >= 0) compute(stage, buffers + stage % BUFFERS * bytes);
-    if (ahead < stages) put(to);
   }
 }

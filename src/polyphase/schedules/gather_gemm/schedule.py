@@ -1,7 +1,8 @@
 """Any pass of any layer on tensor cores: ``kernels/gather_gemm.cu`` and ``kernels/gather_wgrad.cu``.
 
-Source elements are gathered one by one, so that any number of taps and channels, any stride, dilation, width and memory
-format fits, in float32 as TF32 or in two parts.
+The reduction runs over tap groups, some source channels at one tap, so that any number of taps and channels, any
+stride, dilation and image size fits, in float32 as TF32 or in two parts. What is read has its channels innermost in
+pieces of 16 bytes; where it lies otherwise it is transposed, and padded, before.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from polyphase.costs import costs
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.layouts import Layouts, extent
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts, dense_strides, extent
 from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
-from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step, plain_step
-from polyphase.schedules.cells import Gather
+from polyphase.program.program import Program, Transposed, assemble, reading_channels_last
+from polyphase.program.step import GRAD, SRC, Step, X, plain_step
+from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of
@@ -32,6 +34,7 @@ _THREADS = 32 * _WARPS
 _MOST_TERMS = 1 << 21  # of a sum, and columns of a group: quotients in float32 are exact below
 _MOST_CELLS = 1 << 31
 _PADDED = 1.15  # source channels padded to whole chunks, at most, for each that there is
+_TABLES = 9 << 10  # bytes of shared memory beside the stages
 _LONG = 4096  # terms from which the tensor cores' sums are promoted
 _CHAIN = 2048  # terms that they add up then
 # Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
@@ -91,6 +94,11 @@ class _Product:
         return 4 // DTYPE_BYTES[self.problem.dtype]
 
     @property
+    def piece(self) -> int:
+        """Elements of 16 bytes."""
+        return 4 * self.word
+
+    @property
     def parts(self) -> int:
         """Parts of an element that are multiplied."""
         return parts_of(self.problem)
@@ -122,7 +130,7 @@ class _Product:
     def chunk(self, most: int) -> int:
         """Source channels of a tap group: a power of two, at most so many."""
         channels = self.gather.src_channels
-        found = self.word
+        found = self.piece
         while found < most and -(-channels // (2 * found)) * 2 * found <= _PADDED * channels:
             found *= 2
         return found
@@ -135,6 +143,40 @@ def _product(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirro
         pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
         layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous
     return _Product(problem, Gather.of(problem, pass_, layouts))
+
+
+def _in_pieces(side: Side, groups: int, piece: int, aligned: bool) -> bool:
+    """Whether channels of a group are whole pieces, innermost and aligned."""
+    batch, _, *positions = side.strides
+    innermost = side.channels_last or (side.shape[1] == 1 and piece == 1)
+    return (
+        aligned
+        and innermost
+        and side.shape[1] // groups % piece == 0
+        and not any(stride % piece for stride in (batch, *positions))
+    )
+
+
+def _as_read(product: _Product, side: Side, aligned: bool) -> tuple[Side, Transposed | None]:
+    """A tensor as a kernel reads it, and how it is transposed if it lies otherwise."""
+    groups, piece = product.problem.groups, product.piece
+    if _in_pieces(side, groups, piece, aligned):
+        return side, None
+    padded = round_up(side.shape[1] // groups, piece)
+    batch, _, depth, height, width = side.shape
+    shape = batch, groups * padded, depth, height, width
+    return Side(shape, dense_strides(shape, True)), (side.shape, side.strides, groups, padded)
+
+
+def _transposes(product: _Product, sides: tuple[Side, ...], aligned: bool, terms: Costs, device: DeviceInfo) -> float:
+    """Seconds of the transposes before a kernel that reads such tensors."""
+    seconds = 0.0
+    for side in sides:
+        read, transposed = _as_read(product, side, aligned)
+        if transposed is not None:
+            moved = (math.prod(read.shape) + math.prod(side.shape)) * DTYPE_BYTES[product.problem.dtype]
+            seconds += terms.transpose + moved / (terms.transposed * device.copy_bytes_per_second)
+    return seconds
 
 
 class _Gathering(Schedule):
@@ -193,7 +235,7 @@ class _Gathering(Schedule):
 
 def _buffers(config: GatherConfig, stage_bytes: int, device: DeviceInfo) -> int:
     """Stages in shared memory: as many of four as leave room for the resident blocks, at least two."""
-    room = min(device.shared_bytes_per_block, device.shared_bytes_of(config.min_blocks)) - 4096
+    room = min(device.shared_bytes_per_block, device.shared_bytes_of(config.min_blocks)) - _TABLES
     return max(2, min(4, room // stage_bytes))
 
 
@@ -217,7 +259,8 @@ def _shapes(rows: int, promoted: bool, words: tuple[int, ...]) -> Iterator[Gathe
             continue
         for stage_words in words:
             config = GatherConfig(row_tiles, column_tiles, row_warps, stage_words, 1 if tiles >= 16 else 2)
-            if config.rows <= 16 or config.rows < 2 * rows:
+            wide = tiles == 32 and stage_words > 16  # registers would spill
+            if not wide and (config.rows <= 16 or config.rows < 2 * rows):
                 yield config
 
 
@@ -228,8 +271,7 @@ class GatherGemm(_Gathering):
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
 
     def stage_bytes(self, config: GatherConfig, parts: int) -> int:
-        rows = parts * config.rows * (4 * config.stage_words + 16)
-        return rows + config.stage_words * (4 * config.columns + 32)
+        return (parts * config.rows + config.columns) * (4 * config.stage_words + 16)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GatherConfig]:
         product = _product(at, pass_, Layouts.dense(at))
@@ -237,8 +279,7 @@ class GatherGemm(_Gathering):
         return [
             config
             for config in _shapes(product.gather.dst_channels, terms > _LONG or product.parts == 2, (16, 32))
-            if config.stage_words * config.columns <= 8192  # words that a thread holds at once
-            and 2 * self.stage_bytes(config, product.parts) <= device.shared_bytes_of(config.min_blocks) - 4096
+            if 2 * self.stage_bytes(config, product.parts) <= device.shared_bytes_of(config.min_blocks) - _TABLES
         ]
 
     def cost(
@@ -255,10 +296,8 @@ class GatherGemm(_Gathering):
         steps = config.stage_words / 8
         products = steps * _WARPS * config.row_tiles * config.column_tiles * (3 if product.parts == 2 else 1)
         fragments = steps * _WARPS * (config.row_tiles * product.parts + config.column_tiles * product.parts)
-        words = config.stage_words * config.columns / 32
-        runs = words / min(config.stage_words, chunk // product.word)
-        pieces = product.parts * config.rows * config.stage_words / 4 / 32
-        load = words * (terms.word if product.word == 1 else terms.half_word) + runs * terms.run + pieces * terms.piece
+        pieces = config.stage_words * (config.columns + product.parts * config.rows) / 4 / 32
+        load = pieces * terms.piece
         cores = products * terms.operation + fragments * terms.fragment
         stage = max(load, cores) + terms.beside * min(load, cores) + terms.stage
         resident, rounds = rounds_of(blocks, config.min_blocks, device)
@@ -266,6 +305,7 @@ class GatherGemm(_Gathering):
         stored = config.rows * config.columns / 32 * terms.stored
         work = rounds * (resident * (mean * stage + stored + terms.block) + alone) / device.clock_hz
         packed = row_blocks * config.rows * sum(stages) * config.stage_words * 4 * product.parts * problem.groups
+        work += _transposes(product, (product.gather.src,), layouts.aligned, terms, device)
         work += terms.pack + packed * terms.packed / device.copy_bytes_per_second
         if splits > 1:
             elements = problem.elements[2] if pass_ is Pass.FORWARD else problem.elements[0]
@@ -301,13 +341,13 @@ class GatherGemm(_Gathering):
             folder="steps",
         )
         pack = plain_step(packing, -(-pieces // _THREADS), _THREADS, params_of(packing).pack(pieces=pieces))
+        src, transposed = _as_read(product, gather.src, layouts.aligned)
         params = params_of(source).pack(
-            src=gather.src,
+            src=src,
             dst=gather.dst,
             columns=product.all_cells,
             tiles=tiles,
             cells=product.cells,
-            groups=problem.groups,
             splits=splits,
             plane=math.prod(gather.dst.shape),
             pairs=splits == 1 and _pairs(product, layouts),
@@ -321,7 +361,7 @@ class GatherGemm(_Gathering):
             ),
             params=params,
         )
-        return assemble(
+        program = assemble(
             problem,
             pass_,
             main,
@@ -330,6 +370,7 @@ class GatherGemm(_Gathering):
             splits=splits,
             may_split=True,
         )
+        return reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
 
 
 def _stages(product: _Product, chunk: int, taps: int, config: GatherConfig) -> int:
@@ -372,7 +413,7 @@ class GatherWgrad(_Gathering):
     passes = (Pass.WEIGHT_GRAD,)
 
     def stage_bytes(self, config: GatherConfig, parts: int) -> int:
-        return (config.rows + config.columns) * (4 * config.stage_words + 16)
+        return config.stage_words * (4 * (config.rows + config.columns) + 64)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GatherConfig]:
         found = []
@@ -384,7 +425,7 @@ class GatherWgrad(_Gathering):
                 for config in _shapes(product.gather.dst_channels, exact, (16,) if exact else (16, 32))  # registers
                 if (config.columns <= 64 or config.columns < 2 * columns)
                 and config.stage_words * (config.columns + config.rows) <= 12288
-                and 2 * self.stage_bytes(config, product.parts) <= device.shared_bytes_of(config.min_blocks) - 4096
+                and 2 * self.stage_bytes(config, product.parts) <= device.shared_bytes_of(config.min_blocks) - _TABLES
             ]
         return found
 
@@ -421,15 +462,16 @@ class GatherWgrad(_Gathering):
         steps = config.stage_words / 8
         products = steps * _WARPS * config.row_tiles * config.column_tiles * (3 if product.parts == 2 else 1)
         fragments = steps * _WARPS * (config.row_tiles * product.parts * 2 + config.column_tiles * product.parts)
-        words = config.stage_words * (config.columns + config.rows) / 32
-        runs = config.stage_words * config.columns / 32 / min(chunk, config.columns * config.stage_words // _THREADS)
-        load = words * (terms.word if product.word == 1 else terms.half_word) + runs * terms.run
+        pieces = config.stage_words * (config.columns + config.rows) / 4 / 32
+        load = pieces * terms.piece
         cores = products * terms.operation + fragments * terms.fragment
         stage = max(load, cores) + terms.beside * min(load, cores) + terms.stage
         resident, rounds = rounds_of(blocks, config.min_blocks, device)
         alone = terms.latency * stages if resident == 1 else 0.0
         stored = config.rows * config.columns / 32 * terms.stored
         work = rounds * (resident * (stages * stage + stored + terms.block) + alone) / device.clock_hz
+        sides = product.gather.src, product.gather.dst
+        work += _transposes(product, sides, layouts.aligned, terms, device)
         work += terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
@@ -442,9 +484,14 @@ class GatherWgrad(_Gathering):
         exact = product.parts == 2
         flush = 0 if exact else _chain(product, config)
         source = self.source(product, device, config, chunk, int(exact), FLUSH=flush)
+        sides = {X: product.gather.dst, GRAD: product.gather.src}
+        if config.mirrored:
+            sides = {X: product.gather.src, GRAD: product.gather.dst}
+        read = {name: _as_read(product, side, layouts.aligned) for name, side in sides.items()}
+        src, dst = (read[name][0] for name in ((X, GRAD) if config.mirrored else (GRAD, X)))
         params = params_of(source).pack(
-            src=product.gather.src,
-            dst=product.gather.dst,
+            src=src,
+            dst=dst,
             cells_of_all=product.all_cells,
             cells_of_part=each,
             cells=product.cells,
@@ -459,4 +506,5 @@ class GatherWgrad(_Gathering):
             shared_bytes=dict(source.constants)["BUFFERS"] * self.stage_bytes(config, product.parts),
             params=params,
         )
-        return assemble(problem, pass_, main, splits=parts)
+        transposed = {name: how for name, (_, how) in read.items() if how is not None}
+        return reading_channels_last(assemble(problem, pass_, main, splits=parts), problem.dtype, transposed)
