@@ -41,6 +41,8 @@ LAYERS = {
     "three input channels": make((2, 3, 9, 10), 40, 3, 1, 1, dtype="bfloat16"),
     "one output channel": make((2, 20, 6, 10), 1, 9, 4, 4, 3, bias=True, dtype="bfloat16"),
     "1-D, long kernel": make((2, 16, 60), 3, 64, 16, 4, tf32=True),
+    "inverse Fourier transform": make((2, 20, 9), 1, 64, 16, 24, tf32=True),
+    "one output channel, folded": make((2, 16, 5, 6), 1, (3, 8), (2, 4), (1, 2), bias=True, dtype="bfloat16"),
     "3-D": make((2, 16, 4, 5, 6), 24, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True, tf32=True),
     "3-D, many taps": make((1, 12, 4, 4, 5), 6, (3, 5, 7), (2, 1, 2), dtype="bfloat16"),
     "few positions": make((1, 300, 2, 3), 20, 3, 1, 1, bias=True, dtype="bfloat16"),

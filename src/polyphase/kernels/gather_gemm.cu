@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int channel = first_channel + 8 * i;
     if (channel >= DST_CHANNELS) break;
     const int of_all = group * DST_CHANNELS + channel;
-    const ChannelTerms terms = channel_terms(bias, of_all, split == 0);
+    const ChannelTerms terms = channel_terms(bias, ONE_BIAS ? 0 : of_all, split == 0);
     const long long to = of_all * params.dst.stride[1];
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j) {

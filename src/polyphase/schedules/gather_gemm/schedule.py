@@ -87,6 +87,7 @@ class _Product:
 
     problem: ConvTransposeProblem
     gather: Gather
+    parts: int  # in which an element is multiplied
 
     @property
     def word(self) -> int:
@@ -97,11 +98,6 @@ class _Product:
     def piece(self) -> int:
         """Elements of 16 bytes."""
         return 4 * self.word
-
-    @property
-    def parts(self) -> int:
-        """Parts of an element that are multiplied."""
-        return parts_of(self.problem)
 
     @cached_property
     def phase_taps(self) -> tuple[int, ...]:
@@ -136,13 +132,40 @@ class _Product:
         return found
 
 
+def _folded(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
+    """A layer of one output channel as one of several, where its stride is a multiple of them.
+
+    Neighbouring output elements along the width are channels of one, and so are neighbouring taps: inverse Fourier
+    transforms, whose kernel is several times a large stride, become layers of a few taps. Nothing moves in memory.
+    """
+    axis = problem.axes3[2]
+    count = math.gcd(axis.kernel, axis.stride, axis.padding, problem.output_size[-1])
+    if problem.out_channels > 1 or axis.dilation > 1 or count == 1 or layouts.output[4] != 1:
+        return problem, layouts
+
+    def divided(values: tuple[int, ...]) -> tuple[int, ...]:
+        return (*values[:-1], values[-1] // count)
+
+    batch, _, depth, height, _ = layouts.output
+    folded = replace(
+        problem,
+        out_channels=count,
+        kernel_size=divided(problem.kernel_size),
+        stride=divided(problem.stride),
+        padding=divided(problem.padding),
+        output_padding=divided(problem.output_padding),
+    )
+    return folded, replace(layouts, output=(batch, 1, depth, height, count), weight_channels_last=True)
+
+
 @lru_cache(maxsize=1024)
 def _product(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> _Product:
     """Of a weight gradient: with the input gradient's source and destination, or ``mirrored`` the forward pass's."""
     if pass_ is Pass.WEIGHT_GRAD:
         pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
         layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous
-    return _Product(problem, Gather.of(problem, pass_, layouts))
+    folded, layouts = _folded(problem, layouts)
+    return _Product(folded, Gather.of(folded, pass_, layouts), parts_of(problem))
 
 
 def _in_pieces(side: Side, groups: int, piece: int, aligned: bool) -> bool:
@@ -323,7 +346,9 @@ class GatherGemm(_Gathering):
         tiles = -(-product.all_cells // config.columns)
         splits = _splits(product, config, device)
         promote = _promotion(product, gather.src_channels * max(product.phase_taps), config)
-        source = self.source(product, device, config, chunk, promote, PACKED_STAGES=stages)
+        source = self.source(
+            product, device, config, chunk, promote, PACKED_STAGES=stages, ONE_BIAS=problem.out_channels == 1
+        )
         pieces = row_blocks * config.rows * len(product.phase_taps) * problem.groups * stages * config.stage_words // 4
         names = {"SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "CHUNK", "PARTS"}
         names |= {"WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES"}
