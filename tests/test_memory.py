@@ -78,6 +78,20 @@ def test_alignment_counts_where_tensors_are_to_lie_so(lie_so: bool) -> None:
     assert known.find("key", weight.new_zeros(2), weight) is None
 
 
+def test_the_alignment_of_one_tensor_does_not_stand_for_the_other_s() -> None:
+    """A forward pass looks at its input alone: kernels for aligned ones cannot read others."""
+    flat = torch.zeros(2, 64)
+    start = -flat.data_ptr() % ALIGNMENT // 4
+    (x, x_beyond), (w, w_beyond) = (
+        [row[start + i : start + i + 4].view(1, 1, 2, 2) for i in (0, 1)] for row in flat.unbind()
+    )
+    known: Memory[str] = Memory()
+    known.add("key", "aligned input", x, w_beyond, lie_so=True)
+    assert known.find("key", x_beyond, w) is None
+    assert known.find("key", x, w) is None
+    assert known.find("key", x, w_beyond) == "aligned input"
+
+
 def test_memory_is_bounded_and_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MOST_KEYS", 3)
     monkeypatch.setattr(memory, "_MOST_OF_A_KEY", 2)

@@ -29,19 +29,19 @@ class Memory(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._found: dict[Any, list[tuple[Callable[..., bool], int | None, Value]]] = {}
+        self._found: dict[Any, list[tuple[Callable[..., bool], tuple[int, int] | None, Value]]] = {}
 
     def find(self, key: Any, *tensors: Tensor) -> Value | None:
         """The value for tensors of that kind. Raises TypeError where the key cannot be one."""
         for guard, alignment, value in self._found.get(key, ()):
             if guard(*tensors) and (
-                alignment is None or alignment == (tensors[0].data_ptr() | tensors[1].data_ptr()) % ALIGNMENT
+                alignment is None or alignment == (tensors[0].data_ptr() % ALIGNMENT, tensors[1].data_ptr() % ALIGNMENT)
             ):
                 return value
         return None
 
     def add(self, key: Any, value: Value, *tensors: Tensor, lie_so: bool) -> None:
-        """Remember a value; ``lie_so``: only where the first two tensors are as far beyond an aligned address."""
+        """Remember a value; ``lie_so``: only where the first two are each as far beyond an aligned address."""
         sizes: Any = [list(tensor.shape) for tensor in tensors]
         strides: Any = [list(tensor.stride()) for tensor in tensors]
         guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -50,7 +50,7 @@ class Memory(Generic[Value]):
         of_key = self._found.setdefault(key, [])
         if len(of_key) >= _MOST_OF_A_KEY:
             of_key.clear()
-        alignment = (tensors[0].data_ptr() | tensors[1].data_ptr()) % ALIGNMENT if lie_so else None
+        alignment = (tensors[0].data_ptr() % ALIGNMENT, tensors[1].data_ptr() % ALIGNMENT) if lie_so else None
         of_key.append((guards.check, alignment, value))
 
     def clear(self) -> None:
