@@ -24,6 +24,7 @@ ALLOWED = {
         ("check", "check"),
         ("compile", "compile_kernels"),
         ("emit", "emit"),
+        ("explain", "explain"),
         ("tune", "tune"),
     )
 }

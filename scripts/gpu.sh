@@ -5,6 +5,8 @@
 #   scripts/gpu.sh tests fuzz             some of it
 #   scripts/gpu.sh forward gradients picture tables
 #
+# $LAYERS and $SEED are those of random, 48 and 1.
+#
 # Every stage is run, whatever became of those before it, under a limit of $LIMIT seconds (3600). What a stage prints also
 # goes to build/gpu/STAGE.log. The last lines say what each came to; the exit status is 1 if one failed.
 set -euo pipefail
@@ -13,7 +15,8 @@ cd "$root"
 
 STAGES=(
   tests fuzz sanitizer examples host
-  forward gradients channels_last gradients_channels_last models strict planner planner_models emitted picture tables
+  forward gradients channels_last gradients_channels_last models strict random holes planner planner_models emitted
+  picture tables
 )
 command -v nvidia-smi > /dev/null || { echo "there is no NVIDIA GPU: nvidia-smi is missing" >&2; exit 2; }
 # "NVIDIA H200" is h200, "NVIDIA GeForce RTX 4090" geforce-rtx-4090.
@@ -40,6 +43,8 @@ gradients_channels_last() {
 }
 models() { record -models --quick --suite models; }
 strict() { bench --suite kernelbench --strict-fp32 --quick --csv "$RESULTS-strict.csv"; }
+random() { bench --random "${LAYERS:-48}" --seed "${SEED:-1}" --csv "$RESULTS-random.csv"; }
+holes() { bench --graphs --suite holes,batch1,volumes --csv "$RESULTS-holes.csv"; }
 planner() { # its choices beside all candidates; what was measured is not for the other stages
   local suite=${1:-all}
   POLYPHASE_CACHE_DIR=$root/build/gpu/planner "$python" -m polyphase tune --suite "$suite" --dtypes float32,bfloat16 \

@@ -102,6 +102,22 @@ def test_the_suites_are_what_they_are_said_to_be() -> None:
     assert sizes["nnU-Net 3-D up"] == (10.7, 80)
     for layer in every_layer():
         assert min(layer.problem.output_size) > 0
+    assert len(every_layer()) == len({layer.name for layer in every_layer()})
+    assert {layer for which in Suite for layer in suite(which)} == set(every_layer())
+
+
+def test_the_further_suites_are_what_they_are_said_to_be() -> None:
+    lone = suite(Suite.BATCH_ONE)
+    assert len(lone) == 20
+    assert {layer.problem.batch for layer in lone} == {1}
+    volumes = suite(Suite.VOLUMES)
+    assert {layer.problem.dims for layer in volumes} == {3}
+    assert {layer.name for layer in volumes if layer.name.startswith("KernelBench")} == {
+        f"KernelBench {number}" for number in (58, 61, 68, 70, 72, 73, 77)
+    }
+    assert {(1, 2, 2), (3, 4, 4), (1, 4, 4)} <= {layer.problem.kernel_size for layer in volumes}
+    assert all(layer.name.split()[-1].isdigit() for layer in suite(Suite.KERNELBENCH))  # none of another level
+    assert len(suite(Suite.HOLES)) == 21
 
 
 def test_a_cut_keeps_the_layer_and_small_sides() -> None:
@@ -346,7 +362,7 @@ def test_a_fallback_on_a_gpu_is_never_timed(cpu_runner: runner.Runner, monkeypat
     monkeypatch.setattr(cpu_runner, "device", torch.device("cuda"))
     monkeypatch.setattr(DeviceInfo, "of", lambda device: DeviceInfo.for_arch("portable"))
     with pytest.raises(RuntimeError, match="portable path"):
-        cpu_runner._plan(runner.Case("small", SMALL, Pass.FORWARD))
+        cpu_runner.plan(runner.Case("small", SMALL, Pass.FORWARD), _record())
 
 
 # PyTorch's benchmark mode

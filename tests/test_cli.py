@@ -169,6 +169,38 @@ def test_bench_prints_writes_and_draws(tmp_path: Path) -> None:
     assert again.stat().st_size > 5000
 
 
+def test_bench_measures_random_layers_in_all_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyphase.bench import random_layers as drawn
+    from polyphase.bench.layers import NamedLayer, parse_layer
+
+    asked: list[tuple[int, int, float]] = []
+
+    def few(count: int, seed: int, dims: int | None = None, least_seconds: float = 0.0) -> list[NamedLayer]:
+        asked.append((count, seed, least_seconds))
+        return [NamedLayer(LAYER, parse_layer(LAYER))][:count]
+
+    monkeypatch.setattr(drawn, "random_layers", few)
+    table = tmp_path / "random.csv"
+    result = invoke(
+        "bench", "--random", 5, "--seed", 3, "--least", 50, "--device", "cpu", "--csv", table, "--seconds", 600
+    )
+    assert result.exit_code == 0, result.output
+    assert asked == [(5, 3, pytest.approx(50e-6))]
+    records = read_csv(table)
+    assert [(record.pass_name, record.dtype) for record in records] == [
+        (name, dtype) for dtype in ("float32", "bfloat16") for name in ("forward", "input_grad", "weight_grad", "step")
+    ]
+    assert all(record.ms and record.torch_default_ms and record.torch_benchmark_ms for record in records)
+    assert {record.seed for record in records} == {3}
+    for words in ("slowest beside PyTorch's best", "furthest from their floor", "training step bfloat16 nchw 1 0"):
+        assert words in told(result)
+
+    again = invoke("bench", "--summarise", table, "--summarise", table)
+    assert again.exit_code == 0, again.output
+    assert "training step bfloat16 nchw 2 0" in told(again)
+    assert invoke("bench", "--summarise", tmp_path / "none.csv").exit_code == 2
+
+
 def test_bench_ends_its_other_process_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     from polyphase.bench import oracle
 
@@ -245,6 +277,21 @@ def test_explain_prints_the_plan_of_every_pass_without_a_gpu() -> None:
     assert result.exit_code == 0, result.output
     for word in ("sm_90a", "forward:", "input_grad:", "weight_grad:"):
         assert word in result.output
+
+
+def test_explain_foretells_random_layers_beside_their_floors() -> None:
+    result = invoke("explain", "--random", 2, "--seed", 5, "--over", 0, "--device", "sm_90a", "--layouts", "nchw")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "12 passes of more than 0 × their floor", "by kind of layer", "by what computes the pass", "forecasts over",
+        "passes have no schedule on tensor cores",
+    ):  # fmt: skip
+        assert words in told(result)
+    result = invoke("explain", "--layer", LAYER, "--over", 1e9, "--dtypes", "float32", "--device", "sm_90a")
+    assert "0 passes of more than 1e+09 × their floor" in told(result)
+    result = invoke("explain", "--layer", LAYER, "--over", 3, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "forecasts are of NVIDIA GPUs" in told(result)
 
 
 def test_explain_takes_model_files_and_suites() -> None:

@@ -42,7 +42,9 @@ from polyphase.schedules.window_gemm.wgmma_window import in_pairs
 make = ConvTransposeProblem.make
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120")
 H200 = DeviceInfo.for_arch("sm_90a")
-MODELS = suite(Suite.MODELS)
+FURTHER = (Suite.MODELS, Suite.VOLUMES, Suite.BATCH_ONE, Suite.HOLES)
+NAMES = {layer.name for which in FURTHER for layer in suite(which)} - {layer.name for layer in suite(Suite.ALL)}
+MODELS = [layer for layer in every_layer() if layer.name in NAMES]
 LAYERS = [layer for layer in every_layer() if layer not in MODELS]
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 

@@ -44,6 +44,13 @@ class Ceilings:
         return f"copy {self.bytes_per_second / 1e12:.3g} TB/s (read + write); products {rates} TFLOP/s"
 
 
+#: Of an H200, as its records in benchmarks/results have them (float64 as it is sold), for floors without a GPU.
+H200 = Ceilings(
+    4.25e12,
+    {TF32: 420e12, "float32": 51e12, "bfloat16": 800e12, "float16": 800e12, "float64": 67e12},
+)
+
+
 def measure(timer: Timer, dtypes: Iterable[str]) -> Ceilings:
     """Measure the ceilings of ``timer``'s device for operands of ``dtypes``."""
     rates = {}

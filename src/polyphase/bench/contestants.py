@@ -18,6 +18,7 @@ from polyphase.bench.operands import MEMORY_FORMATS, Operands
 from polyphase.problem import ConvTransposeProblem, Pass
 
 Call = Callable[[], torch.Tensor]
+Step = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class TorchVariant(str, Enum):
@@ -62,6 +63,19 @@ def torch_call(problem: ConvTransposeProblem, pass_: Pass, operands: Operands) -
             return lambda: _torch_backward(problem, grad, x, weight, [True, False, False])[0]
         case Pass.WEIGHT_GRAD:
             return lambda: _torch_backward(problem, grad, x, weight, [False, True, False])[1]
+
+
+def polyphase_step(problem: ConvTransposeProblem, operands: Operands) -> Step:
+    """Forward pass and both gradients by polyphase, as a training step has them; the bias's gradient is left out."""
+    calls = [polyphase_call(problem, pass_, operands) for pass_ in Pass]
+    return lambda: tuple(call() for call in calls)
+
+
+def torch_step(problem: ConvTransposeProblem, operands: Operands) -> Step:
+    """The same by PyTorch: its function, and the operator that its backward pass calls, for both gradients at once."""
+    forward = torch_call(problem, Pass.FORWARD, operands)
+    x, weight, grad = operands.input, operands.weight, operands.grad_output
+    return lambda: (forward(), *_torch_backward(problem, grad, x, weight, [True, True, False])[:2])
 
 
 def torch_function(problem: ConvTransposeProblem) -> Callable[..., torch.Tensor]:

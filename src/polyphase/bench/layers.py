@@ -15,6 +15,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from polyphase.bench.further_layers import (
+    ALSO_BATCH_ONE,
+    ALSO_HOLES,
+    BATCH_ONE,
+    HOLES,
+    KERNELBENCH_VOLUMES,
+    VOLUMES,
+)
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 
 make = ConvTransposeProblem.make
@@ -147,6 +155,9 @@ class Suite(str, Enum):
     KERNELBENCH = "kernelbench"
     ALL = "all"
     MODELS = "models"
+    VOLUMES = "volumes"
+    BATCH_ONE = "batch1"
+    HOLES = "holes"
 
 
 @dataclass(frozen=True)
@@ -162,24 +173,32 @@ def suite(which: Suite) -> list[NamedLayer]:
 
     ``reference``: the five reference models (the last is the second at another batch and image size). ``kernelbench``:
     KernelBench's level-1 problems with a transposed convolution. ``all``: the 22 layers of the record, from generators,
-    U-Nets, pose, detection, super-resolution and audio. ``models``: layers of further models.
+    U-Nets, pose, detection, super-resolution and audio. ``models``: layers of further models. ``volumes``: decoders of
+    volumes and video. ``batch1``: one image, volume or second at a time. ``holes``: layers far from their floor.
     """
     layers = {layer.name: layer for layer in every_layer()}
     match which:
         case Suite.REFERENCE:
             names = _REFERENCE
         case Suite.KERNELBENCH:
-            names = [name for name in layers if name.startswith("KernelBench")]
+            names = [name for name in layers if re.match(r"KernelBench \d", name)]
         case Suite.ALL:
             names = [*_RECORD]
         case Suite.MODELS:
             names = [*_MODELS]
+        case Suite.VOLUMES:
+            names = [*KERNELBENCH_VOLUMES, "KernelBench 61", *VOLUMES]
+        case Suite.BATCH_ONE:
+            names = [*ALSO_BATCH_ONE, *BATCH_ONE]
+        case Suite.HOLES:
+            names = [*HOLES, *ALSO_HOLES]
     return [layers[name] for name in names]
 
 
 def every_layer() -> list[NamedLayer]:
     """Every layer of every suite, once."""
-    return [NamedLayer(name, problem) for name, problem in (_RECORD | _FURTHER | _MODELS).items()]
+    further = KERNELBENCH_VOLUMES | VOLUMES | BATCH_ONE | HOLES
+    return [NamedLayer(name, problem) for name, problem in (_RECORD | _FURTHER | _MODELS | further).items()]
 
 
 class LayerSyntaxError(ValueError):

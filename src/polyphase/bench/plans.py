@@ -72,6 +72,16 @@ def variants(
     ]
 
 
+def problems(
+    layers: Iterable[NamedLayer], dtypes: Sequence[str], channels_last: Sequence[bool], strict_fp32: bool
+) -> Iterator[NamedLayer]:
+    """Each layer in every dtype and layout before the next one; those that PyTorch has no such layout for left out."""
+    for layer in layers:
+        for problem in variants(layer.problem, dtypes, channels_last):
+            if problem.dtype != "float32" or problem.tf32 is not strict_fp32:
+                yield NamedLayer(layer.name, problem)
+
+
 def rows(wanted: Sequence[Case], jobs: int) -> Iterator[list[gates.Row]]:
     """The lines of each case, in their order."""
     return pool.each(_rows, wanted, jobs)

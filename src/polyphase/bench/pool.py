@@ -17,24 +17,28 @@ Result = TypeVar("Result")
 _ITEMS_PER_PROCESS = 16
 
 
-def each(function: Callable[[Item], Result], items: Sequence[Item], jobs: int) -> Iterator[Result]:
+def each(
+    function: Callable[[Item], Result], items: Sequence[Item], jobs: int, rankings: bool = False
+) -> Iterator[Result]:
     """``function`` of every item, in their order, in ``jobs`` processes where there are many items.
 
-    Rankings on disk are neither read nor written meanwhile: what is planned is what this planner says.
+    Without ``rankings``, those on disk are neither read nor written meanwhile: what is planned is what this planner
+    says.
     """
     jobs = min(jobs, len(items) // _ITEMS_PER_PROCESS)
     if jobs < 2:
-        with _without_rankings():
+        with contextlib.nullcontext() if rankings else _without_rankings():
             yield from map(function, items)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(rankings,)) as pool:
         yield from pool.map(function, items, chunksize=4)
 
 
-def _begin() -> None:
+def _begin(rankings: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
-    os.environ["POLYPHASE_TUNING"] = "0"
+    if not rankings:
+        os.environ["POLYPHASE_TUNING"] = "0"
 
 
 @contextlib.contextmanager

@@ -42,19 +42,27 @@ _FORMATS = (0.25, 0.5, 0.5625, 0.75, 0.75, 1.0, 1.34, 2.0)
 _MOST_ODD_SIDE = {1: 20000, 2: 300, 3: 49}
 
 
-def random_layers(count: int, seed: int, dims: int | None = None) -> list[NamedLayer]:
+def random_layers(
+    count: int, seed: int, dims: int | None = None, least_seconds: float = LEAST_SECONDS
+) -> list[NamedLayer]:
     """The first ``count`` layers of a seed, float32 and contiguous, of ``dims`` spatial dimensions or of 1 to 3.
 
-    A layer's name is its notation, as ``--layer`` takes it. Fewer layers of the same seed are the first of these.
+    Those whose floor is below ``least_seconds`` are left out. A layer's name is its notation, as ``--layer`` takes it.
+    Fewer layers of the same seed are the first of these.
     """
     draw = _Draw(random.Random(seed))
     found: dict[str, NamedLayer] = {}
     while len(found) < count:
         problem = _problem(draw, draw.one_of((1, 2, 2, 3)) if dims is None else dims)
-        if problem is not None:
+        if problem is not None and floor_seconds(problem) >= least_seconds:
             name = notation(problem)
             found.setdefault(name, NamedLayer(name, problem))
     return list(found.values())
+
+
+def floor_seconds(problem: ConvTransposeProblem) -> float:
+    """The floor of a float32 layer on an H200."""
+    return problem.floor_seconds(BYTES_PER_SECOND, FLOPS_PER_SECOND)
 
 
 def notation(problem: ConvTransposeProblem) -> str:
@@ -112,8 +120,7 @@ def _problem(draw: _Draw, dims: int) -> ConvTransposeProblem | None:
     )
     if min(problem.output_size) < 1:
         return None
-    seconds = problem.floor_seconds(BYTES_PER_SECOND, FLOPS_PER_SECOND)
-    return problem if LEAST_SECONDS <= seconds <= MOST_SECONDS else None
+    return problem if LEAST_SECONDS <= floor_seconds(problem) <= MOST_SECONDS else None
 
 
 def _axes(draw: _Draw, dims: int) -> tuple[_Axis, ...]:

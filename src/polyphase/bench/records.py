@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -11,6 +12,9 @@ from typing import Any, get_type_hints
 
 #: What people call the passes.
 PASS_TITLES = {"forward": "forward", "input_grad": "input gradient", "weight_grad": "weight gradient"}
+
+#: Takes the place of a pass: forward and both gradients, one after the other.
+STEP = "step"
 
 OK, WRONG, FAILED, SKIPPED = "ok", "wrong", "failed", "not applicable"
 
@@ -26,8 +30,8 @@ class Record:
     ``compared`` says. The workspaces are what a call allocates beside its result, polyphase's and that of PyTorch's
     default.
 
-    Of candidates that `tune` measured, ``predicted_ms`` is the planner's time, and ``planned`` says whether it is the
-    planner's own choice.
+    ``predicted_ms`` is the planner's time. Of candidates that `tune` measured ``planned`` says whether it is the
+    planner's own choice. ``seed`` is that of layers drawn at random.
     """
 
     layer: str
@@ -70,6 +74,7 @@ class Record:
     commit: str = ""
     date: str = ""
     command: str = ""
+    seed: int | None = None
 
     @property
     def good(self) -> bool:
@@ -81,6 +86,12 @@ class Record:
         """The time of PyTorch's benchmark mode over polyphase's, None where one of them was not measured."""
         return self.torch_benchmark_ms / self.ms if self.torch_benchmark_ms and self.ms else None
 
+    @property
+    def best_speedup(self) -> float | None:
+        """The time of PyTorch's default or of its benchmark mode, whichever is less, over polyphase's."""
+        times = [ms for ms in (self.torch_default_ms, self.torch_benchmark_ms) if ms]
+        return min(times) / self.ms if times and self.ms else None
+
 
 # The CSV's column is called `pass`, a word that Python keeps for itself.
 _COLUMNS = {field.name: "pass" if field.name == "pass_name" else field.name for field in fields(Record)}
@@ -89,7 +100,7 @@ _COLUMNS = {field.name: "pass" if field.name == "pass_name" else field.name for 
 _OLDER = {"variant": "config"}
 
 # Columns that older files lack.
-_NEWER = {"predicted_ms", "planned", "workspace_megabytes", "torch_workspace_megabytes"}
+_NEWER = {"predicted_ms", "planned", "workspace_megabytes", "torch_workspace_megabytes", "seed"}
 
 
 def write_csv(path: Path, records: Iterable[Record]) -> None:
@@ -212,6 +223,12 @@ def _torch_times_floor(record: Record) -> float | None:
     if record.torch_default_ms is None or record.floor_ms is None:
         return None
     return record.torch_default_ms / record.floor_ms
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The least of at least one value that this ``share`` of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def geometric_mean(values: Iterable[float | None]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +20,16 @@ def make_console(stderr: bool = False) -> Console:
     """A console as wide as the terminal, and wide enough for the tables where there is none."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+
+
+def plain_table(title: str, names: Iterable[str], figures: Iterable[str]) -> Table:
+    """A table of so many columns without rules, for logs that keep so many characters. Only a ``layer`` is wrapped."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in names:
+        table.add_column(name, no_wrap=name != "layer", min_width=24 if name == "layer" else None)
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def milliseconds(value: float | None) -> str:

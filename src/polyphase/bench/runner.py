@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -85,12 +85,13 @@ class Runner:
         against: Sequence[TorchVariant] = (TorchVariant.DEFAULT,),
         strict_fp32: bool = False,
         quick: bool = False,
+        known: ceilings.Ceilings | None = None,
     ) -> None:
         self.device = device
         self.against = against
         self.strict_fp32 = strict_fp32
         self.timer = Timer(device, repetitions=5 if quick else 20, budget_seconds=0.05 if quick else 0.2)
-        self.ceilings = ceilings.measure(self.timer, dtypes)
+        self.ceilings = known or ceilings.measure(self.timer, dtypes)
         self._benchmark_mode = BenchmarkProcess(self.timer, strict_fp32)
         self._operands: tuple[ConvTransposeProblem, Operands] | None = None
         self._facts: dict[str, Any] = {
@@ -109,12 +110,26 @@ class Runner:
 
     def run(self, case: Case) -> Record:
         """Check and time one case. Never raises for what the case itself does: that is in the record."""
-        problem = replace(case.problem, tf32=self.device.type == "cuda" and not self.strict_fp32)
-        case = replace(case, problem=problem)
+        case = replace(case, problem=self.as_run(case.problem))
+        record = self.blank(case.name, case.problem, case.pass_.value)
+        if record.status == SKIPPED:
+            return record
+        if not self.attempt(record, lambda: self._measure(case, record)):
+            self._operands = None
+        if self.device.type == "cuda" and torch.cuda.memory_reserved(self.device) > 32 << 30:
+            torch.cuda.empty_cache()
+        return record
+
+    def as_run(self, problem: ConvTransposeProblem) -> ConvTransposeProblem:
+        """The problem as it is under this runner's flags."""
+        return replace(problem, tf32=self.device.type == "cuda" and not self.strict_fp32)
+
+    def blank(self, name: str, problem: ConvTransposeProblem, pass_name: str) -> Record:
+        """A record of which nothing is measured yet; one that cannot be says so."""
         record = Record(
-            layer=case.name,
+            layer=name,
             problem=str(problem),
-            pass_name=case.pass_.value,
+            pass_name=pass_name,
             dtype=problem.dtype,
             layout="channels_last" if problem.channels_last else "nchw",
             floor_ms=self.ceilings.floor_ms(problem, self.strict_fp32),
@@ -124,28 +139,30 @@ class Runner:
         )
         if problem.channels_last and problem.dims + 2 not in MEMORY_FORMATS:
             record.status, record.reason = SKIPPED, "PyTorch has no channels_last for one spatial dimension"
-            return record
+        return record
+
+    @staticmethod
+    def attempt(record: Record, work: Callable[[], object]) -> bool:
+        """Whether ``work`` succeeds. Its failure is recorded with the reason: other cases must not be lost."""
         from polyphase.jit.launcher import quiet
 
         try:
             with quiet():
-                self._measure(case, record)
-        except Exception as failure:  # recorded with its reason; the other cases must not be lost
+                work()
+        except Exception as failure:
             record.status, record.reason = FAILED, environment.first_line(failure)
-            self._operands = None
-        if self.device.type == "cuda" and torch.cuda.memory_reserved(self.device) > 32 << 30:
-            torch.cuda.empty_cache()
-        return record
+            return False
+        return True
 
     def close(self) -> None:
         """End the other process, if there is one."""
         self._benchmark_mode.close()
 
     def _measure(self, case: Case, record: Record) -> None:
-        record.algorithm, record.config, record.reason = self._plan(case)
+        self.plan(case, record)
         operands = self._operands_of(case.problem)
         ours = polyphase_call(case.problem, case.pass_, operands)
-        if not self._check(case, operands, record):
+        if not self.check(case, operands, record):
             return
         with torch_flags(TorchVariant.DEFAULT, self.strict_fp32):
             timing = self.timer.measure(ours)
@@ -158,8 +175,8 @@ class Runner:
         if record.torch_default_ms is not None:
             record.speedup = record.torch_default_ms / timing.ms
 
-    def _plan(self, case: Case) -> tuple[str, str, str]:
-        """Schedule and config, and a remark where they were not chosen by prediction."""
+    def plan(self, case: Case, record: Record) -> None:
+        """Record schedule, config and prediction, and remark where they were not chosen by prediction."""
         from polyphase.plan import planner as plan
         from polyphase.problem.device import PORTABLE, DeviceInfo
 
@@ -167,7 +184,10 @@ class Runner:
         chosen = plan.plan(case.problem, case.pass_, DeviceInfo.of(self.device) if on_gpu else PORTABLE)
         if on_gpu and chosen.schedule == "portable":
             raise RuntimeError("the plan is the portable path, which is no kernel of the GPU's: nothing to be timed")
-        return chosen.schedule, chosen.describe(), "its kernel was chosen by `tune`" if chosen.measured else ""
+        record.algorithm, record.config = chosen.schedule, chosen.describe()
+        record.reason = "its kernel was chosen by `tune`" if chosen.measured else ""
+        if chosen.candidate is not None:
+            record.predicted_ms = 1e3 * chosen.candidate.seconds
 
     def _operands_of(self, problem: ConvTransposeProblem) -> Operands:
         if self._operands is None or self._operands[0] != problem:
@@ -175,8 +195,10 @@ class Runner:
             self._operands = problem, make_operands(problem, self.device)
         return self._operands[1]
 
-    def _check(self, case: Case, operands: Operands, record: Record) -> bool:
-        expected = oracle.sample(case.problem, case.pass_, operands)
+    def check(self, case: Case, operands: Operands, record: Record, flop_budget: float | None = None) -> bool:
+        """Whether polyphase is right, by as much of float64's result as costs ``flop_budget``; else it is recorded."""
+        budget = () if flop_budget is None else (flop_budget,)
+        expected = oracle.sample(case.problem, case.pass_, operands, *budget)
         with poisoned_outputs(self.device), torch_flags(TorchVariant.DEFAULT, self.strict_fp32):
             out = expected.of(polyphase_call(case.problem, case.pass_, operands)())
         try:

@@ -54,7 +54,7 @@ class Timer:
         """
         for _ in range(warmups):
             call()
-        estimate = self._clock(call)
+        estimate = self.clock(call)
         wanted = min(self.repetitions, int(self.budget_seconds / max(estimate, 1e-9)))
         count = max(wanted, min(5, self.repetitions))
         return Timing.of(self._events(call, count) if self.device.type == "cuda" else self._clocks(call, count))
@@ -76,7 +76,8 @@ class Timer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _clock(self, call: Callable[[], object]) -> float:
+    def clock(self, call: Callable[[], object]) -> float:
+        """Seconds of one call, the host's among them."""
         self.synchronize()
         start = time.perf_counter()
         call()
@@ -84,7 +85,7 @@ class Timer:
         return time.perf_counter() - start
 
     def _clocks(self, call: Callable[[], object], count: int) -> list[float]:
-        return [1e3 * self._clock(call) for _ in range(count)]
+        return [1e3 * self.clock(call) for _ in range(count)]
 
     def _events(self, call: Callable[[], object], count: int) -> list[float]:
         with torch.cuda.device(self.device):

@@ -45,34 +45,41 @@ class Tuned:
         return tuple(record for record in self.records if record.status != OK)
 
 
-def sources(cases: Iterable[Case], device: DeviceInfo) -> Iterator[KernelSource]:
+def sources(cases: Iterable[Case], device: DeviceInfo, kernels: frozenset[str] = frozenset()) -> Iterator[KernelSource]:
     """Every kernel that `tune` runs, some of them more than once."""
     for case in cases:
-        for _, program in worth_measuring(case, device):
+        for _, program in worth_measuring(case, device, kernels):
             yield from program.sources
 
 
-def worth_measuring(case: Case, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
+def worth_measuring(
+    case: Case, device: DeviceInfo, kernels: frozenset[str] = frozenset()
+) -> list[tuple[Candidate, Program]]:
     """The candidates that may be the fastest of a case: those whose predictions are not hopeless.
 
-    The planner's own choice is among them, whose schedule is chosen at another size.
+    The planner's own choice is among them, whose schedule is chosen at another size. With ``kernels`` it is all
+    candidates of those, and the planner's choice.
     """
     offers = plan.programs(case.problem, case.pass_, device)
     if not offers:
         return []
     own = plan.plan(case.problem, case.pass_, device, by_prediction=True).candidate
     most = _HOPELESS * min(candidate.seconds for candidate, _ in offers)
-    return [(candidate, program) for candidate, program in offers if candidate.seconds <= most or candidate == own]
+    return [
+        (candidate, program)
+        for candidate, program in offers
+        if (candidate.schedule in kernels if kernels else candidate.seconds <= most) or candidate == own
+    ]
 
 
-def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo) -> Tuned:
+def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo, kernels: frozenset[str] = frozenset()) -> Tuned:
     """Runs ``case`` with every candidate that may be the fastest and remembers which is.
 
     ``run`` checks and times it under the plan. Where none is right, an earlier choice is removed. Raises OSError where
     the disk does not let us.
     """
     own = plan.plan(case.problem, case.pass_, device, by_prediction=True).describe()
-    seconds = {candidate.describe(): candidate.seconds for candidate, _ in worth_measuring(case, device)}
+    seconds = {candidate.describe(): candidate.seconds for candidate, _ in worth_measuring(case, device, kernels)}
     records = {}
     for name in dict.fromkeys([own, *seconds]):
         with _only(name):

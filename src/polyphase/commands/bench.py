@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts
+from polyphase.commands.options import SUITES, LayerTexts, Least, Seed
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
+    from polyphase.bench.layers import NamedLayer
     from polyphase.bench.records import Record
     from polyphase.bench.runner import Case, Runner
+
+_DTYPES = {False: "float32", True: "float32,bfloat16"}  # by --graphs
 
 
 def bench(
@@ -25,7 +29,13 @@ def bench(
     ] = None,
     layer: LayerTexts = None,
     passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",
-    dtypes: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
+    dtypes: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16, float64. Without, float32; with --graphs bfloat16, too.",
+            show_default=False,
+        ),
+    ] = None,
     layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",
     against: Annotated[str, typer.Option(help="PyTorch as: default, benchmark, channels_last, compile.")] = "default",
     device: Annotated[str | None, typer.Option(help="Without, the GPU where there is one.", show_default=False)] = None,
@@ -38,6 +48,27 @@ def bench(
         typer.Option(help="Measure nothing: draw this CSV into --png, or several.", show_default=False),
     ] = None,
     host: Annotated[bool, typer.Option("--host", help="Measure the host's time per call, and first calls.")] = False,
+    graphs: Annotated[
+        bool,
+        typer.Option(
+            "--graphs",
+            help="GPU time alone, by CUDA graphs: all passes and the training step, against PyTorch's default and "
+            "benchmark mode.",
+        ),
+    ] = False,
+    random: Annotated[int, typer.Option(min=0, help="So many layers drawn at random, by --graphs.")] = 0,
+    seed: Seed = 0,
+    least: Least = 20.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="With --graphs: begin no layer after so many seconds.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --graphs: keep what --csv has, and measure the other layers.")
+    ] = False,
+    summarise: Annotated[
+        list[Path] | None,
+        typer.Option(help="Measure nothing: sum up this CSV of --graphs, or several.", show_default=False),
+    ] = None,
 ) -> None:
     """Check and time layers, against their floor and against PyTorch.
 
@@ -51,6 +82,11 @@ def bench(
     if plot_from:
         _draw_again(console, plot_from, png)
         return
+    if summarise:
+        from polyphase.commands.sweep import tell
+
+        tell(console, _read(summarise, "--summarise"))
+        return
     from polyphase.commands.options import device_of
 
     place = device_of(device)
@@ -61,25 +97,27 @@ def bench(
         return
 
     from polyphase.bench.contestants import TorchVariant
-    from polyphase.bench.layers import Suite
     from polyphase.bench.report import notes, results_table, summary_lines
-    from polyphase.bench.runner import Runner, cut_for_cpu, make_cases
-    from polyphase.commands.options import Dtype, Layout, choices, named_layers
+    from polyphase.bench.runner import Runner, make_cases
+    from polyphase.commands.options import Dtype, Layout, choices, drawn_layers, named_layers
     from polyphase.problem import Pass
 
-    layers = named_layers(layer, suite or (None if layer else Suite.REFERENCE.value))
-    if place.type != "cuda":
-        whole, layers = layers, [cut_for_cpu(layer) for layer in layers]
-        if layers != whole:
-            console.print(f"on {place}, large layers are cut: ÷4 means a quarter of the batch and of each image side")
-    names = [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")]
+    graphs |= random > 0
+    layers = named_layers(layer, suite) + drawn_layers(random, seed, least)
+    layers = _not_too_large(layers or named_layers(None, "reference"), place, console)
+    names = [dtype.value for dtype in choices(dtypes or _DTYPES[graphs], Dtype, "--dtypes")]
+    last = [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")]
+    if graphs:
+        from polyphase.commands.sweep import sweep, tell
+
+        found = sweep(
+            console, place, layers, names, last, strict_fp32,
+            seed=seed if random else None, seconds=seconds, csv=csv, resume=resume,
+        )  # fmt: skip
+        tell(console, found)
+        return
     rivals = choices(against, TorchVariant, "--against")
-    cases = make_cases(
-        layers,
-        choices(passes, Pass, "--passes"),
-        names,
-        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
-    )
+    cases = make_cases(layers, choices(passes, Pass, "--passes"), names, last)
     records = _measure(cases, lambda: Runner(place, names, rivals, strict_fp32, quick), csv)
     console.print(f"{records[0].gpu}; {records[0].ceilings}", markup=False)
     console.print(results_table(records, rivals))
@@ -95,17 +133,32 @@ def bench(
         raise typer.Exit(1)
 
 
+def _not_too_large(layers: list[NamedLayer], place: torch.device, console: Console) -> list[NamedLayer]:
+    """The layers as they are measured on a device: on a CPU large ones are cut."""
+    from polyphase.bench.runner import cut_for_cpu
+
+    if place.type == "cuda":
+        return layers
+    smaller = [cut_for_cpu(layer) for layer in layers]
+    if layers != smaller:
+        console.print(f"on {place}, large layers are cut: ÷4 means a quarter of the batch and of each image side")
+    return smaller
+
+
 def _draw_again(console: Console, paths: list[Path], png: Path | None) -> None:
     """Draws records that were measured before."""
-    from polyphase.bench.records import read_csv
-
     if png is None:
         raise typer.BadParameter("say with --png where the picture goes", param_hint="--plot-from")
+    _draw(console, _read(paths, "--plot-from"), png)
+
+
+def _read(paths: list[Path], option: str) -> list[Record]:
+    from polyphase.bench.records import read_csv
+
     try:
-        records = [record for path in paths for record in read_csv(path)]
+        return [record for path in paths for record in read_csv(path)]
     except (OSError, ValueError) as failure:
-        raise typer.BadParameter(str(failure), param_hint="--plot-from") from None
-    _draw(console, records, png)
+        raise typer.BadParameter(str(failure), param_hint=option) from None
 
 
 def _measure(cases: list[Case], make_runner: Callable[[], Runner], csv: Path | None) -> list[Record]:

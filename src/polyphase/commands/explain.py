@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts
+from polyphase.commands.options import SUITES, LayerTexts, Least, Seed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from polyphase.bench.layers import NamedLayer
+    from polyphase.problem.device import DeviceInfo
+
+_OVER = 3.0  # times the floor: what of layers drawn at random is shown
 
 
 def explain(
@@ -23,24 +32,48 @@ def explain(
     strict_fp32: Annotated[
         bool, typer.Option("--strict-fp32", help="No TF32: plans as with PyTorch's switch off.")
     ] = False,
+    random: Annotated[int, typer.Option(min=0, help="So many layers drawn at random.")] = 0,
+    seed: Seed = 0,
+    least: Least = 20.0,
+    over: Annotated[
+        float | None,
+        typer.Option(
+            help="Only passes that are foretold to take more than so many times their floor, and their kinds; "
+            "3 for layers drawn at random.",
+            show_default=False,
+        ),
+    ] = None,
+    dtypes: Annotated[str, typer.Option(help="With --over: float32, bfloat16, float16, float64.")] = "float32,bfloat16",
+    layouts: Annotated[str, typer.Option(help="With --over: nchw, channels_last, or both.")] = "nchw",
+    show: Annotated[int, typer.Option(min=0, help="With --over: passes to show.")] = 100,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that plan.")] = os.cpu_count() or 1,
 ) -> None:
-    """Print the plan of a layer for all three passes: winner, losers, reasons. Needs no GPU."""
+    """Print the plan of a layer for all three passes: winner, losers, reasons. Needs no GPU.
+
+    With --random or --over, what is foretold for many layers beside their floors on an H200.
+    """
     from dataclasses import replace
 
     from polyphase import explanation
     from polyphase.bench.report import make_console
-    from polyphase.commands.options import some_layers
+    from polyphase.commands.options import drawn_layers, some_layers
     from polyphase.errors import UnsupportedError
     from polyphase.plan.explain import explain as explain_text
     from polyphase.torch_op.tf32 import tf32_allowed
 
-    layers = some_layers(layer, suite, files)
+    drawn = drawn_layers(random, seed, least)
+    layers = drawn if drawn and not (layer or suite or files) else some_layers(layer, suite, files) + drawn
     try:
         info = explanation.device_info(device)
     except UnsupportedError as failure:
         raise typer.BadParameter(str(failure), param_hint="--device") from None
-    tf32 = tf32_allowed() and not strict_fp32
     console = make_console()
+    if drawn or over is not None:
+        if not info.is_cuda:
+            raise typer.BadParameter("forecasts are of NVIDIA GPUs, such as sm_90a", param_hint="--device")
+        _tell_forecasts(console, _in_forms(layers, dtypes, layouts, strict_fp32), info, over, show, jobs)
+        return
+    tf32 = tf32_allowed() and not strict_fp32
     for index, named in enumerate(layers):
         if index:
             console.rule()
@@ -48,3 +81,36 @@ def explain(
         console.print(explain_text(replace(named.problem, tf32=tf32), info), markup=False, soft_wrap=True)
     if explanation.is_for_elsewhere(device):
         console.print(f"\n{explanation.NO_GPU}", markup=False)
+
+
+def _in_forms(layers: list[NamedLayer], dtypes: str, layouts: str, strict_fp32: bool) -> list[NamedLayer]:
+    """The layers in each dtype and memory format."""
+    from polyphase.bench.plans import problems
+    from polyphase.commands.options import Dtype, Layout, choices
+
+    names = [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")]
+    last = [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")]
+    return [*problems(layers, names, last, strict_fp32)]
+
+
+def _tell_forecasts(
+    console: Console, layers: list[NamedLayer], device: DeviceInfo, over: float | None, show: int, jobs: int
+) -> None:
+    """Print which passes are foretold to be far above their floor, and by kinds how far all are."""
+    from rich.progress import track
+
+    from polyphase.bench import forecasts
+    from polyphase.bench.report import make_console
+
+    over = _OVER if over is None else over
+    plans = forecasts.forecasts(layers, device, jobs)
+    progress = make_console(stderr=True)
+    found = [each for some in track(plans, "planning", len(layers), console=progress, transient=True) for each in some]
+    console.print(forecasts.worst_table(found, over, show))
+    for table in (forecasts.kind_table, forecasts.schedule_table, forecasts.summary_table):
+        console.print()
+        console.print(table(found, over))
+    lacking = [each for each in found if each.lacks_tensor_cores]
+    console.print(f"\n{len(lacking)} passes have no schedule on tensor cores, of 8 channels a side and a GFLOP or more")
+    for each in lacking:
+        console.print(f"  {each.pass_.value}, {each.problem}", markup=False)

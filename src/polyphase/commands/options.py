@@ -29,8 +29,18 @@ LayerTexts = Annotated[
 ]
 """The option ``--layer``."""
 
-SUITES = "reference (five models), kernelbench, all (the 22 layers of the record), models (64 layers of further ones)"
+SUITES = (
+    "reference (five models), kernelbench, all (the 22 layers of the record), models (64 layers of further ones), "
+    "volumes (3-D), batch1 (20 layers of one image or second), holes (21 layers that were far from their floor)"
+)
 """The values of ``--suite``, several of which may stand behind one another, with commas."""
+
+
+Seed = Annotated[int, typer.Option(help="What layers are drawn at random from.")]
+Least = Annotated[
+    float, typer.Option(help="The least work of layers drawn at random: µs of an H200's floor in float32.")
+]
+"""Options that go with ``--random``."""
 
 
 class Dtype(str, Enum):
@@ -106,6 +116,13 @@ def named_layers(
     for path in model_files(models or []):
         layers += _layers_of_model(path)
     return layers
+
+
+def drawn_layers(count: int, seed: int, least: float) -> list[NamedLayer]:
+    """What ``--random`` draws: layers whose floor on an H200 in float32 is ``least`` µs or more."""
+    from polyphase.bench.random_layers import random_layers
+
+    return random_layers(count, seed, least_seconds=1e-6 * least)
 
 
 def some_layers(texts: list[str] | None, suites: str | None, models: list[Path] | None) -> list[NamedLayer]:

@@ -27,6 +27,10 @@ def tune(
     strict_fp32: Annotated[bool, typer.Option("--strict-fp32", help="No TF32.")] = False,
     device: Annotated[str | None, typer.Option(help="Without, the GPU.", show_default=False)] = None,
     csv: Annotated[Path | None, typer.Option(help="Write every candidate's time here.", show_default=False)] = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option(help="Measure all candidates of these, and the planner's choice.", show_default=False),
+    ] = None,
     forget: Annotated[bool, typer.Option("--forget", help="Measure nothing: remove what was measured before.")] = False,
 ) -> None:
     """Measure every kernel that may be a layer's fastest, and leave the fastest on disk for the planner to take.
@@ -50,6 +54,7 @@ def tune(
     from polyphase.plan import measured as tuning
     from polyphase.problem import Pass
     from polyphase.problem.device import DeviceInfo
+    from polyphase.schedules import SCHEDULES
 
     console = make_console()
     if forget:
@@ -70,19 +75,23 @@ def tune(
     ]
     if not cases:
         raise typer.BadParameter("PyTorch has no channels_last for one spatial dimension", param_hint="--layouts")
-    info = DeviceInfo.of(place)
+    info, only = DeviceInfo.of(place), frozenset(kernels.split(",") if kernels else ())
+    if unknown := only - {schedule.name for schedule in SCHEDULES}:
+        raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}", param_hint="--kernels")
     results: list[Tuned] = []
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task("kernels", total=None)
         compile_ahead(
-            sources(cases, info), info.arch, lambda done, count: progress.update(task, completed=done, total=count)
+            sources(cases, info, only),
+            info.arch,
+            lambda done, count: progress.update(task, completed=done, total=count),
         )
         progress.reset(task, total=len(cases), description="ceilings")
         runner = Runner(place, names, (), strict_fp32)
         for case in cases:
             progress.update(task, description=f"{case.name}, {case.pass_.value}, {case.problem.dtype}")
             try:
-                results.append(tune_case(case, runner.run, info))
+                results.append(tune_case(case, runner.run, info, only))
             except OSError as failure:
                 console.print(f"{tuning.directory()} cannot be written: {failure}", style="bold red", markup=False)
                 raise typer.Exit(1) from None

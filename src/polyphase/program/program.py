@@ -23,7 +23,12 @@ from polyphase.program.transpose import to_channels_last, to_contiguous
 
 if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
-    from polyphase.problem.layouts import Layouts
+    from polyphase.problem.layouts import Layouts, Strides
+
+
+#: A tensor that is transposed to channels_last: its shape and strides, its groups, and what the channels of each group
+#: are padded to.
+Transposed = tuple[tuple[int, ...], "Strides", int, int]
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,23 @@ def assemble(
     )
 
 
+def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
+    """A program that reads some tensors in channels_last, for such as lie otherwise: they are transposed before."""
+    before, buffers, names = [], [], {}
+    for name, (shape, strides, groups, padded) in read.items():
+        names[name] = f"{name}_channels_last"
+        buffers.append(Buffer(names[name], dtype, math.prod(shape) // shape[1] * groups * padded))
+        step = to_channels_last(dtype, shape, strides, groups, padded)
+        before.append(replace(step, operands=(name, names[name])))
+    steps = [replace(step, operands=tuple(names.get(name, name) for name in step.operands)) for step in inner.steps]
+    return replace(
+        inner,
+        steps=(*before, *steps),
+        main_index=len(before) + inner.main_index,
+        buffers=(*inner.buffers, *buffers),
+    )
+
+
 def between_transposes(inner: Program, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Program:
     """A program for tensors in channels_last, made one for contiguous ones: they are transposed before, and back.
 
@@ -133,22 +155,19 @@ def between_transposes(inner: Program, problem: ConvTransposeProblem, pass_: Pas
     """
     sides = [(problem.input_shape, layouts.input), (problem.output_shape, layouts.output)]
     read = {X: sides[0], GRAD: sides[1]} if pass_ is Pass.WEIGHT_GRAD else {SRC: sides[pass_ is not Pass.FORWARD]}
-    before, buffers, names = [], [], {}
-    for name, (shape, strides) in read.items():
-        names[name] = f"{name}_channels_last"
-        buffers.append(Buffer(names[name], problem.dtype, math.prod(shape)))
-        before.append(replace(to_channels_last(problem.dtype, shape, strides), operands=(name, names[name])))
-    behind = []
-    if pass_ is not Pass.WEIGHT_GRAD or inner.dst_channels_last:
-        shape = problem.weight_shape if pass_ is Pass.WEIGHT_GRAD else sides[pass_ is Pass.FORWARD][0]
-        names[DST] = f"{DST}_channels_last"
-        buffers.append(Buffer(names[DST], problem.dtype, math.prod(shape)))
-        behind.append(replace(to_contiguous(problem.dtype, shape), operands=(names[DST], DST)))
-    steps = [replace(step, operands=tuple(names.get(name, name) for name in step.operands)) for step in inner.steps]
+    program = reading_channels_last(
+        inner, problem.dtype, {name: (shape, strides, 1, shape[1]) for name, (shape, strides) in read.items()}
+    )
+    if pass_ is Pass.WEIGHT_GRAD and not inner.dst_channels_last:
+        return program
+    shape = problem.weight_shape if pass_ is Pass.WEIGHT_GRAD else sides[pass_ is Pass.FORWARD][0]
+    last = f"{DST}_channels_last"
+    steps = [
+        replace(step, operands=tuple(last if name == DST else name for name in step.operands)) for step in program.steps
+    ]
     return replace(
-        inner,
-        steps=(*before, *steps, *behind),
-        main_index=len(before) + inner.main_index,
-        buffers=(*inner.buffers, *buffers),
+        program,
+        steps=(*steps, replace(to_contiguous(problem.dtype, shape), operands=(last, DST))),
+        buffers=(*program.buffers, Buffer(last, problem.dtype, math.prod(shape))),
         dst_channels_last=False,
     )

@@ -24,13 +24,22 @@ def missing(channels: int) -> float:
     return (round_up(channels, _CHANNELS) - channels) / max(1, channels)
 
 
-def to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides) -> Step:
-    """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost."""
+def to_channels_last(
+    dtype: str, shape: tuple[int, ...], strides: Strides, groups: int = 1, padded: int | None = None
+) -> Step:
+    """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost.
+
+    ``padded``: channels of each of the ``groups`` in the result, those that do not exist zero; as many as there are by
+    default.
+    """
     batch, channels, *sizes = five(shape)
-    pixels = batch * math.prod(sizes)
+    pixels, group = batch * math.prod(sizes), channels // groups
+    each = group if padded is None else padded
     source = transpose_source(dtype)
-    params = params_of(source).pack(stride=strides, channels=channels, pixels=pixels, sizes=sizes)
-    blocks = math.ceil(pixels / _PIXELS) * math.ceil(channels / _CHANNELS)
+    params = params_of(source).pack(
+        stride=strides, channels=groups * each, pixels=pixels, sizes=sizes, padded=each, group=group
+    )
+    blocks = math.ceil(pixels / _PIXELS) * math.ceil(groups * each / _CHANNELS)
     return plain_step(source, blocks, _THREADS, params)
 
 

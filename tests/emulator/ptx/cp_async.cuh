@@ -23,3 +23,4 @@ template <int PENDING>
 inline void cp_async_wait() {
   emulator::wait(emulator::Async::copies, PENDING);
 }
+inline void cp_async_through_l1(unsigned to, const void* from, bool exists) { cp_async<16>(to, from, exists); }

@@ -49,7 +49,7 @@ __host__ __device__ constexpr bool has_taps(Axis axis, int offset) {
   return false;
 }
 
-constexpr int TAPS = AXIS_D.kernel * AXIS_H.kernel * AXIS_W.kernel;
+[[maybe_unused]] constexpr int TAPS = AXIS_D.kernel * AXIS_H.kernel * AXIS_W.kernel;
 
 // Where tensors lie and how far they reach; strides in elements, in the order batch, channel, depth, height, width.
 struct Tensor5 {

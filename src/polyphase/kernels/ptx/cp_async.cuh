@@ -15,6 +15,10 @@ __device__ __forceinline__ void cp_async_part(unsigned to, const void* from, int
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes)
                  : "memory");
 }
+// 16 bytes through the L1 cache, or zeros where `exists` is false.
+__device__ __forceinline__ void cp_async_through_l1(unsigned to, const void* from, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
 // All of them, or zeros where `exists` is false.
 template <int BYTES>
 __device__ __forceinline__ void cp_async(unsigned to, const void* from, bool exists) {

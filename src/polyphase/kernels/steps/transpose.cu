@@ -1,5 +1,6 @@
 // Layout transpose: a tensor of any strides to one whose channels are innermost (NCHW to NHWC), without gaps, as TMA
-// takes boxes of it. NHWC to NCHW is the same with pixels and channels exchanged.
+// takes boxes of it. NHWC to NCHW is the same with pixels and channels exchanged. The channels of each group may be
+// padded with zeros.
 //
 // Index mapping. A block has PIXELS pixels, of all images one after the other, by CHANNELS channels. Neighbouring
 // threads read neighbouring pixels of a channel, and write neighbouring channels of a pixel, 16 bytes each where
@@ -12,8 +13,10 @@
 
 struct Params {
   long long stride[5];   // of the source, in elements: of images, channels, slabs, rows, columns
-  int channels, pixels;  // the latter of all images
+  int channels, pixels;  // that are written; the latter of all images
   Divisor sizes[3];      // of an image along d, h, w
+  Divisor padded;        // channels of a group, and those that exist
+  int group;
 };
 
 constexpr int ELEMENT = sizeof(scalar_t), VECTOR = 16 / ELEMENT;
@@ -31,13 +34,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (pixel < params.pixels) {
     const int row = pixel / params.sizes[2], slab = row / params.sizes[1], image = slab / params.sizes[0];
     const int own = threadIdx.x / PIXELS;  // the first of the thread's channels
-    const scalar_t* from = src + image * params.stride[0] + (first_channel + own) * params.stride[1] +
-                           slab % params.sizes[0] * params.stride[2] + row % params.sizes[1] * params.stride[3] +
-                           pixel % params.sizes[2] * params.stride[4];
+    const scalar_t* const from = src + image * params.stride[0] + slab % params.sizes[0] * params.stride[2] +
+                                 row % params.sizes[1] * params.stride[3] + pixel % params.sizes[2] * params.stride[4];
     scalar_t values[LOADS];
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i, from += AT_ONCE * params.stride[1])
-      if (first_channel + own + i * AT_ONCE < params.channels) values[i] = read(from);
+    for (int i = 0; i < LOADS; ++i) {
+      const int channel = first_channel + own + i * AT_ONCE, group = channel / params.padded;
+      const int in_group = channel - group * params.padded.value;
+      const bool exists = channel < params.channels && in_group < params.group;
+      values[i] = exists ? read(from + (group * params.group + in_group) * params.stride[1]) : zero<scalar_t>();
+    }
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
       if (first_channel + own + i * AT_ONCE < params.channels)

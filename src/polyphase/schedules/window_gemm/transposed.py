@@ -20,6 +20,7 @@ _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 class _Transposed(Schedule):
     """What the two have in common."""
 
+    on_tensor_cores = True
     any_size = False
     adapts = True
     kept = True

@@ -1,0 +1,193 @@
+"""What the planner foretells for many layers beside their floors: where it knows of no fast way, without a GPU.
+
+Floors are an H200's (`polyphase.bench.ceilings.H200`). A pass that is far above its floor, and others of its kind, is a
+hole between the schedules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from polyphase.bench import pool
+from polyphase.bench.ceilings import H200
+from polyphase.bench.layers import NamedLayer
+from polyphase.bench.records import PASS_TITLES, geometric_mean, percentile
+from polyphase.bench.report import factor, milliseconds, plain_table
+from polyphase.errors import UnsupportedError
+from polyphase.plan import planner as plan
+from polyphase.plan.shortlist import candidates
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.schedules import SCHEDULES
+
+_FEW = 8  # channels of a group: as many as the tensor cores multiply at least
+_LARGE_FLOPS = 1e9
+_ALIGNMENT = 16  # bytes between the rows that TMA takes
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The plan of one pass: ``seconds`` as foretold, infinite where no schedule computes it.
+
+    ``lacks_tensor_cores``: it is large enough for them and has enough channels, and no schedule offers them.
+    """
+
+    layer: str
+    problem: ConvTransposeProblem
+    pass_: Pass
+    schedule: str
+    seconds: float
+    floor_seconds: float
+    bound: str = ""
+    lacks_tensor_cores: bool = False
+
+    @property
+    def over(self) -> float:
+        """Times the floor."""
+        return self.seconds / self.floor_seconds
+
+
+def forecasts(layers: Sequence[NamedLayer], device: DeviceInfo, jobs: int) -> Iterator[list[Forecast]]:
+    """Those of the three passes of each layer, in its own dtype and format, planned by ``jobs`` processes."""
+    return pool.each(_forecasts, [(layer, device) for layer in layers], jobs)
+
+
+def _forecasts(of: tuple[NamedLayer, DeviceInfo]) -> list[Forecast]:
+    layer, device = of
+    return [_forecast(layer, pass_, device) for pass_ in Pass]
+
+
+def _forecast(layer: NamedLayer, pass_: Pass, device: DeviceInfo) -> Forecast:
+    problem = layer.problem
+    floor = 1e-3 * H200.floor_ms(problem, strict_fp32=not problem.tf32)
+    try:
+        chosen = plan.plan(problem, pass_, device, by_prediction=True)
+    except UnsupportedError:
+        return Forecast(layer.name, problem, pass_, "none", math.inf, floor)
+    candidate = chosen.candidate
+    assert candidate is not None
+    enough = min(problem.in_channels_per_group, problem.out_channels_per_group) >= _FEW
+    wanted = enough and problem.flops >= _LARGE_FLOPS and not chosen.selected[0].schedule.on_tensor_cores
+    lacking = wanted and not _on_tensor_cores(problem, pass_, device)
+    return Forecast(layer.name, problem, pass_, chosen.schedule, candidate.seconds, floor, candidate.bound, lacking)
+
+
+def _on_tensor_cores(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+    """Whether any schedule offers them."""
+    problem, layouts = plan.as_computed(problem, pass_, None)
+    offers = (
+        candidates(schedule, problem, pass_, device, layouts)
+        for schedule in SCHEDULES
+        if schedule.on_tensor_cores and schedule.supports(problem, pass_, device) is None
+    )
+    return any(next(offered, None) is not None for offered in offers)
+
+
+def kinds(problem: ConvTransposeProblem) -> list[str]:
+    """What people would call the layer: several names, for holes are found by what layers in them have in common."""
+    inputs, outputs = problem.in_channels_per_group, problem.out_channels_per_group
+    fewer, uneven = min(inputs, outputs), bool(inputs % 8 or outputs % 8)
+    row_bytes = [DTYPE_BYTES[problem.dtype] * size[-1] for size in (problem.input_size, problem.output_size)]
+    pixels = math.prod(problem.input_size)
+    named = {
+        f"{problem.dims}-D": True,
+        "one image": problem.batch == 1,
+        "depthwise": inputs == 1 < problem.groups,
+        f"groups of {_FEW * 2} or fewer": problem.groups > 1 and 1 < fewer <= 2 * _FEW,
+        "wider groups": problem.groups > 1 and fewer > 2 * _FEW,
+        f"fewer than {_FEW} inputs": problem.groups == 1 and inputs < _FEW,
+        f"fewer than {_FEW} outputs": problem.groups == 1 and outputs < _FEW,
+        "channels no multiple of 8": problem.groups == 1 and fewer > 8 and uneven,
+        "rows that TMA cannot take": not problem.channels_last and any(size % _ALIGNMENT for size in row_bytes),
+        "many taps": problem.taps >= 64,
+        "long kernel": max(problem.kernel_size) >= 128,
+        "stride 1": set(problem.stride) == {1},
+        "kernel is stride": problem.kernel_size == problem.stride != (1,) * problem.dims,
+        "stride of 5 or more": max(problem.stride) >= 5,
+        "dilated": set(problem.dilation) != {1},
+        "small images": pixels <= 256,
+    }
+    return [name for name, holds in named.items() if holds]
+
+
+def summary_table(found: Iterable[Forecast], over: float) -> Table:
+    """One line for each pass and dtype."""
+
+    def names(forecast: Forecast) -> list[tuple[str, ...]]:
+        return [(PASS_TITLES[forecast.pass_.value], forecast.problem.dtype, _layout(forecast))]
+
+    return _grouped("forecasts over the floor", ("pass", "dtype", "layout"), found, names, over)
+
+
+def schedule_table(found: Iterable[Forecast], over: float) -> Table:
+    """One line for each pass, dtype and kernel."""
+
+    def names(forecast: Forecast) -> list[tuple[str, ...]]:
+        return [(PASS_TITLES[forecast.pass_.value], forecast.problem.dtype, forecast.schedule)]
+
+    return _grouped("by what computes the pass", ("pass", "dtype", "kernel"), found, names, over)
+
+
+def kind_table(found: Iterable[Forecast], over: float) -> Table:
+    """One line for each pass, dtype and kind of layer, of which it may be several."""
+
+    def names(forecast: Forecast) -> list[tuple[str, ...]]:
+        title = PASS_TITLES[forecast.pass_.value]
+        return [(title, forecast.problem.dtype, kind) for kind in kinds(forecast.problem)]
+
+    return _grouped("by kind of layer", ("pass", "dtype", "kind"), found, names, over)
+
+
+def worst_table(found: Iterable[Forecast], over: float, count: int) -> Table:
+    """The passes that are foretold to take more than ``over`` times their floor, worst first."""
+    worst = sorted((forecast for forecast in found if forecast.over > over), key=lambda each: -each.over)
+    title = f"{len(worst)} passes of more than {over:g} × their floor" + (f", the {count} worst" * (len(worst) > count))
+    names = ("layer", "pass", "dtype", "layout", "kernel")
+    table = plain_table(title, names, ("ms", "floor", "× floor"))
+    table.add_column("kind")
+    for forecast in worst[:count]:
+        table.add_row(
+            forecast.layer,
+            PASS_TITLES[forecast.pass_.value],
+            forecast.problem.dtype,
+            _layout(forecast),
+            forecast.schedule,
+            milliseconds(1e3 * forecast.seconds),
+            milliseconds(1e3 * forecast.floor_seconds),
+            factor(forecast.over),
+            ", ".join(kinds(forecast.problem)),
+        )
+    return table
+
+
+def _grouped(
+    title: str,
+    columns: Sequence[str],
+    found: Iterable[Forecast],
+    names: Callable[[Forecast], list[tuple[str, ...]]],
+    over: float,
+) -> Table:
+    """One line for each group that a forecast is of, those first that are most above their floors together."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for forecast in found:
+        for name in names(forecast):
+            groups.setdefault(name, []).append(forecast.over)
+    table = plain_table(title, columns, ("passes", "× floor, mean", "95 % below", "highest", f"over {over:g}"))
+    for name, values in sorted(groups.items(), key=lambda group: -sum(map(math.log, group[1]))):
+        table.add_row(
+            *name,
+            str(len(values)),
+            factor(geometric_mean(values)),
+            factor(percentile(values, 0.95)),
+            factor(max(values)),
+            str(sum(value > over for value in values)),
+        )
+    return table
+
+
+def _layout(forecast: Forecast) -> str:
+    return "channels_last" if forecast.problem.channels_last else "nchw"

@@ -1,0 +1,119 @@
+// One phase of the destination: the taps that meet it, along each dimension an arithmetic progression (core/taps.cuh).
+// The input gradient has one phase, which all taps meet.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/divisor.cuh"
+#include "core/geometry.cuh"
+#include "core/taps.cuh"
+
+constexpr int PHASES_H = dst_cell(AXIS_H), PHASES_W = dst_cell(AXIS_W);
+constexpr int PHASES = dst_cell(AXIS_D) * PHASES_H * PHASES_W;
+
+// The quotient of two integers, of which the first is below 2^21, by the reciprocal of the second.
+__device__ __forceinline__ int quotient(int number, float reciprocal) { return (int)((number + 0.5f) * reciprocal); }
+
+// Along one dimension.
+template <class T, int KERNEL>
+struct PhaseAxis {
+  int place;  // of the phase in a cell
+  int tap;    // the first
+  int src;    // the source element that the first tap makes cell 0 read
+  int count;  // taps
+  float per_count;
+
+  __device__ __forceinline__ explicit PhaseAxis(int phase) : place(phase) {
+    const Progression first = T::at(phase);
+    tap = first.tap, src = first.src;
+    count = tap < KERNEL ? (KERNEL - tap + T::TAP_STEP - 1) / T::TAP_STEP : 0;
+    per_count = 1.f / count;
+  }
+};
+
+struct Phase {
+  PhaseAxis<TapsD, AXIS_D.kernel> d;
+  PhaseAxis<TapsH, AXIS_H.kernel> h;
+  PhaseAxis<TapsW, AXIS_W.kernel> w;
+  int taps;
+  float per_taps;
+
+  __device__ __forceinline__ explicit Phase(int index)
+      : d(index / (PHASES_H * PHASES_W)), h(index / PHASES_W % PHASES_H), w(index % PHASES_W) {
+    taps = d.count * h.count * w.count;
+    per_taps = 1.f / taps;
+  }
+};
+
+// A tap of a phase, and how far the source element that it reads lies from that of the first.
+struct PhaseTap {
+  int tap;      // of the weight
+  int d, h, w;  // source elements
+
+  __device__ __forceinline__ PhaseTap(const Phase& phase, int index) {
+    const int row = quotient(index, phase.w.per_count), slab = quotient(row, phase.h.per_count);
+    const int at_w = index - row * phase.w.count, at_h = row - slab * phase.h.count;
+    d = slab * TapsD::SRC_STEP, h = at_h * TapsH::SRC_STEP, w = at_w * TapsW::SRC_STEP;
+    tap = ((phase.d.tap + slab * TapsD::TAP_STEP) * AXIS_H.kernel + phase.h.tap + at_h * TapsH::TAP_STEP) *
+              AXIS_W.kernel +
+          phase.w.tap + at_w * TapsW::TAP_STEP;
+  }
+};
+
+// A tap group: CHUNK source channels at one tap. Those of a phase are counted by taps first, then by channels, so that
+// neighbouring ones read neighbouring source elements.
+constexpr int PIECE = 16 / (int)sizeof(scalar_t);  // elements that are moved together
+constexpr int CHUNKS = ceil_div(SRC_CHANNELS, CHUNK);
+struct TapGroup {
+  int channel;  // the first
+  PhaseTap tap;
+
+  __device__ __forceinline__ TapGroup(const Phase& phase, int index)
+      : TapGroup(phase, index, quotient(index, phase.per_taps)) {}
+
+ private:
+  __device__ __forceinline__ TapGroup(const Phase& phase, int index, int chunk)
+      : channel(chunk * CHUNK), tap(phase, index - chunk * phase.taps) {}
+};
+
+// A source element, by where it lies from the first: what the first tap makes a cell read.
+struct CellSource {
+  int d, h, w;  // d is far outside where the cell does not exist
+  int pieces;   // of PIECE elements from the tensor's first
+
+  __device__ __forceinline__ CellSource() {}
+  __device__ __forceinline__ CellSource(const Tensor5& t, const Phase& phase, const int (&cell)[4], bool exists)
+      : d(cell[1] * src_cell(AXIS_D) + phase.d.src),
+        h(cell[2] * src_cell(AXIS_H) + phase.h.src),
+        w(cell[3] * src_cell(AXIS_W) + phase.w.src) {
+    pieces = (int)((cell[0] * t.stride[0] + d * t.stride[2] + h * t.stride[3] + w * t.stride[4]) / PIECE);
+    if (!exists) d = -(1 << 30);
+  }
+
+  __device__ __forceinline__ bool meets(const Tensor5& t, int by_d, int by_h, int by_w) const {
+    return (unsigned)(d + by_d) < (unsigned)t.size[0] && (unsigned)(h + by_h) < (unsigned)t.size[1] &&
+           (unsigned)(w + by_w) < (unsigned)t.size[2];
+  }
+};
+
+// Pieces from the source element that the first tap reads to that of another.
+__device__ __forceinline__ int pieces_to(const Tensor5& t, const PhaseTap& tap) {
+  return (int)((tap.d * t.stride[2] + tap.h * t.stride[3] + tap.w * t.stride[4]) / PIECE);
+}
+
+// The cell that is number `index` of all images'.
+__device__ __forceinline__ void cell_at(const Divisor (&cells)[3], int index, int (&cell)[4]) {
+  const int row = index / cells[2], slab = row / cells[1];
+  cell[3] = index - row * cells[2].value, cell[2] = row - slab * cells[1].value;
+  cell[0] = slab / cells[0], cell[1] = slab - cell[0] * cells[0].value;
+}
+
+// The destination element of a cell, -1 where there is none.
+__device__ __forceinline__ long long dst_element(const Tensor5& t, const Phase& phase, const int (&cell)[4],
+                                                 bool exists) {
+  const int d = cell[1] * dst_cell(AXIS_D) + phase.d.place, h = cell[2] * dst_cell(AXIS_H) + phase.h.place;
+  const int w = cell[3] * dst_cell(AXIS_W) + phase.w.place;
+  if (!exists || d >= t.size[0] || h >= t.size[1] || w >= t.size[2]) return -1;
+  return cell[0] * t.stride[0] + d * t.stride[2] + h * t.stride[3] + w * t.stride[4];
+}

@@ -1,0 +1,131 @@
+// The mainloop of gather_gemm and gather_wgrad: a multistage pipeline of two operands in shared memory, multiplied by
+// mma.sync.
+//
+//     sum[row, column]  +=  Σ_k  A[row, k] · B[column, k]
+//
+// A word is four bytes: one element of float32, or two neighbours along k of a half type. A stage has STAGE_WORDS of
+// each row and column.
+//
+// Index mapping. The warps are ROW_WARPS × the rest; a warp computes 16·ROW_TILES rows and 8·COLUMN_TILES columns, with
+// the fragments of ptx/mma.cuh. float32 is rounded to TF32 as it leaves shared memory, or with PARTS = 2 split in two,
+// of which three products are added.
+//
+// The tensor cores truncate at every addition. So with PROMOTE their sums are added to others in float32 registers
+// after that many stages.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mma.cuh"
+#include "operand/tf32.cuh"
+
+constexpr int THREADS = 32 * WARPS, COLUMN_WARPS = WARPS / ROW_WARPS;
+constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, COLUMNS = 8 * COLUMN_TILES * COLUMN_WARPS;
+constexpr int ELEMENT = sizeof(scalar_t), WORD = 4 / ELEMENT;  // elements of a word
+constexpr int STEPS = STAGE_WORDS / 8;                         // instructions along k of a stage
+constexpr int DEPTH = STAGE_WORDS * WORD;                      // elements along k of a stage
+
+// Bytes between rows (columns) of an operand that lies as [row][k]: eight rows at a time lie in different banks.
+constexpr int ROW_PITCH = STAGE_WORDS * 4 + 16;
+// Those between lines of one that lies as [k][row], of so many rows.
+__host__ __device__ constexpr int line_pitch(int rows) { return rows * ELEMENT + (ELEMENT == 4 ? 32 : 16); }
+
+__device__ __forceinline__ void split_word(unsigned word, unsigned& high, unsigned& low) {
+  float high_part = 0, low_part = 0;
+  split_tf32(__uint_as_float(word), high_part, low_part);
+  high = __float_as_uint(high_part), low = __float_as_uint(low_part);
+}
+
+// Two words along k of a column.
+struct ColumnFragment {
+  unsigned high[2], low[2];
+
+  __device__ __forceinline__ void set(unsigned first, unsigned second) {
+    if constexpr (ELEMENT == 4) {
+      split_word(first, high[0], low[0]), split_word(second, high[1], low[1]);
+    } else {
+      high[0] = first, high[1] = second;
+    }
+  }
+};
+
+struct Sums {
+  float of[ROW_TILES][COLUMN_TILES][4];
+  float promoted[PROMOTE > 0 ? ROW_TILES : 1][COLUMN_TILES][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          of[i][j][k] = 0;
+          if (PROMOTE > 0) promoted[i][j][k] = 0;
+        }
+  }
+  // What the tensor cores have added up goes to the others; with `end`, all of it ends up in `of`.
+  __device__ __forceinline__ void promote(bool end = false) {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          if constexpr (PROMOTE > 0) {
+            promoted[i][j][k] += of[i][j][k];
+            of[i][j][k] = end ? promoted[i][j][k] : 0;
+          }
+  }
+
+  static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES); }
+  static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES); }
+  // Those of the thread's first sum; sum i of a tile lies i / 2 · 8 rows and i % 2 columns on.
+  static __device__ __forceinline__ int first_row() { return warp_row() + threadIdx.x % 32 / 4; }
+  static __device__ __forceinline__ int first_column() { return warp_column() + threadIdx.x % 4 * 2; }
+
+  // Products of one step: A's parts, and a fragment of column tile `j`.
+  __device__ __forceinline__ void multiply(const unsigned (&a)[PARTS][ROW_TILES][4], const ColumnFragment& b, int j) {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i) {
+      if constexpr (PARTS == 2) {
+        mma<scalar_t>(of[i][j], a[1][i], b.high[0], b.high[1]);
+        mma<scalar_t>(of[i][j], a[0][i], b.low[0], b.low[1]);
+      }
+      mma<scalar_t>(of[i][j], a[0][i], b.high[0], b.high[1]);
+    }
+  }
+};
+
+// Two steps' words of a tile of eight columns.
+struct ColumnPair {
+  ColumnFragment of[2];
+
+  // From an operand that lies as [column][k]; `at` is the lane's address.
+  __device__ __forceinline__ void load(unsigned at) {
+    unsigned words[4];
+    ldmatrix(words, at);
+    of[0].set(words[0], words[1]), of[1].set(words[2], words[3]);
+  }
+};
+
+// Stages through BUFFERS buffers of `bytes` each: fetch(stage, buffer) begins copies that compute(stage, buffer) needs.
+// Copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has freed.
+template <class Fetch, class Compute>
+__device__ __forceinline__ void run_pipeline(int stages, char* buffers, int bytes, Fetch fetch, Compute compute) {
+#pragma unroll 1
+  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
+    if (stage >= 0) {
+      cp_async_wait<BUFFERS - 2>();
+      __syncthreads();
+    }
+    const int ahead = stage + BUFFERS - 1;
+    if (ahead < stages) fetch(ahead, buffers + ahead % BUFFERS * bytes);
+    cp_async_commit();
+    if (stage >= 0) compute(stage, buffers + stage % BUFFERS * bytes);
+  }
+}

@@ -1,0 +1,1 @@
+"""Any layer on tensor cores, operands gathered element by element."""

@@ -1,0 +1,535 @@
+"""Any pass of any layer on tensor cores: ``kernels/gather_gemm.cu`` and ``kernels/gather_wgrad.cu``.
+
+The reduction runs over tap groups, some source channels at one tap, so that any number of taps and channels, any
+stride, dilation and image size fits, in float32 as TF32 or in two parts. What is read has its channels innermost in
+pieces of 16 bytes; where it lies otherwise it is transposed, and padded, before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from polyphase.costs import Costs, costs
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts, dense_strides, extent
+from polyphase.problem.sizes import standard
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, Transposed, assemble, reading_channels_last
+from polyphase.program.step import GRAD, SRC, Step, X, plain_step
+from polyphase.schedules.cells import Gather, Side
+from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tensor_cores import parts_of
+from polyphase.schedules.tiles import affordable_planes
+
+_WARPS = 8
+_THREADS = 32 * _WARPS
+_MOST_TERMS = 1 << 21  # of a sum, and columns of a group: quotients in float32 are exact below
+_MOST_CELLS = 1 << 31
+_PADDED = 1.15  # source channels padded to whole chunks, at most, for each that there is
+_TABLES = 9 << 10  # bytes of shared memory beside the stages
+_LONG = 4096  # terms from which the tensor cores' sums are promoted
+_CHAIN = 2048  # terms that they add up then
+# Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
+_SHAPES = (
+    (4, 8, 2),
+    (4, 4, 2),
+    (4, 4, 4),
+    (4, 4, 1),
+    (2, 4, 4),
+    (2, 4, 2),
+    (2, 8, 1),
+    (2, 4, 1),
+    (2, 2, 4),
+    (2, 2, 2),
+    (1, 8, 1),
+    (1, 4, 1),
+    (1, 2, 1),
+    (1, 1, 1),
+    (2, 2, 8),
+)
+
+
+class GatherConfig(NamedTuple):
+    """The compile-time shape of a kernel; ``mainloop/gather_mma.cuh`` says what the names mean.
+
+    ``mirrored``: a weight gradient whose rows are output channels.
+    """
+
+    row_tiles: int
+    column_tiles: int
+    row_warps: int
+    stage_words: int
+    min_blocks: int
+    mirrored: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Channels of a block."""
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        """Cells of a block, or pairs of channel and tap."""
+        return 8 * self.column_tiles * (_WARPS // self.row_warps)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The product that a pass is: what both kernels go by."""
+
+    problem: ConvTransposeProblem
+    gather: Gather
+    parts: int  # in which an element is multiplied
+
+    @property
+    def word(self) -> int:
+        """Elements of four bytes."""
+        return 4 // DTYPE_BYTES[self.problem.dtype]
+
+    @property
+    def piece(self) -> int:
+        """Elements of 16 bytes."""
+        return 4 * self.word
+
+    @cached_property
+    def phase_taps(self) -> tuple[int, ...]:
+        """Taps of each phase."""
+        along = []
+        for axis in self.gather.axes:
+            counts = [0] * (axis.stride if self.gather.forward else 1)
+            for tap in range(axis.kernel):
+                counts[axis.phase(tap) if self.gather.forward else 0] += 1
+            along.append(counts)
+        return tuple(d * h * w for d in along[0] for h in along[1] for w in along[2])
+
+    @cached_property
+    def cells(self) -> tuple[int, int, int]:
+        """Cells of an image along depth, height and width."""
+        depth, height, width = (
+            -(-size // axis.dst) for size, axis in zip(self.gather.dst.shape[2:], self.gather.cell_axes)
+        )
+        return depth, height, width
+
+    @property
+    def all_cells(self) -> int:
+        """Cells of all images."""
+        return self.problem.batch * math.prod(self.cells)
+
+    def chunk(self, most: int) -> int:
+        """Source channels of a tap group: a power of two, at most so many."""
+        channels = self.gather.src_channels
+        found = self.piece
+        while found < most and -(-channels // (2 * found)) * 2 * found <= _PADDED * channels:
+            found *= 2
+        return found
+
+
+def _folded(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
+    """A layer of one output channel as one of several, where its stride is a multiple of them.
+
+    Neighbouring output elements along the width are channels of one, and so are neighbouring taps: inverse Fourier
+    transforms, whose kernel is several times a large stride, become layers of a few taps. Nothing moves in memory.
+    """
+    axis = problem.axes3[2]
+    count = math.gcd(axis.kernel, axis.stride, axis.padding, problem.output_size[-1])
+    if problem.out_channels > 1 or axis.dilation > 1 or count == 1 or layouts.output[4] != 1:
+        return problem, layouts
+
+    def divided(values: tuple[int, ...]) -> tuple[int, ...]:
+        return (*values[:-1], values[-1] // count)
+
+    batch, _, depth, height, _ = layouts.output
+    folded = replace(
+        problem,
+        out_channels=count,
+        kernel_size=divided(problem.kernel_size),
+        stride=divided(problem.stride),
+        padding=divided(problem.padding),
+        output_padding=divided(problem.output_padding),
+    )
+    return folded, replace(layouts, output=(batch, 1, depth, height, count), weight_channels_last=True)
+
+
+@lru_cache(maxsize=1024)
+def _product(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> _Product:
+    """Of a weight gradient: with the input gradient's source and destination, or ``mirrored`` the forward pass's."""
+    if pass_ is Pass.WEIGHT_GRAD:
+        pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
+        layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous
+    folded, layouts = _folded(problem, layouts)
+    return _Product(folded, Gather.of(folded, pass_, layouts), parts_of(problem))
+
+
+def _in_pieces(side: Side, groups: int, piece: int, aligned: bool) -> bool:
+    """Whether channels of a group are whole pieces, innermost and aligned."""
+    batch, _, *positions = side.strides
+    innermost = side.channels_last or (side.shape[1] == 1 and piece == 1)
+    return (
+        aligned
+        and innermost
+        and side.shape[1] // groups % piece == 0
+        and not any(stride % piece for stride in (batch, *positions))
+    )
+
+
+def _as_read(product: _Product, side: Side, aligned: bool) -> tuple[Side, Transposed | None]:
+    """A tensor as a kernel reads it, and how it is transposed if it lies otherwise."""
+    groups, piece = product.problem.groups, product.piece
+    if _in_pieces(side, groups, piece, aligned):
+        return side, None
+    padded = round_up(side.shape[1] // groups, piece)
+    batch, _, depth, height, width = side.shape
+    shape = batch, groups * padded, depth, height, width
+    return Side(shape, dense_strides(shape, True)), (side.shape, side.strides, groups, padded)
+
+
+def _transposes(product: _Product, sides: tuple[Side, ...], aligned: bool, terms: Costs, device: DeviceInfo) -> float:
+    """Seconds of the transposes before a kernel that reads such tensors."""
+    seconds = 0.0
+    for side in sides:
+        read, transposed = _as_read(product, side, aligned)
+        if transposed is not None:
+            moved = (math.prod(read.shape) + math.prod(side.shape)) * DTYPE_BYTES[product.problem.dtype]
+            seconds += terms.transpose + moved / (terms.transposed * device.copy_bytes_per_second)
+    return seconds
+
+
+class _Gathering(Schedule):
+    """What the two kernels share."""
+
+    on_tensor_cores = True
+    kept = True
+
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        terms = max(problem.in_channels_per_group, problem.out_channels_per_group) * problem.taps
+        if terms >= _MOST_TERMS:
+            return f"{terms} pairs of channel and tap are too many (at most {_MOST_TERMS - 1})"
+        cells = problem.batch * max(math.prod(problem.input_size), math.prod(problem.output_size))
+        if cells >= _MOST_CELLS:
+            return f"{cells} positions are too many (at most {_MOST_CELLS - 1})"
+        if math.prod(problem.stride) > 1 << 16:
+            return f"{math.prod(problem.stride)} phases are too many (at most {1 << 16})"
+        return None
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
+        return standard(problem)
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: GatherConfig) -> float:
+        return self.cost(at, pass_, device, Layouts.dense(at), config)[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+    ) -> Cost:
+        raise NotImplementedError
+
+    def source(
+        self, product: _Product, device: DeviceInfo, config: GatherConfig, chunk: int, promote: int, **more: int
+    ) -> KernelSource:
+        """The kernel of a config."""
+        of_kernel = product.gather.constants(
+            WARPS=_WARPS,
+            ROW_TILES=config.row_tiles,
+            COLUMN_TILES=config.column_tiles,
+            ROW_WARPS=config.row_warps,
+            STAGE_WORDS=config.stage_words,
+            CHUNK=chunk,
+            PARTS=product.parts,
+            PROMOTE=promote,
+            BUFFERS=_buffers(config, self.stage_bytes(config, product.parts), device),
+            MIN_BLOCKS=config.min_blocks,
+            **more,
+        )
+        unused = {"DST_CHANNELS_LAST"} if self.passes[0] is Pass.FORWARD else {"DST_CHANNELS_LAST", "HAS_BIAS"}
+        constants = tuple((name, value) for name, value in of_kernel if name not in unused)
+        return KernelSource(self.name, product.problem.dtype, True, constants)
+
+    def stage_bytes(self, config: GatherConfig, parts: int) -> int:
+        """Shared memory of a stage."""
+        raise NotImplementedError
+
+
+def _buffers(config: GatherConfig, stage_bytes: int, device: DeviceInfo) -> int:
+    """Stages in shared memory: as many of four as leave room for the resident blocks, at least two."""
+    room = min(device.shared_bytes_per_block, device.shared_bytes_of(config.min_blocks)) - _TABLES
+    return max(2, min(4, room // stage_bytes))
+
+
+def _promotion(product: _Product, terms: int, config: GatherConfig) -> int:
+    """Stages after which sums are promoted, 0 for never."""
+    if product.parts == 2:
+        return 1
+    return _chain(product, config) if terms > _LONG else 0
+
+
+def _chain(product: _Product, config: GatherConfig) -> int:
+    """Stages of `_CHAIN` terms."""
+    return _CHAIN // (config.stage_words * product.word)
+
+
+def _shapes(rows: int, promoted: bool, words: tuple[int, ...]) -> Iterator[GatherConfig]:
+    """Configs whose registers suffice, and whose rows exist but for a part of the last block's."""
+    for row_tiles, column_tiles, row_warps in _SHAPES:
+        tiles = row_tiles * column_tiles * (2 if promoted else 1)
+        if tiles > 32:
+            continue
+        for stage_words in words:
+            config = GatherConfig(row_tiles, column_tiles, row_warps, stage_words, 1 if tiles >= 16 else 2)
+            wide = tiles == 32 and stage_words > 16  # registers would spill
+            if not wide and (config.rows <= 16 or config.rows < 2 * rows):
+                yield config
+
+
+class GatherGemm(_Gathering):
+    """The forward pass and the input gradient: rows are destination channels, columns are cells of one phase."""
+
+    name = "gather_gemm"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
+
+    def stage_bytes(self, config: GatherConfig, parts: int) -> int:
+        return (parts * config.rows + config.columns) * (4 * config.stage_words + 16)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GatherConfig]:
+        product = _product(at, pass_, Layouts.dense(at))
+        terms = product.gather.src_channels * max(product.phase_taps)
+        return [
+            config
+            for config in _shapes(product.gather.dst_channels, terms > _LONG or product.parts == 2, (16, 32))
+            if 2 * self.stage_bytes(config, product.parts) <= device.shared_bytes_of(config.min_blocks) - _TABLES
+        ]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+    ) -> Cost:
+        product, terms = _product(problem, pass_, layouts), costs("gather_gemm", device)
+        chunk = product.chunk(config.stage_words * product.word)
+        stages = [_stages(product, chunk, taps, config) for taps in product.phase_taps]
+        tiles = -(-product.all_cells // config.columns)
+        row_blocks = -(-product.gather.dst_channels // config.rows)
+        splits = _splits(product, config, device)
+        blocks = row_blocks * tiles * problem.groups * len(stages) * splits
+        mean = sum(stages) / len(stages) / splits
+        steps = config.stage_words / 8
+        products = steps * _WARPS * config.row_tiles * config.column_tiles * (3 if product.parts == 2 else 1)
+        fragments = steps * _WARPS * (config.row_tiles * product.parts + config.column_tiles * product.parts)
+        pieces = config.stage_words * (config.columns + product.parts * config.rows) / 4 / 32
+        load = pieces * terms.piece
+        cores = products * terms.operation + fragments * terms.fragment
+        stage = max(load, cores) + terms.beside * min(load, cores) + terms.stage
+        resident, rounds = rounds_of(blocks, config.min_blocks, device)
+        alone = terms.latency * mean if resident == 1 else 0.0
+        stored = config.rows * config.columns / 32 * terms.stored
+        work = rounds * (resident * (mean * stage + stored + terms.block) + alone) / device.clock_hz
+        packed = row_blocks * config.rows * sum(stages) * config.stage_words * 4 * product.parts * problem.groups
+        work += _transposes(product, (product.gather.src,), layouts.aligned, terms, device)
+        work += terms.pack + packed * terms.packed / device.copy_bytes_per_second
+        if splits > 1:
+            elements = problem.elements[2] if pass_ is Pass.FORWARD else problem.elements[0]
+            work += terms.reduce + 8 * splits * elements / device.copy_bytes_per_second
+        return slower_of(work, problem.bytes / device.copy_bytes_per_second)
+
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+    ) -> Program:
+        product = _product(problem, pass_, layouts)
+        gather = product.gather
+        chunk = product.chunk(config.stage_words * product.word)
+        stages = max(_stages(product, chunk, taps, config) for taps in product.phase_taps)
+        row_blocks = -(-gather.dst_channels // config.rows)
+        tiles = -(-product.all_cells // config.columns)
+        splits = _splits(product, config, device)
+        promote = _promotion(product, gather.src_channels * max(product.phase_taps), config)
+        source = self.source(
+            product, device, config, chunk, promote, PACKED_STAGES=stages, ONE_BIAS=problem.out_channels == 1
+        )
+        pieces = row_blocks * config.rows * len(product.phase_taps) * problem.groups * stages * config.stage_words // 4
+        names = {"SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "CHUNK", "PARTS"}
+        names |= {"WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES"}
+        packing = KernelSource(
+            "pack_gather",
+            problem.dtype,
+            True,
+            (
+                *((name, value) for name, value in source.constants if name in names),
+                ("ROWS", config.rows),
+                ("DEPTH", config.stage_words * product.word),
+                ("THREADS", _THREADS),
+                ("MIN_BLOCKS", 1),
+            ),
+            folder="steps",
+        )
+        pack = plain_step(packing, -(-pieces // _THREADS), _THREADS, params_of(packing).pack(pieces=pieces))
+        src, transposed = _as_read(product, gather.src, layouts.aligned)
+        params = params_of(source).pack(
+            src=src,
+            dst=gather.dst,
+            columns=product.all_cells,
+            tiles=tiles,
+            cells=product.cells,
+            splits=splits,
+            plane=math.prod(gather.dst.shape),
+            pairs=splits == 1 and _pairs(product, layouts),
+        )
+        main = Step(
+            source=source,
+            grid=(row_blocks * len(product.phase_taps) * tiles * problem.groups, splits, 1),
+            block=_THREADS,
+            shared_bytes=max(
+                dict(source.constants)["BUFFERS"] * self.stage_bytes(config, product.parts), 8 * config.columns
+            ),
+            params=params,
+        )
+        program = assemble(
+            problem,
+            pass_,
+            main,
+            packs=(pack,),
+            workspace_bytes=16 * pieces * product.parts,
+            splits=splits,
+            may_split=True,
+        )
+        return reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
+
+
+def _stages(product: _Product, chunk: int, taps: int, config: GatherConfig) -> int:
+    """Stages of a phase of so many taps."""
+    return -(-(-(-product.gather.src_channels // chunk) * taps) // (config.stage_words * product.word // chunk))
+
+
+def _pairs(product: _Product, layouts: Layouts) -> bool:
+    """Whether columns come in pairs that lie side by side in the destination, aligned."""
+    dst, axis = product.gather.dst, product.gather.cell_axes[2]
+    others = [stride for i, stride in enumerate(dst.strides) if i != 4]
+    return (
+        layouts.aligned
+        and axis.dst == 1
+        and dst.strides[4] == 1
+        and dst.shape[4] % 2 == 0
+        and all(stride % 2 == 0 for stride in others)
+    )
+
+
+def _splits(product: _Product, config: GatherConfig, device: DeviceInfo) -> int:
+    """Splits of the stages: the machine is filled once, and none has less than four stages."""
+    problem, gather = product.problem, product.gather
+    shape, strides = gather.dst.shape, gather.dst.strides
+    if extent(shape, strides) != math.prod(shape):  # planes of partial sums have no gaps
+        return 1
+    blocks = -(-gather.dst_channels // config.rows) * len(product.phase_taps) * problem.groups
+    blocks *= max(1, -(-product.all_cells // config.columns))
+    slots = device.multiprocessors * config.min_blocks
+    chunk = product.chunk(config.stage_words * product.word)
+    stages = max(_stages(product, chunk, taps, config) for taps in product.phase_taps)
+    elements = max(1, math.prod(shape))
+    return max(1, min(slots // blocks, stages // 4, (64 << 20) // (4 * elements), 64))
+
+
+class GatherWgrad(_Gathering):
+    """The weight gradient: rows are channels of one side, columns are pairs of tap and channel of the other."""
+
+    name = "gather_wgrad"
+    passes = (Pass.WEIGHT_GRAD,)
+
+    def stage_bytes(self, config: GatherConfig, parts: int) -> int:
+        return config.stage_words * (4 * (config.rows + config.columns) + 64)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GatherConfig]:
+        found = []
+        for mirrored in (False, True):
+            product = _product(at, pass_, Layouts.dense(at), mirrored)
+            columns, exact = max(product.phase_taps) * product.gather.src_channels, product.parts == 2
+            found += [
+                config._replace(mirrored=mirrored)
+                for config in _shapes(product.gather.dst_channels, exact, (16,) if exact else (16, 32))  # registers
+                if (config.columns <= 64 or config.columns < 2 * columns)
+                and config.stage_words * (config.columns + config.rows) <= 12288
+                and 2 * self.stage_bytes(config, product.parts) <= device.shared_bytes_of(config.min_blocks) - _TABLES
+            ]
+        return found
+
+    def _shape(self, product: _Product, config: GatherConfig) -> tuple[int, int, int, int]:
+        """Channels of a tap group, row blocks, column blocks of the largest phase, and blocks of a part."""
+        chunk = product.chunk(min(config.columns, 32))
+        groups = -(-product.gather.src_channels // chunk) * max(product.phase_taps)
+        column_blocks = -(-groups // (config.columns // chunk))
+        row_blocks = -(-product.gather.dst_channels // config.rows)
+        blocks = row_blocks * column_blocks * len(product.phase_taps) * product.problem.groups
+        return chunk, row_blocks, column_blocks, blocks
+
+    def _parts(self, product: _Product, config: GatherConfig, device: DeviceInfo) -> tuple[int, int]:
+        """Cells of a part, and parts: the machine is filled, and none has less than eight stages."""
+        depth = config.stage_words * product.word
+        blocks = self._shape(product, config)[3]
+        stages = max(1, -(-product.all_cells // depth))
+        wanted = max(1, (2 * device.multiprocessors * config.min_blocks) // blocks)
+        parts = max(1, min(wanted, stages // 8, affordable_planes(product.problem)))
+        each = -(-stages // parts) * depth
+        return each, max(1, -(-product.all_cells // each))
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+    ) -> Cost:
+        product, terms = _product(problem, pass_, layouts, config.mirrored), costs("gather_gemm", device)
+        chunk, row_blocks, _, _ = self._shape(product, config)
+        each, parts = self._parts(product, config, device)
+        of_group = config.columns // chunk
+        chunks = -(-product.gather.src_channels // chunk)
+        column_blocks = sum(-(-chunks * taps // of_group) for taps in product.phase_taps)
+        blocks = row_blocks * column_blocks * problem.groups * parts
+        stages = each / (config.stage_words * product.word)
+        steps = config.stage_words / 8
+        products = steps * _WARPS * config.row_tiles * config.column_tiles * (3 if product.parts == 2 else 1)
+        fragments = steps * _WARPS * (config.row_tiles * product.parts * 2 + config.column_tiles * product.parts)
+        pieces = config.stage_words * (config.columns + config.rows) / 4 / 32
+        load = pieces * terms.piece
+        cores = products * terms.operation + fragments * terms.fragment
+        stage = max(load, cores) + terms.beside * min(load, cores) + terms.stage
+        resident, rounds = rounds_of(blocks, config.min_blocks, device)
+        alone = terms.latency * stages if resident == 1 else 0.0
+        stored = config.rows * config.columns / 32 * terms.stored
+        work = rounds * (resident * (stages * stage + stored + terms.block) + alone) / device.clock_hz
+        sides = product.gather.src, product.gather.dst
+        work += _transposes(product, sides, layouts.aligned, terms, device)
+        work += terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+        return slower_of(work, problem.bytes / device.copy_bytes_per_second)
+
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+    ) -> Program:
+        product = _product(problem, pass_, layouts, config.mirrored)
+        chunk, _, column_blocks, blocks = self._shape(product, config)
+        each, parts = self._parts(product, config, device)
+        exact = product.parts == 2
+        flush = 0 if exact else _chain(product, config)
+        source = self.source(product, device, config, chunk, int(exact), FLUSH=flush)
+        sides = {X: product.gather.dst, GRAD: product.gather.src}
+        if config.mirrored:
+            sides = {X: product.gather.src, GRAD: product.gather.dst}
+        read = {name: _as_read(product, side, layouts.aligned) for name, side in sides.items()}
+        src, dst = (read[name][0] for name in ((X, GRAD) if config.mirrored else (GRAD, X)))
+        params = params_of(source).pack(
+            src=src,
+            dst=dst,
+            cells_of_all=product.all_cells,
+            cells_of_part=each,
+            cells=product.cells,
+            groups=problem.groups,
+            column_blocks=column_blocks,
+            plane=math.prod(problem.weight_shape),
+        )
+        main = Step(
+            source=source,
+            grid=(blocks * parts, 1, 1),
+            block=_THREADS,
+            shared_bytes=dict(source.constants)["BUFFERS"] * self.stage_bytes(config, product.parts),
+            params=params,
+        )
+        transposed = {name: how for name, (_, how) in read.items() if how is not None}
+        return reading_channels_last(assemble(problem, pass_, main, splits=parts), problem.dtype, transposed)

@@ -1,0 +1,124 @@
+"""Any layer on tensor cores by gathered operands, executed by the emulator; test_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from _pytest.mark import ParameterSet
+
+import emulator
+from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, strange_layouts
+from polyphase.plan.shortlist import refusal
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.schedules.gather_gemm.schedule import _SHAPES, GatherGemm, GatherWgrad
+from polyphase.schedules.schedule import Candidate, Schedule
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+make = ConvTransposeProblem.make
+SCHEDULES: dict[Pass, Schedule] = {
+    Pass.FORWARD: GatherGemm(),
+    Pass.INPUT_GRAD: GatherGemm(),
+    Pass.WEIGHT_GRAD: GatherWgrad(),
+}
+
+LAYERS = {
+    "stride 1": make((2, 20, 9, 10), 24, 3, bias=True, tf32=True),
+    "exact": make((2, 20, 9, 10), 24, 3, bias=True),
+    "exact, grouped": make((2, 24, 9, 7), 16, (3, 4), 2, 1, groups=4),
+    "stride 1, dilated": make((1, 32, 7, 9), 70, 3, 1, (1, 2), dilation=(1, 2), dtype="float16"),
+    "stride 2": make((3, 40, 8, 8), 24, 4, 2, 1, bias=True, dtype="bfloat16"),
+    "stride 2, grouped": make((2, 24, 6, 8), 16, 4, 2, 1, groups=2, dtype="bfloat16"),
+    "dilation and stride": make((2, 12, 6, 7), 16, 3, 4, 1, 2, dilation=2, tf32=True),
+    "kernel < stride": make((2, 16, 4, 5), 18, 2, (3, 4), 0, 1, bias=True, tf32=True),
+    "cropped": make((1, 16, 6, 7), 20, 5, 2, 6, dtype="bfloat16"),
+    "output padding": make((2, 17, 9, 10), 24, 5, 2, 2, 1, dilation=2, tf32=True),
+    "one pixel": make((70, 18, 1, 1), 16, 4, dtype="float16"),
+    "many channels": make((2, 130, 3, 5), 300, 2, 2, tf32=True),
+    "three input channels": make((2, 3, 9, 10), 40, 3, 1, 1, dtype="bfloat16"),
+    "one output channel": make((2, 20, 6, 10), 1, 9, 4, 4, 3, bias=True, dtype="bfloat16"),
+    "1-D, long kernel": make((2, 16, 60), 3, 64, 16, 4, tf32=True),
+    "inverse Fourier transform": make((2, 20, 9), 1, 64, 16, 24, tf32=True),
+    "one output channel, folded": make((2, 16, 5, 6), 1, (3, 8), (2, 4), (1, 2), bias=True, dtype="bfloat16"),
+    "3-D": make((2, 16, 4, 5, 6), 24, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True, tf32=True),
+    "3-D, many taps": make((1, 12, 4, 4, 5), 6, (3, 5, 7), (2, 1, 2), dtype="bfloat16"),
+    "few positions": make((1, 300, 2, 3), 20, 3, 1, 1, bias=True, dtype="bfloat16"),
+    "empty batch": make((0, 16, 4, 4), 16, 3, dtype="bfloat16"),
+}
+
+
+def cases() -> Iterator[ParameterSet]:
+    for name, problem in LAYERS.items():
+        for channels_last in (False, True) if problem.dims > 1 else (False,):
+            for pass_ in Pass:
+                order = "last" if channels_last else "first"
+                formatted = replace(problem, channels_last=channels_last)
+                yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(("problem", "pass_"), list(cases()))
+def test_every_pass(problem: ConvTransposeProblem, pass_: Pass) -> None:
+    """On tensors of one kind, every third of them dense; on a GPU it is all configs and kinds."""
+    all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
+    layouts = all_layouts[max(0, seed % 6 - 1)]
+    found = offers(SCHEDULES[pass_], problem, pass_, layouts)
+    candidate, program = found[seed // 6 % len(found)]
+    assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("shape", _SHAPES, ids=str)
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_every_shape(pass_: Pass, shape: tuple[int, int, int]) -> None:
+    """Blocks of every shape, with rows and columns that do not exist."""
+    schedule, rows = SCHEDULES[pass_], 16 * shape[0] * shape[2]
+    for dtype, tf32 in (("bfloat16", False), ("float32", True), ("float32", False)):
+        problem = make((2, rows // 2 + 7, 5, 9), rows // 2 + 5, 4, 2, 1, dtype=dtype, tf32=tf32)
+        found = [config for config in schedule.configs(problem, pass_, H200) if config[:3] == shape]
+        for config in found[zlib.crc32(f"{pass_}{shape}".encode()) % 2 :: 2]:
+            program = schedule.program(problem, pass_, H200, Layouts.dense(problem), config)
+            candidate = Candidate(schedule.name, config, 0.0, "bytes")
+            assert_exact(problem, pass_, candidate, program, executor=Emulator(3))
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize("name", ["exact", "3-D, many taps", "few positions"])
+def test_no_races(name: str, pass_: Pass) -> None:
+    candidate, program = offers(SCHEDULES[pass_], LAYERS[name], pass_)[0]
+    assert_exact(LAYERS[name], pass_, candidate, program, executor=Emulator(order=None))
+
+
+def test_sums_are_split_and_promoted() -> None:
+    """Few positions and long sums: several splits, whose stages are more than what the cores sum in one go."""
+    problem = make((1, 900, 2, 3), 8, 3, 1, 1, bias=True, dtype="bfloat16")
+    candidate, program = offers(SCHEDULES[Pass.FORWARD], problem, Pass.FORWARD)[0]
+    assert program.splits > 1
+    assert dict(program.main.source.constants)["PROMOTE"] > 0
+    assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(3))
+
+
+def test_long_sums_of_a_weight_gradient() -> None:
+    problem = make((2, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
+    candidate, program = offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
+    constants = dict(program.main.source.constants)
+    stages = -(-2 * 67 * 61 // program.splits) / (2 * int(constants["STAGE_WORDS"]))
+    assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+    assert stages > 0
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_float32_is_rounded_to_nearest(pass_: Pass) -> None:
+    problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True)
+    _, program = offers(SCHEDULES[pass_], problem, pass_)[0]
+    assert_rounds_to_nearest(problem, pass_, program)
+
+
+def test_where_it_refuses() -> None:
+    layer = make((2, 32, 8, 8), 32, 3)
+    assert "do not take float64" in (refusal(GatherGemm(), replace(layer, dtype="float64"), Pass.FORWARD, H200) or "")
+    assert "too many" in (refusal(GatherWgrad(), replace(layer, kernel_size=(512, 512)), Pass.WEIGHT_GRAD, H200) or "")
+    assert "only" in (refusal(GatherGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
