@@ -31,19 +31,12 @@ ALLOWED = {
 
 #: What is larger still: it may become smaller, and no larger. Lines of files; lines and complexity of functions.
 LARGE_FILES = {
-    "src/polyphase/kernels/grouped_gemm.cu": 757,
-    "src/polyphase/schedules/grouped_gemm/schedule.py": 519,
-    "src/polyphase/schedules/window_gemm/tma.py": 567,
     "tests/test_gpu.py": 958,
     "tests/test_jit.py": 789,
     "tests/test_kernels.py": 975,
 }
 LARGE_FUNCTIONS = {
-    "direct_tiled.cu:direct_tiled": (121, 35),
-    "direct_wgrad_gemm.cu:direct_wgrad_gemm": (149, 41),
-    "implicit_gemm.cu:implicit_gemm": (260, 82),
-    "phase_gemm_pixels.cu:phase_gemm_pixels": (140, 50),
-    "window_wgrad_wgmma.cu:window_wgrad_wgmma": (129, 34),
+    "implicit_gemm.cu:implicit_gemm": (213, 67),
 }
 
 

@@ -29,7 +29,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cost import Sharing
 from polyphase.schedules.grouped_gemm import schedule as grouped_gemm
-from polyphase.schedules.grouped_gemm.schedule import GroupedGemm, _outputs, _product, _tiling
+from polyphase.schedules.grouped_gemm.schedule import GroupedGemm, _outputs, _tiling
+from polyphase.schedules.grouped_gemm.tiling import product_of
 from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -92,7 +93,7 @@ def test_layers_take_every_path() -> None:
                 "several tiles a block": tiling.total > program.main.grid[0],
                 "tiles along the width": tiling.tiles[3] > 1,
                 "several images a tile": tiling.lanes[0] > 1,
-                "all of a row's phases have taps": _product(problem, config.out_chunk).row_blocks
+                "all of a row's phases have taps": product_of(problem, config.out_chunk).row_blocks
                 == math.ceil(math.prod(problem.stride) * config.out_chunk / 16),
                 "several stages a tile": config.stage_steps < steps_of(problem),
                 "operations left over in a stage": steps_of(problem) % config.stage_steps != 0,
@@ -101,8 +102,8 @@ def test_layers_take_every_path() -> None:
                 "cells put together at once": problem.dtype != "float32"
                 and config.out_chunk % 8 == 0
                 and all(width.taps_by_phase),
-                "two parts": _product(problem, config.out_chunk).parts == 2,
-                "three parts": _product(problem, config.out_chunk).parts == 3,
+                "two parts": product_of(problem, config.out_chunk).parts == 2,
+                "three parts": product_of(problem, config.out_chunk).parts == 3,
             }
             taken |= set(facts.items())
     missing = {(fact, value) for fact in facts for value in (False, True)} - taken
@@ -176,7 +177,7 @@ def assert_carries_inf_and_nan(dtype: str, channels: int, out_channels: int, exe
 def test_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
     problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
     candidates = [candidate.config for candidate, _ in offers(GroupedGemm(), problem)]
-    parts = {_product(problem, config.out_chunk).parts for config in candidates}
+    parts = {product_of(problem, config.out_chunk).parts for config in candidates}
     assert (2 in parts, 3 in parts) == (channels == 64, dtype == "float32" and channels < 64)
     assert any(config.out_chunk % 8 == 0 for config in candidates) == (out_channels == 16)
     assert_carries_inf_and_nan(dtype, channels, out_channels, Emulator())
@@ -192,7 +193,7 @@ def test_products_near_the_largest_number() -> None:
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double())).float()
     assert exact.isfinite().all()
     for candidate, program in offers(GroupedGemm(), problem):
-        assert _product(problem, candidate.config.out_chunk).parts == 3
+        assert product_of(problem, candidate.config.out_chunk).parts == 3
         torch.testing.assert_close(run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)), exact)
 
 
@@ -203,7 +204,7 @@ def test_float32_is_exact(channels: int, parts: int, error: float) -> None:
     generator = torch.Generator().manual_seed(5)
     operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
     candidate, program = offers(GroupedGemm(), problem)[0]
-    assert _product(problem, candidate.config.out_chunk).parts == parts
+    assert product_of(problem, candidate.config.out_chunk).parts == parts
     found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), operands).double()
     exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
     assert (found - exact).norm() / exact.norm() < error

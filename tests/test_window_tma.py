@@ -32,9 +32,10 @@ from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.program.split_k import reduce_splits
 from polyphase.schedules.schedule import Candidate
-from polyphase.schedules.window_gemm import tma as gradient_boxes
+from polyphase.schedules.window_gemm import tma, tma_config, tma_cost
 from polyphase.schedules.window_gemm.tap_windows import ALONE
-from polyphase.schedules.window_gemm.tma import TmaConfig, WindowDgradTma, WindowWgradTma
+from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
+from polyphase.schedules.window_gemm.tma_config import TmaConfig
 from polyphase.torch_op.memory_format import as_output, empty_output
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -118,8 +119,8 @@ def _shape(config: TmaConfig) -> tuple[object, ...]:
 def test_every_shape(pass_: Pass, dtype: str) -> None:
     """Blocks of every shape, with rows and columns that do not exist."""
     problem = make((1, 264, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
-    configs = [*gradient_boxes._configs(problem, pass_, H200)]
-    configs += gradient_boxes._configs(replace(problem, in_channels=40, out_channels=40), pass_, H200)
+    configs = [*tma_config.legal_configs(problem, pass_, H200)]
+    configs += tma_config.legal_configs(replace(problem, in_channels=40, out_channels=40), pass_, H200)
     shapes = {_shape(config): config for config in configs}
     for number, config in enumerate(shapes.values()):
         layouts = replace(Layouts.dense(problem), weight_channels_last=number % 2 == 0)
@@ -139,24 +140,25 @@ def test_no_races(name: str, pass_: Pass) -> None:
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums longer than what the cores sum in one go, of several stages and a rest."""
-    monkeypatch.setattr(gradient_boxes, "_FLUSH", 64)
-    monkeypatch.setattr(gradient_boxes, "affordable_planes", lambda *_: 1)
-    gradient_boxes._parts.cache_clear()
-    gradient_boxes._input_parts.cache_clear()
+    for module in (tma, tma_config, tma_cost):
+        monkeypatch.setattr(module, "FLUSH", 64)
+    monkeypatch.setattr(tma_cost, "affordable_planes", lambda *_: 1)
+    tma_cost.weight_parts.cache_clear()
+    tma_cost.input_parts.cache_clear()
     problem = make((3, 24, 7, 9), 40, 3, 2, 1, dtype=dtype, tf32=True)
     for candidate, program in offers(SCHEDULES[pass_], problem, pass_):
         assert not is_narrowed(program)
         assert dict(program.main.source.constants).get("FLUSH", 1) < 9 * 2
         assert_exact(problem, pass_, candidate, program, executor=Emulator(1))
-    gradient_boxes._parts.cache_clear()
-    gradient_boxes._input_parts.cache_clear()
+    tma_cost.weight_parts.cache_clear()
+    tma_cost.input_parts.cache_clear()
 
 
 @pytest.mark.parametrize("in_channels", [264, 27])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parts_of_an_input_gradient(dtype: str, in_channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts end within a tap, and the last is shorter. Where the result has gaps there is one."""
-    monkeypatch.setattr(gradient_boxes, "_input_parts", lambda *_: (4, 0.0, 0.0))
+    monkeypatch.setattr(tma, "input_parts", lambda *_: (4, 0.0, 0.0))
     schedule, pass_ = SCHEDULES[Pass.INPUT_GRAD], Pass.INPUT_GRAD
     problem = make((3, in_channels, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
     candidate, program = offers(schedule, problem, pass_)[0]
@@ -252,7 +254,7 @@ def test_which_taps_share_a_window() -> None:
     }
     schedule = SCHEDULES[Pass.WEIGHT_GRAD]
     for problem, taps in wanted.items():
-        assert {config.taps for config in gradient_boxes._configs(problem, Pass.WEIGHT_GRAD, H200)} == taps
+        assert {config.taps for config in tma_config.legal_configs(problem, Pass.WEIGHT_GRAD, H200)} == taps
         offered = [candidate.config.taps for candidate, _ in offers(schedule, problem, Pass.WEIGHT_GRAD)]
         assert ALONE in offered
         assert (offered[0] == ALONE) == (taps == {ALONE})

@@ -403,6 +403,9 @@ struct Target {
     rows = params.dst.size[1] - h;
     columns = params.dst.size[2] - w;
   }
+  __device__ __forceinline__ bool is_whole() const {
+    return slabs >= DST_D && rows >= CELLS_H * DST_H && columns >= RUN;
+  }
 };
 
 // One element of a destination row: where it lies, and in how many of the lane's rows (low half) and slabs it exists.
@@ -509,6 +512,18 @@ __device__ __forceinline__ void store_channels(const Params& params, const Targe
         }
 }
 
+// `whole`: all elements of the warp's lanes exist.
+__device__ __forceinline__ void store(const Params& params, const Target& target, const Accumulators& acc,
+                                      scalar_t* dst, const ChannelTerms (&terms)[DST_PER_THREAD], int channels,
+                                      accum_t* staging, const Element* elements, int lane, bool whole) {
+  if (DST_CHANNELS_LAST)
+    store_channels(params, target, acc, dst, terms, channels);
+  else if (RUN > 1 && !VECTORS && whole)
+    store_rows<true>(params, target, acc, dst, terms, channels, staging, elements, lane);
+  else
+    store_rows<false>(params, target, acc, dst, terms, channels, staging, elements, lane);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_tiled(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
@@ -549,8 +564,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   taps.init(thread);
   target.init(params, tile, lane);
   if (!DST_CHANNELS_LAST && RUN > 1 && warp < LANES / 32) describe_row(params, target, elements + lane * RUN);
-  const bool whole =
-      __all_sync(0xffffffffu, target.slabs >= DST_D && target.rows >= CELLS_H * DST_H && target.columns >= RUN);
+  const bool whole = __all_sync(0xffffffffu, target.is_whole());
 
   int group = first_work_tile / DST_BLOCKS, dst_block = first_work_tile % DST_BLOCKS;
   // The step to be loaded next, and how many are left.
@@ -621,12 +635,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (STAGES > 4) target.init(params, tile, lane);  // again, so that its registers serve the stages
       accum_t* const staging = rows + warp * (32 * RUN);
       const Element* const of_warp = elements + lane / 32 * (32 * RUN);
-      if (DST_CHANNELS_LAST)
-        store_channels(params, target, acc, item_dst, terms, channels);
-      else if (RUN > 1 && !VECTORS && whole)
-        store_rows<true>(params, target, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
-      else
-        store_rows<false>(params, target, acc, item_dst, terms, channels, staging, of_warp, lane % 32);
+      store(params, target, acc, item_dst, terms, channels, staging, of_warp, lane % 32, whole);
     }
     if (++dst_block == DST_BLOCKS) dst_block = 0, ++group;
   }

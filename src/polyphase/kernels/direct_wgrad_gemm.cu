@@ -82,6 +82,55 @@ struct Values {
   }
 };
 
+// The sums of K slices are added up in order, each of the block's results by one thread. `partial` is the group's.
+__device__ __forceinline__ void store_results(const accum_t* totals, accum_t* partial, int in_channel,
+                                              int first_column) {
+  for (int result = threadIdx.x; result < RESULTS; result += THREADS) {
+    accum_t total = totals[result];
+#pragma unroll 8
+    for (int slice = 1; slice < K_SLICES; ++slice) total += totals[slice * RESULTS + result];
+    const int i = result / SLICE_THREADS, of = result % SLICE_THREADS;  // a thread's sum, and the thread in its slice
+    const int in = in_channel + of / COLUMN_THREADS * THREAD_ROWS + i / THREAD_COLUMNS;
+    const int global = first_column + of % COLUMN_THREADS * THREAD_COLUMNS + i % THREAD_COLUMNS;
+    if (in < IN_CHANNELS && global < COLUMNS_TOTAL) partial[(long long)in * COLUMNS_TOTAL + global] = total;
+  }
+}
+
+// Of x, so many positions further on.
+__device__ __forceinline__ void advance(const Tensor5& x, int by, long long& n, int& d, int& h, int& w) {
+  w += by;
+  while (w >= x.size[2]) {
+    w -= x.size[2];
+    if (++h < x.size[1]) continue;
+    h = 0;
+    if (++d < x.size[0]) continue;
+    d = 0;
+    ++n;
+  }
+}
+
+// The products of the thread's rows and columns at one position.
+__device__ __forceinline__ void add_products(const accum_t* rows, const accum_t* columns,
+                                             accum_t (&sum)[THREAD_ROWS][THREAD_COLUMNS]) {
+  Values<THREAD_ROWS> a;
+  Values<THREAD_COLUMNS> b;
+  a.load(rows);
+  b.load(columns);
+#pragma unroll
+  for (int r = 0; r < THREAD_ROWS; ++r)
+#pragma unroll
+    for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
+}
+
+// Adds a chain to the thread's sums in shared memory, and begins the next.
+__device__ __forceinline__ void flush(accum_t (&sum)[THREAD_ROWS][THREAD_COLUMNS], accum_t* own) {
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) {
+    own[i * SLICE_THREADS] += (&sum[0][0])[i];
+    (&sum[0][0])[i] = 0;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_wgrad_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* __restrict__ partial,
                       const Params params) {
@@ -94,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int group = block % params.groups;
   const int part = block / params.groups;
   const long long first = part * params.part_length;
-  const long long end = first + params.part_length < params.positions ? first + params.part_length : params.positions;
+  const long long end = min(first + params.part_length, params.positions);
 
   const int thread = threadIdx.x;
   const int k_slice = thread / SLICE_THREADS;
@@ -159,15 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       }
     }
     k += DEPTH;
-    w += DEPTH;
-    while (w >= params.x.size[2]) {
-      w -= params.x.size[2];
-      if (++h < params.x.size[1]) continue;
-      h = 0;
-      if (++d < params.x.size[0]) continue;
-      d = 0;
-      ++n;
-    }
+    advance(params.x, DEPTH, n, d, h, w);
   };
 
   // Sums of FLUSH stages in registers, sums of those in shared memory: rounding grows with the root of the terms, and
@@ -177,13 +218,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   accum_t* const own = totals + k_slice * RESULTS + thread % SLICE_THREADS;
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) own[i * SLICE_THREADS] = 0;
-  auto flush = [&]() {
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) {
-      own[i * SLICE_THREADS] += (&sum[0][0])[i];
-      (&sum[0][0])[i] = 0;
-    }
-  };
 
   load();
   int until_flush = FLUSH;
@@ -202,33 +236,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncthreads();
     if (stage + DEPTH < end) load();
 #pragma unroll 4
-    for (int step = k_slice; step < DEPTH; step += K_SLICES) {
-      Values<THREAD_ROWS> a;
-      Values<THREAD_COLUMNS> b;
-      a.load(x_tile + step * ROW_PITCH + row);
-      b.load(g_tile + step * COLUMN_PITCH + column);
-#pragma unroll
-      for (int r = 0; r < THREAD_ROWS; ++r)
-#pragma unroll
-        for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
-    }
+    for (int step = k_slice; step < DEPTH; step += K_SLICES)
+      add_products(x_tile + step * ROW_PITCH + row, g_tile + step * COLUMN_PITCH + column, sum);
     if (--until_flush == 0) {
-      flush();
+      flush(sum, own);
       until_flush = FLUSH;
     }
   }
-  flush();
+  flush(sum, own);
 
-  // Sum the K slices in order, each of the block's results by one thread.
   __syncthreads();
   partial += part * params.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
-  for (int result = thread; result < RESULTS; result += THREADS) {
-    accum_t total = totals[result];
-#pragma unroll 8
-    for (int slice = 1; slice < K_SLICES; ++slice) total += totals[slice * RESULTS + result];
-    const int i = result / SLICE_THREADS, of = result % SLICE_THREADS;  // a thread's sum, and the thread in its slice
-    const int in = in_channel + of / COLUMN_THREADS * THREAD_ROWS + i / THREAD_COLUMNS;
-    const int global = first_column + of % COLUMN_THREADS * THREAD_COLUMNS + i % THREAD_COLUMNS;
-    if (in < IN_CHANNELS && global < COLUMNS_TOTAL) partial[(long long)in * COLUMNS_TOTAL + global] = total;
-  }
+  store_results(totals, partial, in_channel, first_column);
 }

@@ -328,6 +328,82 @@ __device__ __forceinline__ void list_operations(const Params& params, Shared& sh
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
 }
 
+// Pixels of all stages that none fills.
+__device__ __forceinline__ void clear_padding(const Params& params, unsigned char* pixels, int stage_bytes) {
+  for (int i = params.boxes * params.box_pixels * PIXEL_PITCH + (int)threadIdx.x * 16; i < params.halo * PIXEL_PITCH;
+       i += THREADS * 16)
+    for (int stage = 0; stage < STAGES; ++stage)
+      *(Vector<unsigned, 4>*)(pixels + stage * stage_bytes + i) = Vector<unsigned, 4>{};
+  fence_proxy_async();
+}
+
+#if BOX_COPY
+// The producers where TMA brings pixels: the last warp issues it, the others transpose.
+__device__ __forceinline__ void produce_by_tma(const Params& params, TileScheduler& scheduler,
+                                               const scalar_t* __restrict__ src,
+                                               const unsigned char* __restrict__ packed, Shared& shared,
+                                               unsigned char* stages, int stage_bytes, unsigned char* raw,
+                                               int raw_stage) {
+  const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
+  setmaxnreg_dec<PRODUCER_REGISTERS>();
+  const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32 - CONSUMERS * 4, 0);
+  const unsigned raw_full = shared_address(shared.raw_full), raw_empty = shared_address(shared.raw_empty);
+  if (warp < TRANSPOSE_GROUPS * TRANSPOSE_WARPS && !TMA_OPERANDS) {
+    transpose_stages(params, scheduler, warp, stages, stage_bytes, raw, raw_stage, full, empty, raw_full, raw_empty);
+  } else if (warp == LOADER_THREADS / 32 - 1) {
+    unsigned char* const pixels = TMA_OPERANDS ? stages + WEIGHT_SLOT : raw;
+    load_boxes(params, scheduler, src, packed, stages, stage_bytes, pixels, TMA_OPERANDS ? stage_bytes : raw_stage,
+               full, empty, raw_full, raw_empty);
+  }
+}
+#endif
+
+// The weights that stay, by one thread, and waited for by all; without bulk copies they are here already.
+__device__ __forceinline__ void load_resident(const Params& params, const unsigned char* packed,
+                                              unsigned char* resident, Shared& shared) {
+#if BULK_COPY
+  const unsigned resident_full = shared_address(&shared.resident);
+  if (threadIdx.x == 0) {
+    griddepcontrol_wait();
+    tma_load_bytes(shared_address(resident),
+                   packed + (long long)((int)blockIdx.x % params.tile_items) * RESIDENT_WEIGHTS, RESIDENT_WEIGHTS,
+                   resident_full);
+    mbarrier_arrive(resident_full);
+  }
+  mbarrier_wait(resident_full, 0);
+#endif
+}
+
+// Weights of a row group's stage `number`, by the threads of a group; copied ones arrive with the pixels.
+__device__ __forceinline__ void load_weights(unsigned char* stage, const unsigned char* weights, int number, int thread,
+                                             unsigned full, int slot) {
+#if BULK_COPY
+  if (!RESIDENT && thread == 0)
+    for (int part = 0; part < ROW_PARTS; ++part)
+      copy_weights(shared_address(stage + part * WEIGHT_STAGE),
+                   weights + part * TILE_WEIGHT_BYTES + number * WEIGHT_STAGE, full + 8 * slot);
+  cp_async_wait<LOOKAHEAD - 1>();
+#else
+  cp_async_wait<LOOKAHEAD - 1>();
+  for (int i = thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
+    cp_async<16>(shared_address(stage + i),
+                 weights + i / WEIGHT_STAGE * TILE_WEIGHT_BYTES + number * WEIGHT_STAGE + i % WEIGHT_STAGE, true);
+  cp_async_commit();
+#endif
+}
+
+// Where they lie of a stage that is loaded to `at`; `added`: the stages before it, of all bands.
+__device__ __forceinline__ Operands operands_of(const Shared& shared, const WorkTile& work, const unsigned char* at,
+                                                const unsigned char* resident, int row_part, int cell_part, int stage,
+                                                int added) {
+  const unsigned held = shared_address(at);
+  const unsigned weights = RESIDENT
+                               ? shared_address(resident) + row_part * (int)TILE_WEIGHT_BYTES + stage * WEIGHT_STAGE
+                               : held + row_part * WEIGHT_STAGE;
+  return {added, weights, held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH),
+          shared.operations + work.line_group * OPERATIONS};
+}
+
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER)
 #else
@@ -384,13 +460,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   Epilogue::prepare(params, store_memory);
   list_operations(params, shared);
-  if (TMA_OPERANDS) {  // what none fills
-    for (int i = params.boxes * params.box_pixels * PIXEL_PITCH + thread * 16; i < params.halo * PIXEL_PITCH;
-         i += THREADS * 16)
-      for (int stage = 0; stage < STAGES; ++stage)
-        *(Vector<unsigned, 4>*)(shared_memory + stage * stage_bytes + WEIGHT_SLOT + i) = Vector<unsigned, 4>{};
-    fence_proxy_async();
-  }
+  if (TMA_OPERANDS) clear_padding(params, shared_memory + WEIGHT_SLOT, stage_bytes);
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
     *(Vector<unsigned, 4>*)(resident + i) =
@@ -405,17 +475,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 
 #if BOX_COPY
   if (takes_boxes(params) && warp_group >= CONSUMERS) {
-    setmaxnreg_dec<PRODUCER_REGISTERS>();
-    const int warp = __shfl_sync(0xffffffffu, thread / 32 - CONSUMERS * 4, 0);
-    const unsigned raw_full = shared_address(shared.raw_full), raw_empty = shared_address(shared.raw_empty);
-    if (warp < TRANSPOSE_GROUPS * TRANSPOSE_WARPS && !TMA_OPERANDS) {
-      transpose_stages(params, scheduler, warp, shared_memory, stage_bytes, raw, raw_stage, full, empty, raw_full,
-                       raw_empty);
-    } else if (warp == LOADER_THREADS / 32 - 1) {
-      unsigned char* const pixels = TMA_OPERANDS ? shared_memory + WEIGHT_SLOT : raw;
-      load_boxes(params, scheduler, src, packed, shared_memory, stage_bytes, pixels,
-                 TMA_OPERANDS ? stage_bytes : raw_stage, full, empty, raw_full, raw_empty);
-    }
+    produce_by_tma(params, scheduler, src, packed, shared, shared_memory, stage_bytes, raw, raw_stage);
     return;
   }
 #endif
@@ -467,22 +527,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         if (round == 0) griddepcontrol_wait();
         if (new_weights) weights = packed + now.index % params.tile_items * (ROW_PARTS * TILE_WEIGHT_BYTES);
         if (!IN_PLACE) mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-#if BULK_COPY
-        if (!RESIDENT && loader.thread == 0)
-          for (int part = 0; part < ROW_PARTS; ++part)
-            copy_weights(shared_address(stage + part * WEIGHT_STAGE),
-                         weights + part * TILE_WEIGHT_BYTES + stage_of_band(scheduler, now.stage) * WEIGHT_STAGE,
-                         full + 8 * slot.index);
-        cp_async_wait<LOOKAHEAD - 1>();
-#else
-        cp_async_wait<LOOKAHEAD - 1>();
-        for (int i = loader.thread * 16; i < WEIGHT_SLOT; i += LOADERS * 16)
-          cp_async<16>(shared_address(stage + i),
-                       weights + i / WEIGHT_STAGE * TILE_WEIGHT_BYTES +
-                           stage_of_band(scheduler, now.stage) * WEIGHT_STAGE + i % WEIGHT_STAGE,
-                       true);
-        cp_async_commit();
-#endif
+        load_weights(stage, weights, stage_of_band(scheduler, now.stage), loader.thread, full, slot.index);
         named_barrier_sync(1 + loader_group, LOADERS);
       }
       start_copy();
@@ -508,19 +553,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
     slot.skip(position * scheduler.stages());
     unsigned order_parity = 0;
-#if BULK_COPY
-    if (RESIDENT) {
-      const unsigned resident_full = shared_address(&shared.resident);
-      if (thread == 0) {
-        griddepcontrol_wait();
-        tma_load_bytes(shared_address(resident),
-                       packed + (long long)((int)blockIdx.x % params.tile_items) * RESIDENT_WEIGHTS, RESIDENT_WEIGHTS,
-                       resident_full);
-        mbarrier_arrive(resident_full);
-      }
-      mbarrier_wait(resident_full, 0);
-    }
-#endif
+    if (RESIDENT) load_resident(params, packed, resident, shared);
     Cursor now;
     for (now.skip(scheduler, position * scheduler.stages()); now.index < params.items;
          now.skip(scheduler, CONSUMERS / SHARERS * scheduler.stages())) {
@@ -541,12 +574,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
         for (int stage = 0; stage < TILE_STAGES; ++stage) {
           mbarrier_wait(full + 8 * slot.index, slot.parity);
-          const unsigned held = shared_address(shared_memory + slot.index * stage_bytes);
-          const unsigned weights =
-              RESIDENT ? shared_address(resident) + row_part * (int)TILE_WEIGHT_BYTES + stage * WEIGHT_STAGE
-                       : held + row_part * WEIGHT_STAGE;
-          const unsigned pixels = held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH);
-          const Operands operands{stage + band - 1, weights, pixels, shared.operations + work.line_group * OPERATIONS};
+          const Operands operands = operands_of(shared, work, shared_memory + slot.index * stage_bytes, resident,
+                                                row_part, cell_part, stage, stage + band - 1);
           multiply_kind(kind, params, operands, counts, sums, totals);
           if constexpr (PARTS == 2) {
             wgmma_wait<0>();

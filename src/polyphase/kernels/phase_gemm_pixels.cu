@@ -491,6 +491,92 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
   }
 };
 
+// By one thread, before all others wait.
+__device__ __forceinline__ void init_barriers(Shared& shared) {
+  const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
+  for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, GROUPS);
+  for (int i = 0; i < GROUPS; ++i) {
+    mbarrier_init(shared_address(shared.order) + 8 * i, 4);
+    for (int j = 0; j < PIXEL_SLOTS; ++j) {
+      mbarrier_init(shared_address(&shared.pixels[i][j]), 32);
+      mbarrier_init(shared_address(&shared.room[i][j]), 4);
+    }
+  }
+  fence_mbarrier_init();
+}
+
+// Pixels of a warpgroup to its slots, by a warp.
+__device__ __forceinline__ void load_pixels(const Params& params, const scalar_t* x, unsigned slots, Shared& shared,
+                                            int group) {
+  if (params.piece == 16)
+    load_pixels<16>(params, x, slots, shared, group);
+  else
+    load_pixels<8>(params, x, slots, shared, group);
+}
+
+// The weights of a chunk, by one thread.
+__device__ __forceinline__ void load_chunk(const unsigned char*& from, unsigned weights, unsigned full, unsigned empty,
+                                           PipelineState<STAGES, RESIDENT>& slot) {
+  for (int stage = 0; stage < CHUNK_STAGES; ++stage, slot.next(), from += STAGE_BYTES) {
+    const unsigned barrier = full + 8 * slot.index;
+    if (!RESIDENT) mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+    tma_load_bytes(weights + slot.index * STAGE_BYTES, from, STAGE_BYTES, barrier);
+    mbarrier_arrive(barrier);
+  }
+}
+
+// Stores what a chunk has come to, as many elements at a time as rows of y allow.
+__device__ __forceinline__ void store(const Sums& sums, const Params& params, int chunk, const Columns& columns,
+                                      const Cells& to, const Rows& rows, unsigned terms) {
+  if (RUN == 4 && params.vector == 8)
+    sums.store<2 * RUN>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk));
+  else if (RUN > 1 && params.vector >= 4)
+    sums.store<4>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk));
+  else if (params.vector == 2)
+    sums.store<2>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk));
+  else
+    sums.store<1>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk));
+}
+
+// Pixels of a warpgroup, or of their channels those that come first: from its slots, or from memory.
+__device__ __forceinline__ void begin(Rows& rows, const Params& params, const scalar_t* x, const Run& run,
+                                      unsigned slots, const Shared& shared, int group, PixelSlot& pixel_slot,
+                                      Seconds& seconds) {
+  const long long first_in = (long long)(run.unit % params.groups * IN_CHANNELS) * params.x_stride;
+  if (PREFETCH)
+    rows.take<0, PIXEL_SLOTS>(slots, shared, group, pixel_slot, seconds);
+  else if (RUN > 1)
+    rows.load_runs(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
+  else
+    rows.load_apart(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
+}
+
+// The products of a stage, to sums that begin with the first.
+__device__ __forceinline__ void add_stage(Sums& sums, const Rows& rows, const Stage& weights, int stage) {
+#pragma unroll
+  for (int step = 0; step < STAGE_STEPS; ++step)
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+      sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights, step, stage + step > 0);
+}
+
+// The stage before may be filled again.
+__device__ __forceinline__ void release(unsigned empty, const PipelineState<STAGES, RESIDENT>& slot) {
+  if (threadIdx.x % 128 == 0) mbarrier_arrive(empty + 8 * slot.before());
+}
+
+// The rest of a run's pixels, and what is added to the products of its first chunk.
+__device__ __forceinline__ void settle(const Params& params, const unsigned char* packed, const scalar_t* bias,
+                                       const Run& run, int chunk, unsigned slots, unsigned terms, const Shared& shared,
+                                       int group, PixelSlot& pixel_slot, Seconds& seconds, Rows& rows, Terms& added) {
+  if (PREFETCH) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot, seconds);
+  if (SCALED) griddepcontrol_wait();
+  added.load(params, packed, bias, run.unit % params.groups, chunk);
+  rows.settle(seconds, params.piece > 0);
+  if (TERMS > 0) named_barrier_sync(1 + group, 128);  // what was multiplied before is stored
+  added.publish(terms, chunk);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     phase_gemm_pixels(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
                       const scalar_t* __restrict__ bias, scalar_t* __restrict__ y,
@@ -501,17 +587,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned order = shared_address(shared.order);
   const unsigned weights = shared_address(shared_memory), pixels = weights + STAGES * STAGE_BYTES;
   const unsigned all_terms = pixels + (PREFETCH ? GROUPS * PIXEL_SLOTS * SLOT_BYTES : 0);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, GROUPS);
-    for (int i = 0; i < GROUPS; ++i) {
-      mbarrier_init(order + 8 * i, 4);
-      for (int j = 0; j < PIXEL_SLOTS; ++j) {
-        mbarrier_init(shared_address(&shared.pixels[i][j]), 32);
-        mbarrier_init(shared_address(&shared.room[i][j]), 4);
-      }
-    }
-    fence_mbarrier_init();
-  }
+  if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   PipelineState<STAGES, RESIDENT> slot;
@@ -519,13 +595,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (group == GROUPS) {  // loads
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     const int of_group = threadIdx.x / 32 % 4 - 1;  // whose pixels the warp brings
-    if (PREFETCH && of_group >= 0 && of_group < GROUPS) {
-      const unsigned slots = pixels + of_group * (PIXEL_SLOTS * SLOT_BYTES);
-      if (params.piece == 16)
-        load_pixels<16>(params, x, slots, shared, of_group);
-      else
-        load_pixels<8>(params, x, slots, shared, of_group);
-    }
+    if (PREFETCH && of_group >= 0 && of_group < GROUPS)
+      load_pixels(params, x, pixels + of_group * (PIXEL_SLOTS * SLOT_BYTES), shared, of_group);
     if (threadIdx.x != 128 * GROUPS) return;
     griddepcontrol_wait();
     int missing = CHUNKS;  // of those that stay
@@ -535,12 +606,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const unsigned char* from = packed + ((long long)(run.unit % params.groups) * CHUNKS + run.first) * CHUNK_BYTES;
       for (int chunk = run.first; chunk < run.behind && missing > 0; ++chunk) {
         if (RESIDENT) --missing;
-        for (int stage = 0; stage < CHUNK_STAGES; ++stage, slot.next(), from += STAGE_BYTES) {
-          const unsigned barrier = full + 8 * slot.index;
-          if (!RESIDENT) mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-          tma_load_bytes(weights + slot.index * STAGE_BYTES, from, STAGE_BYTES, barrier);
-          mbarrier_arrive(barrier);
-        }
+        load_chunk(from, weights, full, empty, slot);
       }
     }
     return;
@@ -567,37 +633,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Seconds seconds;
     if (begins) {
       run = runs.next(params), chunk = run.first;
-      if (run.exists()) {
-        const long long first_in = (long long)(run.unit % params.groups * IN_CHANNELS) * params.x_stride;
-        if (PREFETCH)
-          rows.take<0, PIXEL_SLOTS>(slots, shared, group, pixel_slot, seconds);
-        else if (RUN > 1)
-          rows.load_runs(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
-        else
-          rows.load_apart(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
-      }
+      if (run.exists()) begin(rows, params, x, run, slots, shared, group, pixel_slot, seconds);
     }
-    if (stored) {
-      if (RUN == 4 && params.vector == 8)
-        sums.store<2 * RUN>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
-      else if (RUN > 1 && params.vector >= 4)
-        sums.store<4>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
-      else if (params.vector == 2)
-        sums.store<2>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
-      else
-        sums.store<1>(params, before, columns, to, rows.unscale, Terms::place(terms, before));
-    }
+    if (stored) store(sums, params, before, columns, to, rows, terms);
     if (begins) {
       if (!run.exists()) break;
       scalar_t* const first = y + (long long)(run.unit % params.groups * OUT_CHANNELS) * params.y_stride[0];
       to.find(params, first, first_pixel(run.unit / params.groups));
       if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
-      if (PREFETCH) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot, seconds);
-      if (SCALED) griddepcontrol_wait();
-      added.load(params, packed, bias, run.unit % params.groups, chunk);
-      rows.settle(seconds, params.piece > 0);
-      if (TERMS > 0) named_barrier_sync(1 + group, 128);  // what was multiplied before is stored
-      added.publish(terms, chunk);
+      settle(params, packed, bias, run, chunk, slots, terms, shared, group, pixel_slot, seconds, rows, added);
     }
     mbarrier_wait(order + 8 * group, order_parity ^ 1), order_parity ^= 1;
 #pragma unroll
@@ -605,15 +649,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       mbarrier_wait(full + 8 * slot.index, slot.parity);
       const Stage weights_of_stage(weights + slot.index * STAGE_BYTES);
       wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < STAGE_STEPS; ++step)
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile)
-          sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights_of_stage, step, stage + step > 0);
+      add_stage(sums, rows, weights_of_stage, stage);
       wgmma_commit();
       if (!RESIDENT && stage > 0) {
         wgmma_wait<1>();
-        if (threadIdx.x % 128 == 0) mbarrier_arrive(empty + 8 * slot.before());
+        release(empty, slot);
       }
       slot.next();
     }
@@ -627,7 +667,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     wgmma_wait<0>();
     pin(sums.of);
     rows.pin_all();
-    if (!RESIDENT && threadIdx.x % 128 == 0) mbarrier_arrive(empty + 8 * slot.before());
+    if (!RESIDENT) release(empty, slot);
     if (more) added.publish(terms, chunk + 1);
     named_barrier_sync(1 + group, 128);  // even without terms: the compiler spills less
   }

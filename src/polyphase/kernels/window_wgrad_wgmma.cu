@@ -46,6 +46,30 @@ constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS), ROW_BLOCKS = ceil_
 
 static_assert(OUT_CHUNK * TAPS <= ROWS, "a block computes all taps of its channels");
 
+// Stores what a group of threads has summed, or adds it to what it stored before (`again`): `columns` exist, and
+// `filled` rows of the block.
+__device__ __forceinline__ void flush(const Sums& sums, float* partial, int columns, int filled, bool again) {
+  float* to = partial + (long long)Sums::first_column() * (OUT_CHANNELS * TAPS) + Sums::row(0);
+  columns -= Sums::first_column();  // that exist, from there on
+#pragma unroll
+  for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      float* const rows = to + column * (OUT_CHANNELS * TAPS);
+      float before[2 * ROW_TILES] = {};  // on their way together
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i)
+        if (again && column < columns && Sums::row(i) < filled) before[i] = rows[Sums::row(i) - Sums::row(0)];
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i)
+        if (column < columns && Sums::row(i) < filled)
+          rows[Sums::row(i) - Sums::row(0)] = before[i] + sums.of[i / 2][tile * 4 + i % 2 * 2 + column];
+    }
+    to += 8 * (OUT_CHANNELS * TAPS), columns -= 8;
+    __syncwarp();  // so that the compiler does not mingle column tiles, for which there are no registers
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_wgrad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
                        const __grid_constant__ Params params) {
@@ -141,34 +165,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int filled = min(OUT_CHUNK, channels) * TAPS;
 
   Sums sums;
-  auto flush = [&](bool again) {
-    float* to = partial + (long long)Sums::first_column() * (OUT_CHANNELS * TAPS) + Sums::row(0);
-    int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from there on
-#pragma unroll
-    for (int tile = 0; tile < COLUMN_TILES; ++tile) {
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        float* const rows = to + column * (OUT_CHANNELS * TAPS);
-        float before[2 * ROW_TILES] = {};  // on their way together
-#pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; ++i)
-          if (again && column < columns && Sums::row(i) < filled) before[i] = rows[Sums::row(i) - Sums::row(0)];
-#pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; ++i)
-          if (column < columns && Sums::row(i) < filled)
-            rows[Sums::row(i) - Sums::row(0)] = before[i] + sums.of[i / 2][tile * 4 + i % 2 * 2 + column];
-      }
-      to += 8 * (OUT_CHANNELS * TAPS), columns -= 8;
-      __syncwarp();  // so that the compiler does not mingle column tiles, for which there are no registers
-    }
-  };
   int until_flush = params.flush;
   add_stages(stages, ring, buffers, params.stage_bytes, ELEMENT == 2 && params.piece_bytes != 0,
              [&](int stage, const char* from, int shift) {
                sums.add(from + params.window_bytes + shift, from, params.runs, offsets, offsets_of_rows, params.steps,
                         until_flush == params.flush, tells);
                if (--until_flush > 0 && stage + 1 < stages) return;
-               flush(stage >= params.flush);
+               flush(sums, partial, IN_CHANNELS - first_in, filled, stage >= params.flush);
                until_flush = params.flush;
              });
   if (stages > 0) return;

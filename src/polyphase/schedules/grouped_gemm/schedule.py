@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.costs import costs
@@ -14,22 +13,22 @@ from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import SECTOR_BYTES, Layouts
+from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import FEW_CHANNELS, standard, with_large_images
 from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import Sharing, slower_of
+from polyphase.schedules.grouped_gemm.tiling import Tiling, lanes_of, product_of, tiling_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import counter_bytes, parts_of, steps_of
-from polyphase.schedules.tiles import best_first, layer_constants, out_blocks, tiles_of
-from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, Part, row_bytes, row_piece
+from polyphase.schedules.tensor_cores import counter_bytes
+from polyphase.schedules.tiles import best_first, layer_constants, out_blocks
+from polyphase.schedules.window_gemm.stages import row_bytes
 
 _MAX_IN_CHANNELS = 64  # of a group
 _MAX_PRODUCTS = 320  # entries times column tiles: straight-line code
 _MAX_WEIGHT_BYTES = 96 << 10
-_MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
 _BARRIER_BYTES = 384  # and the notes of tiles
 _BUFFERS = 3  # of stages
 _OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
@@ -58,53 +57,6 @@ class GroupedConfig(NamedTuple):
     def columns(self) -> int:
         """Cells of a tile, at most."""
         return 8 * self.pixel_tiles * self.warps
-
-
-@dataclass(frozen=True)
-class _Tiling:
-    """How a config cuts the cells into tiles, and what that takes of shared memory.
-
-    ``first`` is the window's first pixel, counted from the tile's first cell, and ``skew`` the pixels from there to the
-    first that is read. ``pitch`` and ``shift`` are those of the kernel's ``Geometry``.
-    """
-
-    lanes: tuple[int, int, int, int]
-    tiles: tuple[int, int, int, int]
-    first: tuple[int, int, int, int]
-    skew: int
-    window: Part
-    pitch: tuple[int, int, int, int]
-    shift: tuple[int, int, int, int]
-    joined: int
-    staged_bytes: int
-    bare_bytes: int
-    table_bytes: int
-    step_bytes: int
-
-    @cached_property
-    def total(self) -> int:
-        return math.prod(self.tiles)
-
-    @cached_property
-    def cells(self) -> int:
-        """Of a tile."""
-        return math.prod(self.lanes)
-
-    @property
-    def whole_sectors(self) -> bool:
-        """Whether rows begin and end with a sector of memory."""
-        return not any(self.shift)
-
-
-class _Product(NamedTuple):
-    """What the kernel's ``Entries`` and weights come to for so many output channels of a block."""
-
-    row_blocks: int
-    pixels: int
-    entries: int
-    parts: int
-    steps: int
-    weight_bytes: int
 
 
 class GroupedGemm(Schedule):
@@ -220,7 +172,7 @@ def _constants(
         ("OUT_CHUNK", config.out_chunk),
         ("STAGE_STEPS", config.stage_steps),
         ("BUFFERS", config.buffers),
-        ("PARTS", _product(problem, config.out_chunk).parts),
+        ("PARTS", product_of(problem, config.out_chunk).parts),
         ("BULK_STORES", device.has_tma),
         ("MIN_BLOCKS", config.min_blocks),
     )
@@ -240,43 +192,22 @@ def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Step:
     return plain_step(source, math.ceil(elements / _COPY_THREADS), _COPY_THREADS)
 
 
-@lru_cache(maxsize=1024)
-def _product(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
-    # Of each dimension: what each phase that has taps reads.
-    taps = [
-        [{-axis.shift(tap) for tap in of_phase} for of_phase in axis.taps_by_phase if of_phase]
-        for axis in problem.axes3
-    ]
-    reads = [set(itertools.product(*pixels)) for pixels in itertools.product(*taps)]
-    row_blocks = math.ceil(len(reads) * out_chunk / 16)
-    entries = 0
-    for block in range(row_blocks):
-        first, last = 16 * block // out_chunk, (16 * block + 15) // out_chunk
-        entries += len(set().union(*reads[first : last + 1]))
-    pixels = math.prod(len(set().union(*phases)) for phases in taps)
-    parts, steps = parts_of(problem), steps_of(problem)
-    weight_bytes = 512 * steps * entries * (2 if parts > 1 else 1)
-    if parts > 1:
-        parts = 3 if weight_bytes <= _MAX_THREE_PARTS else 2
-    return _Product(row_blocks, pixels, entries, parts, steps, weight_bytes)
-
-
-def _shared_bytes(problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, outputs: int) -> int:
+def _shared_bytes(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tiling, outputs: int) -> int:
     return _shared_bytes_beside(problem, config) + _tile_bytes(config, tiling, outputs)
 
 
 def _shared_bytes_beside(problem: ConvTransposeProblem, config: GroupedConfig) -> int:
     """Shared memory of a block beside that of its tiles."""
-    return _BARRIER_BYTES + round_up(8 * config.columns, 128) + _product(problem, config.out_chunk).weight_bytes
+    return _BARRIER_BYTES + round_up(8 * config.columns, 128) + product_of(problem, config.out_chunk).weight_bytes
 
 
-def _tile_bytes(config: GroupedConfig, tiling: _Tiling, outputs: int) -> int:
+def _tile_bytes(config: GroupedConfig, tiling: Tiling, outputs: int) -> int:
     """That of tiles, whose outputs there is room for so many times."""
     stages = config.buffers * config.stage_steps * tiling.step_bytes
     return tiling.bare_bytes + tiling.table_bytes + outputs * tiling.staged_bytes + stages
 
 
-def _outputs(problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, device: DeviceInfo) -> int:
+def _outputs(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tiling, device: DeviceInfo) -> int:
     """Tiles whose outputs there is room for: of two, one is written while the other is put together."""
     return 2 if _shared_bytes(problem, config, tiling, 2) <= device.shared_bytes_of(config.min_blocks) else 1
 
@@ -284,7 +215,7 @@ def _outputs(problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tili
 @lru_cache(maxsize=8192)
 def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, config: GroupedConfig, device: DeviceInfo
-) -> _Tiling | None:
+) -> Tiling | None:
     """The tiles of least time."""
     room = device.shared_bytes_of(config.min_blocks)
     tilings = _tilings(problem, layouts, config.out_chunk, config.columns, device)
@@ -302,102 +233,10 @@ def _tiling(
 @lru_cache(maxsize=256)
 def _tilings(
     problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, columns: int, device: DeviceInfo
-) -> list[tuple[_Tiling, float]]:
+) -> list[tuple[Tiling, float]]:
     """Those by tiles of at most so many cells, for all configs alike, and the seconds that their bytes take."""
-    tilings = (_tiles(problem, layouts, out_chunk, lanes) for lanes in _lanes(problem, columns))
+    tilings = (tiling_of(problem, layouts, out_chunk, lanes) for lanes in lanes_of(problem, columns))
     return [(each, _floor(problem, out_chunk, each, device)) for each in tilings if each is not None]
-
-
-@lru_cache(maxsize=256)
-def _lanes(problem: ConvTransposeProblem, columns: int) -> list[tuple[int, int, int, int]]:
-    """Extents of tiles along n, d, h and w of at most so many cells. A tile of one cell is among them."""
-    depth, height, width = forward_gather(problem, Layouts.dense(problem)).cells
-    found = {(1, 1, 1, 2)}
-    for w in sorted({round_up(extent, 2) for extent in _extents(width, columns)}):
-        for h in _extents(height, columns // w):
-            for d in _extents(depth, columns // (w * h)):
-                images = columns // (w * h * d) if (d, h) == (depth, height) and w >= width else 1
-                found.add((max(1, min(problem.batch, images)), d, h, w))
-    return sorted(found)
-
-
-def _extents(cells: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: even shares of it, and multiples of what is moved at once."""
-    shares = {math.ceil(cells / parts) for parts in range(1, 9)}
-    wanted = shares | {1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | {most}
-    return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
-
-
-def _tiles(
-    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: tuple[int, int, int, int]
-) -> _Tiling | None:
-    """The tiling by tiles of so many cells along n, d, h and w, or None where those cannot be."""
-    size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
-    if gather.src.channels_last or gather.dst.channels_last:
-        return None
-    tiles = tiles_of(problem.batch, gather.cells, lanes)
-    depth, height, width = gather.cell_axes
-    piece = row_piece(gather.src, size, layouts.aligned, 0 if tiles[3] <= 1 else lanes[3])
-    skew = width.first_offset % piece
-    window = (lanes[0], depth.window(lanes[1]), height.window(lanes[2]), round_up(width.window(lanes[3]) + skew, piece))
-    if max(window) >= MAX_SIDE:
-        return None
-    places = math.prod(window) // piece
-    # So that four channels, or pairs of channels, lie in different banks.
-    pitch = math.prod(window) * size
-    pitch += (32 - pitch) % 128 if size == 4 else (16 - pitch) % 64
-    part = Part(window, piece, pitch, places)
-
-    sector = SECTOR_BYTES // size
-    columns = gather.dst.shape[4]
-    batch_stride, channel_stride, depth_stride, height_stride, _ = gather.dst.strides
-    bare = any(along.owned < along.dst for along in (depth, height))
-    lines, run = lanes[2] * height.dst, lanes[3] * width.dst
-    whole = lanes[3] >= gather.cells[2] and gather.dst.strides[3:] == (columns, 1) and lines > 1 and not bare
-    row = columns if whole else round_up(run, sector) + sector
-    slab = round_up(lines * row, sector) + sector if whole else lanes[2] * height.owned * row
-    image = lanes[1] * depth.owned * slab
-    channel = lanes[0] * image
-    channel += _padding(channel % (128 // size), channel_stride % sector, width.dst, size)
-    bare_rows = (out_chunk if problem.bias else 1) if bare else 0
-    strides = channel_stride, batch_stride, depth_stride, 0 if whole else height_stride
-    first, second, third, fourth = (stride % sector for stride in strides)
-    staged = round_up(out_chunk * channel * size, 16)
-    if out_chunk * channel >= 1 << 23:
-        return None
-    n, d, h, w = tiles
-    return _Tiling(
-        lanes,
-        (n, d, h, w),
-        (0, depth.first_offset, height.first_offset, width.first_offset - skew),
-        skew,
-        part,
-        (channel, image, slab, row),
-        (first, second, third, fourth),
-        lines if whole else 1,
-        staged,
-        bare_rows * round_up(run + sector, sector) * size,
-        places * MOVING_BYTES,
-        32 // size * pitch,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
-    """Elements, whole vectors, to add to a channel's pitch, so that few lanes of a warp store to the same bank.
-
-    Lanes are 8 channels by 4 pairs of cells; channels begin ``shift`` elements further behind a sector's first.
-    """
-    sector = SECTOR_BYTES // size
-
-    def rounds(padding: int) -> int:
-        words: dict[int, set[tuple[int, int]]] = {}
-        for channel, cells in itertools.product(range(8), range(4)):
-            element = channel * (pitch + padding) + channel * shift % sector + 2 * cells * stride
-            words.setdefault(element * size // 4 % 32, set()).add((channel, element * size // 4))
-        return max(map(len, words.values()))
-
-    return min(range(0, 128 // size, 16 // size), key=lambda padding: (rounds(padding), padding))
 
 
 _ROUNDING = 1 - 1e-9  # of a norm, which may come out below its largest part
@@ -408,7 +247,7 @@ class _Work:
 
     def __init__(self, problem: ConvTransposeProblem, config: GroupedConfig, device: DeviceInfo) -> None:
         self._terms = terms = costs("grouped_gemm", device)
-        size, product, tiles = DTYPE_BYTES[problem.dtype], _product(problem, config.out_chunk), config.pixel_tiles
+        size, product, tiles = DTYPE_BYTES[problem.dtype], product_of(problem, config.out_chunk), config.pixel_tiles
         parts, steps = product.parts, product.steps
         taken = product.pixels * tiles * ((10 if parts > 1 else 4) if size == 4 else 6)
         multiplied = product.entries * (2 * parts + tiles * (7 if parts > 1 else 1))
@@ -422,7 +261,7 @@ class _Work:
         self._blocks = out_blocks(problem, config.out_chunk)
         self._config, self._device = config, device
 
-    def seconds(self, tiling: _Tiling, multiplying_alone: bool = False) -> float:
+    def seconds(self, tiling: Tiling, multiplying_alone: bool = False) -> float:
         """Predicted seconds that instructions take, or those of the products."""
         config, multiprocessors, terms = self._config, self._device.multiprocessors, self._terms
         at_once = multiprocessors * config.min_blocks
@@ -435,14 +274,14 @@ class _Work:
             tile = sum(part**terms.together for part in parts) ** (1 / terms.together)
         return (rounds * tile + terms.launch) / self._device.clock_hz * (_ROUNDING if multiplying_alone else 1)
 
-    def _load_cycles(self, tiling: _Tiling) -> float:
+    def _load_cycles(self, tiling: Tiling) -> float:
         """Predicted cycles for a tile's windows."""
         channels = self._channels * (4 if tiling.window.piece * self._size < 4 else 1)
         finds = math.ceil(tiling.window.places / (32 * self._config.load_warps))
         terms = self._terms
         return self._stages * (finds * (terms.find + channels * terms.copy) + terms.stage)
 
-    def _store_cycles(self, tiling: _Tiling, resident: int) -> float:
+    def _store_cycles(self, tiling: Tiling, resident: int) -> float:
         """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
         images, slabs, lines, columns = tiling.lanes
         rows = images * slabs * lines * self._rows
@@ -453,24 +292,24 @@ class _Work:
         return written * row + resident * rows * (columns * self._cell_bytes) * terms.byte + terms.outputs
 
 
-def _floor(problem: ConvTransposeProblem, out_chunk: int, tiling: _Tiling, device: DeviceInfo) -> float:
+def _floor(problem: ConvTransposeProblem, out_chunk: int, tiling: Tiling, device: DeviceInfo) -> float:
     """Predicted seconds that bytes take."""
     size, terms = DTYPE_BYTES[problem.dtype], costs("grouped_gemm", device)
-    channels = _product(problem, out_chunk).steps * 32 // size
+    channels = product_of(problem, out_chunk).steps * 32 // size
     halo = tiling.total * out_blocks(problem, out_chunk) * channels * row_bytes(tiling.window, size)
     moved = problem.bytes + max(0.0, halo - size * math.prod(problem.input_shape)) * terms.halo
     return moved / (device.copy_bytes_per_second * terms.bandwidth)
 
 
 def _estimate(
-    problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, device: DeviceInfo
+    problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tiling, device: DeviceInfo
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     work = _Work(problem, config, device).seconds(tiling)
     return slower_of(work, _floor(problem, config.out_chunk, tiling, device))
 
 
-def _shares(problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, device: DeviceInfo) -> bool:
+def _shares(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tiling, device: DeviceInfo) -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
     rounds = tiling.total / _at_once(problem, config, tiling, device)
     return _sharing(device).pays(rounds, lambda: _estimate(problem, config, tiling, device), problem.bytes, device)
@@ -481,7 +320,7 @@ def _sharing(device: DeviceInfo) -> Sharing:
     return Sharing(terms.sharing_rounds, terms.sharing_cycles, terms.sharing_most)
 
 
-def _at_once(problem: ConvTransposeProblem, config: GroupedConfig, tiling: _Tiling, device: DeviceInfo) -> int:
+def _at_once(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tiling, device: DeviceInfo) -> int:
     """Tiles, one of each block with the same output channels."""
     blocks = device.multiprocessors * config.min_blocks // out_blocks(problem, config.out_chunk)
     return max(1, min(tiling.total, blocks))
@@ -493,7 +332,7 @@ def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Grou
     chunks = sorted({min(out, chunk) for chunk in (32, 16, 8, 4)}, reverse=True)
     shapes = itertools.product(chunks, (8, 4), (8, 4, 2, 1), (4, 2, 1), _OTHER_WARPS, (1, 2))
     for chunk, warps, tiles, stage_steps, (load, store), min_blocks in shapes:
-        product = _product(problem, chunk)
+        product = product_of(problem, chunk)
         if warps * min_blocks < 8 or stage_steps > product.steps:
             continue
         if product.entries * tiles > _MAX_PRODUCTS or product.weight_bytes > _MAX_WEIGHT_BYTES:
@@ -504,6 +343,6 @@ def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Grou
         if sums + 4 * tiles + 4 * product.parts + 12 * product.row_blocks + 32 > registers:
             continue
         config = GroupedConfig(warps, tiles, chunk, stage_steps, _BUFFERS, load, store, min_blocks)
-        cell = _tiles(problem, Layouts.dense(problem), chunk, (1, 1, 1, 2))
+        cell = tiling_of(problem, Layouts.dense(problem), chunk, (1, 1, 1, 2))
         if cell is not None and _shared_bytes(problem, config, cell, 1) <= device.shared_bytes_of(config.min_blocks):
             yield config

@@ -11,7 +11,8 @@ from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes
 from polyphase.program.transpose import missing
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.window_gemm.tma import TmaConfig, WindowDgradTma, WindowWgradTma
+from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
+from polyphase.schedules.window_gemm.tma_config import TmaConfig
 
 _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 

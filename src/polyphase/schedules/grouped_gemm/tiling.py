@@ -1,0 +1,180 @@
+"""How `grouped_gemm` cuts cells into tiles, and what its products come to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import SECTOR_BYTES, Layouts
+from polyphase.schedules.cells import forward_gather
+from polyphase.schedules.tensor_cores import parts_of, steps_of
+from polyphase.schedules.tiles import tiles_of
+from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, Part, row_piece
+
+_MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a config cuts the cells into tiles, and what that takes of shared memory.
+
+    ``first`` is the window's first pixel, counted from the tile's first cell, and ``skew`` the pixels from there to the
+    first that is read. ``pitch`` and ``shift`` are those of the kernel's ``Geometry``.
+    """
+
+    lanes: tuple[int, int, int, int]
+    tiles: tuple[int, int, int, int]
+    first: tuple[int, int, int, int]
+    skew: int
+    window: Part
+    pitch: tuple[int, int, int, int]
+    shift: tuple[int, int, int, int]
+    joined: int
+    staged_bytes: int
+    bare_bytes: int
+    table_bytes: int
+    step_bytes: int
+
+    @cached_property
+    def total(self) -> int:
+        return math.prod(self.tiles)
+
+    @cached_property
+    def cells(self) -> int:
+        """Of a tile."""
+        return math.prod(self.lanes)
+
+    @property
+    def whole_sectors(self) -> bool:
+        """Whether rows begin and end with a sector of memory."""
+        return not any(self.shift)
+
+
+class _Product(NamedTuple):
+    """What the kernel's ``Entries`` and weights come to for so many output channels of a block."""
+
+    row_blocks: int
+    pixels: int
+    entries: int
+    parts: int
+    steps: int
+    weight_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def product_of(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
+    """The product of a block with so many output channels."""
+    # Of each dimension: what each phase that has taps reads.
+    taps = [
+        [{-axis.shift(tap) for tap in of_phase} for of_phase in axis.taps_by_phase if of_phase]
+        for axis in problem.axes3
+    ]
+    reads = [set(itertools.product(*pixels)) for pixels in itertools.product(*taps)]
+    row_blocks = math.ceil(len(reads) * out_chunk / 16)
+    entries = 0
+    for block in range(row_blocks):
+        first, last = 16 * block // out_chunk, (16 * block + 15) // out_chunk
+        entries += len(set().union(*reads[first : last + 1]))
+    pixels = math.prod(len(set().union(*phases)) for phases in taps)
+    parts, steps = parts_of(problem), steps_of(problem)
+    weight_bytes = 512 * steps * entries * (2 if parts > 1 else 1)
+    if parts > 1:
+        parts = 3 if weight_bytes <= _MAX_THREE_PARTS else 2
+    return _Product(row_blocks, pixels, entries, parts, steps, weight_bytes)
+
+
+@lru_cache(maxsize=256)
+def lanes_of(problem: ConvTransposeProblem, columns: int) -> list[tuple[int, int, int, int]]:
+    """Extents of tiles along n, d, h and w of at most so many cells. A tile of one cell is among them."""
+    depth, height, width = forward_gather(problem, Layouts.dense(problem)).cells
+    found = {(1, 1, 1, 2)}
+    for w in sorted({round_up(extent, 2) for extent in _extents(width, columns)}):
+        for h in _extents(height, columns // w):
+            for d in _extents(depth, columns // (w * h)):
+                images = columns // (w * h * d) if (d, h) == (depth, height) and w >= width else 1
+                found.add((max(1, min(problem.batch, images)), d, h, w))
+    return sorted(found)
+
+
+def _extents(cells: int, most: int) -> list[int]:
+    """Extents worth trying along one dimension: even shares of it, and multiples of what is moved at once."""
+    shares = {math.ceil(cells / parts) for parts in range(1, 9)}
+    wanted = shares | {1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | {most}
+    return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
+
+
+def tiling_of(
+    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: tuple[int, int, int, int]
+) -> Tiling | None:
+    """The tiling by tiles of so many cells along n, d, h and w, or None where those cannot be."""
+    size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
+    if gather.src.channels_last or gather.dst.channels_last:
+        return None
+    tiles = tiles_of(problem.batch, gather.cells, lanes)
+    depth, height, width = gather.cell_axes
+    piece = row_piece(gather.src, size, layouts.aligned, 0 if tiles[3] <= 1 else lanes[3])
+    skew = width.first_offset % piece
+    window = (lanes[0], depth.window(lanes[1]), height.window(lanes[2]), round_up(width.window(lanes[3]) + skew, piece))
+    if max(window) >= MAX_SIDE:
+        return None
+    places = math.prod(window) // piece
+    # So that four channels, or pairs of channels, lie in different banks.
+    pitch = math.prod(window) * size
+    pitch += (32 - pitch) % 128 if size == 4 else (16 - pitch) % 64
+    part = Part(window, piece, pitch, places)
+
+    sector = SECTOR_BYTES // size
+    columns = gather.dst.shape[4]
+    batch_stride, channel_stride, depth_stride, height_stride, _ = gather.dst.strides
+    bare = any(along.owned < along.dst for along in (depth, height))
+    lines, run = lanes[2] * height.dst, lanes[3] * width.dst
+    whole = lanes[3] >= gather.cells[2] and gather.dst.strides[3:] == (columns, 1) and lines > 1 and not bare
+    row = columns if whole else round_up(run, sector) + sector
+    slab = round_up(lines * row, sector) + sector if whole else lanes[2] * height.owned * row
+    image = lanes[1] * depth.owned * slab
+    channel = lanes[0] * image
+    channel += _padding(channel % (128 // size), channel_stride % sector, width.dst, size)
+    bare_rows = (out_chunk if problem.bias else 1) if bare else 0
+    strides = channel_stride, batch_stride, depth_stride, 0 if whole else height_stride
+    first, second, third, fourth = (stride % sector for stride in strides)
+    staged = round_up(out_chunk * channel * size, 16)
+    if out_chunk * channel >= 1 << 23:
+        return None
+    n, d, h, w = tiles
+    return Tiling(
+        lanes,
+        (n, d, h, w),
+        (0, depth.first_offset, height.first_offset, width.first_offset - skew),
+        skew,
+        part,
+        (channel, image, slab, row),
+        (first, second, third, fourth),
+        lines if whole else 1,
+        staged,
+        bare_rows * round_up(run + sector, sector) * size,
+        places * MOVING_BYTES,
+        32 // size * pitch,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
+    """Elements, whole vectors, to add to a channel's pitch, so that few lanes of a warp store to the same bank.
+
+    Lanes are 8 channels by 4 pairs of cells; channels begin ``shift`` elements further behind a sector's first.
+    """
+    sector = SECTOR_BYTES // size
+
+    def rounds(padding: int) -> int:
+        words: dict[int, set[tuple[int, int]]] = {}
+        for channel, cells in itertools.product(range(8), range(4)):
+            element = channel * (pitch + padding) + channel * shift % sector + 2 * cells * stride
+            words.setdefault(element * size // 4 % 32, set()).add((channel, element * size // 4))
+        return max(map(len, words.values()))
+
+    return min(range(0, 128 // size, 16 // size), key=lambda padding: (rounds(padding), padding))

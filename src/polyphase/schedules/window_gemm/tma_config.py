@@ -1,0 +1,204 @@
+"""What the TMA kernels of both gradients can be specialised to: configs, their stages and tiles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import five
+from polyphase.schedules.tensor_cores import OPERATION_BYTES
+from polyphase.schedules.tiles import Four, tiles_of
+from polyphase.schedules.window_gemm.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
+from polyphase.schedules.window_gemm.window import channel_pitch, lanes_of
+
+_MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a byte for each
+_MOST_COLUMNS = 256  # of an instruction
+_MOST_SUMS = 128  # of a thread
+_MOST_SUMS_OF_THREE = 96  # where three groups multiply
+_LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
+_DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
+FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
+
+
+class TmaConfig(NamedTuple):
+    """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
+
+    A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
+    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
+    """
+
+    row_groups: int
+    row_tiles: int
+    columns: int
+    steps: int
+    buffers: int
+    resident: int
+    column_groups: int = 1
+    lines: int = 1
+    taps: Three = ALONE
+    lanes: Three = ALONE
+    pitch: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Of 128 threads that multiply."""
+        return self.row_groups * self.column_groups
+
+    @property
+    def loaders(self) -> int:
+        """Threads beside those that multiply: a whole warpgroup where setmaxnreg moves registers between warpgroups."""
+        return 128 if self.resident == 1 else 32
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * self.groups + self.loaders
+
+    @property
+    def rows(self) -> int:
+        """The same."""
+        return 64 * self.row_groups * self.row_tiles
+
+    @property
+    def block_columns(self) -> int:
+        """The same; ``columns`` are a line's."""
+        return self.column_groups * self.lines * self.columns
+
+    @property
+    def depth_bytes(self) -> int:
+        """What a stage holds of a row, or of a column that is no window's."""
+        return OPERATION_BYTES * self.steps
+
+    @property
+    def windows(self) -> Windows:
+        """Of a weight gradient."""
+        return Windows(self.taps, self.lanes, self.pitch)
+
+
+def block_windows(problem: ConvTransposeProblem, config: TmaConfig) -> int:
+    """Of a weight gradient's block."""
+    return config.block_columns * DTYPE_BYTES[problem.dtype] // (config.pitch * math.prod(config.taps))
+
+
+def stage_bytes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> int:
+    """In shared memory."""
+    rows = config.rows * config.depth_bytes
+    if pass_ is Pass.WEIGHT_GRAD:
+        return round_up(rows + block_windows(problem, config) * config.windows.bytes(problem), 1024)
+    return round_up(rows + config.block_columns * config.depth_bytes, 1024)
+
+
+def tile_lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> Four:
+    """Extents of a tile of positions, so that there are few tiles; of a weight gradient just so many, of a stage."""
+    if config.taps != ALONE:
+        return (1, *config.lanes)
+    if pass_ is Pass.WEIGHT_GRAD:
+        found = exact_lanes(math.prod(config.lanes))
+    else:
+        found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in lanes_of(problem, config.rows))
+
+    def fits(lanes: Four) -> bool:
+        return box_fits(lanes[1:], problem) and max(lanes) <= _MOST_IMAGES
+
+    def tiles(lanes: Four) -> int:
+        return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
+
+    return min(filter(fits, found), key=tiles)
+
+
+def is_long_sum(problem: ConvTransposeProblem) -> bool:
+    """Whether an input gradient's sums are longer than the cores' should be."""
+    return problem.out_channels_per_group * problem.taps > FLUSH
+
+
+def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
+    """Every config of a layer, with as many buffers as there is room for."""
+    for config in _input_configs(problem) if pass_ is Pass.INPUT_GRAD else _weight_configs(problem):
+        room = device.shared_bytes_of(config.resident) - _DECLARED
+        buffers = min(_MOST_BUFFERS, room // stage_bytes(problem, pass_, config))
+        if buffers >= _LEAST_BUFFERS:
+            yield config._replace(buffers=buffers)
+
+
+def _input_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
+    """Their buffers left open."""
+    pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
+    most = _MOST_SUMS // 2 if is_long_sum(problem) else _MOST_SUMS
+    steps = next(steps for steps in (4, 2, 1) if steps == 1 or _fill(pixel, steps) <= _fill(pixel, steps // 2))
+    # Behind a group's channels lie those of the next, which meet no weight but may be no numbers.
+    while problem.groups > 1 and steps and pixel % (steps * OPERATION_BYTES):
+        steps //= 2
+    for columns, row_tiles in itertools.product(_widths(problem.in_channels_per_group, 8), (1, 2) if steps else ()):
+        if columns * row_tiles // 2 <= most:
+            yield TmaConfig(2, row_tiles, columns, steps, 0, 1)
+
+
+def _fill(pixel: int, steps: int) -> int:
+    """Bytes that a pixel's channels take in stages of so many operations."""
+    return round_up(pixel, steps * OPERATION_BYTES)
+
+
+def _weight_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
+    """Their buffers left open."""
+    yield from _alone_configs(problem)
+    # Of float32 with more rows a block has them in tiles of a warp's own, which is worth more.
+    if DTYPE_BYTES[problem.dtype] == 4 and problem.in_channels_per_group > 64:
+        return
+    pitch = channel_pitch(problem, problem.out_channels_per_group)
+    for steps in (4, 8):
+        for windows in shared_windows(problem, steps * OPERATION_BYTES // DTYPE_BYTES[problem.dtype], pitch):
+            yield from _sharing_configs(problem, windows, steps)
+
+
+def _alone_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
+    """Those whose taps have windows of their own."""
+    size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
+    pitch = channel_pitch(problem, problem.out_channels_per_group)
+    alone = Windows(ALONE, (1, 1, 4 * OPERATION_BYTES // size), pitch)
+    units = alone.count(problem) * pitch // size
+    for row_groups, row_tiles, resident in itertools.product((1, 2), (1, 2, 4), (1, 2)):
+        if 64 * row_groups * row_tiles >= 2 * max(64, channels):
+            continue
+        column_groups = 2 // row_groups
+        for columns in _widths(math.ceil(units / column_groups), pitch // size):
+            if columns * row_tiles // 2 <= _most_sums(size, 2, resident):
+                yield TmaConfig(row_groups, row_tiles, columns, 4, 0, resident, column_groups, 1, *alone)
+
+
+def _sharing_configs(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[TmaConfig]:
+    """Those whose blocks have one window or a few of such: all their lines, shared out among groups."""
+    size = DTYPE_BYTES[problem.dtype]
+    columns, lines = windows.along * windows.pitch // size, math.prod(windows.taps) // windows.along
+    row_tiles = (1, 2) if size == 2 else (1,)
+    shapes = itertools.product(((1, 2), (2, 1), (1, 3), (3, 1)), row_tiles, (1, 2), (1, 2, 3, 4))
+    for (row_groups, column_groups), tiles, resident, count in shapes:
+        groups = row_groups * column_groups
+        each, rest = divmod(count * lines, column_groups)
+        too_many = 64 * row_groups * tiles >= 2 * max(64, problem.in_channels_per_group)
+        if rest or too_many or count > windows.count(problem) or groups * resident > 4:
+            continue
+        if each * columns * tiles // 2 <= _most_sums(size, groups, resident):
+            shape = row_groups, tiles, columns, steps, 0, resident, column_groups, each
+            yield TmaConfig(*shape, *windows)
+
+
+def _most_sums(size: int, groups: int, resident: int) -> int:
+    """Of a thread. Those that find operands need registers for that."""
+    if groups > 2:
+        return _MOST_SUMS_OF_THREE if size == 2 else _MOST_SUMS_OF_THREE * 3 // 4
+    return _MOST_SUMS // (resident if size == 2 else resident**2)
+
+
+def _widths(channels: int, multiple: int) -> list[int]:
+    """Columns of a block, so that all are alike."""
+    return sorted(
+        {
+            round_up(math.ceil(channels / math.ceil(channels / widest)), multiple)
+            for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
+        }
+    )

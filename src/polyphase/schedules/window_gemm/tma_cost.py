@@ -1,0 +1,140 @@
+"""What the TMA kernels of both gradients cost, and how many parts their sums have."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from polyphase.costs import Costs, costs
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import five
+from polyphase.schedules.cost import slower_of
+from polyphase.schedules.tiles import affordable_planes, tiles_of
+from polyphase.schedules.window_gemm.tma_config import (
+    FLUSH,
+    TmaConfig,
+    block_windows,
+    stage_bytes,
+    tile_lanes,
+)
+from polyphase.schedules.window_gemm.window import channel_pitch
+
+_LEAST_STAGES = 4  # of a part of an input gradient's sum
+
+
+def input_items(problem: ConvTransposeProblem, config: TmaConfig, tiles: int) -> int:
+    """Of an input gradient, what blocks share out."""
+    columns = math.ceil(problem.in_channels_per_group / config.columns)
+    return tiles * problem.groups * columns
+
+
+def weight_blocks(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[int, int]:
+    """Of a weight gradient, of rows and of columns of a group."""
+    columns = math.ceil(config.windows.count(problem) / block_windows(problem, config))
+    return math.ceil(problem.in_channels_per_group / config.rows), columns
+
+
+def depth_stages(problem: ConvTransposeProblem, config: TmaConfig) -> int:
+    """Stages of an input gradient: of each tap some."""
+    pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
+    return problem.taps * math.ceil(pixel / config.depth_bytes)
+
+
+def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
+    return costs("window_dgrad_tma" if pass_ is Pass.INPUT_GRAD else "window_wgrad_tma", device)
+
+
+def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, device: DeviceInfo) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    terms = _terms(pass_, device)
+    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile_lanes(problem, pass_, config)))
+    if pass_ is Pass.WEIGHT_GRAD:
+        _, seconds, end = weight_parts(problem, config, tiles, device)
+    else:
+        _, seconds, end = input_parts(problem, config, input_items(problem, config, tiles), device)
+    moving = problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
+    _, bound = slower_of(seconds, moving)
+    return (seconds**terms.beside + moving**terms.beside) ** (1 / terms.beside) + end, bound
+
+
+def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, terms: Costs) -> float:
+    """Of a multiprocessor, for a block."""
+    size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
+    operations = config.groups * config.row_tiles * config.lines * config.steps
+    if weights and size == 4:
+        instructions, reads = _warp_work(problem, config)
+        products = terms.threads_product * instructions + terms.threads_read * reads
+        products *= 4 * config.groups * config.steps * (terms.third_group if config.groups > 2 else 1)
+    else:
+        products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
+    boxes = 2.0
+    if weights:
+        boxes = config.rows * size / channel_pitch(problem, problem.in_channels_per_group)
+        boxes += block_windows(problem, config)
+    loading = max(terms.moved * stage_bytes(problem, pass_, config), terms.box * boxes)
+    both: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap)
+    return both + terms.stage
+
+
+def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float, float]:
+    """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
+    columns, strips = config.lines * config.columns, config.row_tiles  # of 16 rows
+    if config.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
+        abreast = 4 if config.columns % 32 == 0 else 2 if config.columns % 16 == 0 else 1
+        columns //= abreast
+        strips = min(4, math.ceil(problem.in_channels_per_group / 16)) if abreast == 4 else abreast
+    return strips * columns / 8, 4 * strips + columns / 4
+
+
+@lru_cache(maxsize=4096)
+def input_parts(
+    problem: ConvTransposeProblem, config: TmaConfig, items: int, device: DeviceInfo
+) -> tuple[int, float, float]:
+    """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
+    terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * config.resident
+    stages, stage = depth_stages(problem, config), _stage_cycles(problem, Pass.INPUT_GRAD, config, terms)
+    once = config.rows * config.block_columns * terms.result + terms.item / config.resident
+    moved = problem.elements[0]
+
+    def seconds(parts: int) -> tuple[float, float]:
+        rounds = items * parts / places
+        rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
+        cycles = rounds * (math.ceil(stages / parts) * stage + once) * config.resident
+        end = terms.reduce + moved * (8 * parts + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
+        return (cycles + terms.launch) / device.clock_hz, end if parts > 1 else 0.0
+
+    most = max(
+        1, min(affordable_planes(problem, Pass.INPUT_GRAD), stages // _LEAST_STAGES, 2 * places // max(1, items))
+    )
+    found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
+    return (found, *seconds(found))
+
+
+@lru_cache(maxsize=4096)
+def weight_parts(
+    problem: ConvTransposeProblem, config: TmaConfig, tiles: int, device: DeviceInfo
+) -> tuple[int, float, float]:
+    """Parts of a weight gradient's positions, their predicted seconds, and those of what comes after."""
+    blocks, places = (
+        math.prod(weight_blocks(problem, config)) * problem.groups,
+        device.multiprocessors * config.resident,
+    )
+    terms = _terms(Pass.WEIGHT_GRAD, device)
+    stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, config, terms)
+    size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
+    flush = max(1, FLUSH // math.prod(config.lanes))
+    results, once = config.rows * config.block_columns, terms.item / config.resident
+
+    def seconds(parts: int) -> tuple[float, float]:
+        stages = -(-tiles // parts)
+        block = stages * stage + (-(-stages // flush) * results * terms.result + once)
+        cycles = -(-blocks * parts // places) * block * config.resident
+        alone = parts == 1 and (size == 4 or stages <= flush)
+        moved = weights * (4 if alone else 8 * parts + size)
+        end = 0.0 if alone else terms.launch / 2 / device.clock_hz
+        return (cycles + terms.launch) / device.clock_hz, end + terms.planes * moved / device.copy_bytes_per_second
+
+    most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
+    found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
+    return (found, *seconds(found))
