@@ -154,7 +154,7 @@ def _step(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
 
 
 def _configs(product: Product) -> Iterator[TmaGatherConfig]:
-    """Those whose sums fit the registers; a row of a stage is as long as leaves the fewest channels over, or longest."""
+    """Those whose sums fit the registers; rows of a stage are 128 bytes, or leave fewest channels over."""
     channels, size = product.gather.src_channels, 16 // product.piece
     best = min((128, 64, 32), key=lambda pitch: (round_up(channels * size, pitch), -pitch))
     columns = {
