@@ -161,6 +161,20 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
     )
 
 
+def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:
+    """A program that writes channels_last, for a contiguous result of such a shape: it is transposed back."""
+    last = f"{DST}_channels_last"
+    steps = [
+        replace(step, operands=tuple(last if name == DST else name for name in step.operands)) for step in inner.steps
+    ]
+    return replace(
+        inner,
+        steps=(*steps, replace(to_contiguous(dtype, shape), operands=(last, DST))),
+        buffers=(*inner.buffers, Buffer(last, dtype, math.prod(shape))),
+        dst_channels_last=False,
+    )
+
+
 def between_transposes(inner: Program, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Program:
     """A program for tensors in channels_last, made one for contiguous ones: they are transposed before, and back.
 
@@ -169,18 +183,11 @@ def between_transposes(inner: Program, problem: ConvTransposeProblem, pass_: Pas
     sides = [(problem.input_shape, layouts.input), (problem.output_shape, layouts.output)]
     read = {X: sides[0], GRAD: sides[1]} if pass_ is Pass.WEIGHT_GRAD else {SRC: sides[pass_ is not Pass.FORWARD]}
     program = reading_channels_last(
-        inner, problem.dtype, {name: Transposed(shape, strides, 1, shape[1]) for name, (shape, strides) in read.items()}
+        inner,
+        problem.dtype,
+        {name: Transposed(shape, strides, 1, shape[1]) for name, (shape, strides) in read.items()},
     )
     if pass_ is Pass.WEIGHT_GRAD and not inner.dst_channels_last:
         return program
     shape = problem.weight_shape if pass_ is Pass.WEIGHT_GRAD else sides[pass_ is Pass.FORWARD][0]
-    last = f"{DST}_channels_last"
-    steps = [
-        replace(step, operands=tuple(last if name == DST else name for name in step.operands)) for step in program.steps
-    ]
-    return replace(
-        program,
-        steps=(*steps, replace(to_contiguous(problem.dtype, shape), operands=(last, DST))),
-        buffers=(*program.buffers, Buffer(last, problem.dtype, math.prod(shape))),
-        dst_channels_last=False,
-    )
+    return writing_channels_last(program, problem.dtype, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,10 +14,10 @@ from polyphase.jit.source import KernelSource, WgmmaForm
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
-from polyphase.program.program import Program, Transposed, assemble, reading_channels_last
+from polyphase.program.program import Program, Transposed, assemble, reading_channels_last, writing_channels_last
 from polyphase.program.step import SRC, Step
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Side
@@ -48,11 +49,15 @@ _MOST_PLANES_BYTES = 64 << 20
 
 
 class TmaGatherConfig(NamedTuple):
-    """The compile-time shape of ``gather_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes."""
+    """The compile-time shape of ``gather_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes.
+
+    ``back``: the result is written in channels_last, and transposed to where it belongs.
+    """
 
     row_tiles: int
     columns: int
     pitch: int
+    back: bool = False
 
     @property
     def rows(self) -> int:
@@ -81,16 +86,26 @@ class GatherGemmTma(Schedule):
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaGatherConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
-        return [config for config in _configs(product) if _buffers(product, config, device) >= _LEAST_BUFFERS]
+        found = [config for config in _configs(product) if _buffers(product, config, device) >= _LEAST_BUFFERS]
+        if product.gather.dst.strides[1] != 1:
+            found += [config._replace(back=True) for config in found]
+        return found
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaGatherConfig) -> float:
-        return self.cost(at, pass_, device, Layouts.dense(at), config)[0]
+        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
+        return math.inf if cost is None else cost[0]
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaGatherConfig
-    ) -> Cost:
-        product = product_of(problem, pass_, layouts)
+    ) -> Cost | None:
+        lie = _written(problem, pass_, layouts, config)
+        if lie is None:
+            return None
+        product = product_of(problem, pass_, lie)
         _, seconds = _splits(product, config, device)
+        if config.back:
+            terms, written = costs("gather_gemm", device), math.prod(product.gather.dst.shape) * 16 // product.piece
+            seconds += terms.transpose + 2 * written / (terms.transposed * device.copy_bytes_per_second)
         seconds += transpose_seconds(product, (_as_read(product, config, layouts.aligned)[1],), device)
         moving = problem.bytes / device.copy_bytes_per_second
         return slower_of(seconds, moving)
@@ -98,7 +113,9 @@ class GatherGemmTma(Schedule):
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaGatherConfig
     ) -> Program:
-        product = product_of(problem, pass_, layouts)
+        lie = _written(problem, pass_, layouts, config)
+        assert lie is not None
+        product = product_of(problem, pass_, lie)
         gather, chunk = product.gather, config.pitch * product.piece // 16
         read, transposed = _as_read(product, config, layouts.aligned)
         lanes, tiles = _tiles(product, config)
@@ -145,7 +162,27 @@ class GatherGemmTma(Schedule):
         program = assemble(
             problem, pass_, main, packs=(pack,), workspace_bytes=packed_bytes, splits=splits, may_split=True
         )
-        return reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
+        program = reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
+        if not config.back:
+            return program
+        return writing_channels_last(program, problem.dtype, _shape(problem, pass_))
+
+
+def _shape(problem: ConvTransposeProblem, pass_: Pass) -> tuple[int, ...]:
+    """The result's."""
+    return problem.output_shape if pass_ is Pass.FORWARD else problem.input_shape
+
+
+def _written(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: TmaGatherConfig) -> Layouts | None:
+    """How tensors lie to the kernel. None where a result is to be transposed to where it has gaps, or other strides."""
+    if not config.back:
+        return layouts
+    shape = _shape(problem, pass_)
+    lies = layouts.output if pass_ is Pass.FORWARD else layouts.input
+    if lies != dense_strides(shape, False):
+        return None
+    last = dense_strides(shape, True)
+    return replace(layouts, output=last) if pass_ is Pass.FORWARD else replace(layouts, input=last)
 
 
 def _step(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
