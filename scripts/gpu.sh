@@ -34,7 +34,7 @@ tests() { # those that want the GPU for themselves by one process
 fuzz() { scripts/test.sh tests/test_fuzz.py --cases 2000 -k cuda -q; }
 sanitizer() { scripts/test.sh --all tests/test_sanitizer.py -q; }
 examples() { scripts/check.sh examples/*.py; }
-host() { bench --host; }
+host() { bench --host --csv "$RESULTS-host.csv"; }
 forward() { record '' --suite all; }
 gradients() { record -gradients --quick --suite all --passes input_grad,weight_grad; }
 channels_last() { record -channels-last --quick --suite all --layouts channels_last; }

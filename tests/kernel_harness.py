@@ -91,9 +91,10 @@ class Gpu:
     def __call__(self, step: Step, tensors: Sequence[Tensor | None]) -> None:
         from polyphase.jit.launcher import Executable
 
-        executable = Executable(step, self.arch, self.device.index)
+        places = {name: place for place, name in enumerate(step.operands)}
+        executable = Executable(Program((step,)), self.arch, self.device.index, places)
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        executable(stream, *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+        executable(stream, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 class Buffer:

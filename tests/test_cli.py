@@ -14,12 +14,16 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import polyphase
 from polyphase import modules
 from polyphase.__main__ import app
-from polyphase.bench import host, kernels
+from polyphase.bench import host, host_layers, kernels
 from polyphase.bench.records import read_csv
 from polyphase.errors import CompilationError
 from polyphase.jit.compiler import Resources
+from polyphase.plan.planner import plan
+from polyphase.problem import Pass
+from polyphase.problem.device import DeviceInfo
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYER = "2x4x9x8 -> 6, k=3x2, s=2, bias"
@@ -260,13 +264,36 @@ def test_a_gpu_that_is_not_there_is_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_bench_measures_the_host_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "CALLS", 10)
+def test_bench_measures_the_host_s_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "CALLS", 2)
     monkeypatch.setattr(host, "ROUNDS", 3)
-    result = invoke("bench", "--host", "--device", "cpu")
+    result = invoke("bench", "--host", "--device", "cpu", "--csv", str(tmp_path / "host.csv"))
     assert result.exit_code == 0, result.output
     for words in ("function, no gradients", "module, with gradients", "forward and backward", "cold", "warm"):
         assert words in told(result)
+    with (tmp_path / "host.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["layer"], row["situation"]) for row in rows] == [
+        (layer, situation) for layer in host_layers.LAYERS for situation in host_layers.SITUATIONS
+    ]
+    for row in rows:
+        for name in ("polyphase", "torch"):
+            assert 0 < float(row[f"{name}_p10"]) <= float(row[f"{name}_us"])
+
+
+def test_layers_of_the_host_s_time_cover_all_schedules() -> None:
+    """On Hopper, with packing, transposes and split-K reductions among them."""
+    schedules, kernels = set(), set()
+    for problem in host_layers.LAYERS.values():
+        for pass_ in Pass:
+            chosen = plan(replace(problem, tf32=True), pass_, DeviceInfo.for_arch("sm_90a"))
+            assert chosen.program is not None
+            schedules.add(chosen.schedule)
+            kernels |= {step.source.kernel for step in chosen.program.steps}
+    names = {path.name for path in (Path(polyphase.__file__).parent / "schedules").iterdir() if path.is_dir()}
+    names = names - {"window_gemm", "__pycache__"} | {"window_dgrad", "window_wgrad"}
+    assert {name for name in names if any(each.startswith(name) for each in schedules)} == names
+    assert {"pack_weights", "pack_columns", "transpose", "reduce_splits"} <= kernels
 
 
 # explain and env
@@ -440,8 +467,6 @@ def test_compile_refuses_an_unknown_architecture() -> None:
 
 def test_a_report_of_a_kernel_counts_shared_memory_of_source_and_launch() -> None:
     from polyphase.bench.layers import NamedLayer, parse_layer
-    from polyphase.problem import Pass
-    from polyphase.problem.device import DeviceInfo
 
     device = DeviceInfo.for_arch("sm_90a")
     (kernel, *_) = kernels.wanted([NamedLayer("a", parse_layer(LAYER))], [Pass.FORWARD], ["float32"], [False], [device])

@@ -22,10 +22,12 @@ from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.program.params import params_of
-from polyphase.program.step import Step
+from polyphase.program.program import Program
+from polyphase.program.step import BIAS, DST, SRC, WEIGHT, WORKSPACE, Step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, TensorMap
 
 THREADS = 4
+PLACES = {BIAS: 0, SRC: 1, WORKSPACE: 2, WEIGHT: 3, DST: 4}
 
 
 class FakeDriver:
@@ -39,7 +41,7 @@ class FakeDriver:
 
     def __init__(self, version: int = 13000) -> None:
         self.version = version
-        self.overlapping: list[Any] = []  # configurations of launches that may begin early
+        self.launched: list[tuple[Any, int]] = []  # configurations and tables of parameters
         self.limits: dict[int, int] = {}
         self.handles = itertools.count(1)
 
@@ -59,13 +61,9 @@ class FakeDriver:
     def cuDriverGetVersion(self) -> tuple[int, int]:  # noqa: N802
         return 0, self.version
 
-    def cuLaunchKernelEx(self, config: Any, function: int, *arguments: Any) -> tuple[int]:  # noqa: N802
-        self.overlapping.append(config)
-        return self.cuLaunchKernel(function, *(0,) * 6, config.sharedMemBytes)
-
-    def cuLaunchKernel(self, function: int, *arguments: Any) -> tuple[int]:  # noqa: N802
-        shared = arguments[6]
-        return (0 if shared <= self.limits.get(function, 48 << 10) else 1,)
+    def cuLaunchKernelEx(self, config: Any, function: int, table: int, extra: int) -> tuple[int]:  # noqa: N802
+        self.launched.append((config, table))
+        return (0 if config.sharedMemBytes <= self.limits.get(function, 48 << 10) else 1,)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
@@ -85,6 +83,11 @@ def use(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
     monkeypatch.setattr(launcher, "compile_kernel", lambda source, arch: b"binary")
 
 
+def executable_of(step: Step) -> launcher.Executable:
+    """The step alone, whose operands are the addresses that it is called with."""
+    return launcher.Executable(Program((step,)), "sm_90a", 0, {name: i for i, name in enumerate(step.operands)})
+
+
 @pytest.mark.parametrize(
     ("arch", "version", "overlaps"), [("sm_90a", 12030, True), ("sm_90a", 12020, False), ("sm_80", 13000, False)]
 )
@@ -98,17 +101,66 @@ def test_only_a_kernel_that_waits_by_itself_may_start_early(
     program = program.with_main(replace(program.main, tensor_maps=()))  # which the real driver encodes
     driver = FakeDriver(version)
     use(monkeypatch, driver)
-    pack, main = launcher.executables(program, arch, 0)
-    pack(7, 1, 2)
-    assert not driver.overlapping, "packing reads what the kernel before it has written"
-    main(7, 1, 2, 3, 4)
-    step = program.main
-    assert [config.hStream for config in driver.overlapping] == [7] * overlaps
-    for config in driver.overlapping:
-        grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        assert (grid, config.blockDimX, config.sharedMemBytes) == (step.grid, step.block, step.shared_bytes)
-        assert [each.value.programmaticStreamSerializationAllowed for each in config.attrs] == [1]
+    executable = launcher.Executable(program, arch, 0, PLACES)
+    for stream, addresses in ((7, [11, 12, 13, 14, 15]), (7, [21, 22, 23, 24, 25]), (8, [31, 32, 33, 34, 35])):
+        driver.launched.clear()
+        executable(stream, addresses)
+        assert len(driver.launched) == 2
+        for step, (config, table) in zip(program.steps, driver.launched):
+            assert config.hStream == stream
+            grid = config.gridDimX, config.gridDimY, config.gridDimZ
+            assert (grid, config.blockDimX, config.sharedMemBytes) == (step.grid, step.block, step.shared_bytes)
+            operands = [ctypes.c_uint64.from_address(at).value for at in parameters(table, len(step.operands))]
+            assert operands == [addresses[PLACES[name]] for name in step.operands]
+            *_, params = parameters(table, len(step.operands) + 1)
+            assert ctypes.string_at(params, len(step.params)) == step.params
+        (pack, _), (main, _) = driver.launched
+        assert not hasattr(pack, "attrs"), "packing reads what the kernel before it has written"
+        assert [each.value.programmaticStreamSerializationAllowed for each in getattr(main, "attrs", ())] == [
+            1
+        ] * overlaps
     launcher._may_overlap.cache_clear()
+
+
+def parameters(table: int, count: int) -> list[int]:
+    """Where the driver finds a kernel's parameters."""
+    return list((ctypes.c_uint64 * count).from_address(table))
+
+
+def test_threads_do_not_share_what_the_driver_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads a launch's addresses while other threads run."""
+    step = replace(step_with_tensor_map(), tensor_maps=())
+    driver, together = FakeDriver(), threading.Barrier(THREADS)
+    read: list[list[int]] = []
+
+    def launch(config: Any, function: int, table: int, extra: int) -> tuple[int]:
+        together.wait(10)  # all have written their addresses
+        read.append([config.hStream, *(ctypes.c_uint64.from_address(at).value for at in parameters(table, 4))])
+        return (0,)
+
+    use(monkeypatch, driver)
+    driver.cuLaunchKernelEx = launch  # type: ignore[method-assign]
+    executable = executable_of(step)
+    given = [[thread, *range(10 * thread, 10 * thread + 4)] for thread in range(1, THREADS + 1)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda each: executable(each[0], each[1:]), given))
+    assert sorted(read) == given
+
+
+def test_what_the_driver_refuses_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    use(monkeypatch, driver)
+    driver.cuLaunchKernelEx = lambda *arguments: ("CUDA_ERROR",)  # type: ignore[method-assign]
+    step = replace(step_with_tensor_map(), tensor_maps=())
+    with pytest.raises(PolyphaseError, match=rf"launching {step.source.kernel} on CUDA device 0 failed: 'CUDA_ERROR'"):
+        executable_of(step)(0, [1, 2, 3, 4])
+
+
+def test_nothing_of_an_empty_grid_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    use(monkeypatch, driver)
+    executable_of(replace(step_with_tensor_map(), grid=(0, 1, 1)))(0, [1, 2, 3, 4])
+    assert not driver.launched
 
 
 def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +182,7 @@ def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.Monk
 
     def call() -> None:
         try:
-            launcher.Executable(step, "sm_90a", 0)(0, 1, 2, 3)
+            executable_of(step)(0, [1, 2, 3])
         except Exception as error:
             failures.append(error)
 
@@ -140,7 +192,7 @@ def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.Monk
     for thread in threads:
         thread.join()
     assert not failures
-    launcher.Executable(step, "sm_90a", 0)(0, 1, 2, 3)  # and so does who comes later
+    executable_of(step)(0, [1, 2, 3])  # and so does who comes later
     assert next(driver.handles) == 2, "the kernel was loaded more than once"
 
 
@@ -159,7 +211,7 @@ def test_a_prologue_is_compiled_beside_its_kernel(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     for _ in range(2):
-        assert len(launcher.executables(program, "sm_90a", 0)) == 2
+        launcher.Executable(program, "sm_90a", 0, PLACES)
         assert sorted(compiled) == ["implicit_gemm", "pack_weights"]
 
 
@@ -176,7 +228,7 @@ def test_a_prologue_that_does_not_compile_is_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     with pytest.raises(CompilationError, match="no"):
-        launcher.executables(program, "sm_90a", 0)
+        launcher.Executable(program, "sm_90a", 0, PLACES)
 
 
 # Tensor maps
@@ -203,12 +255,12 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
     use(monkeypatch, FakeDriver())
     monkeypatch.setattr(tensor_map, "encode", encode)
     monkeypatch.setattr(launcher, "_MOST_MAPS", 2)
-    executable = launcher.Executable(step, "sm_90a", 0)
+    executable = executable_of(step)
     (place,) = params_of(step.source).tensor_maps
 
     def call(*pointers: int) -> None:
-        executable(0, *pointers)
-        geometry = executable._local.keep[0].raw
+        executable(0, pointers)
+        geometry = executable._local.launches.params[0].raw
         end = place + TENSOR_MAP_BYTES
         assert geometry[place:end] == bytes([pointers[0]]) * TENSOR_MAP_BYTES
         assert geometry[:place] + geometry[end:] == step.params[:place] + step.params[end:]
@@ -232,7 +284,7 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_map_without_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeDriver())
     monkeypatch.setattr(tensor_map, "encode", lambda boxes, address: pytest.fail("a map that nobody reads"))
-    launcher.Executable(replace(step_with_tensor_map(), tensor_maps=()), "sm_90a", 0)(0, 1, 2, 3, 4)
+    executable_of(replace(step_with_tensor_map(), tensor_maps=()))(0, [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(
@@ -280,10 +332,10 @@ def test_a_map_that_the_driver_refuses_is_a_named_error(monkeypatch: pytest.Monk
     use(monkeypatch, FakeDriver())
     refusal = driver.CUresult.CUDA_ERROR_INVALID_VALUE
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *arguments: (refusal, None))
-    executable = launcher.Executable(step, "sm_90a", 0)
+    executable = executable_of(step)
     for _ in range(2):  # a map that was not made is not taken for one that was
         with pytest.raises(PolyphaseError, match=r"the driver makes no tensor map of TensorMap\(.*INVALID_VALUE"):
-            executable(0, 1 << 40, 2, 3, 4)
+            executable(0, [1 << 40, 2, 3, 4])
 
 
 def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +398,7 @@ def test_a_graph_is_captured_with_the_kernel_that_is_loaded(
         assert chosen.other.main.one_way is not None
         there = {chosen.other.main.one_way, *chosen.other.sources} - {chosen.other.main.source}
     monkeypatch.setattr(runtime, "DeviceInfo", SimpleNamespace(of=lambda _: device))
-    monkeypatch.setattr(runtime, "executables", lambda program, *_: launched.append(program.main.source) or [])
+    monkeypatch.setattr(runtime, "Executable", lambda program, *_: launched.append(program.main.source))
     monkeypatch.setattr(runtime, "compile_meanwhile", lambda source, *_: compiled.append(source))
     for module in (runtime, launcher):
         monkeypatch.setattr(module, "is_loaded", lambda source, *_: source in there)

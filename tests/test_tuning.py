@@ -178,14 +178,14 @@ def test_kernels_known_ahead_are_those_that_run(
     """Calls on the CPU that take it for a GPU, up to the launch."""
     launched: list[plan.Program] = []
 
-    def executables(program: plan.Program, *_: object) -> None:
+    def executable(program: plan.Program, *_: object) -> None:
         launched.append(program)
         raise PlannedError
 
     def last(first: torch.Tensor, second: torch.Tensor) -> bool:
         return channels_last and dtype != "float64"  # as `layout.output_channels_last` on a GPU
 
-    monkeypatch.setattr(runtime, "executables", executables)
+    monkeypatch.setattr(runtime, "Executable", executable)
     monkeypatch.setattr(runtime, "soonest", lambda program, *_: program)  # as of kernels that are compiled
     monkeypatch.setattr(runtime, "output_channels_last", last)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,21 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from polyphase.torch_op import operators
 from polyphase.torch_op.derivatives import run as run_differentiable
 from polyphase.torch_op.derivatives import run_operator
+from polyphase.torch_op.memory import Memory
+from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import Layer, check
 
-# Calls that have been checked: what `check` looks at, to the layer that it returned and the constants that it saw. A
-# warm call is one look-up here.
-_checked: dict[Any, tuple[Layer, tuple[Any, ...]]] = {}
-_MOST_CHECKED = 4096
+
+class _Known(NamedTuple):
+    """A call that was made before: what it was given, what it is, and what computes it past the dispatcher, if any."""
+
+    constants: tuple[Any, ...]
+    layer: Layer
+    call: Callable[..., Tensor] | None
+
+
+# Calls that were made before. A warm call is one look-up here.
+_known: Memory[_Known] = Memory()
 
 
 def conv_transpose1d(
@@ -106,7 +115,7 @@ def _conv_transpose(
 ) -> Tensor:
     """Cast for autocast, check, and run: as an `autograd.Function` where derivatives are wanted, else the operator.
 
-    Every line here is host time of every call (5 µs in all for a warm one, of which the operator takes 3.5).
+    Every line here is host time of every call.
     """
     constants = (stride, padding, output_padding, groups, dilation)
     tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
@@ -118,41 +127,45 @@ def _conv_transpose(
         input, weight, bias = _autocast(input), _autocast(weight), None if bias is None else _autocast(bias)
 
     arguments = (function.__name__, dims, input, weight, bias, *constants)
-    layer = _check_traced(arguments) if tracing else _check_once(arguments, constants)
+    layer, call = (_check_traced(arguments), None) if tracing else _check_once(arguments, constants)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     if tracing:  # Dynamo takes no Function with a jvp; the operators have derivatives and vmap rules of their own
         output = run_operator((batch, weight, None), bias, layer)
     elif _wants_derivatives(input, weight, bias):
-        output = run_differentiable((batch, weight, None), bias, layer)
+        output = run_differentiable((batch, weight, None), bias, layer, call)
+    elif call is not None:
+        output = call(batch, weight, bias)
     else:
         output = operators.call_below_autograd(operators.conv_transpose, batch, weight, bias, *layer[1:])
     return output if batch is input else output.squeeze(0)
 
 
-def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Layer:
-    """The layer of a call, from memory where a call like it was checked before."""
+def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Layer, Callable[..., Tensor] | None]:
+    """The layer of a call and what computes it, from memory where a call like it was made before."""
     _, dims, input, weight, bias, *_ = arguments
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    heard = operators.is_heard()
     key: tuple[Any, ...] | None
     try:
-        key = (
-            dims,
-            *(input.shape, input.dtype, input.device, input.layout),
-            *(weight.shape, weight.dtype, weight.device, weight.layout),
-            None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
-            *constants,
-        )
-        known = _checked.get(key)
+        key = (dims, input.shape, weight.shape, bias is None, constants, heard, tf32_allowed())
+        known = _known.find(key, *tensors)
     except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
         key, known = None, None
     # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
-    if known is not None and (all(map(is_, constants, known[1])) or _are_integers(constants)):
-        return known[0]
+    if known is not None and (all(map(is_, constants, known.constants)) or _are_integers(constants)):
+        return known.layer, known.call
     layer = check(*arguments)
+    batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    call = None if heard else operators.find_call(operators.conv_transpose, batch, weight, bias, *layer[1:])
     if key is not None and _are_integers(constants):
-        if len(_checked) >= _MOST_CHECKED:
-            _checked.clear()
-        _checked[key] = layer, constants
-    return layer
+        _known.add(key, _Known(constants, layer, call), *tensors, lie_so=call is not None)
+    return layer, call
+
+
+def forget_calls() -> None:
+    """Has every later call planned anew."""
+    _known.clear()
+    operators.forget_calls()
 
 
 def _wants_derivatives(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -7,14 +7,14 @@ PyTorch would give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from operator import itemgetter
+from typing import Any
 
 import torch
 
 from polyphase.jit.compiler import preload
-from polyphase.jit.launcher import Executable, compile_meanwhile, executables, is_loaded, soonest
+from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
 from polyphase.plan.planner import Plan, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -30,16 +30,16 @@ POISON = False
 
 # Calls seen in each pass, by everything that decides how they run. Dropped as a whole when full: plans are cheap.
 _MAX_CALLS = 8192
-_forward_calls: dict[tuple[object, ...], _Call] = {}
-_input_grad_calls: dict[tuple[object, ...], _Call] = {}
-_weight_grad_calls: dict[tuple[object, ...], _Call] = {}
+_forward_calls: dict[tuple[object, ...], Call] = {}
+_input_grad_calls: dict[tuple[object, ...], Call] = {}
+_weight_grad_calls: dict[tuple[object, ...], Call] = {}
 
 # PyTorch's public ways to ask for these take microseconds; builds without CUDA have neither.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 
-# Where a call's tensors stand among the addresses that steps pick from. A pass has not all of them.
+# Where a call's tensors stand among the addresses that a program is launched with. A pass has not all of them.
 _ADDRESSES = {SRC: 0, X: 0, WEIGHT: 1, GRAD: 1, BIAS: 2, DST: 3}
 _COUNT = 4
 _BUFFER_ALIGNMENT = 256  # bytes; TMA asks for 128
@@ -47,14 +47,14 @@ _BUFFER_ALIGNMENT = 256  # bytes; TMA asks for 128
 preload()
 
 
-class _Call:
-    """One pass of one problem, ready to run: the result to allocate, a program's kernels, and what they are given.
+class Call:
+    """One pass of one problem, ready to run on tensors that lie as those it was made for: see `forward_call`.
 
-    ``steps`` pick their operands from the addresses of `_ADDRESSES`, and behind these the program's buffers, which lie
-    in ``scratch_bytes`` of memory at ``offsets``.
+    The program's buffers lie in ``scratch_bytes`` of memory at ``offsets``; their addresses come behind those of
+    `_ADDRESSES`.
     """
 
-    __slots__ = ("copies_weight", "device_index", "offsets", "scratch_bytes", "shape", "steps", "strides")
+    __slots__ = ("_copies_weight", "_index", "_launch", "_offsets", "_scratch_bytes", "_shape", "_strides")
 
     def __init__(
         self,
@@ -65,105 +65,144 @@ class _Call:
         strides: tuple[int, ...],
         copies_weight: bool,
     ) -> None:
-        self.device_index = index
-        self.shape = shape
-        self.strides = strides
-        self.copies_weight = copies_weight
-        self.offsets: list[int] = []
-        self.scratch_bytes = 0
-        place = dict(_ADDRESSES)
+        self._index = index
+        self._shape = shape
+        self._strides = strides
+        self._copies_weight = copies_weight
+        self._offsets: list[int] = []
+        self._scratch_bytes = 0
+        places = dict(_ADDRESSES)
         for buffer in program.buffers:
-            place[buffer.name] = _COUNT + len(self.offsets)
-            self.offsets.append(self.scratch_bytes)
-            self.scratch_bytes += round_up(buffer.bytes, _BUFFER_ALIGNMENT)
-        self.steps: list[tuple[Executable, Callable[[list[int]], tuple[int, ...]]]] = [
-            (executable, itemgetter(*(place[name] for name in step.operands)))
-            for step, executable in zip(program.steps, executables(program, arch, index))
-        ]
+            places[buffer.name] = _COUNT + len(self._offsets)
+            self._offsets.append(self._scratch_bytes)
+            self._scratch_bytes += round_up(buffer.bytes, _BUFFER_ALIGNMENT)
+        self._launch = Executable(program, arch, index, places)
+
+    def __call__(self, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The pass of the two tensors that it reads. What is returned is no view: autograd may change it."""
+        if self._copies_weight:
+            second = second.contiguous()
+        if bias is not None:
+            bias = bias.contiguous()
+        result = first.new_empty_strided(self._shape, self._strides)
+        addresses = [first.data_ptr(), second.data_ptr(), 0 if bias is None else bias.data_ptr(), result.data_ptr()]
+        scratch = None
+        if self._scratch_bytes:
+            scratch = first.new_empty_strided((-(-self._scratch_bytes // first.element_size()),), (1,))
+            start = scratch.data_ptr()
+            for offset in self._offsets:
+                addresses.append(start + offset)
+        if POISON:
+            result.fill_(float("nan"))
+            if scratch is not None:
+                scratch.view(torch.uint8).fill_(0xFF)  # NaN in every type
+        index = self._index
+        if _current_device() == index:
+            self._launch(_current_stream(index), addresses)
+        else:
+            with torch.cuda.device(index):
+                self._launch(_current_stream(index), addresses)
+        return result
 
 
-def forward(
+def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *constants: Any) -> torch.Tensor:
+    """The layer's output ``(N, C_out, *output_size)``; ``constants`` are those that `forward_call` takes."""
+    return forward_call(input, weight, bias, *constants)(input, weight, bias)
+
+
+def forward_call(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    output_padding: tuple[int, ...],
+    dilation: tuple[int, ...],
     groups: int,
-) -> torch.Tensor:
-    """The layer's output ``(N, C_out, *output_size)``."""
-    parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
-    address = input.data_ptr()
+) -> Call:
+    """What computes the output.
+
+    It serves all tensors of the same shapes, strides, dtype and device whose input is as well aligned, while PyTorch's
+    flags allow TF32 as they do now.
+    """
+    constants = stride, padding, output_padding, dilation, groups
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     key = (input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
-           input.get_device(), address % ALIGNMENT, parameters, tf32)  # fmt: skip
+           input.get_device(), input.data_ptr() % ALIGNMENT, constants, tf32)  # fmt: skip
     call = _forward_calls.get(key)
     if call is None:
-        problem = _problem(tuple(input.shape), weight, input, parameters, bias is not None, tf32)
+        problem = _problem(tuple(input.shape), weight, input, constants, bias is not None, tf32)
         problem = _with_format(problem, output_channels_last(input, weight))
         call = _prepare(Pass.FORWARD, problem, input, None, weight)
         _remember(_forward_calls, key, call)
-    bias_address = 0
-    if bias is not None:
-        bias = bias.contiguous()
-        bias_address = bias.data_ptr()
-    return _run(call, input, weight, bias_address)
+    return call
 
 
-def input_grad(
+def input_grad(grad_output: torch.Tensor, weight: torch.Tensor, *constants: Any) -> torch.Tensor:
+    """The gradient of the layer's input, ``(N, C_in, *input_size)``."""
+    return input_grad_call(grad_output, weight, *constants)(grad_output, weight)
+
+
+def input_grad_call(
     grad_output: torch.Tensor,
     weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    output_padding: tuple[int, ...],
+    dilation: tuple[int, ...],
     groups: int,
-) -> torch.Tensor:
-    """The gradient of the layer's input, ``(N, C_in, *input_size)``."""
-    parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
+) -> Call:
+    """What computes the gradient of the input; it serves tensors as `forward_call`'s does, both as well aligned."""
+    constants = stride, padding, output_padding, dilation, groups
     tf32 = grad_output.dtype == torch.float32 and tf32_allowed()
     alignment = (grad_output.data_ptr() | weight.data_ptr()) % ALIGNMENT
     key = (grad_output.shape, grad_output.stride(), weight.shape, weight.stride(), grad_output.dtype,
-           grad_output.get_device(), alignment, parameters, tf32)  # fmt: skip
+           grad_output.get_device(), alignment, constants, tf32)  # fmt: skip
     call = _input_grad_calls.get(key)
     if call is None:
-        problem = _problem(_input_shape(grad_output, weight, parameters), weight, grad_output, parameters, False, tf32)
+        problem = _problem(_input_shape(grad_output, weight, constants), weight, grad_output, constants, False, tf32)
         problem = _with_format(problem, output_channels_last(grad_output, weight))
         call = _prepare(Pass.INPUT_GRAD, problem, None, grad_output, weight)
         _remember(_input_grad_calls, key, call)
-    return _run(call, grad_output, weight, 0)
+    return call
 
 
 def weight_grad(
-    input: torch.Tensor,
-    grad_output: torch.Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    input: torch.Tensor, grad_output: torch.Tensor, kernel_size: tuple[int, ...], *constants: Any
 ) -> torch.Tensor:
     """The gradient of the layer's weight, ``(C_in, C_out / groups, *kernel_size)``.
 
     Blocks on different parts of the batch and the image leave partial sums, which are added in a fixed order (split-K).
     """
-    parameters = (tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation), groups)
+    return weight_grad_call(input, grad_output, kernel_size, *constants)(input, grad_output)
+
+
+def weight_grad_call(
+    input: torch.Tensor,
+    grad_output: torch.Tensor,
+    kernel_size: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    output_padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Call:
+    """What computes the gradient of the weight; it serves tensors as `forward_call`'s does, both as well aligned."""
+    constants = stride, padding, output_padding, dilation, groups
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     alignment = (input.data_ptr() | grad_output.data_ptr()) % ALIGNMENT
-    key = (input.shape, input.stride(), grad_output.shape, grad_output.stride(), tuple(kernel_size),
-           input.dtype, input.get_device(), alignment, parameters, tf32)  # fmt: skip
+    key = (input.shape, input.stride(), grad_output.shape, grad_output.stride(), kernel_size,
+           input.dtype, input.get_device(), alignment, constants, tf32)  # fmt: skip
     call = _weight_grad_calls.get(key)
     if call is None:
         problem = ConvTransposeProblem(
-            input.shape[0], input.shape[1], grad_output.shape[1], tuple(input.shape[2:]), tuple(kernel_size),
-            *parameters, dtype=_name(input.dtype), tf32=tf32,
+            input.shape[0], input.shape[1], grad_output.shape[1], tuple(input.shape[2:]), kernel_size,
+            *constants, dtype=_name(input.dtype), tf32=tf32,
         )  # fmt: skip
         problem = _with_format(problem, output_channels_last(input, grad_output))
         call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
         _remember(_weight_grad_calls, key, call)
-    return _run(call, input, grad_output, 0)
+    return call
 
 
 def forget_calls() -> None:
@@ -172,36 +211,7 @@ def forget_calls() -> None:
         calls.clear()
 
 
-def _run(call: _Call, first: torch.Tensor, second: torch.Tensor, bias_address: int) -> torch.Tensor:
-    """Runs a program on the two tensors that a pass reads. What is returned is no view: autograd may change it."""
-    if call.copies_weight:
-        second = second.contiguous()
-    found = first.new_empty_strided(call.shape, call.strides)
-    addresses = [first.data_ptr(), second.data_ptr(), bias_address, found.data_ptr()]
-    scratch = None
-    if call.scratch_bytes:
-        scratch = first.new_empty(call.scratch_bytes, dtype=torch.uint8)
-        start = scratch.data_ptr()
-        addresses += [start + offset for offset in call.offsets]
-    if POISON:
-        found.fill_(float("nan"))
-        if scratch is not None:
-            scratch.fill_(0xFF)  # NaN in every type
-    index = call.device_index
-    if _current_device() == index:
-        _launch(call, _current_stream(index), addresses)
-    else:
-        with torch.cuda.device(index):
-            _launch(call, _current_stream(index), addresses)
-    return found
-
-
-def _launch(call: _Call, stream: int, addresses: list[int]) -> None:
-    for executable, operands in call.steps:
-        executable(stream, *operands(addresses))
-
-
-def _remember(calls: dict[tuple[object, ...], _Call], key: tuple[object, ...], call: _Call) -> None:
+def _remember(calls: dict[tuple[object, ...], Call], key: tuple[object, ...], call: Call) -> None:
     if len(calls) >= _MAX_CALLS:
         calls.clear()
     calls[key] = call
@@ -213,7 +223,7 @@ def _prepare(
     input: torch.Tensor | None,
     output: torch.Tensor | None,
     weight: torch.Tensor | None,
-) -> _Call:
+) -> Call:
     """Plans and compiles a call that was not seen before; a missing ``input`` or ``output`` is what it computes."""
     tensor = input if input is not None else output
     assert tensor is not None
@@ -230,7 +240,7 @@ def _prepare(
         shape, strides5 = problem.input_shape, layouts.input
     strides = strides5[:2] + strides5[5 - problem.dims :]
     copies_weight = weight is not None and not layouts.weight_channels_last and not weight.is_contiguous()
-    call = _Call(program, device.arch, index, shape, strides, copies_weight)
+    call = Call(program, device.arch, index, shape, strides, copies_weight)
     for source in (source for each in chosen.programs for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     return call
@@ -279,26 +289,26 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_Parameters = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+_Constants = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 
 def _problem(
     input_shape: tuple[int, ...],
     weight: torch.Tensor,
     tensor: torch.Tensor,
-    parameters: _Parameters,
+    constants: _Constants,
     bias: bool,
     tf32: bool,
 ) -> ConvTransposeProblem:
-    groups = parameters[-1]
+    groups = constants[-1]
     return ConvTransposeProblem(
         input_shape[0], input_shape[1], weight.shape[1] * groups, input_shape[2:], tuple(weight.shape[2:]),
-        *parameters, bias=bias, dtype=_name(tensor.dtype), tf32=tf32,
+        *constants, bias=bias, dtype=_name(tensor.dtype), tf32=tf32,
     )  # fmt: skip
 
 
-def _input_shape(grad_output: torch.Tensor, weight: torch.Tensor, parameters: _Parameters) -> tuple[int, ...]:
-    stride, padding, output_padding, dilation, _ = parameters
+def _input_shape(grad_output: torch.Tensor, weight: torch.Tensor, constants: _Constants) -> tuple[int, ...]:
+    stride, padding, output_padding, dilation, _ = constants
     axes = ConvTransposeProblem(
         1, 1, 1, (1,) * len(stride), tuple(weight.shape[2:]), stride, padding, output_padding, dilation
     ).axes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from polyphase import runtime
+from polyphase import functional
 from polyphase.bench.records import OK, Record
 from polyphase.bench.report import factor, milliseconds
 from polyphase.bench.runner import Case
@@ -106,7 +106,7 @@ def _only(candidate: str) -> Iterator[None]:
 
 def _forget_plans() -> None:
     plan.plan.cache_clear()
-    runtime.forget_calls()
+    functional.forget_calls()
 
 
 @dataclass(frozen=True)

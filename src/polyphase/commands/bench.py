@@ -47,7 +47,9 @@ def bench(
         list[Path] | None,
         typer.Option(help="Measure nothing: draw this CSV into --png, or several.", show_default=False),
     ] = None,
-    host: Annotated[bool, typer.Option("--host", help="Measure the host's time per call, and first calls.")] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="Measure the host's time per call, which --csv keeps, and first calls.")
+    ] = False,
     graphs: Annotated[
         bool,
         typer.Option(
@@ -93,7 +95,7 @@ def bench(
     if host:
         from polyphase.bench.host_report import show_host_times
 
-        show_host_times(console, place)
+        show_host_times(console, place, csv)
         return
 
     from polyphase.bench.contestants import TorchVariant

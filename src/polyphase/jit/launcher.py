@@ -1,5 +1,5 @@
-"""A compiled kernel on one device, launched with the least host time: one driver call on a parameter block that only
-needs its pointers filled in."""
+"""A program's compiled kernels on one device, launched with the least host time: the addresses of all steps are filled
+in at once, and each step is one driver call whose arguments are made beforehand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,115 +21,153 @@ from polyphase.problem.device import capability_of
 from polyphase.program.params import params_of
 from polyphase.program.program import Program
 from polyphase.program.step import Step
-from polyphase.program.tensor_map import TENSOR_MAP_BYTES
+from polyphase.program.tensor_map import TENSOR_MAP_BYTES, TensorMap
 
 _DEFAULT_SHARED_BYTES = 32 << 10  # of a launch, beside what is a kernel's own: 48 KiB in all
 _MOST_MAPS = 256  # that a launch keeps of a tensor, one for each address
 
 
 class Executable:
-    """A step on the CUDA device ``index``: call it with a raw stream and the addresses of the step's operands.
+    """A program on the CUDA device ``index``: call it with a raw stream and the addresses of its buffers.
 
-    The parameter block belongs to a thread, since the driver reads it while other Python threads run. ``binary`` is
-    what a thread compiles already.
+    ``places`` say where a buffer that steps name stands among the addresses. What the driver reads belongs to a thread,
+    since it does so while other Python threads run.
     """
 
-    def __init__(self, step: Step, arch: str, index: int, binary: Future[bytes] | None = None) -> None:
-        self._kernel = _load(step.source, arch, index, step.shared_bytes, binary)
-        self.name = step.source.kernel
+    def __init__(self, program: Program, arch: str, index: int, places: Mapping[str, int]) -> None:
+        handles = _load_all(program, arch, index)
         self.device_index = index
-        self._dimensions = (*step.grid, step.block, 1, 1, step.shared_bytes)
-        self._empty = 0 in step.grid
-        self._params = step.params
-        self._tensor_maps = step.tensor_maps
-        self._places = params_of(step.source).tensor_maps if step.tensor_maps else ()
-        self._maps: list[dict[int, bytes]] = [{} for _ in step.tensor_maps]
-        self._pointers = len(step.operands)
-        self._pack = struct.Struct(f"{self._pointers}Q").pack_into
+        self._arch = arch
+        self._places = places
+        self._steps: list[tuple[Step, int, list[dict[int, bytes]]]] = [
+            (step, handle, [{} for _ in step.tensor_maps])
+            for step, handle in zip(program.steps, handles)
+            if 0 not in step.grid
+        ]
+        self._count = 1 + max(places.values())
+        self._pack = struct.Struct(f"{self._count}Q").pack_into
         self._local = threading.local()
-        self._driver = _driver()
-        self._function = self._driver.CUfunction(int(self._kernel.handle))
-        self._overlaps = step.overlaps and _may_overlap(arch)
+        self._driver_launch = _driver().cuLaunchKernelEx
 
-    def __call__(self, stream: int, *pointers: int) -> None:
-        """Launch on a raw stream; raises `PolyphaseError` where the driver refuses."""
-        if self._empty:
-            return
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch all steps on a raw stream; raises `PolyphaseError` where the driver refuses one."""
         try:
-            block, address, config = self._local.block
+            launches = self._local.launches
         except AttributeError:
-            block, address, config = self._parameters()
-        self._pack(block, 0, *pointers)
-        for i, boxes in enumerate(self._tensor_maps):
-            if self._local.mapped[i] != pointers[boxes.tensor]:
-                self._map(i, pointers[boxes.tensor])
-        if config is None:
-            (status,) = self._driver.cuLaunchKernel(self._function, *self._dimensions, stream, address, 0)
-        else:
-            config.hStream = stream
-            (status,) = self._driver.cuLaunchKernelEx(config, self._function, address, 0)
-        if status:
-            raise PolyphaseError(
-                f"launching {self.name} on CUDA device {self.device_index} failed: {status!r} "
-                f"(grid {self._dimensions[:3]}, {self._dimensions[3]} threads, {self._dimensions[6]} bytes shared)"
-            )
+            launches = self._local.launches = self._launches()
+        self._pack(launches.block, 0, *addresses)
+        if launches.stream != stream:
+            launches.set_stream(stream)
+        for step, arguments, maps in launches.steps:
+            for each in maps:
+                if each.address != addresses[each.place]:
+                    each.move(addresses[each.place])
+            status = self._driver_launch(*arguments)[0]
+            if status:
+                raise PolyphaseError(
+                    f"launching {step.source.kernel} on CUDA device {self.device_index} failed: {status!r} "
+                    f"(grid {step.grid}, {step.block} threads, {step.shared_bytes} bytes shared)"
+                )
 
-    def _parameters(self) -> tuple[Any, int, Any]:
-        """This thread's block: the pointers, then the parameters, and the table of where each parameter lies.
-
-        Beside it the launch's configuration, where it has one that says more than its dimensions.
-        """
+    def _launches(self) -> _Launches:
         cuda_core().Device(self.device_index).set_current()  # a thread of the user's may not have a context yet
-        count = self._pointers
-        block = (ctypes.c_uint64 * count)()
-        params = ctypes.create_string_buffer(self._params, len(self._params))
-        start = ctypes.addressof(block)
-        table = (ctypes.c_uint64 * (count + 1))(*(start + 8 * i for i in range(count)), ctypes.addressof(params))
-        self._local.keep = (params, table)
-        self._local.mapped = [None] * len(self._tensor_maps)
-        self._local.block = (block, ctypes.addressof(table), self._overlapping() if self._overlaps else None)
-        return self._local.block  # type: ignore[no-any-return]
+        made = _Launches(self._count)
+        for step, handle, encoded in self._steps:
+            made.add(step, handle, encoded, self._places, step.overlaps and _may_overlap(self._arch))
+        return made
 
-    def _map(self, index: int, address: int) -> None:
-        """Has this thread's launches take the boxes of that index of the tensor at ``address``."""
-        from polyphase.jit.tensor_map import encode
 
-        maps = self._maps[index]
-        encoded = maps.get(address)
+class _Launches:
+    """A program's steps as one thread launches them: nothing but addresses changes between calls.
+
+    ``steps`` are each with what the driver is called with, and the tensor maps that follow an address. Kernels read
+    their operands' addresses from ``block``.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.block = (ctypes.c_uint64 * count)()
+        self.stream: int | None = None
+        self.steps: list[tuple[Step, tuple[Any, ...], list[_MovingMap]]] = []
+        self.params: list[Any] = []
+        self._tables: list[Any] = []
+
+    def add(
+        self, step: Step, handle: int, encoded: list[dict[int, bytes]], places: Mapping[str, int], overlaps: bool
+    ) -> None:
+        """A further step, whose tensor maps are ``encoded`` for addresses that were met before."""
+        operands = [places[name] for name in step.operands]
+        params = ctypes.create_string_buffer(step.params, len(step.params))
+        start = ctypes.addressof(self.block)
+        # Where each of the kernel's parameters lies.
+        table = (ctypes.c_uint64 * (len(operands) + 1))(*(start + 8 * i for i in operands), ctypes.addressof(params))
+        offsets = params_of(step.source).tensor_maps if step.tensor_maps else ()
+        maps = [
+            _MovingMap(tensor_map, operands[tensor_map.tensor], params, offset, known)
+            for tensor_map, offset, known in zip(step.tensor_maps, offsets, encoded)
+        ]
+        arguments = (_config(step, overlaps), _driver().CUfunction(handle), ctypes.addressof(table), 0)
+        self.steps.append((step, arguments, maps))
+        self.params.append(params)
+        self._tables.append(table)
+
+    def set_stream(self, stream: int) -> None:
+        """Has all steps launched on a raw stream."""
+        for _, (config, *_), _ in self.steps:
+            config.hStream = stream
+        self.stream = stream
+
+
+class _MovingMap:
+    """A tensor map among a thread's parameters, of the tensor whose address stands at ``place``."""
+
+    def __init__(self, tensor_map: TensorMap, place: int, params: Any, offset: int, known: dict[int, bytes]) -> None:
+        self.place = place
+        self.address: int | None = None
+        self._tensor_map = tensor_map
+        self._params = memoryview(params)[offset : offset + TENSOR_MAP_BYTES].cast("B")
+        self._known = known
+
+    def move(self, address: int) -> None:
+        """Has the next launch read the tensor at ``address``."""
+        encoded = self._known.get(address)
         if encoded is None:
-            if len(maps) >= _MOST_MAPS:
-                maps.clear()
-            encoded = maps[address] = encode(self._tensor_maps[index], address)
-        params, _ = self._local.keep
-        ctypes.memmove(ctypes.byref(params, self._places[index]), encoded, TENSOR_MAP_BYTES)
-        self._local.mapped[index] = address
+            from polyphase.jit.tensor_map import encode
 
-    def _overlapping(self) -> Any:
-        """The configuration of a launch that may begin before the one ahead of it in its stream ends."""
-        driver = _driver()
+            if len(self._known) >= _MOST_MAPS:
+                self._known.clear()
+            encoded = self._known[address] = encode(self._tensor_map, address)
+        self._params[:] = encoded
+        self.address = address
+
+
+def _config(step: Step, overlaps: bool) -> Any:
+    """How a step is launched; one that ``overlaps`` may begin before the one ahead of it in its stream ends."""
+    driver = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = step.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = step.block, 1, 1
+    config.sharedMemBytes = step.shared_bytes
+    if overlaps:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self._dimensions[:3]
-        config.blockDimX, config.blockDimY, config.blockDimZ = self._dimensions[3:6]
-        config.sharedMemBytes = self._dimensions[6]
         config.attrs = [attribute]
         config.numAttrs = 1
-        return config
+    return config
 
 
-def executables(program: Program, arch: str, index: int) -> list[Executable]:
-    """A program's steps on the CUDA device ``index``; all of its kernels are loaded. Kernels are compiled at once."""
+def _load_all(program: Program, arch: str, index: int) -> list[int]:
+    """Handles of the steps' kernels; all of the program's are loaded. Those that are not there are compiled at once."""
     main = program.main
     others = dict.fromkeys(source for source in program.sources if source != main.source)
     binaries = {source: _compile_in_thread(source, arch, index) for source in others}
     # The main kernel takes longest to compile: this thread does that meanwhile.
-    loaded = Executable(main, arch, index)
+    _load(main.source, arch, index, main.shared_bytes, None)
     for source in program.spares:
         _load(source, arch, index, 0, binaries.get(source))
     return [
-        loaded if step is main else Executable(step, arch, index, binaries.get(step.source)) for step in program.steps
+        int(_load(step.source, arch, index, step.shared_bytes, binaries.get(step.source)).handle)
+        for step in program.steps
     ]
 
 

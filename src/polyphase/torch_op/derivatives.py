@@ -25,6 +25,7 @@ from polyphase.torch_op.validate import Layer
 
 INPUT, WEIGHT, OUTPUT, BIAS = range(4)
 Operands = tuple["Tensor | None", "Tensor | None", "Tensor | None"]  # input, weight, output; None is the open slot
+Call = Callable[..., Tensor]
 Run = Callable[[Operands, "Tensor | None", Layer], Tensor]
 
 
@@ -44,14 +45,25 @@ def run_operator(operands: Operands, bias: Tensor | None, layer: Layer) -> Tenso
     return operator(*arguments)
 
 
-def run(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
-    """The same in eager mode, differentiable in backward and forward mode, any number of times."""
+def run_below_autograd(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
+    """The same without derivatives."""
+    operator, arguments = _open(operands, bias, layer)
+    return operators.call_below_autograd(operator, *arguments)
+
+
+def run(operands: Operands, bias: Tensor | None, layer: Layer, call: Call | None = None) -> Tensor:
+    """The same in eager mode, differentiable in backward and forward mode, any number of times.
+
+    ``call`` computes it past the dispatcher, where that is known.
+    """
+    if call is not None:
+        return _apply(*operands, bias, layer, call)
     if torch._C._are_functorch_transforms_active():
-        result: Tensor = TransformedContraction.apply(*operands, bias, layer)  # type: ignore[no-untyped-call]
+        result: Tensor = TransformedContraction.apply(*operands, bias, layer, None)  # type: ignore[no-untyped-call]
         return result
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        return _apply(*map(_unwrap, (*operands, bias)), layer)
-    return _below_autograd(*operands, bias, layer)  # an ordinary backward pass
+        return _apply(*map(_unwrap, (*operands, bias)), layer, None)
+    return run_below_autograd(operands, bias, layer)  # an ordinary backward pass
 
 
 def gradients(
@@ -61,11 +73,14 @@ def gradients(
 
     ``operands`` are what `_to_save` has left of them: the slots of None that it adds are those that are opened here.
     """
-    filled = tuple(cotangent if operand is None else operand.conj() for operand in operands)
-    results = [run(_replace(filled, slot, None), None, layer) if needed[slot] else None for slot in range(3)]
-    # PyTorch's sum reads the gradient once and is deterministic: a kernel of our own could do no better.
-    results.append(cotangent.sum([0, *range(2, cotangent.dim())]) if needed[BIAS] else None)
-    return tuple(results)
+    x, w, g = [cotangent if operand is None else operand.conj() for operand in operands]
+    return (
+        run((None, w, g), None, layer) if needed[INPUT] else None,
+        run((x, None, g), None, layer) if needed[WEIGHT] else None,
+        run((x, w, None), None, layer) if needed[OUTPUT] else None,
+        # PyTorch's sum reads the gradient once and is deterministic: a kernel of our own could do no better.
+        cotangent.sum([0, *range(2, cotangent.dim())]) if needed[BIAS] else None,
+    )
 
 
 def _to_save(operands: Sequence[Tensor | None], needed: Sequence[bool]) -> Operands:
@@ -78,13 +93,6 @@ def _to_save(operands: Sequence[Tensor | None], needed: Sequence[bool]) -> Opera
 def _replace(operands: Sequence[Tensor | None], slot: int, tensor: Tensor | None) -> Operands:
     x, w, g = operands
     return (tensor, w, g) if slot == INPUT else (x, tensor, g) if slot == WEIGHT else (x, w, tensor)
-
-
-def _below_autograd(
-    input: Tensor | None, weight: Tensor | None, output: Tensor | None, bias: Tensor | None, layer: Layer
-) -> Tensor:
-    operator, arguments = _open((input, weight, output), bias, layer)
-    return operators.call_below_autograd(operator, *arguments)
 
 
 def _unwrap(tensor: Tensor | None) -> Tensor | None:
@@ -109,9 +117,17 @@ class Contraction(torch.autograd.Function):
     """A pass in eager mode, from its operands, the bias, and the layer's constants."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor | None, w: Tensor | None, g: Tensor | None, bias: Any, layer: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor | None,
+        w: Tensor | None,
+        g: Tensor | None,
+        bias: Tensor | None,
+        layer: Layer,
+        call: Call | None,
+    ) -> Tensor:
         """The pass itself."""
-        output = _below_autograd(x, w, g, bias, layer)
+        output = run_below_autograd((x, w, g), bias, layer) if call is None else call(x, w, bias)
         _remember(ctx, (x, w, g), layer)
         if forward_ad._current_level >= 0:
             _remember_forward(ctx, (x, w, g), output)
@@ -121,8 +137,8 @@ class Contraction(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of the operands that need one."""
         if cotangent is None:
-            return (None,) * 5
-        return *gradients(run, ctx.saved_tensors, cotangent, ctx.layer, ctx.needs_input_grad), None
+            return (None,) * 6
+        return *gradients(run, ctx.saved_tensors, cotangent, ctx.layer, ctx.needs_input_grad), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
@@ -147,21 +163,21 @@ class TransformedContraction(Contraction):
     """The same in the form that `torch.func` asks for. Calls of this form take PyTorch 10 µs longer."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Tensor:
+    def forward(x: Any, w: Any, g: Any, bias: Any, layer: Any, call: None) -> Tensor:  # type: ignore[override]
         """The pass itself."""
-        return _below_autograd(*inputs)
+        return run_below_autograd((x, w, g), bias, layer)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep what derivatives will ask for."""
-        *operands, _, layer = inputs
+        *operands, _, layer, _ = inputs
         _remember(ctx, (*operands,), layer)
         _remember_forward(ctx, (*operands,), output)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         """A batch of calls as one call."""
-        *operands, bias, layer = inputs
+        *operands, bias, layer, _ = inputs
         return batched(run, info.batch_size, in_dims, (*operands,), bias, layer)
 
 

@@ -23,7 +23,9 @@ from torch.utils.flop_counter import register_flop_formula
 from polyphase.errors import UnsupportedError
 from polyphase.problem import Axis
 from polyphase.torch_op import as_real, portable
-from polyphase.torch_op.memory_format import as_output, empty_output
+from polyphase.torch_op.memory import Memory
+from polyphase.torch_op.memory_format import as_output, empty_output, output_channels_last
+from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING
 
 _CONSTANTS = "int[] stride, int[] padding, SymInt[] output_padding, int[] dilation, int groups"
@@ -49,6 +51,8 @@ def _on_cuda(name: str) -> Callable[..., Tensor]:
     def implementation(first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
         if first.numel() == 0:  # an empty batch, of any size
             return without_kernels(first, second, *arguments)
+        # The dispatcher makes lists of tuples.
+        arguments = tuple(tuple(each) if isinstance(each, list) else each for each in arguments)
         real: Callable[..., Tensor] = getattr(_runtime(), name)
         if first.dtype in FLOATING:
             result = real(first, second, *arguments)
@@ -153,10 +157,65 @@ conv_transpose: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose.defau
 conv_transpose_input_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_input_grad.default
 conv_transpose_weight_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_weight_grad.default
 
+# What computes passes without a bias past the dispatcher.
+_calls: Memory[Callable[..., Tensor]] = Memory()
+
+
+def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
+    """One of the three operators without its derivatives; past the dispatcher (4 µs) where nothing listens to it."""
+    plain = type(first) in _PLAIN and type(second) in _PLAIN  # others may have sizes that are no key
+    if plain and not isinstance(arguments[0], Tensor) and not is_heard():
+        key = (id(operator), first.shape, second.shape, arguments, tf32_allowed())  # hashing an operator takes longer
+        call = _calls.find(key, first, second)
+        if call is None:
+            call = find_call(operator, first, second, *arguments)
+            if call is not None:
+                _calls.add(key, call, first, second, lie_so=True)
+        if call is not None:
+            return call(first, second)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(first, second, *arguments)
+
+
+def is_heard() -> bool:
+    """Whether a mode, a transform or a profiler may want to hear of every operator."""
+    return (
+        torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def find_call(
+    operator: Callable[..., Tensor], first: Tensor, second: Tensor, *arguments: Any
+) -> Callable[..., Tensor] | None:
+    """What computes an operator of tensors like these past the dispatcher: call it with the tensors alone.
+
+    None where only the dispatcher does: it knows other devices, wrappers, and dtypes without kernels.
+    """
+    tensors = (first, second, arguments[0]) if isinstance(arguments[0], Tensor) else (first, second)
+    if not first.is_cuda or torch.version.cuda is None or not all(map(_is_plain, tensors)):
+        return None
+    if first.numel() == 0 or first.dtype not in FLOATING:
+        return None
+    find: Callable[..., Callable[..., Tensor]] = getattr(_runtime(), _FINDERS[operator])
+    call = find(first, second, *arguments)
+    if operator is conv_transpose_weight_grad and output_channels_last(first, second):
+        return lambda x, g: as_output(call(x, g), x, g)
+    return call
+
+
+def forget_calls() -> None:
+    """Has every later call planned anew."""
+    _calls.clear()
+    _runtime().forget_calls()
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is what lies at its address."""
     return (
         type(tensor) in _PLAIN
         and torch._C._has_storage(tensor)  # a vmap of old that functorch does not know of wraps tensors too
@@ -164,27 +223,10 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
-    """One of the three operators without its derivatives; past the dispatcher (4 µs) where nothing listens to it."""
-    if (
-        first.is_cuda
-        and torch.version.cuda is not None
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._autograd._profiler_enabled()
-        and _is_plain(first)
-        and _is_plain(second)
-        and (not isinstance(arguments[0], Tensor) or _is_plain(arguments[0]))
-    ):
-        return _CUDA[operator](first, second, *arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(first, second, *arguments)
-
-
-_CUDA = {
-    conv_transpose: _on_cuda("forward"),
-    conv_transpose_input_grad: _on_cuda("input_grad"),
-    conv_transpose_weight_grad: _on_cuda("weight_grad"),
+_FINDERS = {
+    conv_transpose: "forward_call",
+    conv_transpose_input_grad: "input_grad_call",
+    conv_transpose_weight_grad: "weight_grad_call",
 }
 
 if torch.version.cuda is not None:  # so that no first call waits for what is imported

@@ -1,0 +1,166 @@
+"""The host's time for a warm call of eight small layers, in each of three situations, beside PyTorch's in the same run.
+
+Between them the layers run every schedule, and programs with packing, transposes and split-K reductions. Their kernels
+are so short, and rounds so few calls, that the host never waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from polyphase.bench import environment
+from polyphase.bench.contestants import torch_function
+from polyphase.bench.host import rounds_in_turn
+from polyphase.bench.operands import Operands, make_operands
+from polyphase.plan.planner import plan
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+
+make = ConvTransposeProblem.make
+
+#: By the schedule of their forward pass on Hopper.
+LAYERS: dict[str, ConvTransposeProblem] = {
+    "implicit_gemm": make((1, 64, 16, 16), 64, 4, 2, 1, bias=True),
+    "implicit_gemm, transposed gradient": make((1, 512, 16, 16), 256, 3, 2, 1, bias=True),
+    "gather_gemm": make((1, 16, 8, 8), 16, 3, 2, 1, bias=True),
+    "overlap_gemm, channels_last": make((1, 128, 16, 16), 3, 4, 2, 1, bias=True, channels_last=True),
+    "phase_gemm": make((1, 514, 50), 1, 512, 128),
+    "phase_gemm, kernel = stride": make((1, 64, 16, 16), 32, 2, 2, bias=True),
+    "grouped_gemm": make((4, 64, 16, 16), 64, 4, 2, 1, groups=8, bias=True),
+    "direct, depthwise": make((1, 64, 16, 16), 64, 4, 2, 1, groups=64, bias=True),
+}
+
+#: Of the forward pass without and with a gradient wanted, and of the backward pass of a graph that is kept.
+SITUATIONS = ("no_grad", "grad", "backward")
+
+
+@dataclass(frozen=True)
+class HostRecord:
+    """Microseconds of host time for a warm call: medians of rounds in turn, and their 10th percentiles.
+
+    ``kernels`` are those that polyphase launches, in order; empty where the device has none.
+    """
+
+    layer: str
+    problem: str
+    situation: str
+    kernels: str
+    launches: int
+    polyphase_us: float
+    polyphase_p10: float
+    torch_us: float
+    torch_p10: float
+    gpu: str
+    driver: str
+    torch: str
+    cudnn: str
+    commit: str
+    date: str
+    command: str
+
+
+def measure(device: torch.device, tell: Callable[[str], object] = lambda name: None) -> list[HostRecord]:
+    """Time all layers in all situations; ``tell`` is called with the name of each layer."""
+    found = []
+    for name, problem in LAYERS.items():
+        tell(name)
+        operands = make_operands(problem, device)
+        for situation in SITUATIONS:
+            ours, theirs = _in_turn(problem, operands, situation, device)
+            found.append(_record(name, problem, situation, device, ours, theirs))
+    return found
+
+
+def write_csv(path: Path, records: Iterable[HostRecord]) -> None:
+    """Write ``records`` to ``path``, making its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(HostRecord)])
+        writer.writeheader()
+        for record in records:
+            row = asdict(record)
+            writer.writerow({key: f"{each:.2f}" if isinstance(each, float) else each for key, each in row.items()})
+
+
+def _in_turn(
+    problem: ConvTransposeProblem, operands: Operands, situation: str, device: torch.device
+) -> tuple[list[float], list[float]]:
+    import polyphase
+
+    functions = (getattr(polyphase, f"conv_transpose{problem.dims}d"), torch_function(problem))
+    wanted = situation != "no_grad"
+    tensors = [
+        None if each is None else each.detach().requires_grad_(wanted)
+        for each in (operands.input, operands.weight, operands.bias)
+    ]
+    constants = (problem.stride, problem.padding, problem.output_padding, problem.groups, problem.dilation)
+    calls = [_call(function, tensors, constants, operands.grad_output, situation) for function in functions]
+    with torch.set_grad_enabled(wanted):
+        ours, theirs = rounds_in_turn(calls, device)
+    return ours, theirs
+
+
+def _call(
+    function: Callable[..., torch.Tensor],
+    tensors: list[torch.Tensor | None],
+    constants: tuple[object, ...],
+    grad_output: torch.Tensor,
+    situation: str,
+) -> Callable[[], object]:
+    if situation != "backward":
+        return lambda: function(*tensors, *constants)
+    output = function(*tensors, *constants)
+    leaves = [tensor for tensor in tensors if tensor is not None]
+    return lambda: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
+
+
+def _record(
+    name: str,
+    problem: ConvTransposeProblem,
+    situation: str,
+    device: torch.device,
+    ours: list[float],
+    theirs: list[float],
+) -> HostRecord:
+    kernels = _kernels(problem, situation, device)
+    return HostRecord(
+        layer=name,
+        problem=str(problem) + (", channels_last" if problem.channels_last else ""),
+        situation=situation,
+        kernels=" ".join(kernels),
+        launches=len(kernels),
+        polyphase_us=statistics.median(ours),
+        polyphase_p10=_p10(ours),
+        torch_us=statistics.median(theirs),
+        torch_p10=_p10(theirs),
+        gpu=environment.device_name(device.type),
+        driver=environment.driver() if device.type == "cuda" else "",
+        torch=torch.__version__,
+        cudnn=environment.cudnn_version() if device.type == "cuda" else "",
+        commit=environment.commit(),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=shlex.join(["python", "-m", "polyphase", *sys.argv[1:]]),
+    )
+
+
+def _p10(samples: list[float]) -> float:
+    return sorted(samples)[len(samples) // 10]
+
+
+def _kernels(problem: ConvTransposeProblem, situation: str, device: torch.device) -> list[str]:
+    """What the planner has polyphase launch, beside PyTorch's sum for a bias' gradient."""
+    if device.type != "cuda":
+        return []
+    passes = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD) if situation == "backward" else (Pass.FORWARD,)
+    problem = replace(problem, tf32=torch.backends.cudnn.allow_tf32)
+    programs = [plan(problem, pass_, DeviceInfo.of(device)).program for pass_ in passes]
+    return [step.source.kernel for program in programs if program is not None for step in program.steps]
