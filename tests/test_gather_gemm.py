@@ -14,7 +14,8 @@ from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_neares
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
-from polyphase.schedules.gather_gemm.schedule import _SHAPES, GatherGemm, GatherWgrad
+from polyphase.schedules.gather_gemm.mma import _SHAPES, GatherGemm, GatherWgrad
+from polyphase.schedules.gather_gemm.tma import GatherGemmTma
 from polyphase.schedules.schedule import Candidate, Schedule
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -24,6 +25,7 @@ SCHEDULES: dict[Pass, Schedule] = {
     Pass.INPUT_GRAD: GatherGemm(),
     Pass.WEIGHT_GRAD: GatherWgrad(),
 }
+TMA = GatherGemmTma()
 
 LAYERS = {
     "stride 1": make((2, 20, 9, 10), 24, 3, bias=True, tf32=True),
@@ -66,6 +68,21 @@ def test_every_pass(problem: ConvTransposeProblem, pass_: Pass) -> None:
     all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
     layouts = all_layouts[max(0, seed % 6 - 1)]
     found = offers(SCHEDULES[pass_], problem, pass_, layouts)
+    candidate, program = found[seed // 6 % len(found)]
+    assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(("problem", "pass_"), [case for case in cases() if case.values[1] is not Pass.WEIGHT_GRAD])
+def test_every_pass_by_tma(problem: ConvTransposeProblem, pass_: Pass) -> None:
+    """The same by TMA and wgmma, but for strides that it does not take."""
+    all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
+    layouts = all_layouts[max(0, seed % 6 - 1)]
+    if TMA.ranked_at(problem, pass_, layouts) is None or refusal(TMA, problem, pass_, H200) is not None:
+        assert pass_ is Pass.INPUT_GRAD
+        assert problem.stride[-1] > 8
+        return
+    found = offers(TMA, problem, pass_, layouts)
     candidate, program = found[seed // 6 % len(found)]
     assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.program.split_k import reduce_splits
@@ -26,9 +26,22 @@ if TYPE_CHECKING:
     from polyphase.problem.layouts import Layouts, Strides
 
 
-#: A tensor that is transposed to channels_last: its shape and strides, its groups, and what the channels of each group
-#: are padded to.
-Transposed = tuple[tuple[int, ...], "Strides", int, int]
+class Transposed(NamedTuple):
+    """A tensor that is transposed to channels_last.
+
+    The channels of each of its ``groups`` are ``padded`` to so many with zeros, and come in ``parts``.
+    """
+
+    shape: tuple[int, ...]
+    strides: Strides
+    groups: int
+    padded: int
+    parts: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Of the result."""
+        return math.prod(self.shape) // self.shape[1] * self.groups * self.parts * self.padded
 
 
 @dataclass(frozen=True)
@@ -134,10 +147,10 @@ def assemble(
 def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
     """A program that reads some tensors in channels_last, for such as lie otherwise: they are transposed before."""
     before, buffers, names = [], [], {}
-    for name, (shape, strides, groups, padded) in read.items():
+    for name, how in read.items():
         names[name] = f"{name}_channels_last"
-        buffers.append(Buffer(names[name], dtype, math.prod(shape) // shape[1] * groups * padded))
-        step = to_channels_last(dtype, shape, strides, groups, padded)
+        buffers.append(Buffer(names[name], dtype, how.elements))
+        step = to_channels_last(dtype, *how)
         before.append(replace(step, operands=(name, names[name])))
     steps = [replace(step, operands=tuple(names.get(name, name) for name in step.operands)) for step in inner.steps]
     return replace(
@@ -156,7 +169,7 @@ def between_transposes(inner: Program, problem: ConvTransposeProblem, pass_: Pas
     sides = [(problem.input_shape, layouts.input), (problem.output_shape, layouts.output)]
     read = {X: sides[0], GRAD: sides[1]} if pass_ is Pass.WEIGHT_GRAD else {SRC: sides[pass_ is not Pass.FORWARD]}
     program = reading_channels_last(
-        inner, problem.dtype, {name: (shape, strides, 1, shape[1]) for name, (shape, strides) in read.items()}
+        inner, problem.dtype, {name: Transposed(shape, strides, 1, shape[1]) for name, (shape, strides) in read.items()}
     )
     if pass_ is Pass.WEIGHT_GRAD and not inner.dst_channels_last:
         return program

@@ -16,7 +16,9 @@ _PIXELS, _CHANNELS = 64, 64  # of a block
 
 def transpose_source(dtype: str) -> KernelSource:
     """The kernel, for all tensors of a dtype."""
-    return KernelSource("transpose", dtype, False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)), folder="steps")
+    return KernelSource(
+        "transpose", dtype, False, (("THREADS", _THREADS), ("PARTS", 2), ("MIN_BLOCKS", 1)), folder="steps"
+    )
 
 
 def missing(channels: int) -> float:
@@ -25,21 +27,27 @@ def missing(channels: int) -> float:
 
 
 def to_channels_last(
-    dtype: str, shape: tuple[int, ...], strides: Strides, groups: int = 1, padded: int | None = None
+    dtype: str, shape: tuple[int, ...], strides: Strides, groups: int = 1, padded: int | None = None, parts: int = 1
 ) -> Step:
     """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost.
 
     ``padded``: channels of each of the ``groups`` in the result, those that do not exist zero; as many as there are by
-    default.
+    default. ``parts``: two are TF32 and what that loses, channels of their own, a group's one behind the other's.
     """
     batch, channels, *sizes = five(shape)
     pixels, group = batch * math.prod(sizes), channels // groups
     each = group if padded is None else padded
     source = transpose_source(dtype)
     params = params_of(source).pack(
-        stride=strides, channels=groups * each, pixels=pixels, sizes=sizes, padded=each, group=group
+        stride=strides,
+        channels=groups * parts * each,
+        pixels=pixels,
+        sizes=sizes,
+        padded=each,
+        group=group,
+        parts=parts,
     )
-    blocks = math.ceil(pixels / _PIXELS) * math.ceil(groups * each / _CHANNELS)
+    blocks = math.ceil(pixels / _PIXELS) * math.ceil(groups * parts * each / _CHANNELS)
     return plain_step(source, blocks, _THREADS, params)
 
 

@@ -12,7 +12,8 @@ from polyphase.schedules.direct_wgrad.channels import DirectWgradChannels
 from polyphase.schedules.direct_wgrad.gemm import DirectWgradGemm
 from polyphase.schedules.direct_wgrad.windows import DirectWgradWindows
 from polyphase.schedules.dot_dgrad.schedule import DotDgrad
-from polyphase.schedules.gather_gemm.schedule import GatherGemm, GatherWgrad
+from polyphase.schedules.gather_gemm.mma import GatherGemm, GatherWgrad
+from polyphase.schedules.gather_gemm.tma import GatherGemmTma
 from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.overlap_gemm.schedule import OverlapGemm
@@ -33,7 +34,7 @@ KERNELS: dict[str, tuple[Schedule, ...]] = {
     "window_dgrad": (WindowDgradMma(), WindowDgradWgmma(), WindowDgradTma(), WindowDgradTransposed()),
     "dot_dgrad": (DotDgrad(),),
     "window_wgrad": (WindowWgradMma(), WindowWgradWgmma(), WindowWgradTma(), WindowWgradTransposed()),
-    "gather_gemm": (GatherGemm(), GatherWgrad()),
+    "gather_gemm": (GatherGemmTma(), GatherGemm(), GatherWgrad()),
     "direct": (DirectChannels(), DirectTiled(), DirectGeneral()),
     "direct_wgrad": (DirectWgradChannels(), DirectWgradWindows(), DirectWgradGemm()),
 }

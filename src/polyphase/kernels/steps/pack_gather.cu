@@ -2,6 +2,8 @@
 //
 //     [stage][part][row][k]
 //
+// SWIZZLED, pieces of a row change places as wgmma looks for them (core/swizzle.cuh).
+//
 // k runs over the tap groups of the phase (core/phase.cuh). What does not exist is zero.
 //
 // Index mapping. A thread makes 16 bytes of each part; neighbours make neighbouring ones.
@@ -9,6 +11,7 @@
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
 #include "core/phase.cuh"
+#include "core/swizzle.cuh"
 #include "core/types.cuh"
 #include "operand/tf32.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -25,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   griddepcontrol_launch_dependents();
   const long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
   if (index >= params.pieces) return;
-  const int in_stage = (int)(index % (ROWS * PIECES)), row = in_stage / PIECES, piece = in_stage % PIECES;
+  const int in_stage = (int)(index % (ROWS * PIECES)), row = in_stage / PIECES;
+  const int piece = (SWIZZLED ? (int)swizzled(in_stage * 16, PIECES * 16) / 16 : in_stage) % PIECES;
   const long long stage_of_all = index / (ROWS * PIECES);
   const int stage = (int)(stage_of_all % PACKED_STAGES);
   const int block = (int)(stage_of_all / PACKED_STAGES), row_block = block % ROW_BLOCKS;

@@ -1,6 +1,6 @@
 // Layout transpose: a tensor of any strides to one whose channels are innermost (NCHW to NHWC), without gaps, as TMA
 // takes boxes of it. NHWC to NCHW is the same with pixels and channels exchanged. The channels of each group may be
-// padded with zeros.
+// padded with zeros; with `parts` those of float32 come twice, as TF32 and as what that loses.
 //
 // Index mapping. A block has PIXELS pixels, of all images one after the other, by CHANNELS channels. Neighbouring
 // threads read neighbouring pixels of a channel, and write neighbouring channels of a pixel, 16 bytes each where
@@ -10,19 +10,31 @@
 #include "core/axis.cuh"
 #include "core/divisor.cuh"
 #include "core/types.cuh"
+#include "operand/tf32.cuh"
 
 struct Params {
   long long stride[5];   // of the source, in elements: of images, channels, slabs, rows, columns
   int channels, pixels;  // that are written; the latter of all images
   Divisor sizes[3];      // of an image along d, h, w
   Divisor padded;        // channels of a group, and those that exist
-  int group;
+  int group, parts;
 };
 
 constexpr int ELEMENT = sizeof(scalar_t), VECTOR = 16 / ELEMENT;
 constexpr int PIXELS = 64, CHANNELS = 64, PITCH = PIXELS + 4 / ELEMENT;
 constexpr int AT_ONCE = THREADS / PIXELS, LOADS = CHANNELS / AT_ONCE;  // channels that are loaded together
 constexpr int VECTORS = CHANNELS / VECTOR;                             // of a pixel
+
+// TF32, or what it loses (operand/tf32.cuh).
+__device__ __forceinline__ float part_of(float value, int part) {
+  float high = 0, low = 0;
+  split_tf32(value, high, low);
+  return part == 0 ? high : low;
+}
+template <class T>
+__device__ __forceinline__ T part_of(T value, int) {
+  return value;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     transpose(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
@@ -39,10 +51,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     scalar_t values[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      const int channel = first_channel + own + i * AT_ONCE, group = channel / params.padded;
-      const int in_group = channel - group * params.padded.value;
+      const int channel = first_channel + own + i * AT_ONCE, of_parts = channel / params.padded;
+      const int group = params.parts > 1 ? of_parts / 2 : of_parts;
+      const int in_group = channel - of_parts * params.padded.value;
       const bool exists = channel < params.channels && in_group < params.group;
       values[i] = exists ? read(from + (group * params.group + in_group) * params.stride[1]) : zero<scalar_t>();
+      if (params.parts > 1) values[i] = part_of(values[i], of_parts % 2);
     }
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)

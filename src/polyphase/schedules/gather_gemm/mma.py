@@ -1,4 +1,4 @@
-"""Any pass of any layer on tensor cores: ``kernels/gather_gemm.cu`` and ``kernels/gather_wgrad.cu``.
+"""Any pass of any layer by mma.sync: ``kernels/gather_gemm.cu`` and ``kernels/gather_wgrad.cu``.
 
 The reduction runs over tap groups, some source channels at one tap, so that any number of taps and channels, any
 stride, dilation and image size fits, in float32 as TF32 or in two parts. What is read has its channels innermost in
@@ -9,31 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from polyphase.costs import Costs, costs
+from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts, dense_strides, extent
+from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
-from polyphase.program.program import Program, Transposed, assemble, reading_channels_last
-from polyphase.program.step import GRAD, SRC, Step, X, plain_step
-from polyphase.schedules.cells import Gather, Side
+from polyphase.program.program import Program, assemble, reading_channels_last
+from polyphase.program.step import GRAD, SRC, Step, X
 from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.gather_gemm.product import (
+    Product,
+    as_read,
+    common_limits,
+    is_dense,
+    pack_step,
+    product_of,
+    transpose_seconds,
+)
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tensor_cores import parts_of
 from polyphase.schedules.tiles import affordable_planes
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
-_MOST_TERMS = 1 << 21  # of a sum, and columns of a group: quotients in float32 are exact below
-_MOST_CELLS = 1 << 31
-_PADDED = 1.15  # source channels padded to whole chunks, at most, for each that there is
 _TABLES = 9 << 10  # bytes of shared memory beside the stages
 _LONG = 4096  # terms from which the tensor cores' sums are promoted
 _CHAIN = 2048  # terms that they add up then
@@ -81,127 +82,6 @@ class GatherConfig(NamedTuple):
         return 8 * self.column_tiles * (_WARPS // self.row_warps)
 
 
-@dataclass(frozen=True)
-class _Product:
-    """The product that a pass is: what both kernels go by."""
-
-    problem: ConvTransposeProblem
-    gather: Gather
-    parts: int  # in which an element is multiplied
-
-    @property
-    def word(self) -> int:
-        """Elements of four bytes."""
-        return 4 // DTYPE_BYTES[self.problem.dtype]
-
-    @property
-    def piece(self) -> int:
-        """Elements of 16 bytes."""
-        return 4 * self.word
-
-    @cached_property
-    def phase_taps(self) -> tuple[int, ...]:
-        """Taps of each phase."""
-        along = []
-        for axis in self.gather.axes:
-            counts = [0] * (axis.stride if self.gather.forward else 1)
-            for tap in range(axis.kernel):
-                counts[axis.phase(tap) if self.gather.forward else 0] += 1
-            along.append(counts)
-        return tuple(d * h * w for d in along[0] for h in along[1] for w in along[2])
-
-    @cached_property
-    def cells(self) -> tuple[int, int, int]:
-        """Cells of an image along depth, height and width."""
-        depth, height, width = (
-            -(-size // axis.dst) for size, axis in zip(self.gather.dst.shape[2:], self.gather.cell_axes)
-        )
-        return depth, height, width
-
-    @property
-    def all_cells(self) -> int:
-        """Cells of all images."""
-        return self.problem.batch * math.prod(self.cells)
-
-    def chunk(self, most: int) -> int:
-        """Source channels of a tap group: a power of two, at most so many."""
-        channels = self.gather.src_channels
-        found = self.piece
-        while found < most and -(-channels // (2 * found)) * 2 * found <= _PADDED * channels:
-            found *= 2
-        return found
-
-
-def _folded(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
-    """A layer of one output channel as one of several, where its stride is a multiple of them.
-
-    Neighbouring output elements along the width are channels of one, and so are neighbouring taps: inverse Fourier
-    transforms, whose kernel is several times a large stride, become layers of a few taps. Nothing moves in memory.
-    """
-    axis = problem.axes3[2]
-    count = math.gcd(axis.kernel, axis.stride, axis.padding, problem.output_size[-1])
-    if problem.out_channels > 1 or axis.dilation > 1 or count == 1 or layouts.output[4] != 1:
-        return problem, layouts
-
-    def divided(values: tuple[int, ...]) -> tuple[int, ...]:
-        return (*values[:-1], values[-1] // count)
-
-    batch, _, depth, height, _ = layouts.output
-    folded = replace(
-        problem,
-        out_channels=count,
-        kernel_size=divided(problem.kernel_size),
-        stride=divided(problem.stride),
-        padding=divided(problem.padding),
-        output_padding=divided(problem.output_padding),
-    )
-    return folded, replace(layouts, output=(batch, 1, depth, height, count), weight_channels_last=True)
-
-
-@lru_cache(maxsize=1024)
-def _product(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> _Product:
-    """Of a weight gradient: with the input gradient's source and destination, or ``mirrored`` the forward pass's."""
-    if pass_ is Pass.WEIGHT_GRAD:
-        pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
-        layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous
-    folded, layouts = _folded(problem, layouts)
-    return _Product(folded, Gather.of(folded, pass_, layouts), parts_of(problem))
-
-
-def _in_pieces(side: Side, groups: int, piece: int, aligned: bool) -> bool:
-    """Whether channels of a group are whole pieces, innermost and aligned."""
-    batch, _, *positions = side.strides
-    innermost = side.channels_last or (side.shape[1] == 1 and piece == 1)
-    return (
-        aligned
-        and innermost
-        and side.shape[1] // groups % piece == 0
-        and not any(stride % piece for stride in (batch, *positions))
-    )
-
-
-def _as_read(product: _Product, side: Side, aligned: bool) -> tuple[Side, Transposed | None]:
-    """A tensor as a kernel reads it, and how it is transposed if it lies otherwise."""
-    groups, piece = product.problem.groups, product.piece
-    if _in_pieces(side, groups, piece, aligned):
-        return side, None
-    padded = round_up(side.shape[1] // groups, piece)
-    batch, _, depth, height, width = side.shape
-    shape = batch, groups * padded, depth, height, width
-    return Side(shape, dense_strides(shape, True)), (side.shape, side.strides, groups, padded)
-
-
-def _transposes(product: _Product, sides: tuple[Side, ...], aligned: bool, terms: Costs, device: DeviceInfo) -> float:
-    """Seconds of the transposes before a kernel that reads such tensors."""
-    seconds = 0.0
-    for side in sides:
-        read, transposed = _as_read(product, side, aligned)
-        if transposed is not None:
-            moved = (math.prod(read.shape) + math.prod(side.shape)) * DTYPE_BYTES[product.problem.dtype]
-            seconds += terms.transpose + moved / (terms.transposed * device.copy_bytes_per_second)
-    return seconds
-
-
 class _Gathering(Schedule):
     """What the two kernels share."""
 
@@ -209,15 +89,7 @@ class _Gathering(Schedule):
     kept = True
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        terms = max(problem.in_channels_per_group, problem.out_channels_per_group) * problem.taps
-        if terms >= _MOST_TERMS:
-            return f"{terms} pairs of channel and tap are too many (at most {_MOST_TERMS - 1})"
-        cells = problem.batch * max(math.prod(problem.input_size), math.prod(problem.output_size))
-        if cells >= _MOST_CELLS:
-            return f"{cells} positions are too many (at most {_MOST_CELLS - 1})"
-        if math.prod(problem.stride) > 1 << 16:
-            return f"{math.prod(problem.stride)} phases are too many (at most {1 << 16})"
-        return None
+        return common_limits(problem)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
@@ -231,7 +103,7 @@ class _Gathering(Schedule):
         raise NotImplementedError
 
     def source(
-        self, product: _Product, device: DeviceInfo, config: GatherConfig, chunk: int, promote: int, **more: int
+        self, product: Product, device: DeviceInfo, config: GatherConfig, chunk: int, promote: int, **more: int
     ) -> KernelSource:
         """The kernel of a config."""
         of_kernel = product.gather.constants(
@@ -262,14 +134,14 @@ def _buffers(config: GatherConfig, stage_bytes: int, device: DeviceInfo) -> int:
     return max(2, min(4, room // stage_bytes))
 
 
-def _promotion(product: _Product, terms: int, config: GatherConfig) -> int:
+def _promotion(product: Product, terms: int, config: GatherConfig) -> int:
     """Stages after which sums are promoted, 0 for never."""
     if product.parts == 2:
         return 1
     return _chain(product, config) if terms > _LONG else 0
 
 
-def _chain(product: _Product, config: GatherConfig) -> int:
+def _chain(product: Product, config: GatherConfig) -> int:
     """Stages of `_CHAIN` terms."""
     return _CHAIN // (config.stage_words * product.word)
 
@@ -297,7 +169,7 @@ class GatherGemm(_Gathering):
         return (parts * config.rows + config.columns) * (4 * config.stage_words + 16)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GatherConfig]:
-        product = _product(at, pass_, Layouts.dense(at))
+        product = product_of(at, pass_, Layouts.dense(at))
         terms = product.gather.src_channels * max(product.phase_taps)
         return [
             config
@@ -308,7 +180,7 @@ class GatherGemm(_Gathering):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
     ) -> Cost:
-        product, terms = _product(problem, pass_, layouts), costs("gather_gemm", device)
+        product, terms = product_of(problem, pass_, layouts), costs("gather_gemm", device)
         chunk = product.chunk(config.stage_words * product.word)
         stages = [_stages(product, chunk, taps, config) for taps in product.phase_taps]
         tiles = -(-product.all_cells // config.columns)
@@ -328,7 +200,7 @@ class GatherGemm(_Gathering):
         stored = config.rows * config.columns / 32 * terms.stored
         work = rounds * (resident * (mean * stage + stored + terms.block) + alone) / device.clock_hz
         packed = row_blocks * config.rows * sum(stages) * config.stage_words * 4 * product.parts * problem.groups
-        work += _transposes(product, (product.gather.src,), layouts.aligned, terms, device)
+        work += transpose_seconds(product, (as_read(product, product.gather.src, layouts.aligned)[1],), device)
         work += terms.pack + packed * terms.packed / device.copy_bytes_per_second
         if splits > 1:
             elements = problem.elements[2] if pass_ is Pass.FORWARD else problem.elements[0]
@@ -338,7 +210,7 @@ class GatherGemm(_Gathering):
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
     ) -> Program:
-        product = _product(problem, pass_, layouts)
+        product = product_of(problem, pass_, layouts)
         gather = product.gather
         chunk = product.chunk(config.stage_words * product.word)
         stages = max(_stages(product, chunk, taps, config) for taps in product.phase_taps)
@@ -349,24 +221,8 @@ class GatherGemm(_Gathering):
         source = self.source(
             product, device, config, chunk, promote, PACKED_STAGES=stages, ONE_BIAS=problem.out_channels == 1
         )
-        pieces = row_blocks * config.rows * len(product.phase_taps) * problem.groups * stages * config.stage_words // 4
-        names = {"SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "CHUNK", "PARTS"}
-        names |= {"WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES"}
-        packing = KernelSource(
-            "pack_gather",
-            problem.dtype,
-            True,
-            (
-                *((name, value) for name, value in source.constants if name in names),
-                ("ROWS", config.rows),
-                ("DEPTH", config.stage_words * product.word),
-                ("THREADS", _THREADS),
-                ("MIN_BLOCKS", 1),
-            ),
-            folder="steps",
-        )
-        pack = plain_step(packing, -(-pieces // _THREADS), _THREADS, params_of(packing).pack(pieces=pieces))
-        src, transposed = _as_read(product, gather.src, layouts.aligned)
+        pack, packed_bytes = pack_step(product, source, config.rows, config.stage_words * product.word, False)
+        src, transposed = as_read(product, gather.src, layouts.aligned)
         params = params_of(source).pack(
             src=src,
             dst=gather.dst,
@@ -391,19 +247,19 @@ class GatherGemm(_Gathering):
             pass_,
             main,
             packs=(pack,),
-            workspace_bytes=16 * pieces * product.parts,
+            workspace_bytes=packed_bytes,
             splits=splits,
             may_split=True,
         )
         return reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
 
 
-def _stages(product: _Product, chunk: int, taps: int, config: GatherConfig) -> int:
+def _stages(product: Product, chunk: int, taps: int, config: GatherConfig) -> int:
     """Stages of a phase of so many taps."""
     return -(-(-(-product.gather.src_channels // chunk) * taps) // (config.stage_words * product.word // chunk))
 
 
-def _pairs(product: _Product, layouts: Layouts) -> bool:
+def _pairs(product: Product, layouts: Layouts) -> bool:
     """Whether columns come in pairs that lie side by side in the destination, aligned."""
     dst, axis = product.gather.dst, product.gather.cell_axes[2]
     others = [stride for i, stride in enumerate(dst.strides) if i != 4]
@@ -416,18 +272,17 @@ def _pairs(product: _Product, layouts: Layouts) -> bool:
     )
 
 
-def _splits(product: _Product, config: GatherConfig, device: DeviceInfo) -> int:
+def _splits(product: Product, config: GatherConfig, device: DeviceInfo) -> int:
     """Splits of the stages: the machine is filled once, and none has less than four stages."""
     problem, gather = product.problem, product.gather
-    shape, strides = gather.dst.shape, gather.dst.strides
-    if extent(shape, strides) != math.prod(shape):  # planes of partial sums have no gaps
+    if not is_dense(gather.dst):
         return 1
     blocks = -(-gather.dst_channels // config.rows) * len(product.phase_taps) * problem.groups
     blocks *= max(1, -(-product.all_cells // config.columns))
     slots = device.multiprocessors * config.min_blocks
     chunk = product.chunk(config.stage_words * product.word)
     stages = max(_stages(product, chunk, taps, config) for taps in product.phase_taps)
-    elements = max(1, math.prod(shape))
+    elements = max(1, math.prod(gather.dst.shape))
     return max(1, min(slots // blocks, stages // 4, (64 << 20) // (4 * elements), 64))
 
 
@@ -443,7 +298,7 @@ class GatherWgrad(_Gathering):
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GatherConfig]:
         found = []
         for mirrored in (False, True):
-            product = _product(at, pass_, Layouts.dense(at), mirrored)
+            product = product_of(at, pass_, Layouts.dense(at), mirrored)
             columns, exact = max(product.phase_taps) * product.gather.src_channels, product.parts == 2
             found += [
                 config._replace(mirrored=mirrored)
@@ -454,7 +309,7 @@ class GatherWgrad(_Gathering):
             ]
         return found
 
-    def _shape(self, product: _Product, config: GatherConfig) -> tuple[int, int, int, int]:
+    def _shape(self, product: Product, config: GatherConfig) -> tuple[int, int, int, int]:
         """Channels of a tap group, row blocks, column blocks of the largest phase, and blocks of a part."""
         chunk = product.chunk(min(config.columns, 32))
         groups = -(-product.gather.src_channels // chunk) * max(product.phase_taps)
@@ -463,7 +318,7 @@ class GatherWgrad(_Gathering):
         blocks = row_blocks * column_blocks * len(product.phase_taps) * product.problem.groups
         return chunk, row_blocks, column_blocks, blocks
 
-    def _parts(self, product: _Product, config: GatherConfig, device: DeviceInfo) -> tuple[int, int]:
+    def _parts(self, product: Product, config: GatherConfig, device: DeviceInfo) -> tuple[int, int]:
         """Cells of a part, and parts: the machine is filled, and none has less than eight stages."""
         depth = config.stage_words * product.word
         blocks = self._shape(product, config)[3]
@@ -476,7 +331,7 @@ class GatherWgrad(_Gathering):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
     ) -> Cost:
-        product, terms = _product(problem, pass_, layouts, config.mirrored), costs("gather_gemm", device)
+        product, terms = product_of(problem, pass_, layouts, config.mirrored), costs("gather_gemm", device)
         chunk, row_blocks, _, _ = self._shape(product, config)
         each, parts = self._parts(product, config, device)
         of_group = config.columns // chunk
@@ -495,15 +350,15 @@ class GatherWgrad(_Gathering):
         alone = terms.latency * stages if resident == 1 else 0.0
         stored = config.rows * config.columns / 32 * terms.stored
         work = rounds * (resident * (stages * stage + stored + terms.block) + alone) / device.clock_hz
-        sides = product.gather.src, product.gather.dst
-        work += _transposes(product, sides, layouts.aligned, terms, device)
+        sides = (as_read(product, side, layouts.aligned)[1] for side in (product.gather.src, product.gather.dst))
+        work += transpose_seconds(product, sides, device)
         work += terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
     ) -> Program:
-        product = _product(problem, pass_, layouts, config.mirrored)
+        product = product_of(problem, pass_, layouts, config.mirrored)
         chunk, _, column_blocks, blocks = self._shape(product, config)
         each, parts = self._parts(product, config, device)
         exact = product.parts == 2
@@ -512,7 +367,7 @@ class GatherWgrad(_Gathering):
         sides = {X: product.gather.dst, GRAD: product.gather.src}
         if config.mirrored:
             sides = {X: product.gather.src, GRAD: product.gather.dst}
-        read = {name: _as_read(product, side, layouts.aligned) for name, side in sides.items()}
+        read = {name: as_read(product, side, layouts.aligned) for name, side in sides.items()}
         src, dst = (read[name][0] for name in ((X, GRAD) if config.mirrored else (GRAD, X)))
         params = params_of(source).pack(
             src=src,

@@ -1,0 +1,255 @@
+// The forward pass and the input gradient of any layer by Hopper's instruction:
+//
+//   destination[cd, cell·DST + phase] = bias[cd] + Σ over taps of the phase and cs of
+//                                                  w[cs, cd, tap] · source[cs, cell·SRC + offset of the tap]
+//
+// with cells and phases of core/geometry.cuh. Rows are a tile of cells, columns are destination channels, and k runs
+// over the phase's tap groups: CHUNK source channels at one tap. The source has its channels innermost; for each tap
+// group TMA brings a box of it, every SRC-th element, and zeros beside the tensor. No tap needs a thread, and but for
+// the first time elements come from the L2 cache. The destination lies as it will.
+//
+// Index mapping. Two warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; one thread more has TMA
+// bring what comes next. Persistent blocks take work tiles (column block fastest, then phase, tile, group, split) in
+// turns. With several splits of the stages each leaves a plane of partial sums (steps/reduce_splits.cu).
+//
+// float32 comes in one part or two: the source's parts are channels of their own (steps/transpose.cu), those of the
+// weights lie one behind the other (steps/pack_gather.cu). Three products of two parts each are added.
+//
+// Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and where those are not all,
+// their sums beside them.
+//
+// Shared memory: BUFFERS stages, each [part][row][k], then [part][column][k], rows of CHUNK elements, swizzled.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/phase.cuh"
+#include "core/pipeline.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "epilogue/finish.cuh"
+#include "mainloop/accumulators.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+struct Params {
+  TensorMap source_box;
+  Tensor5 dst;
+  int batch, groups;
+  int lanes[4];     // cells of a tile along n, d, h, w; their product is at most the rows of a block
+  int tiles[4];     // tiles along n, d, h, w
+  int splits;       // of a work tile's stages
+  int vector;       // whether two neighbouring channels are stored together
+  long long plane;  // elements of a plane of partial sums
+};
+
+constexpr int GROUPS = 2, CONSUMER_THREADS = 128 * GROUPS, THREADS = CONSUMER_THREADS + 128;
+constexpr int GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
+constexpr int PITCH = CHUNK * (int)sizeof(scalar_t),
+              STEPS = PITCH / 32;  // bytes of a row of a stage, instructions of it
+constexpr int A_BYTES = ROWS * PITCH, B_BYTES = COLUMNS * PITCH, STAGE_BYTES = PARTS * (A_BYTES + B_BYTES);
+constexpr int COLUMN_BLOCKS = ceil_div(DST_CHANNELS, COLUMNS);
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
+
+// What a block computes at once.
+struct WorkTile {
+  int split, group, phase, column_block;
+  int first[4];  // cell along n, d, h, w
+
+  __device__ __forceinline__ WorkTile(const Params& params, int index) {
+    const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
+    column_block = index % COLUMN_BLOCKS, index /= COLUMN_BLOCKS;
+    phase = index % PHASES, index /= PHASES;
+    tile_origin(params.tiles, params.lanes, index % tiles, first);
+    index /= tiles;
+    group = index % params.groups, split = index / params.groups;
+  }
+  static __device__ __forceinline__ int count(const Params& params) {
+    return params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3] * PHASES * COLUMN_BLOCKS *
+           params.groups * params.splits;
+  }
+};
+
+// The stages of a work tile: tap groups of its phase.
+struct Stages {
+  int first, count;
+
+  __device__ __forceinline__ Stages(const Params& params, const WorkTile& work, const Phase& phase) {
+    const int all = CHUNKS * phase.taps, each = ceil_div(all, params.splits);
+    first = work.split * each, count = max(0, min(each, all - first));
+  }
+};
+
+struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
+  static __device__ __forceinline__ int row(int i) {  // of 2 · ROW_TILES
+    return threadIdx.x / 128 * GROUP_ROWS + i / 2 * 64 + threadIdx.x / 32 % 4 * 16 + fragment_row() + i % 2 * 8;
+  }
+
+  // The products of `stages` stages, to sums that begin with them.
+  __device__ __forceinline__ void multiply(int stages, PipelineBarriers<BUFFERS>& ring, PipelineState<BUFFERS>& state,
+                                           const unsigned char* buffers) {
+    int before = 0;
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
+      mbarrier_wait(shared_address(ring.full + state.index), state.parity);
+      add_stage(shared_address(buffers) + state.index * STAGE_BYTES, stage > 0);
+      if (stage > 0) release(ring, before);
+      before = state.index;
+      state.next();
+    }
+    wgmma_wait<0>();
+    pin(of);
+    if (stages > 0) release(ring, before);
+  }
+
+ private:
+  // The buffer may be filled again.
+  static __device__ __forceinline__ void release(PipelineBarriers<BUFFERS>& ring, int index) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + index));
+  }
+
+  // Adds a stage, or begins with it, when those before have come to an end.
+  __device__ __forceinline__ void add_stage(unsigned stage, bool more) {
+    const unsigned rows = stage + threadIdx.x / 128 * (GROUP_ROWS * PITCH), columns = stage + PARTS * A_BYTES;
+    wgmma_fence();
+#pragma unroll
+    for (int product = 0; product < (PARTS == 2 ? 3 : 1); ++product) {  // low · high, high · low, high · high
+      const unsigned a = rows + (PARTS == 2 && product == 0 ? A_BYTES : 0);
+      const unsigned b = columns + (PARTS == 2 && product == 1 ? B_BYTES : 0);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile)
+          wgmma(of[tile], matrix_descriptor<PITCH>(a + tile * (64 * PITCH) + step * 32, 0),
+                matrix_descriptor<PITCH>(b + step * 32, 0), more || product > 0 || step > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+  }
+};
+
+// By one thread: the boxes and weights of all stages of the block's work tiles.
+__device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, const unsigned char* packed,
+                                           PipelineBarriers<BUFFERS>& ring, const unsigned char* buffers) {
+  griddepcontrol_wait();
+  PipelineState<BUFFERS> state;
+  const int items = WorkTile::count(params);
+  const int box_bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * params.lanes[3] * PITCH;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const WorkTile work(params, index);
+    const Phase phase(work.phase);
+    const Stages stages(params, work, phase);
+    const unsigned char* weights =
+        packed + ((((long long)work.group * PHASES + work.phase) * COLUMN_BLOCKS + work.column_block) * PACKED_STAGES +
+                  stages.first) *
+                     (PARTS * B_BYTES);
+#pragma unroll 1
+    for (int stage = 0; stage < stages.count; ++stage, weights += PARTS * B_BYTES) {
+      const TapGroup at(phase, stages.first + stage);
+      const unsigned to = shared_address(buffers + state.index * STAGE_BYTES);
+      const unsigned full = shared_address(ring.full + state.index);
+      mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const int from[5] = {(work.group * PARTS + part) * PADDED_CHANNELS + at.channel,
+                             work.first[3] * src_cell(AXIS_W) + phase.w.src + at.tap.w,
+                             work.first[2] * src_cell(AXIS_H) + phase.h.src + at.tap.h,
+                             work.first[1] * src_cell(AXIS_D) + phase.d.src + at.tap.d, work.first[0]};
+        tma_load_box(to + part * A_BYTES, params.source_box, src, from, box_bytes, full);
+      }
+      tma_load_bytes(to + PARTS * A_BYTES, weights, PARTS * B_BYTES, full);
+      mbarrier_arrive(full);
+      state.next();
+    }
+  }
+}
+
+// The outputs of a work tile.
+__device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Phase& phase, const Sums& sums,
+                                      const scalar_t* bias, scalar_t* dst) {
+  long long targets[2 * ROW_TILES];
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_TILES; ++i) {
+    int cell[4];
+    decode(params.lanes, Sums::row(i), cell);
+    const bool in_tile = cell[0] < params.lanes[0];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) cell[j] += work.first[j];
+    targets[i] = dst_element(params.dst, phase, cell, in_tile && cell[0] < params.batch);
+  }
+  const long long apart = params.dst.stride[1];
+  accum_t* const partial = (accum_t*)dst + work.split * params.plane;
+#pragma unroll
+  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
+    const int channel = work.column_block * COLUMNS + 8 * tile + fragment_column();
+    const int of_all = work.group * DST_CHANNELS + channel;
+    const bool exists[2] = {channel < DST_CHANNELS, channel + 1 < DST_CHANNELS};
+    const bool biased = work.split == 0;
+    const ChannelTerms terms[2] = {channel_terms(bias, ONE_BIAS ? 0 : of_all, biased && exists[0]),
+                                   channel_terms(bias, ONE_BIAS ? 0 : of_all + 1, biased && exists[1])};
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+      if (targets[i] < 0) continue;
+      const float* const pair = sums.of[i / 2] + 4 * tile + i % 2 * 2;
+      const long long to = targets[i] + of_all * apart;
+      if (params.splits > 1) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          if (exists[j]) partial[to + j * apart] = finish(pair[j], terms[j]);
+      } else {
+        Vector<scalar_t, 2> both;
+        narrow(finish(pair[0], terms[0]), both.value[0]);
+        narrow(finish(pair[1], terms[1]), both.value[1]);
+        if (params.vector) {
+          if (exists[0]) *(Vector<scalar_t, 2>*)(dst + to) = both;
+        } else {
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+            if (exists[j]) dst[to + j * apart] = both.value[j];
+        }
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    gather_gemm_tma(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
+                    const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst,
+                    const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
+  if (threadIdx.x == 0) ring.init(1, CONSUMER_THREADS / 32);
+  __syncthreads();
+  if (threadIdx.x >= CONSUMER_THREADS) {
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (threadIdx.x == CONSUMER_THREADS) load_items(params, src, packed, ring, shared_memory);
+    return;
+  }
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
+  PipelineState<BUFFERS> state;
+  const int items = WorkTile::count(params);
+#pragma unroll 1
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const WorkTile work(params, index);
+    const Phase phase(work.phase);
+    const Stages stages(params, work, phase);
+    Sums sums, total;
+    if (FLUSH > 0) {
+      total.clear();
+#pragma unroll 1
+      for (int stage = 0; stage < stages.count; stage += FLUSH) {
+        sums.multiply(min(FLUSH, stages.count - stage), ring, state, shared_memory);
+        total.take(sums, stage == 0);
+      }
+    } else {
+      sums.multiply(stages.count, ring, state, shared_memory);
+      if (stages.count == 0) sums.clear();
+    }
+    store(params, work, phase, FLUSH > 0 ? total : sums, bias, dst);
+  }
+}

@@ -1,0 +1,193 @@
+"""The product that a pass is, operands gathered by tap groups: what all kernels of the schedule go by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from polyphase.costs import costs
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts, dense_strides, extent
+from polyphase.program.params import params_of
+from polyphase.program.program import Transposed
+from polyphase.program.step import Step, plain_step
+from polyphase.schedules.cells import Gather, Side
+from polyphase.schedules.tensor_cores import parts_of
+
+_MOST_TERMS = 1 << 21  # of a sum, and columns of a group: quotients in float32 are exact below
+_MOST_CELLS = 1 << 31
+_MOST_PHASES = 1 << 16
+_PADDED = 1.15  # source channels padded to whole chunks, at most, for each that there is
+_PACK_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product that a pass is: what both kernels go by."""
+
+    problem: ConvTransposeProblem
+    gather: Gather
+    parts: int  # in which an element is multiplied
+
+    @property
+    def word(self) -> int:
+        """Elements of four bytes."""
+        return 4 // DTYPE_BYTES[self.problem.dtype]
+
+    @property
+    def piece(self) -> int:
+        """Elements of 16 bytes."""
+        return 4 * self.word
+
+    @cached_property
+    def phase_taps(self) -> tuple[int, ...]:
+        """Taps of each phase."""
+        along = []
+        for axis in self.gather.axes:
+            counts = [0] * (axis.stride if self.gather.forward else 1)
+            for tap in range(axis.kernel):
+                counts[axis.phase(tap) if self.gather.forward else 0] += 1
+            along.append(counts)
+        return tuple(d * h * w for d in along[0] for h in along[1] for w in along[2])
+
+    @cached_property
+    def cells(self) -> tuple[int, int, int]:
+        """Cells of an image along depth, height and width."""
+        depth, height, width = (
+            -(-size // axis.dst) for size, axis in zip(self.gather.dst.shape[2:], self.gather.cell_axes)
+        )
+        return depth, height, width
+
+    @property
+    def all_cells(self) -> int:
+        """Cells of all images."""
+        return self.problem.batch * math.prod(self.cells)
+
+    def chunk(self, most: int) -> int:
+        """Source channels of a tap group: a power of two, at most so many."""
+        channels = self.gather.src_channels
+        found = self.piece
+        while found < most and -(-channels // (2 * found)) * 2 * found <= _PADDED * channels:
+            found *= 2
+        return found
+
+
+def _folded(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
+    """A layer of one output channel as one of several, where its stride is a multiple of them.
+
+    Neighbouring output elements along the width are channels of one, and so are neighbouring taps: inverse Fourier
+    transforms, whose kernel is several times a large stride, become layers of a few taps. Nothing moves in memory.
+    """
+    axis = problem.axes3[2]
+    count = math.gcd(axis.kernel, axis.stride, axis.padding, problem.output_size[-1])
+    if problem.out_channels > 1 or axis.dilation > 1 or count == 1 or layouts.output[4] != 1:
+        return problem, layouts
+
+    def divided(values: tuple[int, ...]) -> tuple[int, ...]:
+        return (*values[:-1], values[-1] // count)
+
+    batch, _, depth, height, _ = layouts.output
+    folded = replace(
+        problem,
+        out_channels=count,
+        kernel_size=divided(problem.kernel_size),
+        stride=divided(problem.stride),
+        padding=divided(problem.padding),
+        output_padding=divided(problem.output_padding),
+    )
+    return folded, replace(layouts, output=(batch, 1, depth, height, count), weight_channels_last=True)
+
+
+@lru_cache(maxsize=1024)
+def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> Product:
+    """Of a weight gradient: with the input gradient's source and destination, or ``mirrored`` the forward pass's."""
+    if pass_ is Pass.WEIGHT_GRAD:
+        pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
+        layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous
+    folded, layouts = _folded(problem, layouts)
+    return Product(folded, Gather.of(folded, pass_, layouts), parts_of(problem))
+
+
+def in_pieces(side: Side, groups: int, piece: int, aligned: bool) -> bool:
+    """Whether channels of a group are whole pieces, innermost and aligned."""
+    batch, _, *positions = side.strides
+    innermost = side.channels_last or (side.shape[1] == 1 and piece == 1)
+    return (
+        aligned
+        and innermost
+        and side.shape[1] // groups % piece == 0
+        and not any(stride % piece for stride in (batch, *positions))
+    )
+
+
+def as_read(product: Product, side: Side, aligned: bool) -> tuple[Side, Transposed | None]:
+    """A tensor as a kernel reads it, and how it is transposed if it lies otherwise."""
+    groups, piece = product.problem.groups, product.piece
+    if in_pieces(side, groups, piece, aligned):
+        return side, None
+    return padded_side(side, Transposed(side.shape, side.strides, groups, round_up(side.shape[1] // groups, piece)))
+
+
+def padded_side(side: Side, how: Transposed) -> tuple[Side, Transposed]:
+    """A tensor after it was transposed, and how it is."""
+    batch, _, depth, height, width = side.shape
+    shape = batch, how.groups * how.parts * how.padded, depth, height, width
+    return Side(shape, dense_strides(shape, True)), how
+
+
+def transpose_seconds(product: Product, transposed: Iterable[Transposed | None], device: DeviceInfo) -> float:
+    """Predicted seconds of the transposes before a kernel."""
+    terms, seconds = costs("gather_gemm", device), 0.0
+    for how in transposed:
+        if how is not None:
+            moved = (how.elements + math.prod(how.shape)) * DTYPE_BYTES[product.problem.dtype]
+            seconds += terms.transpose + moved / (terms.transposed * device.copy_bytes_per_second)
+    return seconds
+
+
+def pack_step(product: Product, main: KernelSource, rows: int, depth: int, swizzled: bool) -> tuple[Step, int]:
+    """What packs the weights for a kernel, blocks of so many rows in stages of so many elements, and their bytes."""
+    constants = dict(main.constants)
+    names = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "CHUNK", "PARTS")
+    names += ("WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES")
+    blocks = -(-product.gather.dst_channels // rows) * len(product.phase_taps) * product.problem.groups
+    pieces = blocks * rows * int(constants["PACKED_STAGES"]) * depth // product.piece
+    source = KernelSource(
+        "pack_gather",
+        product.problem.dtype,
+        True,
+        (
+            *((name, constants[name]) for name in names),
+            ("ROWS", rows),
+            ("DEPTH", depth),
+            ("SWIZZLED", swizzled),
+            ("THREADS", _PACK_THREADS),
+            ("MIN_BLOCKS", 1),
+        ),
+        folder="steps",
+    )
+    step = plain_step(source, -(-pieces // _PACK_THREADS), _PACK_THREADS, params_of(source).pack(pieces=pieces))
+    return step, 16 * pieces * product.parts
+
+
+def common_limits(problem: ConvTransposeProblem) -> str | None:
+    """What no kernel of the schedule takes: integers would overflow."""
+    terms = max(problem.in_channels_per_group, problem.out_channels_per_group) * problem.taps
+    if terms >= _MOST_TERMS:
+        return f"{terms} pairs of channel and tap are too many (at most {_MOST_TERMS - 1})"
+    cells = problem.batch * max(math.prod(problem.input_size), math.prod(problem.output_size))
+    if cells >= _MOST_CELLS:
+        return f"{cells} positions are too many (at most {_MOST_CELLS - 1})"
+    if math.prod(problem.stride) > _MOST_PHASES:
+        return f"{math.prod(problem.stride)} phases are too many (at most {_MOST_PHASES})"
+    return None
+
+
+def is_dense(side: Side) -> bool:
+    """Whether a tensor has no gaps, as planes of partial sums have none."""
+    return extent(side.shape, side.strides) == math.prod(side.shape)

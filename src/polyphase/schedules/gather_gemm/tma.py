@@ -1,0 +1,280 @@
+"""The forward pass and the input gradient of any layer by Hopper's instruction, ``kernels/gather_gemm_tma.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from polyphase.costs import costs
+from polyphase.jit.source import KernelSource, WgmmaForm
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts
+from polyphase.problem.sizes import standard
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, Transposed, assemble, reading_channels_last
+from polyphase.program.step import SRC, Step
+from polyphase.program.tensor_map import TensorMap
+from polyphase.schedules.cells import Side
+from polyphase.schedules.cost import slower_of
+from polyphase.schedules.gather_gemm.product import (
+    Product,
+    common_limits,
+    in_pieces,
+    is_dense,
+    pack_step,
+    padded_side,
+    product_of,
+    transpose_seconds,
+)
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tiles import Four, tiles_of
+
+_GROUPS = 2  # warpgroups that multiply
+_THREADS = 128 * (_GROUPS + 1)
+_MOST_COLUMNS = 256  # of an instruction
+_MOST_SUMS = 128  # of a thread, those that are promoted counted twice
+_MOST_STEP = 8  # elements from one that TMA brings to the next
+_MOST_SIDE = 256  # elements that a box spans
+_LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
+_DECLARED = 1024  # bytes of shared memory beside the stages
+_LONG = 8192  # terms that the cores sum; longer sums are promoted
+_LEAST_STAGES = 4  # of a split
+_MOST_PLANES_BYTES = 64 << 20
+
+
+class TmaGatherConfig(NamedTuple):
+    """The compile-time shape of ``gather_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes."""
+
+    row_tiles: int
+    columns: int
+    pitch: int
+
+    @property
+    def rows(self) -> int:
+        """Cells of a block."""
+        return 64 * _GROUPS * self.row_tiles
+
+
+class GatherGemmTma(Schedule):
+    """Rows are a tile of cells of one phase, columns are destination channels; TMA brings a box for each tap group."""
+
+    name = "gather_gemm_tma"
+    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
+    on_tensor_cores = True
+    kept = True
+
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if not device.has_wgmma:
+            return f"{device.arch} lacks Hopper's matrix instruction"
+        if (step := _step(problem, pass_, Layouts.dense(problem))) > _MOST_STEP:
+            return f"TMA brings every {_MOST_STEP}-th element at most, not every {step}-th"
+        return common_limits(problem)
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
+        """None, too, where a layer of one output channel cannot be folded, and its stride is too large."""
+        return None if _step(problem, pass_, layouts) > _MOST_STEP else standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaGatherConfig]:
+        product = product_of(at, pass_, Layouts.dense(at))
+        return [config for config in _configs(product) if _buffers(product, config, device) >= _LEAST_BUFFERS]
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaGatherConfig) -> float:
+        return self.cost(at, pass_, device, Layouts.dense(at), config)[0]
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaGatherConfig
+    ) -> Cost:
+        product = product_of(problem, pass_, layouts)
+        _, seconds = _splits(product, config, device)
+        seconds += transpose_seconds(product, (_as_read(product, config, layouts.aligned)[1],), device)
+        moving = problem.bytes / device.copy_bytes_per_second
+        return slower_of(seconds, moving)
+
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaGatherConfig
+    ) -> Program:
+        product = product_of(problem, pass_, layouts)
+        gather, chunk = product.gather, config.pitch * product.piece // 16
+        read, transposed = _as_read(product, config, layouts.aligned)
+        lanes, tiles = _tiles(product, config)
+        splits = _splits(product, config, device)[0]
+        constants = {
+            **dict(gather.constants()),
+            "CHUNK": chunk,
+            "PADDED_CHANNELS": read.shape[1] // (problem.groups * product.parts),
+            "PARTS": product.parts,
+            "PACKED_STAGES": max(_stages(product, config)),
+            "ROW_TILES": config.row_tiles,
+            "COLUMNS": config.columns,
+            "FLUSH": _flush(product, config),
+            "BUFFERS": _buffers(product, config, device),
+            "ONE_BIAS": problem.out_channels == 1,
+            "MIN_BLOCKS": 1,
+            "WGMMA": True,
+        }
+        del constants["DST_CHANNELS_LAST"]
+        form = WgmmaForm(config.columns, problem.dtype)
+        source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()), (form,))
+        pack, packed_bytes = pack_step(product, source, config.columns, chunk, True)
+        even = gather.dst_channels % 2 == 0 and not any(
+            stride % 2 for i, stride in enumerate(gather.dst.strides) if i != 1
+        )
+        params = params_of(source).pack(
+            dst=gather.dst,
+            batch=problem.batch,
+            groups=problem.groups,
+            lanes=lanes,
+            tiles=tiles,
+            splits=splits,
+            vector=even and layouts.aligned and gather.dst.strides[1] == 1,
+            plane=math.prod(gather.dst.shape),
+        )
+        main = Step(
+            source=source,
+            grid=(min(_items(product, config, tiles) * splits, device.multiprocessors), 1, 1),
+            block=_THREADS,
+            shared_bytes=_buffers(product, config, device) * _stage_bytes(product, config),
+            params=params,
+            tensor_maps=(_map(product, config, read, lanes),),
+        )
+        program = assemble(
+            problem, pass_, main, packs=(pack,), workspace_bytes=packed_bytes, splits=splits, may_split=True
+        )
+        return reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
+
+
+def _step(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
+    """Source elements from a cell to the next, at most."""
+    return max(axis.src for axis in product_of(problem, pass_, layouts).gather.cell_axes)
+
+
+def _configs(product: Product) -> Iterator[TmaGatherConfig]:
+    """Those whose sums fit the registers; rows of a stage are 128 bytes, or leave fewest channels over."""
+    channels, size = product.gather.src_channels, 16 // product.piece
+    best = min((128, 64, 32), key=lambda pitch: (round_up(channels * size, pitch), -pitch))
+    columns = {
+        round_up(math.ceil(product.gather.dst_channels / math.ceil(product.gather.dst_channels / widest)), 8)
+        for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
+    }
+    for pitch, count, row_tiles in itertools.product(sorted({best, 128}), sorted(columns), (1, 2)):
+        config = TmaGatherConfig(row_tiles, count, pitch)
+        if count * row_tiles // 2 <= _MOST_SUMS // (2 if _flush(product, config) else 1):
+            yield config
+
+
+def _flush(product: Product, config: TmaGatherConfig) -> int:
+    """Stages after which sums are promoted, 0 for never."""
+    if product.parts == 2:
+        return 1
+    long = product.gather.src_channels * max(product.phase_taps) > _LONG
+    return _LONG // (2 * config.pitch * product.piece // 16) if long else 0
+
+
+def _stage_bytes(product: Product, config: TmaGatherConfig) -> int:
+    return round_up(product.parts * (config.rows + config.columns) * config.pitch, 1024)
+
+
+def _buffers(product: Product, config: TmaGatherConfig, device: DeviceInfo) -> int:
+    """Stages in shared memory."""
+    return min(_MOST_BUFFERS, (device.shared_bytes_of(1) - _DECLARED) // _stage_bytes(product, config))
+
+
+def _stages(product: Product, config: TmaGatherConfig) -> tuple[int, ...]:
+    """Of each phase."""
+    chunks = -(-product.gather.src_channels // (config.pitch * product.piece // 16))
+    return tuple(chunks * taps for taps in product.phase_taps)
+
+
+def _as_read(product: Product, config: TmaGatherConfig, aligned: bool) -> tuple[Side, Transposed | None]:
+    """The source as TMA takes boxes of it, and how it is transposed if it lies otherwise.
+
+    A box that reaches beyond a group's channels, or a part's, must not meet the next one's.
+    """
+    side, groups = product.gather.src, product.problem.groups
+    chunk = config.pitch * product.piece // 16
+    apart = groups * product.parts > 1
+    if product.parts == 1 and in_pieces(side, groups, chunk if apart else product.piece, aligned):
+        return side, None
+    padded = round_up(side.shape[1] // groups, chunk if apart else product.piece)
+    return padded_side(side, Transposed(side.shape, side.strides, groups, padded, product.parts))
+
+
+@lru_cache(maxsize=2048)
+def _tiles(product: Product, config: TmaGatherConfig) -> tuple[Four, Four]:
+    """Extents of a tile of cells along n, d, h and w, so that there are few, and tiles along each."""
+    depth, height, width = product.cells
+    steps = tuple(axis.src for axis in product.gather.cell_axes)
+
+    def extents(size: int, step: int, most: int) -> list[int]:
+        most = min(most, (_MOST_SIDE - 1) // step + 1)
+        found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
+        return sorted(found | {math.ceil(size / math.ceil(size / most))}, reverse=True)
+
+    found = (
+        (max(1, min(product.problem.batch, config.rows // (w * h * d), _MOST_SIDE)), d, h, w)
+        for w in extents(width, steps[2], config.rows)
+        for h in extents(height, steps[1], config.rows // w)
+        for d in extents(depth, steps[0], config.rows // (w * h))
+    )
+    lanes = min(found, key=lambda each: math.prod(tiles_of(product.problem.batch, product.cells, each)))
+    return lanes, tiles_of(product.problem.batch, product.cells, lanes)
+
+
+def _items(product: Product, config: TmaGatherConfig, tiles: Four) -> int:
+    """What blocks share out, without splits."""
+    columns = -(-product.gather.dst_channels // config.columns)
+    return math.prod(tiles) * len(product.phase_taps) * columns * product.problem.groups
+
+
+@lru_cache(maxsize=4096)
+def _splits(product: Product, config: TmaGatherConfig, device: DeviceInfo) -> tuple[int, float]:
+    """Splits of a work tile's stages, and the predicted seconds of packing, product and reduction."""
+    terms, own = costs("window_dgrad_tma", device), costs("gather_gemm", device)
+    items, stages = _items(product, config, _tiles(product, config)[1]), _stages(product, config)
+    operations = _GROUPS * config.row_tiles * config.pitch / 32 * (3 if product.parts == 2 else 1)
+    products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
+    loading = max(terms.moved * _stage_bytes(product, config), terms.box * (product.parts + 1))
+    stage = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
+    scattered = own.scattered if product.gather.cell_axes[2].dst > 1 or product.gather.dst.strides[1] != 1 else 1.0
+    once = config.rows * config.columns * terms.result * scattered + terms.item
+    size, elements = 16 // product.piece, math.prod(product.gather.dst.shape)
+    packed = sum(stages) * config.pitch * product.parts * round_up(product.gather.dst_channels, config.columns)
+    packing = own.pack + packed * product.problem.groups * own.packed / device.copy_bytes_per_second
+    mean = sum(stages) / len(stages)
+
+    def seconds(splits: int) -> float:
+        rounds = items * splits / device.multiprocessors
+        cycles = (math.ceil(rounds) if rounds < 8 else rounds + 0.5) * (math.ceil(mean / splits) * stage + once)
+        end = terms.reduce + elements * (8 * splits + size) / device.copy_bytes_per_second if splits > 1 else 0.0
+        return (cycles + terms.launch) / device.clock_hz + end
+
+    most = 1
+    if is_dense(product.gather.dst):
+        most = max(1, min(_MOST_PLANES_BYTES // (4 * max(1, elements)), int(mean) // _LEAST_STAGES))
+        most = min(most, max(1, 2 * device.multiprocessors // max(1, items)))
+    found = min(range(1, most + 1), key=lambda splits: (seconds(splits), splits))
+    return found, packing + seconds(found)
+
+
+def _map(product: Product, config: TmaGatherConfig, read: Side, lanes: Four) -> TensorMap:
+    """A tap group of a tile of cells, as TMA brings it."""
+    size = 16 // product.piece
+    batch, channels, depth, height, width = read.shape
+    image, _, slab, row, column = (step * size for step in read.strides)
+    dimensions = zip((width, height, depth, batch), (column, row, slab, image))
+    steps = (axis.src if count > 1 else 1 for axis, count in zip(product.gather.cell_axes[::-1], lanes[:0:-1]))
+    return TensorMap(
+        product.problem.dtype,
+        (channels, width, height, depth, max(1, batch)),
+        tuple(16 if count == 1 else step for count, step in dimensions),
+        (config.pitch // size, *lanes[::-1]),
+        config.pitch,
+        True,
+        0,
+        (1, *steps, 1),
+    )
