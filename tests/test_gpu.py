@@ -18,6 +18,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 import polyphase
+import test_grouped_gemm as grouped_gemm
 from helpers import (
     OUR_MODULES,
     OURS,
@@ -60,11 +61,9 @@ from test_direct_channels import LAYERS as CHANNELS_LAYERS
 from test_direct_wgrad_channels import LAYERS as CHANNELS_GRAD_LAYERS
 from test_direct_wgrad_windows import LAYERS as WINDOWS_LAYERS
 from test_dot_dgrad import LAYERS as DOTS_LAYERS
-from test_grouped_gemm import INF_AND_NAN, share_all_tiles
-from test_grouped_gemm import LAYERS as GATHER_LAYERS
-from test_grouped_gemm import assert_carries_inf_and_nan as assert_gathered_inf_and_nan
-from test_kernels import PROBLEMS, RINGS, WIDE_LAYERS, GemmCase, gemm_cases, ring_case, share_all_items, wide
-from test_kernels import items_to_take as items_to_take  # a fixture, of these tests as well
+from test_implicit_gemm import RINGS, GemmCase, gemm_cases, ring_case, share_all_items
+from test_implicit_gemm import items_to_take as items_to_take  # a fixture, of these tests as well
+from test_kernels import PROBLEMS, WIDE_LAYERS, wide
 from test_overlap_gemm import LAYERS as SCATTER_LAYERS
 from test_overlap_gemm import assert_carries_inf_and_nan
 from test_phase_gemm import LAYERS as PHASE_LAYERS
@@ -226,7 +225,7 @@ def strange_cases() -> Iterator[ParameterSet]:
             (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, schedule))
             for label, layers_of, schedule in (
                 ("scattered", SCATTER_LAYERS, OverlapGemm()),
-                ("gathered", GATHER_LAYERS, GroupedGemm()),
+                ("grouped", grouped_gemm.LAYERS, GroupedGemm()),
                 ("phases", PHASE_LAYERS, PhaseGemm()),
             )
             for name, layer in layers_of.items()
@@ -296,9 +295,9 @@ def test_items_are_taken_all_around_the_ring(name: str, gpu_with_kernels: Gpu, m
 )
 def test_tiles_are_shared(name: str, dtype: str, gpu_with_kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of grouped_gemm, several of each block, by the blocks of each group and each chunk of output channels."""
-    share_all_tiles(monkeypatch)
+    grouped_gemm.share_all_tiles(monkeypatch)
     device = replace(DeviceInfo.of(gpu_with_kernels.device), multiprocessors=16)
-    problem = replace(GATHER_LAYERS[name], batch=40 * GATHER_LAYERS[name].batch, dtype=dtype)
+    problem = replace(grouped_gemm.LAYERS[name], batch=40 * grouped_gemm.LAYERS[name].batch, dtype=dtype)
     layouts = Layouts.dense(problem)
     for candidate in candidates(GroupedGemm(), problem, Pass.FORWARD, device, layouts):
         program = GroupedGemm().program(problem, Pass.FORWARD, device, layouts, candidate.config)
@@ -832,9 +831,9 @@ def test_scattered_layers_carry_inf_and_nan(channels_last: bool) -> None:
     assert_carries_inf_and_nan(channels_last, Gpu(0))
 
 
-@pytest.mark.parametrize(("dtype", "channels", "out_channels"), INF_AND_NAN)
-def test_gathered_layers_carry_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
-    assert_gathered_inf_and_nan(dtype, channels, out_channels, Gpu(0))
+@pytest.mark.parametrize(("dtype", "channels", "out_channels"), grouped_gemm.INF_AND_NAN)
+def test_grouped_layers_carry_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
+    grouped_gemm.assert_carries_inf_and_nan(dtype, channels, out_channels, Gpu(0))
 
 
 def test_layers_of_many_phases_carry_inf_and_nan() -> None:

@@ -273,7 +273,7 @@ def test_kernels_that_calls_launch_are_known_beforehand() -> None:
     problem = make((2, 64, 32, 32), 32, 4, stride=2, padding=1, tf32=True)
     (found,) = sweep.sources([NamedLayer("layer", problem)], H200_INFO, jobs=1)
     for pass_ in Pass:
-        program = plan.plan(problem, pass_, H200_INFO).launch
+        program = plan.plan(problem, pass_, H200_INFO).program
         assert program is not None
         assert (program.main.one_way or program.main.source) in found
         assert {source for source in program.sources if source != program.main.source} <= set(found)

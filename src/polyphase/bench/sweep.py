@@ -66,7 +66,7 @@ def _sources(of: tuple[ConvTransposeProblem, DeviceInfo]) -> list[KernelSource]:
     found = []
     for pass_ in Pass:
         try:
-            program = plan.plan(problem, pass_, device).launch
+            program = plan.plan(problem, pass_, device).program
         except Exception:  # which is the layer's failure when it is measured
             continue
         assert program is not None

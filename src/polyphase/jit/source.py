@@ -126,7 +126,7 @@ class KernelSource:
     @cached_property
     def files(self) -> tuple[str, ...]:
         """The paths under `KERNELS` of what is compiled, in that order, generated files among them."""
-        return tuple(path for path, _ in self._parts({}))
+        return tuple(path for path, _ in self._resolved({}))
 
     @cached_property
     def text(self) -> str:
@@ -136,9 +136,9 @@ class KernelSource:
     def text_with(self, replaced: Mapping[str, str]) -> str:
         """The same with other texts in place of some files, by path under `KERNELS`."""
         generated = {path: text for path, text in self.generated.items() if path not in replaced}
-        return "\n".join(generated.get(path, text) for path, text in self._parts(replaced))
+        return "\n".join(generated.get(path, text) for path, text in self._resolved(replaced))
 
-    def _parts(self, replaced: Mapping[str, str]) -> list[tuple[str, str]]:
+    def _resolved(self, replaced: Mapping[str, str]) -> list[tuple[str, str]]:
         """Paths and texts, those of the examples in place of generated ones."""
         known = {name: int(value) for name, value in self.constants if name in MACROS and isinstance(value, int)}
         root = "/".join(filter(None, (self.folder, f"{self.kernel}.cu")))

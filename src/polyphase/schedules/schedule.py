@@ -95,8 +95,12 @@ class Schedule:
         raise NotImplementedError
 
     def seconds(self, at: Any, pass_: Pass, device: DeviceInfo, config: Any) -> float:
-        """What configs are ranked by at a size: predicted seconds, infinite where no tile fits."""
-        raise NotImplementedError
+        """What configs are ranked by at a size: predicted seconds, infinite where no tile fits.
+
+        Where `ranked_at` gives a problem these are by default the cost at its size, of dense tensors.
+        """
+        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
+        return math.inf if cost is None else cost[0]
 
     def search(
         self, at: Any, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyphase.problem.problem import ConvTransposeProblem, Pass, accumulator_bytes
 
@@ -56,6 +56,11 @@ def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
         threads //= extents[-1]
     w, h, d, n = extents
     return n, d, h, w
+
+
+def constants_of(config: Any, names: str) -> tuple[tuple[str, Constant], ...]:
+    """Fields of a config, as constants of its kernel; ``names`` are theirs, with spaces between."""
+    return tuple((name.upper(), getattr(config, name)) for name in names.split())
 
 
 def layer_constants(

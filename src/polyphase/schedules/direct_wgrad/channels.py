@@ -20,7 +20,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import Four, affordable_planes, arranged, layer_constants, tiles_of
+from polyphase.schedules.tiles import Four, affordable_planes, arranged, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import widest_piece
 
 _THREADS = 256  # at most
@@ -136,20 +136,13 @@ class DirectWgradChannels(Schedule):
             wide_offsets=True,
             constants=(
                 *layer_constants(problem, pass_),
-                ("LANES", config.lanes),
-                ("BLOCK_SHARES", config.block_shares),
+                *constants_of(config, "lanes block_shares vector positions rows columns in_held min_blocks"),
                 ("WALKERS", config.walkers),
-                ("VECTOR", config.vector),
-                ("POSITIONS", config.positions),
-                ("ROWS", config.rows),
-                ("COLUMNS", config.columns),
                 ("ROWS_AT_ONCE", _rows_at_once(problem, config)),
-                ("IN_HELD", config.in_held),
                 ("X_VECTOR", _at_once(x, config.x_held(problem), problem, layouts)),
                 ("GRAD_VECTOR", _at_once(grad, config.vector, problem, layouts)),
                 ("X_PIXEL", _pixel(problem, x)),
                 ("GRAD_PIXEL", _pixel(problem, grad)),
-                ("MIN_BLOCKS", config.min_blocks),
             ),
         )
         walkers, (n, d, h, w) = _tiles(problem, config)

@@ -19,7 +19,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import affordable_planes, layer_constants
+from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
 
 _THREADS = 256
 _DEPTHS = (8, 16, 32, 64, 128)
@@ -90,13 +90,7 @@ class DirectWgradGemm(Schedule):
             wide_offsets=True,
             constants=(
                 *layer_constants(problem, pass_),
-                ("ROWS", config.rows),
-                ("COLUMNS", config.columns),
-                ("THREAD_ROWS", config.thread_rows),
-                ("THREAD_COLUMNS", config.thread_columns),
-                ("K_SLICES", config.k_slices),
-                ("DEPTH", config.depth),
-                ("MIN_BLOCKS", config.min_blocks),
+                *constants_of(config, "rows columns thread_rows thread_columns k_slices depth min_blocks"),
             ),
         )
         x = Side(five(problem.input_shape), layouts.input)

@@ -22,7 +22,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import Four, affordable_planes, layer_constants, tiles_of
+from polyphase.schedules.tiles import Four, affordable_planes, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import widest_piece
 from polyphase.schedules.window_gemm.window import as_one_channel
 
@@ -186,13 +186,9 @@ class DirectWgradWindows(Schedule):
             constants=(
                 *layer_constants(layer.problem, pass_),
                 ("X_LAST", layer.x.channels_last),
-                ("THREAD_ROWS", config.thread_rows),
-                ("THREAD_LINES", config.thread_lines),
-                ("THREAD_COLUMNS", config.thread_columns),
-                ("ROW_THREADS", config.row_threads),
-                ("OUT_CHUNK", config.out_chunk),
-                ("K_SLICES", config.k_slices),
-                ("SLICE_THREADS", config.slice_threads),
+                *constants_of(
+                    config, "thread_rows thread_lines thread_columns row_threads out_chunk k_slices slice_threads"
+                ),
                 ("MIN_BLOCKS", 1),
             ),
         )

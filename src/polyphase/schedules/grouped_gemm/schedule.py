@@ -23,7 +23,7 @@ from polyphase.schedules.cost import Sharing, slower_of
 from polyphase.schedules.grouped_gemm.tiling import Tiling, lanes_of, product_of, tiling_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import counter_bytes
-from polyphase.schedules.tiles import best_first, layer_constants, out_blocks
+from polyphase.schedules.tiles import best_first, constants_of, layer_constants, out_blocks
 from polyphase.schedules.window_gemm.stages import row_bytes
 
 _MAX_IN_CHANNELS = 64  # of a group
@@ -93,10 +93,6 @@ class GroupedGemm(Schedule):
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GroupedConfig]:
         return _configs(at, device)
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: GroupedConfig) -> float:
-        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
-        return math.inf if cost is None else cost[0]
-
     def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
         """Wide images, with long rows."""
         wide = with_large_images(at)
@@ -163,18 +159,11 @@ def _constants(
     return (
         *layer_constants(problem, Pass.FORWARD, layouts.weight_channels_last),
         ("HAS_BIAS", problem.bias),
-        ("WARPS", config.warps),
-        ("LOAD_WARPS", config.load_warps),
+        *constants_of(config, "warps load_warps store_warps pixel_tiles out_chunk stage_steps buffers min_blocks"),
         ("FIRST_LOAD_WARP", config.warps),
-        ("STORE_WARPS", config.store_warps),
         ("WGMMA", False),
-        ("PIXEL_TILES", config.pixel_tiles),
-        ("OUT_CHUNK", config.out_chunk),
-        ("STAGE_STEPS", config.stage_steps),
-        ("BUFFERS", config.buffers),
         ("PARTS", product_of(problem, config.out_chunk).parts),
         ("BULK_STORES", device.has_tma),
-        ("MIN_BLOCKS", config.min_blocks),
     )
 
 

@@ -40,6 +40,7 @@ from polyphase.schedules.implicit_gemm.tile import (
     tensor_map,
 )
 from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tiles import constants_of
 
 _MAX_TAPS = 4096
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
@@ -225,21 +226,16 @@ class ImplicitGemm(Schedule):
         return (
             *packing_constants(gather, config, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
-            ("WHOLE_IMAGES", config.whole_images),
-            ("TMA_OPERANDS", config.tma_operands),
-            ("PIXELS", config.pixels),
-            ("PIXEL_BLOCKS", config.pixel_blocks),
+            *constants_of(
+                config, "whole_images tma_operands pixels pixel_blocks resident loader_groups stages cluster wgmma"
+            ),
             ("CONSUMERS", CONSUMERS),
             ("COOPERATIVE", config.split == "rows"),
             ("PING_PONG", config.split == "turns"),
-            ("RESIDENT", config.resident),
-            ("LOADER_GROUPS", config.loader_groups),
             ("LOADER_THREADS", config.loader_threads),
             ("GIVEN_REGISTERS", 0),
             ("CHUNKS_AT_ONCE", 2),
             ("TRANSPOSE_GROUPS", config.turning_groups),
-            ("STAGES", config.stages),
-            ("CLUSTER", config.cluster),
             ("STORE_VECTOR", 0),
             ("COPY_BYTES", 0),
             ("RAW_STAGES", config.raw_slots // config.loader_groups),
@@ -248,7 +244,6 @@ class ImplicitGemm(Schedule):
                 if config.taps_in_rows
                 else [("PIECE", config.piece(gather))]
             ),
-            ("WGMMA", config.wgmma),
         )
 
 

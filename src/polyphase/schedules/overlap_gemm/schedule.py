@@ -23,7 +23,7 @@ from polyphase.schedules.cells import MAX_PHASES, Gather, Side, forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of, steps_of
-from polyphase.schedules.tiles import Four, layer_constants, out_blocks, tiles_of
+from polyphase.schedules.tiles import Four, constants_of, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece, widest_piece
 
 _TILES = 24  # that are compared for a config
@@ -113,10 +113,6 @@ class OverlapGemm(Schedule):
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[OverlapConfig]:
         return _configs(at, device)
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: OverlapConfig) -> float:
-        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
-        return math.inf if cost is None else cost[0]
-
     def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
         return [replace(typical(at, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(at)]]
 
@@ -136,17 +132,11 @@ class OverlapGemm(Schedule):
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
             ("X_CHANNELS_LAST", gather.src.channels_last),
-            ("WARPS", config.warps),
-            ("ROW_TILES", config.row_tiles),
-            ("OUT_CHUNK", config.out_chunk),
+            *constants_of(config, "warps row_tiles out_chunk steps_held pitch wgmma min_blocks"),
             ("ALONG_CHANNELS", _along_channels(problem, config.out_chunk)),
             ("COLUMN_TILES", _column_tiles(problem, config.out_chunk)),
-            ("STEPS_HELD", config.steps_held),
             ("PREFETCH", config.ahead),
-            ("PITCH", config.pitch),
-            ("WGMMA", config.wgmma),
             ("PARTS", parts_of(problem)),
-            ("MIN_BLOCKS", config.min_blocks),
         )
         columns = 8 * _column_tiles(problem, config.out_chunk)
         forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if config.wgmma else ()

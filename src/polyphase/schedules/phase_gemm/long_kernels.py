@@ -19,7 +19,7 @@ from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of, steps_of
-from polyphase.schedules.tiles import layer_constants
+from polyphase.schedules.tiles import constants_of, layer_constants
 
 _MIN_PHASES = 16  # elements of a cell; `implicit_gemm` has straight-line code for fewer
 _MAX_COLUMNS = 1 << 18  # of a group: blocks are counted in 31 bits
@@ -84,9 +84,6 @@ class PhaseGemm(Schedule):
             if config.stage_steps <= steps_of(at) and config.min_blocks <= _resident(at, config, device)
         ]
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: PhaseConfig) -> float:
-        return _estimate(at, config, device)[0]
-
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: PhaseConfig
     ) -> Cost:
@@ -102,13 +99,9 @@ class PhaseGemm(Schedule):
         constants = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
-            ("WARP_ROWS", config.warp_rows),
-            ("WARP_COLUMNS", config.warp_columns),
-            ("ROW_TILES", config.row_tiles),
-            ("STAGE_STEPS", config.stage_steps),
+            *constants_of(config, "warp_rows warp_columns row_tiles stage_steps min_blocks"),
             ("PARTS", parts_of(problem)),
             ("CHANNELS_INNERMOST", gather.dst.channels_last),
-            ("MIN_BLOCKS", config.min_blocks),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
         params = params_of(source).pack(

@@ -20,7 +20,7 @@ from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import OPERATION_BYTES, parts_of
-from polyphase.schedules.tiles import layer_constants
+from polyphase.schedules.tiles import constants_of, layer_constants
 
 _GROUPS = 2  # of 128 threads, that multiply
 _REGISTERS = 226  # of a thread that multiplies, so that none spill
@@ -118,9 +118,7 @@ class PhaseGemmPixels(Schedule):
             ("PARTS", 1),
             ("ROW_TILES", _row_tiles(problem)),
             ("HAS_BIAS", problem.bias),
-            ("STAGE_STEPS", config.stage_steps),
-            ("STAGES", config.stages),
-            ("RESIDENT", config.resident),
+            *constants_of(config, "stage_steps stages resident"),
             ("PREFETCH", ahead),
             ("RUN", run),
             ("WGMMA", True),

@@ -22,7 +22,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
-from polyphase.schedules.tiles import Four, affordable_planes, best_first, layer_constants, tiles_of
+from polyphase.schedules.tiles import Four, affordable_planes, best_first, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import (
     MAX_SIDE,
     MOVING_BYTES,
@@ -152,13 +152,7 @@ class _WindowMma(Gradient):
             ("WARPS", _WARPS),
             ("LOAD_WARPS", _WARPS),
             ("FIRST_LOAD_WARP", 0),
-            ("ROW_TILES", config.row_tiles),
-            ("COLUMN_TILES", config.column_tiles),
-            ("ROW_WARPS", config.row_warps),
-            ("OUT_CHUNK", config.out_chunk),
-            ("POSITIONS", config.positions),
-            ("BUFFERS", config.buffers),
-            ("MIN_BLOCKS", config.min_blocks),
+            *constants_of(config, "row_tiles column_tiles row_warps out_chunk positions buffers min_blocks"),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
         params = params_of(source).pack(

@@ -16,7 +16,7 @@ from polyphase.program.step import Step, plain_step
 from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.cells import Side
 from polyphase.schedules.schedule import Cost
-from polyphase.schedules.tiles import Four, layer_constants, tiles_of
+from polyphase.schedules.tiles import Four, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.tap_windows import ALONE
 from polyphase.schedules.window_gemm.tma_config import (
     FLUSH,
@@ -75,9 +75,6 @@ class _WindowTma(Gradient):
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
         return sorted(legal_configs(at, pass_, device))
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaConfig) -> float:
-        return estimate(at, pass_, config, device)[0]
-
     def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
         """Some whose taps share no windows among the first: the others are of one tile, far from what images may be."""
         alone = [config for config in order if config.taps == ALONE]
@@ -97,16 +94,10 @@ class _WindowTma(Gradient):
         return (
             *layer_constants(problem, self.pass_),
             ("LOADERS", config.loaders),
-            ("ROW_GROUPS", config.row_groups),
-            ("COLUMN_GROUPS", config.column_groups),
-            ("ROW_TILES", config.row_tiles),
-            ("LINES", config.lines),
-            ("COLUMNS", config.columns),
-            ("STEPS", config.steps),
+            *constants_of(config, "row_groups column_groups row_tiles lines columns steps buffers"),
             ("ROW_PITCH", row_pitch),
             ("COLUMN_PITCH", column_pitch),
             ("TRANSPOSED", transposed),
-            ("BUFFERS", config.buffers),
             ("MIN_BLOCKS", config.resident),
             ("WGMMA", True),
             ("BY_THREADS", transposed and DTYPE_BYTES[problem.dtype] == 4),

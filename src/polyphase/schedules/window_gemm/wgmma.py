@@ -20,7 +20,7 @@ from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
-from polyphase.schedules.tiles import affordable_planes, layer_constants
+from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
 from polyphase.schedules.window_gemm.wgmma_tile import (
     GROUPS,
     LOADERS,
@@ -69,10 +69,6 @@ class _WindowWgmma(Gradient):
         """Of equal ones that of the most buffers first."""
         found = [each._replace(buffers=count) for each in _configs(at, pass_) for count in _BUFFERS]
         return sorted(found, key=lambda config: (-config.buffers, config))
-
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: WgmmaConfig) -> float:
-        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
-        return math.inf if cost is None else cost[0]
 
     def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
         """A smaller one: tiles of one may not fit both."""
@@ -123,12 +119,10 @@ class _WindowWgmma(Gradient):
             ("WARPS", 4 * GROUPS + LOADERS // 32),
             ("LOAD_WARPS", LOADERS // 32),
             ("FIRST_LOAD_WARP", 4 * GROUPS),
-            ("ROW_TILES", config.row_tiles),
+            *constants_of(config, "row_tiles out_chunk buffers"),
             ("COLUMN_TILES", config.columns // 8),
-            ("OUT_CHUNK", config.out_chunk),
             ("PAIRS", in_pairs(problem)),
             ("TRANSPOSED", given.channels_last),
-            ("BUFFERS", config.buffers),
             *((("FLUSH", _stages_summed(problem, config)),) if pass_ is Pass.INPUT_GRAD else ()),
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
