@@ -12,14 +12,14 @@ from polyphase.schedules.direct_wgrad.channels import DirectWgradChannels
 from polyphase.schedules.direct_wgrad.gemm import DirectWgradGemm
 from polyphase.schedules.direct_wgrad.windows import DirectWgradWindows
 from polyphase.schedules.dot_dgrad.schedule import DotDgrad
-from polyphase.schedules.gather_gemm.mma import GatherGemm, GatherWgrad
-from polyphase.schedules.gather_gemm.tma import GatherGemmTma
 from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.overlap_gemm.schedule import OverlapGemm
 from polyphase.schedules.phase_gemm.long_kernels import PhaseGemm
 from polyphase.schedules.phase_gemm.pixels import PhaseGemmPixels
 from polyphase.schedules.schedule import Schedule
+from polyphase.schedules.tap_gemm.mma import TapGemm, TapGemmWgrad
+from polyphase.schedules.tap_gemm.tma import TapGemmTma
 from polyphase.schedules.window_gemm.mma import WindowDgradMma, WindowWgradMma
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
@@ -34,7 +34,7 @@ KERNELS: dict[str, tuple[Schedule, ...]] = {
     "window_dgrad": (WindowDgradMma(), WindowDgradWgmma(), WindowDgradTma(), WindowDgradTransposed()),
     "dot_dgrad": (DotDgrad(),),
     "window_wgrad": (WindowWgradMma(), WindowWgradWgmma(), WindowWgradTma(), WindowWgradTransposed()),
-    "gather_gemm": (GatherGemmTma(), GatherGemm(), GatherWgrad()),
+    "tap_gemm": (TapGemmTma(), TapGemm(), TapGemmWgrad()),
     "direct": (DirectChannels(), DirectTiled(), DirectGeneral()),
     "direct_wgrad": (DirectWgradChannels(), DirectWgradWindows(), DirectWgradGemm()),
 }

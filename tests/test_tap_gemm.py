@@ -14,18 +14,18 @@ from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_neares
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
-from polyphase.schedules.gather_gemm.mma import _SHAPES, GatherGemm, GatherWgrad
-from polyphase.schedules.gather_gemm.tma import GatherGemmTma
 from polyphase.schedules.schedule import Candidate, Schedule
+from polyphase.schedules.tap_gemm.mma import _SHAPES, TapGemm, TapGemmWgrad
+from polyphase.schedules.tap_gemm.tma import TapGemmTma
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
 SCHEDULES: dict[Pass, Schedule] = {
-    Pass.FORWARD: GatherGemm(),
-    Pass.INPUT_GRAD: GatherGemm(),
-    Pass.WEIGHT_GRAD: GatherWgrad(),
+    Pass.FORWARD: TapGemm(),
+    Pass.INPUT_GRAD: TapGemm(),
+    Pass.WEIGHT_GRAD: TapGemmWgrad(),
 }
-TMA = GatherGemmTma()
+TMA = TapGemmTma()
 
 LAYERS = {
     "stride 1": make((2, 20, 9, 10), 24, 3, bias=True, tf32=True),
@@ -136,6 +136,6 @@ def test_float32_is_rounded_to_nearest(pass_: Pass) -> None:
 
 def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 3)
-    assert "do not take float64" in (refusal(GatherGemm(), replace(layer, dtype="float64"), Pass.FORWARD, H200) or "")
-    assert "too many" in (refusal(GatherWgrad(), replace(layer, kernel_size=(512, 512)), Pass.WEIGHT_GRAD, H200) or "")
-    assert "only" in (refusal(GatherGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "do not take float64" in (refusal(TapGemm(), replace(layer, dtype="float64"), Pass.FORWARD, H200) or "")
+    assert "too many" in (refusal(TapGemmWgrad(), replace(layer, kernel_size=(512, 512)), Pass.WEIGHT_GRAD, H200) or "")
+    assert "only" in (refusal(TapGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")

@@ -13,7 +13,7 @@
 // turns. With several splits of the stages each leaves a plane of partial sums (steps/reduce_splits.cu).
 //
 // float32 comes in one part or two: the source's parts are channels of their own (steps/transpose.cu), those of the
-// weights lie one behind the other (steps/pack_gather.cu). Three products of two parts each are added.
+// weights lie one behind the other (steps/pack_tap_groups.cu). Three products of two parts each are added.
 //
 // Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and where those are not all,
 // their sums beside them.
@@ -218,9 +218,8 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_gemm_tma(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-                    const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst,
-                    const __grid_constant__ Params params) {
+    tap_gemm_tma(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
+                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
   if (threadIdx.x == 0) ring.init(1, CONSUMER_THREADS / 32);

@@ -1,4 +1,4 @@
-// The weight gradient of any layer on tensor cores (mainloop/gather_mma.cuh):
+// The weight gradient of any layer on tensor cores (mainloop/tap_mma.cuh):
 //
 //   gw[cd, cs, tap] = Σ over cells of all images
 //                       destination[cd, cell·DST + phase] · source[cs, cell·SRC + offset of the tap]
@@ -26,7 +26,7 @@
 #include "core/geometry.cuh"
 #include "core/phase.cuh"
 #include "core/types.cuh"
-#include "mainloop/gather_mma.cuh"
+#include "mainloop/tap_mma.cuh"
 
 struct Params {
   Tensor5 src, dst;
@@ -115,8 +115,8 @@ __device__ __forceinline__ void multiply_stage(const char* from, Sums& sums) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_wgrad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
-                 const __grid_constant__ Params params) {
+    tap_gemm_wgrad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+                   const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   __shared__ CellEntry entries[BUFFERS][DEPTH];
   int block = blockIdx.x;

@@ -1,4 +1,4 @@
-"""The forward pass and the input gradient of any layer by Hopper's instruction, ``kernels/gather_gemm_tma.cu``."""
+"""The forward pass and the input gradient of any layer by Hopper's instruction, ``kernels/tap_gemm_tma.cu``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from polyphase.program.step import SRC, Step
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
-from polyphase.schedules.gather_gemm.product import (
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tap_gemm.product import (
     Product,
     common_limits,
     in_pieces,
@@ -32,7 +33,6 @@ from polyphase.schedules.gather_gemm.product import (
     product_of,
     transpose_seconds,
 )
-from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, tiles_of
 
 _GROUPS = 2  # warpgroups that multiply
@@ -48,8 +48,8 @@ _LEAST_STAGES = 4  # of a split
 _MOST_PLANES_BYTES = 64 << 20
 
 
-class TmaGatherConfig(NamedTuple):
-    """The compile-time shape of ``gather_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes.
+class TmaTapConfig(NamedTuple):
+    """The compile-time shape of ``tap_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes.
 
     ``back``: the result is written in channels_last, and transposed to where it belongs.
     """
@@ -65,10 +65,10 @@ class TmaGatherConfig(NamedTuple):
         return 64 * _GROUPS * self.row_tiles
 
 
-class GatherGemmTma(Schedule):
+class TapGemmTma(Schedule):
     """Rows are a tile of cells of one phase, columns are destination channels; TMA brings a box for each tap group."""
 
-    name = "gather_gemm_tma"
+    name = "tap_gemm_tma"
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     on_tensor_cores = True
     kept = True
@@ -84,19 +84,19 @@ class GatherGemmTma(Schedule):
         """None, too, where a layer of one output channel cannot be folded, and its stride is too large."""
         return None if _step(problem, pass_, layouts) > _MOST_STEP else standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaGatherConfig]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaTapConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
         found = [config for config in _configs(product) if _buffers(product, config, device) >= _LEAST_BUFFERS]
         if product.gather.dst.strides[1] != 1:
             found += [config._replace(back=True) for config in found]
         return found
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaGatherConfig) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaTapConfig) -> float:
         cost = self.cost(at, pass_, device, Layouts.dense(at), config)
         return math.inf if cost is None else cost[0]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaGatherConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaTapConfig
     ) -> Cost | None:
         lie = _written(problem, pass_, layouts, config)
         if lie is None:
@@ -104,14 +104,14 @@ class GatherGemmTma(Schedule):
         product = product_of(problem, pass_, lie)
         _, seconds = _splits(product, config, device)
         if config.back:
-            terms, written = costs("gather_gemm", device), math.prod(product.gather.dst.shape) * 16 // product.piece
+            terms, written = costs("tap_gemm", device), math.prod(product.gather.dst.shape) * 16 // product.piece
             seconds += terms.transpose + 2 * written / (terms.transposed * device.copy_bytes_per_second)
         seconds += transpose_seconds(product, (_as_read(product, config, layouts.aligned)[1],), device)
         moving = problem.bytes / device.copy_bytes_per_second
         return slower_of(seconds, moving)
 
     def program(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaGatherConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaTapConfig
     ) -> Program:
         lie = _written(problem, pass_, layouts, config)
         assert lie is not None
@@ -173,7 +173,7 @@ def _shape(problem: ConvTransposeProblem, pass_: Pass) -> tuple[int, ...]:
     return problem.output_shape if pass_ is Pass.FORWARD else problem.input_shape
 
 
-def _written(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: TmaGatherConfig) -> Layouts | None:
+def _written(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: TmaTapConfig) -> Layouts | None:
     """How tensors lie to the kernel. None where a result is to be transposed to where it has gaps, or other strides."""
     if not config.back:
         return layouts
@@ -190,7 +190,7 @@ def _step(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
     return max(axis.src for axis in product_of(problem, pass_, layouts).gather.cell_axes)
 
 
-def _configs(product: Product) -> Iterator[TmaGatherConfig]:
+def _configs(product: Product) -> Iterator[TmaTapConfig]:
     """Those whose sums fit the registers; rows of a stage are 128 bytes, or leave fewest channels over."""
     channels, size = product.gather.src_channels, 16 // product.piece
     best = min((128, 64, 32), key=lambda pitch: (round_up(channels * size, pitch), -pitch))
@@ -199,12 +199,12 @@ def _configs(product: Product) -> Iterator[TmaGatherConfig]:
         for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
     }
     for pitch, count, row_tiles in itertools.product(sorted({best, 128}), sorted(columns), (1, 2)):
-        config = TmaGatherConfig(row_tiles, count, pitch)
+        config = TmaTapConfig(row_tiles, count, pitch)
         if count * row_tiles // 2 <= _MOST_SUMS // (2 if _flush(product, config) else 1):
             yield config
 
 
-def _flush(product: Product, config: TmaGatherConfig) -> int:
+def _flush(product: Product, config: TmaTapConfig) -> int:
     """Stages after which sums are promoted, 0 for never."""
     if product.parts == 2:
         return 1
@@ -212,22 +212,22 @@ def _flush(product: Product, config: TmaGatherConfig) -> int:
     return _LONG // (2 * config.pitch * product.piece // 16) if long else 0
 
 
-def _stage_bytes(product: Product, config: TmaGatherConfig) -> int:
+def _stage_bytes(product: Product, config: TmaTapConfig) -> int:
     return round_up(product.parts * (config.rows + config.columns) * config.pitch, 1024)
 
 
-def _buffers(product: Product, config: TmaGatherConfig, device: DeviceInfo) -> int:
+def _buffers(product: Product, config: TmaTapConfig, device: DeviceInfo) -> int:
     """Stages in shared memory."""
     return min(_MOST_BUFFERS, (device.shared_bytes_of(1) - _DECLARED) // _stage_bytes(product, config))
 
 
-def _stages(product: Product, config: TmaGatherConfig) -> tuple[int, ...]:
+def _stages(product: Product, config: TmaTapConfig) -> tuple[int, ...]:
     """Of each phase."""
     chunks = -(-product.gather.src_channels // (config.pitch * product.piece // 16))
     return tuple(chunks * taps for taps in product.phase_taps)
 
 
-def _as_read(product: Product, config: TmaGatherConfig, aligned: bool) -> tuple[Side, Transposed | None]:
+def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Side, Transposed | None]:
     """The source as TMA takes boxes of it, and how it is transposed if it lies otherwise.
 
     A box that reaches beyond a group's channels, or a part's, must not meet the next one's.
@@ -242,7 +242,7 @@ def _as_read(product: Product, config: TmaGatherConfig, aligned: bool) -> tuple[
 
 
 @lru_cache(maxsize=2048)
-def _tiles(product: Product, config: TmaGatherConfig) -> tuple[Four, Four]:
+def _tiles(product: Product, config: TmaTapConfig) -> tuple[Four, Four]:
     """Extents of a tile of cells along n, d, h and w, so that there are few, and tiles along each."""
     depth, height, width = product.cells
     steps = tuple(axis.src for axis in product.gather.cell_axes)
@@ -262,16 +262,16 @@ def _tiles(product: Product, config: TmaGatherConfig) -> tuple[Four, Four]:
     return lanes, tiles_of(product.problem.batch, product.cells, lanes)
 
 
-def _items(product: Product, config: TmaGatherConfig, tiles: Four) -> int:
+def _items(product: Product, config: TmaTapConfig, tiles: Four) -> int:
     """What blocks share out, without splits."""
     columns = -(-product.gather.dst_channels // config.columns)
     return math.prod(tiles) * len(product.phase_taps) * columns * product.problem.groups
 
 
 @lru_cache(maxsize=4096)
-def _splits(product: Product, config: TmaGatherConfig, device: DeviceInfo) -> tuple[int, float]:
+def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[int, float]:
     """Splits of a work tile's stages, and the predicted seconds of packing, product and reduction."""
-    terms, own = costs("window_dgrad_tma", device), costs("gather_gemm", device)
+    terms, own = costs("window_dgrad_tma", device), costs("tap_gemm", device)
     items, stages = _items(product, config, _tiles(product, config)[1]), _stages(product, config)
     operations = _GROUPS * config.row_tiles * config.pitch / 32 * (3 if product.parts == 2 else 1)
     products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
@@ -298,7 +298,7 @@ def _splits(product: Product, config: TmaGatherConfig, device: DeviceInfo) -> tu
     return found, packing + seconds(found)
 
 
-def _map(product: Product, config: TmaGatherConfig, read: Side, lanes: Four) -> TensorMap:
+def _map(product: Product, config: TmaTapConfig, read: Side, lanes: Four) -> TensorMap:
     """A tap group of a tile of cells, as TMA brings it."""
     size = 16 // product.piece
     batch, channels, depth, height, width = read.shape

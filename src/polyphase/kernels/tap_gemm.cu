@@ -1,4 +1,4 @@
-// The forward pass and the input gradient of any layer on tensor cores (mainloop/gather_mma.cuh):
+// The forward pass and the input gradient of any layer on tensor cores (mainloop/tap_mma.cuh):
 //
 //   destination[cd, cell·DST + phase] = bias[cd] + Σ over taps of the phase and cs of
 //                                                  w[cs, cd, tap] · source[cs, cell·SRC + offset of the tap]
@@ -9,8 +9,9 @@
 // 16 bytes; the destination lies as it will.
 //
 // Index mapping. A block owns ROWS channels of one group, one phase and COLUMNS cells, and with several splits one
-// contiguous part of the stages. Both operands come by cp.async, 16 bytes a thread: rows packed (steps/pack_gather.cu),
-// columns from where each cell's tap lies in the source. All pieces of a thread belong to one tap group.
+// contiguous part of the stages. Both operands come by cp.async, 16 bytes a thread: rows packed
+// (steps/pack_tap_groups.cu), columns from where each cell's tap lies in the source. All pieces of a thread belong to
+// one tap group.
 //
 // Shared memory: BUFFERS stages, each rows as [part][row][k] and columns as [column][k]; at the end, where each column
 // lies in the destination.
@@ -21,7 +22,7 @@
 #include "core/phase.cuh"
 #include "core/types.cuh"
 #include "epilogue/finish.cuh"
-#include "mainloop/gather_mma.cuh"
+#include "mainloop/tap_mma.cuh"
 #include "ptx/griddepcontrol.cuh"
 
 struct Params {
@@ -68,8 +69,8 @@ __device__ __forceinline__ void multiply_stage(const char* from, Sums& sums) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gather_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-                const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+    tap_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
+             const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;

@@ -1,4 +1,4 @@
-"""Any pass of any layer by mma.sync: ``kernels/gather_gemm.cu`` and ``kernels/gather_wgrad.cu``.
+"""Any pass of any layer by mma.sync: ``kernels/tap_gemm.cu`` and ``kernels/tap_gemm_wgrad.cu``.
 
 The reduction runs over tap groups, some source channels at one tap, so that any number of taps and channels, any
 stride, dilation and image size fits, in float32 as TF32 or in two parts. What is read has its channels innermost in
@@ -21,7 +21,8 @@ from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble, reading_channels_last
 from polyphase.program.step import GRAD, SRC, Step, X
 from polyphase.schedules.cost import rounds_of, slower_of
-from polyphase.schedules.gather_gemm.product import (
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tap_gemm.product import (
     Product,
     as_read,
     common_limits,
@@ -30,7 +31,6 @@ from polyphase.schedules.gather_gemm.product import (
     product_of,
     transpose_seconds,
 )
-from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes
 
 _WARPS = 8
@@ -58,8 +58,8 @@ _SHAPES = (
 )
 
 
-class GatherConfig(NamedTuple):
-    """The compile-time shape of a kernel; ``mainloop/gather_mma.cuh`` says what the names mean.
+class TapConfig(NamedTuple):
+    """The compile-time shape of a kernel; ``mainloop/tap_mma.cuh`` says what the names mean.
 
     ``mirrored``: a weight gradient whose rows are output channels.
     """
@@ -82,7 +82,7 @@ class GatherConfig(NamedTuple):
         return 8 * self.column_tiles * (_WARPS // self.row_warps)
 
 
-class _Gathering(Schedule):
+class _TapGemm(Schedule):
     """What the two kernels share."""
 
     on_tensor_cores = True
@@ -94,16 +94,16 @@ class _Gathering(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: GatherConfig) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TapConfig) -> float:
         return self.cost(at, pass_, device, Layouts.dense(at), config)[0]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
     ) -> Cost:
         raise NotImplementedError
 
     def source(
-        self, product: Product, device: DeviceInfo, config: GatherConfig, chunk: int, promote: int, **more: int
+        self, product: Product, device: DeviceInfo, config: TapConfig, chunk: int, promote: int, **more: int
     ) -> KernelSource:
         """The kernel of a config."""
         of_kernel = product.gather.constants(
@@ -123,52 +123,52 @@ class _Gathering(Schedule):
         constants = tuple((name, value) for name, value in of_kernel if name not in unused)
         return KernelSource(self.name, product.problem.dtype, True, constants)
 
-    def stage_bytes(self, config: GatherConfig, parts: int) -> int:
+    def stage_bytes(self, config: TapConfig, parts: int) -> int:
         """Shared memory of a stage."""
         raise NotImplementedError
 
 
-def _buffers(config: GatherConfig, stage_bytes: int, device: DeviceInfo) -> int:
+def _buffers(config: TapConfig, stage_bytes: int, device: DeviceInfo) -> int:
     """Stages in shared memory: as many of four as leave room for the resident blocks, at least two."""
     room = min(device.shared_bytes_per_block, device.shared_bytes_of(config.min_blocks)) - _TABLES
     return max(2, min(4, room // stage_bytes))
 
 
-def _promotion(product: Product, terms: int, config: GatherConfig) -> int:
+def _promotion(product: Product, terms: int, config: TapConfig) -> int:
     """Stages after which sums are promoted, 0 for never."""
     if product.parts == 2:
         return 1
     return _chain(product, config) if terms > _LONG else 0
 
 
-def _chain(product: Product, config: GatherConfig) -> int:
+def _chain(product: Product, config: TapConfig) -> int:
     """Stages of `_CHAIN` terms."""
     return _CHAIN // (config.stage_words * product.word)
 
 
-def _shapes(rows: int, promoted: bool, words: tuple[int, ...]) -> Iterator[GatherConfig]:
+def _shapes(rows: int, promoted: bool, words: tuple[int, ...]) -> Iterator[TapConfig]:
     """Configs whose registers suffice, and whose rows exist but for a part of the last block's."""
     for row_tiles, column_tiles, row_warps in _SHAPES:
         tiles = row_tiles * column_tiles * (2 if promoted else 1)
         if tiles > 32:
             continue
         for stage_words in words:
-            config = GatherConfig(row_tiles, column_tiles, row_warps, stage_words, 1 if tiles >= 16 else 2)
+            config = TapConfig(row_tiles, column_tiles, row_warps, stage_words, 1 if tiles >= 16 else 2)
             wide = tiles == 32 and stage_words > 16  # registers would spill
             if not wide and (config.rows <= 16 or config.rows < 2 * rows):
                 yield config
 
 
-class GatherGemm(_Gathering):
+class TapGemm(_TapGemm):
     """The forward pass and the input gradient: rows are destination channels, columns are cells of one phase."""
 
-    name = "gather_gemm"
+    name = "tap_gemm"
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
 
-    def stage_bytes(self, config: GatherConfig, parts: int) -> int:
+    def stage_bytes(self, config: TapConfig, parts: int) -> int:
         return (parts * config.rows + config.columns) * (4 * config.stage_words + 16)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GatherConfig]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TapConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
         terms = product.gather.src_channels * max(product.phase_taps)
         return [
@@ -178,9 +178,9 @@ class GatherGemm(_Gathering):
         ]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
     ) -> Cost:
-        product, terms = product_of(problem, pass_, layouts), costs("gather_gemm", device)
+        product, terms = product_of(problem, pass_, layouts), costs("tap_gemm", device)
         chunk = product.chunk(config.stage_words * product.word)
         stages = [_stages(product, chunk, taps, config) for taps in product.phase_taps]
         tiles = -(-product.all_cells // config.columns)
@@ -208,7 +208,7 @@ class GatherGemm(_Gathering):
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
     def program(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
     ) -> Program:
         product = product_of(problem, pass_, layouts)
         gather = product.gather
@@ -254,7 +254,7 @@ class GatherGemm(_Gathering):
         return reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
 
 
-def _stages(product: Product, chunk: int, taps: int, config: GatherConfig) -> int:
+def _stages(product: Product, chunk: int, taps: int, config: TapConfig) -> int:
     """Stages of a phase of so many taps."""
     return -(-(-(-product.gather.src_channels // chunk) * taps) // (config.stage_words * product.word // chunk))
 
@@ -272,7 +272,7 @@ def _pairs(product: Product, layouts: Layouts) -> bool:
     )
 
 
-def _splits(product: Product, config: GatherConfig, device: DeviceInfo) -> int:
+def _splits(product: Product, config: TapConfig, device: DeviceInfo) -> int:
     """Splits of the stages: the machine is filled once, and none has less than four stages."""
     problem, gather = product.problem, product.gather
     if not is_dense(gather.dst):
@@ -286,16 +286,16 @@ def _splits(product: Product, config: GatherConfig, device: DeviceInfo) -> int:
     return max(1, min(slots // blocks, stages // 4, (64 << 20) // (4 * elements), 64))
 
 
-class GatherWgrad(_Gathering):
+class TapGemmWgrad(_TapGemm):
     """The weight gradient: rows are channels of one side, columns are pairs of tap and channel of the other."""
 
-    name = "gather_wgrad"
+    name = "tap_gemm_wgrad"
     passes = (Pass.WEIGHT_GRAD,)
 
-    def stage_bytes(self, config: GatherConfig, parts: int) -> int:
+    def stage_bytes(self, config: TapConfig, parts: int) -> int:
         return config.stage_words * (4 * (config.rows + config.columns) + 64)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[GatherConfig]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TapConfig]:
         found = []
         for mirrored in (False, True):
             product = product_of(at, pass_, Layouts.dense(at), mirrored)
@@ -309,7 +309,7 @@ class GatherWgrad(_Gathering):
             ]
         return found
 
-    def _shape(self, product: Product, config: GatherConfig) -> tuple[int, int, int, int]:
+    def _shape(self, product: Product, config: TapConfig) -> tuple[int, int, int, int]:
         """Channels of a tap group, row blocks, column blocks of the largest phase, and blocks of a part."""
         chunk = product.chunk(min(config.columns, 32))
         groups = -(-product.gather.src_channels // chunk) * max(product.phase_taps)
@@ -318,7 +318,7 @@ class GatherWgrad(_Gathering):
         blocks = row_blocks * column_blocks * len(product.phase_taps) * product.problem.groups
         return chunk, row_blocks, column_blocks, blocks
 
-    def _parts(self, product: Product, config: GatherConfig, device: DeviceInfo) -> tuple[int, int]:
+    def _parts(self, product: Product, config: TapConfig, device: DeviceInfo) -> tuple[int, int]:
         """Cells of a part, and parts: the machine is filled, and none has less than eight stages."""
         depth = config.stage_words * product.word
         blocks = self._shape(product, config)[3]
@@ -329,9 +329,9 @@ class GatherWgrad(_Gathering):
         return each, max(1, -(-product.all_cells // each))
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
     ) -> Cost:
-        product, terms = product_of(problem, pass_, layouts, config.mirrored), costs("gather_gemm", device)
+        product, terms = product_of(problem, pass_, layouts, config.mirrored), costs("tap_gemm", device)
         chunk, row_blocks, _, _ = self._shape(product, config)
         each, parts = self._parts(product, config, device)
         of_group = config.columns // chunk
@@ -356,7 +356,7 @@ class GatherWgrad(_Gathering):
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
     def program(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GatherConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
     ) -> Program:
         product = product_of(problem, pass_, layouts, config.mirrored)
         chunk, _, column_blocks, blocks = self._shape(product, config)

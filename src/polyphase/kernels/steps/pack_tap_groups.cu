@@ -1,4 +1,4 @@
-// The weights as gather_gemm reads them: for every group, phase and block of ROWS destination channels
+// The weights as tap_gemm reads them: for every group, phase and block of ROWS destination channels
 //
 //     [stage][part][row][k]
 //
@@ -24,7 +24,7 @@ struct Params {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    pack_gather(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed, const Params params) {
+    pack_tap_groups(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed, const Params params) {
   griddepcontrol_launch_dependents();
   const long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
   if (index >= params.pieces) return;

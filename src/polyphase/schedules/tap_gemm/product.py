@@ -142,7 +142,7 @@ def padded_side(side: Side, how: Transposed) -> tuple[Side, Transposed]:
 
 def transpose_seconds(product: Product, transposed: Iterable[Transposed | None], device: DeviceInfo) -> float:
     """Predicted seconds of the transposes before a kernel."""
-    terms, seconds = costs("gather_gemm", device), 0.0
+    terms, seconds = costs("tap_gemm", device), 0.0
     for how in transposed:
         if how is not None:
             moved = (how.elements + math.prod(how.shape)) * DTYPE_BYTES[product.problem.dtype]
@@ -158,7 +158,7 @@ def pack_step(product: Product, main: KernelSource, rows: int, depth: int, swizz
     blocks = -(-product.gather.dst_channels // rows) * len(product.phase_taps) * product.problem.groups
     pieces = blocks * rows * int(constants["PACKED_STAGES"]) * depth // product.piece
     source = KernelSource(
-        "pack_gather",
+        "pack_tap_groups",
         product.problem.dtype,
         True,
         (

@@ -1,4 +1,4 @@
-// The mainloop of gather_gemm and gather_wgrad: a multistage pipeline of two operands in shared memory, multiplied by
+// The mainloop of tap_gemm and tap_gemm_wgrad: a multistage pipeline of two operands in shared memory, multiplied by
 // mma.sync.
 //
 //     sum[row, column]  +=  Σ_k  A[row, k] · B[column, k]
